@@ -42,9 +42,8 @@ def data(tmp_path_factory):
 def trained(data, tmp_path_factory):
     """A run, and its final/ folder."""
     folder = tmp_path_factory.mktemp("trained")
-    given = [*small(data, "base"), "--run.output_dir", folder, *DETR]
-    command = [sys.executable, ROOT / "scripts" / "train_detr.py", *given]
-    subprocess.run([str(word) for word in command], check=True, env=environment(folder))
+    command = [sys.executable, ROOT / "scripts" / "train_detr.py", *small(data, "base"), "--run.output_dir", folder]
+    subprocess.run([str(word) for word in [*command, *DETR]], check=True, env=environment(folder))
     return folder / "base"
 
 
@@ -139,8 +138,8 @@ def test_lines_are_put_into_a_copy_of_a_script(tmp_path, capsys):
 
 
 def test_every_name_is_there_before_it_is_used():
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", *NOTEBOOKS]
-    ended = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", *map(str, NOTEBOOKS)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -151,8 +150,8 @@ def test_what_is_imported_from_the_toolkit_and_the_parameters_are_there(path, da
         for name in (alias.name for alias in node.names if node.module.startswith("toolkit")):
             assert hasattr(import_module(node.module), name) or find_spec(f"{node.module}.{name}"), ast.unparse(node)
     (cell,) = (c for c in code if "parameters" in c.metadata.get("tags", []))
-    given = parameters(path.stem, data, None)
-    assert set(given) == {target.id for line in parsed(cell).body for target in line.targets}
+    assigned = {target.id for line in parsed(cell).body for target in line.targets}
+    assert set(parameters(path.stem, data, None)) == assigned
     files = [c.source for c in code if c.source.startswith("%%writefile")]
     assert path.stem != "05_your_detector" or len(files) == 1 and files[0].count("\n") < 60, "a short detector"
 

@@ -26,12 +26,11 @@ CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 class Script:
     """A training script; `configs/<name>.yaml` makes it small.
 
-    losses: two that every step has. one_size: arguments with which all training images have one size.
+    one_size: arguments with which all training images have one size.
     changed: the file of a changed copy; None: the script as it is.
     """
 
     name: str
-    losses: tuple[str, str] = ("loss_giou", "loss_bbox")
     one_size: tuple[str, ...] = ()
     changed: Path | None = None
 
@@ -46,10 +45,10 @@ class Script:
 
 SCRIPTS = (
     Script("train_detr"),
-    Script("train_yolov3", ("loss_cls", "loss_obj"), one_size=("--data.multi_scale", "[]")),
-    Script("train_faster_rcnn", ("loss_box_reg", "loss_classifier")),
-    Script("train_sgg", ("loss_refine_obj", "loss_rel")),
-    Script("train_ssd", ("loss_cls", "loss_loc"), one_size=("--data.multi_scale", "[]")),
+    Script("train_yolov3", one_size=("--data.multi_scale", "[]")),
+    Script("train_faster_rcnn"),
+    Script("train_sgg"),
+    Script("train_ssd", one_size=("--data.multi_scale", "[]")),
 )
 
 

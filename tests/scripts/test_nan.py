@@ -54,8 +54,7 @@ def check_finite(folder) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "processes"),
-    [("skip", 1), pytest.param("skip", 2, marks=pytest.mark.every_script("slow")), ("rollback", 1),
-     pytest.param("rollback", 2, marks=pytest.mark.slow)],
+    [("skip", 1), ("skip", 2), ("rollback", 1), pytest.param("rollback", 2, marks=pytest.mark.slow)],
 )
 def test_run_goes_on_finite(server, script, arguments, processes, policy):
     """The four kinds in one run, each in a window of its own; on two processes only the second rank meets them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import ROOT, training_rows
+from launching import ROOT, SCRIPTS, checkpoint_tensors, training_rows
 
 from toolkit.runs.launcher import settle
 from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, precision_of_gpu
@@ -113,3 +113,20 @@ def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings
     assert used == ("no", False)
     assert "precision: no (run.precision, not accelerate launch, which says bf16)" in changed.text
     assert "run.precision bf16 -> no: used" in changed.text and "optim.compile eager -> false: used" in changed.text
+
+
+@pytest.mark.slow
+@pytest.mark.every_script
+def test_compiled_losses_and_checkpoints_are_those_of_the_eager_model(server, script, settings, tmp_path):
+    """Kernels are compiled for one script; the graphs of all are captured."""
+    args = settings("--run.output_dir", tmp_path, "--run.max_steps", 3, "--run.eval_every", 0,
+                    "--eval.batch_size_per_device", 10, *script.one_size)  # fmt: skip
+    backend = "true" if script == SCRIPTS[0] else "aot_eager"
+    eager = server.run(script, [*args, "--run.name", "eager"]).ok()
+    compiled = server.run(script, [*args, "--run.name", "compiled", "--optim.compile", backend], within_s=1200).ok()
+    assert "torch.compile: " not in eager.text
+    assert "torch.compile: " in compiled.text and (backend != "true" or "graph breaks" in compiled.text)
+    for row, expected in zip(losses(compiled), losses(eager), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3)
+    names = [checkpoint_tensors(run.folder / "checkpoints" / "latest").keys() for run in (compiled, eager)]
+    assert names[0] == names[1]

@@ -131,20 +131,20 @@ def test_a_refused_resume_changes_nothing(server, script, finished, tmp_path):
 
 
 def test_each_changed_setting_is_said_and_the_one_in_force_is_kept(server, script, finished):
+    """tests/test_changes.py has each setting."""
     args, folder = finished
     first = (folder / "config.yaml").read_text()
     args += ["--optim.lr", "0.5", "--run.seed", "7", "--run.max_steps", "9", "--run.keep", "3", "--run.epochs", "4"]
     text = server.run(script, args).ok().text
-    for line in ("optim.lr .* -> 0.5: ignored, .*--run.resume_schedule new uses it", "run.seed 0 -> 7: ignored",
-                 "run.keep 1 -> 3: used", "run.max_steps null -> 9: ignored, the length is the checkpoint's",
+    for line in ("optim.lr .* -> 0.5: ignored, .*--run.resume_schedule new uses it", "run.keep 1 -> 3: used",
                  "the run is finished at step 6 of 6.*--run.resume_schedule new goes on to step 9"):  # fmt: skip
         assert re.search(line, text), text
     assert (folder / "config.yaml").read_text() == first
     second = (folder / "config_2.yaml").read_text()
     assert "# run.keep 1 -> 3: used" in second and "# optim.lr" in second
     before, now = yaml.safe_load(first), yaml.safe_load(second)
-    assert now["optim"] == before["optim"] and now["run"]["keep"] == 3
-    assert (now["run"]["seed"], now["run"]["max_steps"]) == (0, None)
+    before["run"]["keep"] = 3
+    assert (now["optim"], now["run"]) == (before["optim"], before["run"])
     server.run(script, [*args, "--run.resume_schedule", "new"]).ok()
     third = yaml.safe_load((folder / "config_3.yaml").read_text())
     assert third["optim"]["lr"] == 0.5 and training_rows(folder)[-1]["step"] == 9

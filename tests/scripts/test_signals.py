@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -105,3 +106,26 @@ def test_a_closed_terminal_ends_a_run_with_85(script, settings, tmp_path):
     assert finish(process)[0] == 85
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("preempted", 85)
+
+
+def test_a_second_run_is_refused_until_the_first_one_is_gone(server, script, settings, tmp_path):
+    """A run has its folder to itself, as long as it lives and no longer."""
+    args = settings("--run.output_dir", tmp_path, "--run.epochs", 1000, "--run.eval_every", 0, "--run.save_every", 1,
+                    "--data.workers", 2)  # fmt: skip
+    first = start([sys.executable, script.path, *args], {"PYTHONUNBUFFERED": "1"})
+    try:
+        assert any("step 2/" in line for line in first.stdout)
+        for more in (["--run.resume", "never"], ["--run.resume", "latest", "--run.eval_only", "true"]):
+            refused = server.run(script, [*args, *more])
+            assert refused.code == 2
+            (error,) = (line for line in refused.text.splitlines() if "error:" in line)
+            assert f"in use by process {first.pid} on {socket.gethostname()}, since 20" in error
+            assert refused.status["state"] == "running" and first.poll() is None
+        first.kill()  # its workers outlive it for seconds, and must not hold the folder
+        first.wait()
+        short = ("--run.resume_schedule", "new", "--run.max_steps", "1")  # the saved length is 1000 epochs
+        resumed = server.run(script, [*args, "--run.resume", "latest", *short]).ok()
+        assert "Resuming from" in resumed.text and "in use" not in resumed.text
+    finally:
+        if first.poll() is None:
+            finish(first, 1)

@@ -8,7 +8,6 @@ import pytest
 import yaml
 from launching import (
     EVALUATION,
-    SCRIPTS,
     checkpoint_state,
     checkpoint_tensors,
     finish,
@@ -23,14 +22,13 @@ from tracked import offline_history, offline_records
 from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
 from toolkit.evaluation.report.facts import run_facts
-from toolkit.models.final import load_detector_folder
 
-WEIGHTS = '{{"{}": "learned", "{}": [[0, 1.0], [2, 5.0]]}}'
-LAUNCHED = (
+OPTIONS = (
     "--run.precision", "bf16", "--optim.accumulation_steps", 2, "--run.tracker", "tensorboard", "--eval.pictures", 4,
     "--run.probe_memory", "true", "--run.deterministic", "true", "--data.photometric", "true",
     "--data.group_by_aspect_ratio", "true", "--data.cache_images", "true", "--schedule.name", "cosine",
     "--optim.backbone_lr", 1e-4, "--run.max_steps", 4, "--run.eval_every", "1 epoch",
+    "--loss.weights", '{"loss_giou": "learned", "loss_bbox": [[0, 1.0], [2, 5.0]]}',
 )  # fmt: skip
 
 
@@ -39,28 +37,17 @@ def events_of(folder: Path) -> EventAccumulator:
 
 
 @pytest.fixture(scope="module")
-def options(script):
-    """`LAUNCHED`, and weights for two of the script's losses."""
-    return *LAUNCHED, *script.one_size, "--loss.weights", WEIGHTS.format(*script.losses)
-
-
-@pytest.fixture(scope="module")
-def launched(server, script, settings, options, tmp_path_factory):
-    """The folder and the output of a run; of the first script under `accelerate launch`, from a folder that knows
-    nothing of the project."""
+def launched(script, settings, tmp_path_factory):
+    """The folder and the output of a run under `accelerate launch`, from a folder that knows nothing of the project."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    args = settings(*options, "--run.output_dir", elsewhere / "runs", "--run.name", "launched")
-    if script != SCRIPTS[0]:
-        ended = server.run(script, args, whole=True).ok()
-        return ended.folder, ended.text
+    args = settings(*OPTIONS, "--run.output_dir", "runs", "--run.name", "launched")
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--num_processes", 1, script.path, *args]
     code, text = finish(start(command, cwd=elsewhere))
     assert code == 0, text
     return elsewhere / "runs" / "launched", text
 
 
-@pytest.mark.every_script("slow")
-def test_run_folder_says_what_was_run(script, launched):
+def test_run_folder_says_what_was_run(launched):
     folder, text = launched
     assert "processes: 1" in text and "Traceback" not in text
     assert text.count("Training time 0:0") == 1 and " s / step)" in text
@@ -72,46 +59,39 @@ def test_run_folder_says_what_was_run(script, launched):
     assert environment["processes"] == 1 and {"torch", "transformers"} <= environment["packages"].keys()
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["run"]["precision"] == "bf16"
-    assert config["loss"]["weights"][script.losses[1]] == [[0, 1.0], [2, 5.0]]
+    assert config["loss"]["weights"]["loss_bbox"] == [[0, 1.0], [2, 5.0]]
     for name in ("README.md", "curves.png", "ap.png", "pictures/step_000003.png", "pictures/step_000004.png"):
         assert (folder / "report" / name).stat().st_size > 100, name
 
 
-@pytest.mark.every_script("slow")
-def test_rows_and_tensorboard_have_losses_rates_and_times(script, launched):
-    folder, name = launched[0], f"train/{script.losses[1]}"
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def test_rows_and_tensorboard_have_losses_rates_and_times(launched):
+    logged = [json.loads(line) for line in (launched[0] / "metrics.jsonl").read_text().splitlines()]
     train = [row for row in logged if "train/loss" in row]
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     for row in train:
         assert {"epoch", "time_s", "train/grad_norm", "time/data_s", "time/step_s"} <= row.keys()
         weight = min(1.0 + 2.0 * (row["step"] - 1), 5.0)  # from 1 to 5 over the first two updates
-        assert row[name] == pytest.approx(weight * row[f"{name}_unscaled"], rel=1e-5)
+        assert row["train/loss_bbox"] == pytest.approx(weight * row["train/loss_bbox_unscaled"], rel=1e-5)
         assert row["train/lr/backbone"] == pytest.approx(row["train/lr/main"] * 0.1)
     evaluated = [row for row in logged if "val/loss" in row]
     assert [row["step"] for row in evaluated] == [3, 4]
     assert {"val/bbox_AP", "val/bbox_AP50", "val/ema/bbox_AP", "val/AP/circle", "val/ema/AP/star"} <= set(evaluated[0])
-    assert nonfinite(folder / "checkpoints" / "latest") == []
-    assert any(k.startswith("loss_weights/") for k in checkpoint_tensors(folder / "checkpoints" / "latest"))
-    events = events_of(folder)
+    assert nonfinite(launched[0] / "checkpoints" / "latest") == []
+    assert any(k.startswith("loss_weights/") for k in checkpoint_tensors(launched[0] / "checkpoints" / "latest"))
+    events = events_of(launched[0])
     sent = {event.step: event.value for event in events.Scalars("train/loss")}
     assert sent == pytest.approx({row["step"]: row["train/loss"] for row in train}, rel=1e-6)
     assert [event.step for event in events.Scalars("val/bbox_AP")] == [3, 4] and events.Tags()["images"]
 
 
-@pytest.mark.every_script("slow")
 def test_final_folder_loads_without_the_run_and_evaluating_only_gives_the_same_numbers(
-    server, script, settings, options, launched, tmp_path
+    server, script, settings, launched, tmp_path
 ):
-    folder, names = launched[0], ["circle", "square", "triangle", "star"]
-    if script == SCRIPTS[0]:
-        model = AutoModelForObjectDetection.from_pretrained(folder / "final")
-        assert list(model.config.id2label.values()) == names
-        assert dict(AutoImageProcessor.from_pretrained(folder / "final").size) == {"height": 64, "width": 64}
-    else:
-        _, categories, size = load_detector_folder(folder / "final")
-        assert [category.name for category in categories] == names and size == {"height": 64, "width": 64}
-    args = settings(*options, "--run.output_dir", tmp_path, "--run.tracker", "none", "--run.eval_only", "true",
+    folder = launched[0]
+    model = AutoModelForObjectDetection.from_pretrained(folder / "final")
+    assert list(model.config.id2label.values()) == ["circle", "square", "triangle", "star"]
+    assert dict(AutoImageProcessor.from_pretrained(folder / "final").size) == {"height": 64, "width": 64}
+    args = settings(*OPTIONS, "--run.output_dir", tmp_path, "--run.tracker", "none", "--run.eval_only", "true",
                     "--run.resume", folder / "checkpoints" / "latest")  # fmt: skip
     (row,) = rows(server.run(script, args).ok().folder)
     again, trained = ({k: v for k, v in values.items() if "bbox" in k} for values in (row, rows(folder)[-1]))
@@ -130,13 +110,12 @@ def test_trackers_have_every_step_after_a_kill(server, script, settings, tmp_pat
     assert "switched off" not in ended.text and "failed" not in ended.text
     logged = {row["step"]: row["train/loss"] for row in training_rows(ended.folder)}
     assert list(logged) == [1, 2, 3, 4, 5, 6]
-    history = offline_history(ended.folder)
+    history, records = offline_history(ended.folder), offline_records(ended.folder)
     server.run(script, args).ok()
     assert offline_history(ended.folder) == history and len({run_id for run_id, _, _ in history}) == 1
     trained = [(step, values["train/loss"]) for _, step, values in history if "train/loss" in values]
     assert [step for step, _ in trained][-6:] == [*logged], "all of them after the kill, without a network"
     assert all(loss == pytest.approx(logged[step]) for step, loss in trained)
-    records = offline_records(ended.folder)
     evaluated = {row["step"]: row["val/bbox_AP"] for row in rows(ended.folder) if "val/bbox_AP" in row}
     assert records["boxes"].keys() <= evaluated.keys() == {2, 4, 6} and 6 in records["boxes"]
     for images in records["boxes"].values():
