@@ -170,10 +170,6 @@ TOLD = {  # change -> (its hunks, exit code, what is said)
         ["`t.guard.snapshot(t.detector)` was not done; without it a refused window",
          "`t.add(weighted, metrics)` was not done; without it rows, averages",
          'a NaN would reach the weights. Put it back, or say t.without("accepts") in main']),
-    "calls left out after it": (
-        [(NOTE, ""), (EMA, "")], 2,
-        ["`t.note_step(window, reduced)` was not done; without it there would be no rows",
-         "`if t.ema is not None: t.ema.update(t.detector)` was not done"]),
     "averages left out on purpose": ([(EMA, ""), (EPOCH, '        t.without("ema")\n' + EPOCH)], 0,
                                      "training ended by"),
     "rows too early": ([(STEP + NOTE, NOTE + STEP)], 2, "belongs after `t.step += 1`, not before it"),

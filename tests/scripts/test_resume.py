@@ -143,8 +143,8 @@ def test_each_changed_setting_is_said_and_the_one_in_force_is_kept(server, scrip
     second = (folder / "config_2.yaml").read_text()
     assert "# run.keep 1 -> 3: used" in second and "# optim.lr" in second
     before, now = yaml.safe_load(first), yaml.safe_load(second)
-    before["run"]["keep"] = 3
-    assert (now["optim"], now["run"]) == (before["optim"], before["run"])
+    assert now["optim"] == before["optim"]
+    assert (now["run"]["keep"], now["run"]["seed"], now["run"]["max_steps"]) == (3, 0, None)
     server.run(script, [*args, "--run.resume_schedule", "new"]).ok()
     third = yaml.safe_load((folder / "config_3.yaml").read_text())
     assert third["optim"]["lr"] == 0.5 and training_rows(folder)[-1]["step"] == 9
