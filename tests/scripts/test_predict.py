@@ -156,10 +156,11 @@ def test_a_file_that_finds_something_else_is_refused(server, script, whole, tmp_
 
 
 def test_an_old_prediction_is_replaced_only_when_told(server, whole, photos, tmp_path):
-    predict(server, whole, photos / "0.png", "--out", tmp_path)
-    assert "--overwrite" in server.run(PREDICT, [whole, photos / "2.png", "--out", tmp_path]).text
-    predict(server, whole, photos / "2.png", "--out", tmp_path, "--overwrite")
-    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["2.png"]
+    out = tmp_path / "new" / "folder"
+    predict(server, whole, photos / "0.png", "--out", out)
+    assert "--overwrite" in server.run(PREDICT, [whole, photos / "2.png", "--out", out]).text
+    predict(server, whole, photos / "2.png", "--out", out, "--overwrite")
+    assert [path.name for path in (out / "pictures").iterdir()] == ["2.png"]
 
 
 def test_one_message_and_code_2(server, whole, photos, tmp_path):
