@@ -105,15 +105,15 @@ def markdown(rows: Sequence[dict], quick: bool = False) -> str:
 
 def machine() -> str:
     """Date, processor, accelerators, threads and versions in one paragraph."""
-    found = hardware()
-    gpus = ", ".join(found["gpus"]) or "no GPU"
+    system = hardware()
+    gpus = ", ".join(system["gpus"]) or "no GPU"
     installed = []
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             installed.append(f"{name} {version(name)}")
     return (
-        f"{date.today()}, {found['cpu']}, {found['cpu_cores_usable']} of {found['cpu_cores']} cores, "
-        f"{found['memory_bytes'] / 2**30:.0f} GiB, {gpus}; torch uses {found['torch_threads']} threads; "
+        f"{date.today()}, {system['cpu']}, {system['cpu_cores_usable']} of {system['cpu_cores']} cores, "
+        f"{system['memory_bytes'] / 2**30:.0f} GiB, {gpus}; torch uses {system['torch_threads']} threads; "
         f"Python {sys.version.split()[0]}, {', '.join(installed)}."
     )
 

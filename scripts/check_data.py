@@ -1,4 +1,4 @@
-"""Reads a data set as training would and says all that is wrong with it.
+"""Read a data set as training would, and report everything that is wrong with it.
 
     python scripts/check_data.py DIR
     python scripts/check_data.py train.json val.json --image-dir images --pictures found/pictures
@@ -7,7 +7,7 @@
     python scripts/check_data.py val --format shapes
     python scripts/check_data.py DIR --script train_ssd       # ends with the command that trains this detector on it
 
-A folder is read with all its splits, which are compared: the same images, or ones that look alike, in two splits are
+A folder is read with all its splits, which are compared: identical or near-duplicate images in two splits are
 leakage. Exit code 0 when all is clean, 1 with warnings, 2 with errors, with which training would not start.
 """
 
@@ -45,9 +45,9 @@ def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
     tables = {}
     for source in options.source:
         if options.name is None and Path(source).expanduser().is_dir():
-            found = recognise(source, options.format)
-            print(found)
-            names = [name for name in found.splits if name != "trainval" or "train" not in found.splits]
+            layout = recognise(source, options.format)
+            print(layout)
+            names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
             tables |= {name: open_dataset(name, path=source, **reading) for name in names}
         else:
             name = split_of(source) or Path(source).stem
@@ -55,16 +55,16 @@ def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
     return tables
 
 
-def report(tables: dict[str, DetectionTable], found: Inspection) -> str:
-    """Findings by severity, then what is left to train on."""
+def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
+    """Findings by severity, then what remains to train on."""
     lines = []
     for severity, heading in HEADINGS.items():
-        findings = [finding for finding in found.findings if finding.severity == severity]
+        findings = [finding for finding in inspection.findings if finding.severity == severity]
         if findings:
-            count = sum(len(each.items) if each.kind == "record" else 1 for each in findings)
-            lines += [f"{heading}: {count}", *(line for each in findings for line in _lines_of(each)), ""]
+            count = sum(len(finding.items) if finding.kind == "record" else 1 for finding in findings)
+            lines += [f"{heading}: {count}", *(line for finding in findings for line in _lines_of(finding)), ""]
     for split, table in tables.items():
-        summary = found.splits[split]
+        summary = inspection.splits[split]
         width = max(map(len, ["class", *summary.classes]))
         lines.append(f"{'class':{width}}  {'id':>8}  {'boxes':>8}  {'images':>8}")
         for category in table.categories:
@@ -104,15 +104,15 @@ def data_settings(config: str, script: str | None = None):
 
     try:
         text = Path(config).read_text()
-        given = (yaml.safe_load(text) or {}).get("data", {})
-        named = script or next(iter(re.findall(rf"\b({'|'.join(TRAINING)})\.py", text)), None)
-        if named is None and "recipe" not in given:
+        values = (yaml.safe_load(text) or {}).get("data", {})
+        script_name = script or next(iter(re.findall(rf"\b({'|'.join(TRAINING)})\.py", text)), None)
+        if script_name is None and "recipe" not in values:
             raise BadInput(
                 f"--augment {config}: the file names no training script, whose defaults decide the recipe; "
                 "say it: --script train_detr"
             )
-        base = DataConfig() if "recipe" in given else importlib.import_module(named).Config().data
-        return dataclasses.replace(base, **given)
+        base = DataConfig() if "recipe" in values else importlib.import_module(script_name).Config().data
+        return dataclasses.replace(base, **values)
     except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
         expected = "expected a settings file of training with a group `data`"
         raise BadInput(f"--augment {config}: {expected}: {error}") from error
@@ -129,9 +129,9 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
     return draw_batch(next(iter(loader)), table.class_names, file)
 
 
-def training_command(options: argparse.Namespace, tables: dict[str, DetectionTable], found: Inspection) -> str:
+def training_command(options: argparse.Namespace, tables: dict[str, DetectionTable], inspection: Inspection) -> str:
     """The command that trains on these data, on this machine; or why there is none."""
-    if any(each.severity == "error" and each.kind != "record" for each in found.findings):
+    if any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings):
         return "no training starts on these data before the errors are mended"
     settings, folder = {}, Path(options.source[0]).expanduser()
     if options.name is None and folder.is_dir():
@@ -150,7 +150,7 @@ def training_command(options: argparse.Namespace, tables: dict[str, DetectionTab
     settings |= {"format": options.format, "name": options.name, "on_error": options.on_error}
     settings["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
     settings["image_size"] = options.image_size
-    if any(each.severity == "error" for each in found.findings):
+    if any(finding.severity == "error" for finding in inspection.findings):
         settings["on_error"] = "drop"
     usual = {"val": "val", "format": "auto", "name": None, "on_error": "raise", "image_dir": None, "image_size": None}
     script, recipe, why = _recipe(options.script or "train_detr")
@@ -190,8 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
     tables = open_all(options)
     size = options.image_size or 640
     decoded = all(depth(options.check_images, len(table), table.name)[0] for table in tables.values())
-    found = inspect_tables(tables, size, compare=decoded)
-    print(report(tables, found))
+    inspection = inspect_tables(tables, size, compare=decoded)
+    print(report(tables, inspection))
     first = next(iter(tables.values()))
     if options.anchors:
         from toolkit.use.anchors import anchors_report  # here: it imports the detectors
@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(anchors_report(first, (size, size), per_level=3, seed=0))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(found.to_json(), encoding="utf-8")
+        options.json.write_text(inspection.to_json(), encoding="utf-8")
     if options.pictures:
         from toolkit.use.data_pictures import draw_data  # here: it imports matplotlib
 
@@ -208,11 +208,11 @@ def main(arguments: list[str] | None = None) -> int:
         file = (options.pictures or Path("found")) / "augmented.jpg"
         print(f"pictures: {draw_augmented(options.augment, options.script, first, file)}")
     if options.fix:
-        log = clean_copy(tables, found, options.fix)
+        log = clean_copy(tables, inspection, options.fix)
         print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
-    print(f"\n{training_command(options, tables, found)}")
-    records = any(each.severity == "error" and each.kind != "record" for each in found.findings)
-    return 1 if found.exit_code == 2 and options.on_error == "drop" and not records else found.exit_code
+    print(f"\n{training_command(options, tables, inspection)}")
+    records = any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings)
+    return 1 if inspection.exit_code == 2 and options.on_error == "drop" and not records else inspection.exit_code
 
 
 def _item(item: object) -> str:
@@ -236,8 +236,8 @@ def _parser() -> argparse.ArgumentParser:
     side = "image side in pixels in training (default: 640, for statistics of box sizes)"
     parser.add_argument("--image-size", type=int, help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
-    shown = "write pictures to this folder: samples of classes, positions, sizes, shapes"
-    parser.add_argument("--pictures", type=Path, help=shown)
+    pictures = "write pictures to this folder: samples of classes, positions, sizes, shapes"
+    parser.add_argument("--pictures", type=Path, help=pictures)
     parser.add_argument("--anchors", action="store_true", help="also print anchors of YOLOv3 that fit")
     parser.add_argument("--augment", metavar="CONFIG", help="draw an augmented batch as this settings file makes it")
     which = "training script: of the settings file, where it does not name it, and of the command at the end "

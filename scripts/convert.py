@@ -1,11 +1,11 @@
-"""Writes a data set in another format, images included.
+"""Convert a data set to another format, images included.
 
     python scripts/convert.py DIR found/coco --to coco
     python scripts/convert.py DIR found/yolo --to yolo --val 0.2
     python scripts/convert.py train.json found/voc --to voc --image-dir images
 
 SRC is a folder of any format (Pascal VOC, YOLO, COCO, CSV, `datasets`) or an annotation file; all its splits are
-written. What the new format cannot say is told. Exit code 0, or 2 when the source cannot be read.
+written. What the new format cannot represent is reported. Exit code 0, or 2 when the source cannot be read.
 """
 
 import argparse
@@ -29,10 +29,10 @@ def open_splits(source: str, format: str, image_dir: list[str] | None, on_error:
     reading = {"format": format, "image_dir": image_dir, "on_error": on_error}
     if not Path(source).expanduser().is_dir():
         return {"train": open_dataset(source, **reading)}
-    found = recognise(source, format)
-    print(found)
+    layout = recognise(source, format)
+    print(layout)
     # trainval is the union of two others wherever these are there
-    names = [name for name in found.splits if name != "trainval" or "train" not in found.splits]
+    names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
     tables = {name: open_dataset(name, path=source, **reading) for name in names}
     return {"train" if name == "all" else name: table for name, table in tables.items()}
 
@@ -63,8 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
         write_folder(table, options.target, split, WRITTEN[options.to], link=options.link)
         left_out = sum(problem.severity == "error" for problem in table.problems)
         lost = losses(table, WRITTEN[options.to]) + [f"{left_out} faulty records were left out"] * bool(left_out)
-        told = f" ({'; '.join(lost)})" if lost else ""
-        print(f"{options.target}: {split}, {len(table)} images, {table.num_boxes().sum()} boxes{told}")
+        remarks = f" ({'; '.join(lost)})" if lost else ""
+        print(f"{options.target}: {split}, {len(table)} images, {table.num_boxes().sum()} boxes{remarks}")
 
 
 if __name__ == "__main__":

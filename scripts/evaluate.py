@@ -1,4 +1,4 @@
-"""Evaluate a run again, from its folder alone, and hold it to expected numbers.
+"""Evaluate a run again, from its folder alone, and compare it with expected numbers.
 
     python scripts/evaluate.py runs/detr
     python scripts/evaluate.py runs/detr/checkpoints/latest --weights model --backend pycocotools
@@ -50,13 +50,13 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """Prints the table and returns whether every expected number was met."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
-    found = open_any(arguments.run, arguments.weights, options, accelerator, arguments.settings, arguments.backend)
-    result = run_on_main(lambda: _measured(found, arguments.backend))  # it alone has the predictions
+    predicted = open_any(arguments.run, arguments.weights, options, accelerator, arguments.settings, arguments.backend)
+    result = run_on_main(lambda: _measured(predicted, arguments.backend))  # the only process with the predictions
     if accelerator.is_main_process:
-        print(f"{found.about['detector']}, {len(found.table)} images\n{result.pop('table')}")
+        print(f"{predicted.about['detector']}, {len(predicted.table)} images\n{result.pop('table')}")
         print(json.dumps(result))
         if arguments.save:
-            write_predictions(arguments.save, found.predictions, found.table, scores=result, **found.about)
+            write_predictions(arguments.save, predicted.predictions, predicted.table, scores=result, **predicted.about)
             print(f"wrote {arguments.save}")
     unknown = expected.keys() - result.keys()
     if unknown:
@@ -67,18 +67,18 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     return not missed
 
 
-def _measured(found: Predicted, backend: str | None) -> dict:
+def _measured(predicted: Predicted, backend: str | None) -> dict:
     """All numbers, and `table` for a person."""
-    evaluator = found.evaluator or CocoEvaluator(found.table, backend or "toolkit")
-    scores = evaluator.evaluate(found.predictions)
-    if not found.table.num_boxes().any():
+    evaluator = predicted.evaluator or CocoEvaluator(predicted.table, backend or "toolkit")
+    scores = evaluator.evaluate(predicted.predictions)
+    if not predicted.table.num_boxes().any():
         return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
-    table = evaluator.describe(scores, found.predictions)
+    table = evaluator.describe(scores, predicted.predictions)
     voc = {}
     if "bbox_AP" in scores:  # of each class too
-        voc = voc_metrics(match(found.predictions, found.table))
+        voc = voc_metrics(match(predicted.predictions, predicted.table))
         table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
-    return {**scores, **found.losses, **voc, "table": table}
+    return {**scores, **predicted.losses, **voc, "table": table}
 
 
 def _number(value: float | None) -> str:

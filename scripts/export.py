@@ -1,4 +1,4 @@
-"""Write a trained detector for programs without PyTorch, from pixels to boxes, and prove that it finds the same.
+"""Export a trained detector for programs without PyTorch, from pixels to boxes, and verify its predictions.
 
     python scripts/export.py runs/detr --out exported                               # ONNX and torch.export
     python scripts/export.py runs/detr --out exported --formats onnx openvino int8
@@ -11,9 +11,9 @@ Normalisation, padding, decoding and suppression are inside; any batch goes in, 
 Classes, the size that images are resized to, and the threshold are in the metadata. scripts/predict.py takes these
 files like a run, a `.pt2` with `--trust`: it can run any code.
 
-Then each file finds the boxes of the run's validation data (or of `--split`), and its AP is compared with PyTorch's.
+Each file is then evaluated on the run's validation data (or `--split`), and its AP is compared with PyTorch's.
 All detectors can be exported; of a scene graph its detector alone, without relations. Exit code 0: written and as good;
-1: a file does not find the same, by more than `--tolerance`, and is renamed to `*.wrong`; 2: bad input.
+1: the AP of a file differs by more than `--tolerance`, and it is renamed to `*.wrong`; 2: bad input.
 """
 
 import argparse
@@ -50,12 +50,12 @@ SPEED_BATCH = 5
 
 def export(arguments: argparse.Namespace) -> bool:
     """Writes and checks everything, prints a table, and returns whether all files are as good as PyTorch."""
-    own, table = opened(arguments), validation_table(arguments)
+    trained, table = opened(arguments), validation_table(arguments)
     thresholds = report_thresholds(Path(arguments.model).expanduser()) or {}
-    lines, problems = write_and_check(own, table, thresholds.get("", DEFAULT_THRESHOLD), arguments)
+    lines, problems = write_and_check(trained, table, thresholds.get("", DEFAULT_THRESHOLD), arguments)
     for file, problem in problems.items():
         print(f"{arguments.out / file}: {problem}; it is now {file}.wrong", file=sys.stderr)
-    content = {"source": own.source, "files": [asdict(each) for each in lines]}
+    content = {"source": trained.source, "files": [asdict(line) for line in lines]}
     (arguments.out / "export.json").write_text(json.dumps(content, indent=2) + "\n")
     print(as_table(lines))
     if table is None:
@@ -66,35 +66,35 @@ def export(arguments: argparse.Namespace) -> bool:
 def opened(arguments: argparse.Namespace) -> OwnDetector:
     """The detector to export. Raises BadInput for one that cannot be."""
     path = Path(arguments.model).expanduser()
-    own = open_own_detector(path, arguments.weights)
-    if own is None and (path.parent / "config.yaml").is_file():  # the folder for transformers inside a run
-        own = open_own_detector(path.parent)
-    if own is None:
+    trained = open_own_detector(path, arguments.weights)
+    if trained is None and (path.parent / "config.yaml").is_file():  # the folder for transformers inside a run
+        trained = open_own_detector(path.parent)
+    if trained is None:
         raise BadInput(f"{arguments.model}: a model of transformers; give the run that it is of, or a checkpoint")
-    check_exportable(own.detector)
+    check_exportable(trained.detector)
     size = arguments.size and dict(zip(("height", "width"), arguments.size, strict=True))
-    return own._replace(size=size) if size else own
+    return trained._replace(size=size) if size else trained
 
 
 def write_and_check(
-    own: OwnDetector, table, score_threshold: float, arguments: argparse.Namespace
+    trained: OwnDetector, table, score_threshold: float, arguments: argparse.Namespace
 ) -> tuple[list["Line"], dict[str, str]]:
     """The table of the files beside PyTorch, and what is wrong with those that are renamed, by name."""
     formats, out = arguments.formats, arguments.out
-    what = {"categories": own.categories, "size": own.size, "source": own.source}
+    what = {"categories": trained.categories, "size": trained.size, "source": trained.source}
     how = {"top_k": arguments.top_k, "score_threshold": score_threshold}
     asked = ["torch", "onnx"] if "torch" in formats else ["onnx"]
-    written, graph = export_detector(own.detector, out, asked, **what, **how)
+    written, graph = export_detector(trained.detector, out, asked, **what, **how)
     about = open_file(written["onnx"])[1]
     for name, file in (("openvino", "model.xml"), ("int8", "model_int8.xml")):
         if name in formats:
             written[name] = out / file
-            shown = calibration(table, own, arguments.calibration) if name == "int8" else None
-            write_openvino(written["onnx"], written[name], about, shown)
+            samples = calibration(table, trained, arguments.calibration) if name == "int8" else None
+            write_openvino(written["onnx"], written[name], about, samples)
     if "onnx" not in formats:
         written.pop("onnx").unlink()
-    images, run = example_images(table, own, graph), runner_of(graph)
-    expected = Predictor("PyTorch", own.categories, predict_with(run, about))
+    images, run = example_images(table, trained, graph), runner_of(graph)
+    expected = Predictor("PyTorch", trained.categories, predict_with(run, about))
     lines, problems = [Line("PyTorch", ap_of(expected, table), **speed(run, images))], {}
     for name, path in written.items():
         print(f"comparing {path} with PyTorch")
@@ -119,7 +119,7 @@ class Line:
 
 
 def check(name: str, path: Path, graph, images: np.ndarray, expected: float | None, table, arguments):
-    """A file's row of the table, and what is wrong with it (None: nothing)."""
+    """The file's row of the table, and what is wrong with it (None: nothing)."""
     run, about = open_file(path, trusted=True)  # written a moment ago
     ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about)), table)
     row, problem = Line(path.name, ap, **speed(run, images)), None
@@ -139,7 +139,7 @@ def check(name: str, path: Path, graph, images: np.ndarray, expected: float | No
 
 
 def validation_table(arguments: argparse.Namespace):
-    """The data that files are held to; None: none is known."""
+    """The data to evaluate files on; None where none is known."""
     if arguments.split is not None:
         return open_split(arguments.split, say=print, image_dir=arguments.image_dir, format=arguments.format)
     try:
@@ -157,22 +157,22 @@ def ap_of(predictor: Predictor, table) -> float | None:
     return float(CocoEvaluator(table).evaluate(predict_table(predictor, table))["bbox_AP"] or 0)
 
 
-def example_images(table, own: OwnDetector, graph) -> np.ndarray:
+def example_images(table, trained: OwnDetector, graph) -> np.ndarray:
     """uint8 (5, 3, H, W): images of the data of one size after resizing, or noise."""
     stride = graph.detector.stride
     if table is None:
-        hw = trace_hw(graph.sides, stride, own.size, own.detector.options["architecture"])
+        hw = trace_hw(graph.sides, stride, trained.size, trained.detector.options["architecture"])
         return np.random.default_rng(0).integers(0, 256, (SPEED_BATCH, 3, *hw), dtype=np.uint8)
-    shown = resized_images(table, own.size, 64)
-    same = [each for each in shown if each.shape == shown[0].shape]
+    images = resized_images(table, trained.size, 64)
+    same = [image for image in images if image.shape == images[0].shape]
     return np.stack([same[i % len(same)] for i in range(SPEED_BATCH)])
 
 
-def calibration(table, own: OwnDetector, count: int) -> list[np.ndarray]:
+def calibration(table, trained: OwnDetector, count: int) -> list[np.ndarray]:
     """Validation images, one at a time."""
     if table is None:
         raise BadInput("--formats int8: it needs images to calibrate on; give --split FILE --image-dir FOLDER")
-    return [each[None] for each in resized_images(table, own.size, count)]
+    return [image[None] for image in resized_images(table, trained.size, count)]
 
 
 def resized_images(table, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
@@ -182,14 +182,14 @@ def resized_images(table, size: Mapping[str, int] | None, count: int) -> list[np
 
 
 def as_table(lines: list[Line]) -> str:
-    shown = ["| file | AP | moved by | one image, ms | images/s | largest difference |", "|---|---|---|---|---|---|"]
-    for each in lines:
-        ap = "" if each.AP is None else f"{each.AP:.4f}"
-        moved = "" if each.AP_moved is None else f"{each.AP_moved:+.4f}"
-        numbers = f"{each.latency_ms:.1f} | {each.images_per_s:.1f}"
-        apart = "; ".join(f"batch {size}: {found}" for size, found in each.differences.items())
-        shown.append(f"| {each.file} | {ap} | {moved} | {numbers} | {apart} |")
-    return "\n".join(shown)
+    rows = ["| file | AP | moved by | one image, ms | images/s | largest difference |", "|---|---|---|---|---|---|"]
+    for line in lines:
+        ap = "" if line.AP is None else f"{line.AP:.4f}"
+        moved = "" if line.AP_moved is None else f"{line.AP_moved:+.4f}"
+        numbers = f"{line.latency_ms:.1f} | {line.images_per_s:.1f}"
+        apart = "; ".join(f"batch {size}: {difference}" for size, difference in line.differences.items())
+        rows.append(f"| {line.file} | {ap} | {moved} | {numbers} | {apart} |")
+    return "\n".join(rows)
 
 
 def parser() -> argparse.ArgumentParser:

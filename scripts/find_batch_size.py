@@ -1,4 +1,4 @@
-"""Looks for the largest batch that fits into memory: starts the training with smaller and smaller ones, for one step.
+"""Find the largest batch that fits into memory: start training with smaller and smaller ones, for one step each.
 
     python scripts/find_batch_size.py scripts/train_detr.py --out batch.yaml
     python scripts/find_batch_size.py scripts/train_detr.py --config configs/detr/bccd.yaml --out batch.yaml --most 64
@@ -34,7 +34,7 @@ GIB = 2**30
 
 
 def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> str:
-    """Why a training cannot make its first step with this batch, empty if it can. Raises BadInput where something else
+    """Why training cannot make its first step with this batch; empty if it can. Raises BadInput where something else
     ends it."""
 
     def limit() -> None:
@@ -42,8 +42,8 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
 
     settings = {"data.batch_size_per_device": batch_size, "data.workers": 0}
     settings |= {"run.probe_memory": "true", "optim.accumulation_steps": 1}
-    with tempfile.TemporaryDirectory() as place:
-        folder, output = Path(place) / "run", Path(place) / "output"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, output = Path(scratch) / "run", Path(scratch) / "output"
         command = steps_alone(script, arguments, folder, 2, settings)
         run = WatchedRun(command, folder, output, limit=None if memory_bytes is None else limit)
         try:
@@ -51,12 +51,12 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
                 return ""
         finally:
             run.stop(signal.SIGKILL)  # nothing of it is kept
-        words = output.read_text(errors="replace")
-    if run.process.returncode == -signal.SIGKILL or any(each in words for each in OUT_OF_MEMORY):
+        text = output.read_text(errors="replace")
+    if run.process.returncode == -signal.SIGKILL or any(phrase in text for phrase in OUT_OF_MEMORY):
         return "out of memory"
-    if TOO_FEW_IMAGES in words:
+    if TOO_FEW_IMAGES in text:
         return "more than the data has"
-    raise BadInput(f"the training ends before its first step, and not for want of memory:\n{words[-2000:]}")
+    raise BadInput(f"the training ends before its first step, and not for want of memory:\n{text[-2000:]}")
 
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
@@ -76,9 +76,9 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         remedy = "give smaller images (data.image_size, data.scales), a smaller model, or --run.precision bf16"
         raise BadInput(f"not even one image fits into memory: {remedy}")
     asked = settings["data"]["batch_size_per_device"] * settings["optim"]["accumulation_steps"]
-    found = {"data": {"batch_size_per_device": largest}}
+    overrides = {"data": {"batch_size_per_device": largest}}
     if asked > largest:
-        found["optim"] = {"accumulation_steps": -(-asked // largest)}
+        overrides["optim"] = {"accumulation_steps": -(-asked // largest)}
     where = f"a CPU with {arguments.memory_gib:.1f} GiB" if on_cpu else "an accelerator"
     remarks = [
         f"Found by scripts/find_batch_size.py {arguments.script} {' '.join(rest)}",
@@ -86,7 +86,7 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         f"The settings have {asked} images in a step of one device.",
     ]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    save_config(found, arguments.out, remarks)
+    save_config(overrides, arguments.out, remarks)
     print(f"data.batch_size_per_device {largest}; written: {arguments.out}")
 
 

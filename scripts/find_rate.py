@@ -1,13 +1,13 @@
-"""Looks for a learning rate: trains while the rate rises, until the loss does too (Smith 2017, arXiv:1506.01186).
+"""Find a learning rate: train while it rises, until the loss rises too (Smith 2017, arXiv:1506.01186).
 
     python scripts/find_rate.py scripts/train_detr.py --out rate.yaml
     python scripts/find_rate.py scripts/train_detr.py --config configs/detr/bccd.yaml --out rate.yaml --steps 200
 
-The file is for `--config`, after the one that it was found for. The rate rises by the same factor at every step, that
-of the backbone with it, from --lowest to --highest. It stops when the smoothed loss is four times its smallest. What is
-proposed is a tenth of the rate at which the smoothed loss is smallest: beyond that one the loss rises, and near it
-training is not stable. rate.png beside the file has the curve; look at it. Arguments that are not listed below go to
-the training script. Nothing of this training is kept.
+The file is for `--config`, after the one that it was found for. The rate rises by the same factor at every step, the
+backbone's with it, from --lowest to --highest. Training stops when the smoothed loss is four times its minimum. The
+proposal is a tenth of the rate at that minimum: beyond it the loss rises, and near it training is not stable. rate.png
+beside the file shows the curve; look at it. Arguments that are not listed below go to the training script. Nothing of
+this training is kept.
 
 Exit code 0: done, 2: bad input, or no rate at which the loss falls.
 """
@@ -33,15 +33,15 @@ BELOW_THE_SMALLEST = 10.0
 
 def follow(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
     """(rate, loss, smoothed loss) of each step, up to where the loss diverges."""
-    found, mean, smallest = [], 0.0, math.inf
+    curve, mean, smallest = [], 0.0, math.inf
     for number, (rate, loss) in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
         smoothed = mean / (1 - SMOOTHING**number)  # the mean began at 0
         if not math.isfinite(smoothed) or smoothed > DIVERGED * smallest:
             break
-        found.append((rate, loss, smoothed))
+        curve.append((rate, loss, smoothed))
         smallest = min(smallest, smoothed)
-    return found
+    return curve
 
 
 def proposal(curve: list[tuple[float, float, float]]) -> float:
@@ -70,16 +70,16 @@ def draw(curve: list[tuple[float, float, float]], rate: float, path: Path) -> No
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     low, high, steps = arguments.lowest, arguments.highest, arguments.steps
     if not (0 < low < high < math.inf) or steps < 10:
-        given = f"--lowest {low:g}, --highest {high:g}, --steps {steps}"
-        raise BadInput(f"{given}: expected 0 < lowest < highest and at least 10 steps")
+        requested = f"--lowest {low:g}, --highest {high:g}, --steps {steps}"
+        raise BadInput(f"{requested}: expected 0 < lowest < highest and at least 10 steps")
     optim = resolved_settings(arguments.script, rest)["optim"]
     ratio = None if optim["backbone_lr"] is None else optim["backbone_lr"] / (optim["lr"] or 1)
     settings = {"optim.lr": low, "schedule.name": "exponential", "schedule.per": "step"}
     settings |= {"schedule.final_factor": high / low, "schedule.warmup_steps": 0}
     settings |= {} if ratio is None else {"optim.backbone_lr": low * ratio}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "run"
-        run = WatchedRun(steps_alone(arguments.script, rest, folder, steps, settings), folder, Path(place) / "output")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        run = WatchedRun(steps_alone(arguments.script, rest, folder, steps, settings), folder, Path(scratch) / "output")
         try:
             rows = (row for row in run.rows() if "train/loss" in row)
             curve = follow(_until(rows, low, high, steps))
@@ -89,15 +89,15 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
             raise BadInput(f"the training did not make a step:\n{run.last_words(20)}")
     rate = proposal(curve)
     draw(curve, rate, arguments.out.with_suffix(".png"))
-    found = {"lr": float(f"{rate:.2g}")} | ({} if ratio is None else {"backbone_lr": float(f"{rate * ratio:.2g}")})
+    proposed = {"lr": float(f"{rate:.2g}")} | ({} if ratio is None else {"backbone_lr": float(f"{rate * ratio:.2g}")})
     smallest = min(curve, key=lambda row: row[2])
     remarks = [f"Found by scripts/find_rate.py {arguments.script} {' '.join(rest)}"]
     remarks.append(
         f"The smoothed loss was smallest ({smallest[2]:.4g}) at {smallest[0]:.2g}; {len(curve)} of {steps} steps from "
         f"{low:g} to {high:g}."
     )
-    save_config({"optim": found}, arguments.out, remarks)
-    print(f"optim.lr {found['lr']:g}; written: {arguments.out}, {arguments.out.with_suffix('.png')}")
+    save_config({"optim": proposed}, arguments.out, remarks)
+    print(f"optim.lr {proposed['lr']:g}; written: {arguments.out}, {arguments.out.with_suffix('.png')}")
 
 
 def _until(rows: Iterable[dict], low: float, high: float, steps: int) -> Iterable[tuple[float, float]]:

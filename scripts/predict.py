@@ -1,4 +1,4 @@
-"""Find objects in images and videos with a trained detector: files of numbers, and pictures with boxes.
+"""Detect objects in images and videos with a trained detector; write the detections, and pictures with boxes.
 
     python scripts/predict.py runs/detr photo.jpg holiday/ --out found                    # a run: its best weights
     python scripts/predict.py runs/detr/checkpoints/latest 'holiday/**/*.jpg' --out found --weights model
@@ -59,8 +59,8 @@ from toolkit.use.video import VIDEO_SUFFIXES, predict_video
 
 def predict(arguments: argparse.Namespace) -> int:
     """Writes everything and returns the exit code."""
-    videos = [Path(each).expanduser() for each in arguments.images if Path(each).suffix.lower() in VIDEO_SUFFIXES]
-    rest = [each for each in arguments.images if Path(each).expanduser() not in videos]
+    videos = [Path(source).expanduser() for source in arguments.images if Path(source).suffix.lower() in VIDEO_SUFFIXES]
+    rest = [source for source in arguments.images if Path(source).expanduser() not in videos]
     names, errors = find_or_fetch(rest, arguments.out) if rest else ({}, {})
     if not (names or errors or videos or arguments.camera is not None):
         raise BadInput("no images: give files, folders, patterns, videos, or --camera 0")
@@ -74,7 +74,7 @@ def predict(arguments: argparse.Namespace) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
-    document, found, failed = predict_images(arguments, predictor, threshold, names, ids, given)
+    document, labelled, failed = predict_images(arguments, predictor, threshold, names, ids, given)
     errors |= failed
     for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
         if error := one_video(arguments, predictor, threshold, source):
@@ -83,13 +83,13 @@ def predict(arguments: argparse.Namespace) -> int:
         document["errors"] = [{"file_name": str(path), "error": reason} for path, reason in errors.items()]
         chosen = distinct((name.as_posix() for name in names.values()), without_suffix)
         kept = [name for path, name in zip(names, chosen, strict=True) if path not in errors]
-        write_outputs(document, found, kept, arguments.format, arguments.out)
+        write_outputs(document, labelled, kept, arguments.format, arguments.out)
         print(summary(document, arguments.out))
     return 1 if errors else 0
 
 
 def chosen_predictor(arguments: argparse.Namespace) -> tuple[Predictor, float]:
-    """The detector with all that was asked for, and the smallest score."""
+    """The predictor with all options applied, and the score threshold."""
     predictor = open_predictor(arguments.model, arguments.weights, arguments.device, arguments.settings)
     if arguments.flip:
         predictor = flipped(predictor)
@@ -104,7 +104,7 @@ def chosen_predictor(arguments: argparse.Namespace) -> tuple[Predictor, float]:
 
 
 def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: list[Path]) -> None:
-    """Boxes and graphs are asked of models that take and find them. Raises BadInput."""
+    """Raises BadInput for options on boxes and graphs that the model has no use for."""
     if predictor.given and (arguments.boxes is None or videos or arguments.camera is not None):
         raise BadInput(f"{predictor.source} describes {predictor.given} of images: give them, --boxes FILE.json")
     if arguments.boxes and not predictor.given:
@@ -119,11 +119,11 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
 def predict_images(
     arguments, predictor: Predictor, threshold: float, names, ids, given
 ) -> tuple[dict, LabelledImages, dict[Path, str]]:
-    """The document for all image files, with their pictures drawn; their boxes as columns; why others were not read."""
+    """The document for all image files, with pictures drawn; their boxes as columns; errors of files not read."""
     pictures = {} if arguments.no_pictures else picture_names(names)
     options = {"batch_size": arguments.batch_size, "score_threshold": threshold, "given": given}
     predictions = predict_files(predictor, list(names), **options)
-    entries, found, errors = {}, {}, {}
+    entries, detections, errors = {}, {}, {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         path = prediction.path
         if prediction.error is not None:
@@ -133,26 +133,26 @@ def predict_images(
         height, width = prediction.image.shape[-2:]
         entry = {"id": ids[path], "file_name": str(path), "width": width, "height": height}
         entry |= predictor.as_json(prediction.found, arguments.all_scores, not arguments.no_graph_constraint)
-        found[path], entries[path] = prediction.found, entry
+        detections[path], entries[path] = prediction.found, entry
         if pictures:
             entry["picture"] = str(pictures[path])
             drawn = arguments.out / pictures[path]
             draw_found(prediction.image, prediction.found, predictor.class_names, predictor.predicates, drawn)
-    done = [path for path in names if path in entries]
+    read = [path for path in names if path in entries]
     document = {
         "model": predictor.source,
         "score_threshold": arguments.score_threshold if arguments.score_threshold == "auto" else threshold,
         "categories": [asdict(category) for category in predictor.categories],
-        "images": [entries[path] for path in done],
+        "images": [entries[path] for path in read],
     }
-    rows = [ImageRow(*(each[key] for key in ("id", "file_name", "width", "height"))) for each in document["images"]]
-    boxes = joined([found[path] for path in done], [row.image_id for row in rows])
+    rows = [ImageRow(*(image[key] for key in ("id", "file_name", "width", "height"))) for image in document["images"]]
+    boxes = joined([detections[path] for path in read], [row.image_id for row in rows])
     failed = {path: errors[path] for path in names if path in errors}
     return document, LabelledImages(rows, boxes, predictor.categories), failed
 
 
 def one_video(arguments, predictor: Predictor, threshold: float, source: Path | int) -> str | None:
-    """Predicts on a video and says so; the reason why it ended early, if it did."""
+    """Predicts on a video and reports it; returns why it ended early, if it did."""
     name = f"camera_{source}" if isinstance(source, int) else source.name
     lines, number = arguments.out / "videos" / f"{name}.jsonl", 1
     while lines.exists():
@@ -174,11 +174,11 @@ def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
 
 
 def summary(document: dict, out: Path) -> str:
-    found = Counter(each["category"] for image in document["images"] for each in image["detections"])
-    counts = ", ".join(f"{count} {shown(name, 40)}" for name, count in found.most_common())
+    counts = Counter(detection["category"] for image in document["images"] for detection in image["detections"])
+    by_class = ", ".join(f"{count} {shown(name, 40)}" for name, count in counts.most_common())
     lines = [
-        f"{document['model']}: {len(document['images'])} images, {found.total()} detections of score above "
-        f"{document['score_threshold']}" + (f" ({counts})" if counts else ""),
+        f"{document['model']}: {len(document['images'])} images, {counts.total()} detections of score above "
+        f"{document['score_threshold']}" + (f" ({by_class})" if by_class else ""),
         f"written: {out}",
     ]
     if document["errors"]:

@@ -1,9 +1,9 @@
-"""Run a batch that the NaN guard reported again, and say what breaks.
+"""Run a batch that the NaN guard reported again, and report what breaks.
 
     python scripts/replay.py runs/detr/nan/step_000123/rank0
     python scripts/replay.py runs/mine/nan/step_000123/rank0 --trust        # of a script or a detector of your own
 
-The loop that runs is that of the script that environment.json of the run names.
+The loop is that of the script named in environment.json of the run.
 Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient fault, or other hardware), 2 bad input.
 """
 
@@ -29,9 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
     add_flags(parser, "--trust")
-    given = parser.parse_args(arguments)
-    trust_files(given.trust)
-    folder = given.folder
+    options = parser.parse_args(arguments)
+    trust_files(options.trust)
+    folder = options.folder
     report, batches, state, extra = load_report(folder)
     run = folder.absolute().parents[2]
     config = load_config_dict(newest_config(run), options_class)
@@ -45,10 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         again = loop_of_script(script, newest_config(run), report, batches, detector, extra)
     else:
         again = window_of_report(detector, weights_as_they_were(detector, report), report, batches)
-    found = replay(detector, report, batches, again)
-    print(f"run again: {describe_finding(found)}")
-    print("reproduced" if found["reproduced"] else "not reproduced: something else happened this time")
-    return 0 if found["reproduced"] else 1
+    finding = replay(detector, report, batches, again)
+    print(f"run again: {describe_finding(finding)}")
+    print("reproduced" if finding["reproduced"] else "not reproduced: something else happened this time")
+    return 0 if finding["reproduced"] else 1
 
 
 if __name__ == "__main__":

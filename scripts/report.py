@@ -6,7 +6,7 @@
     python scripts/report.py runs/a runs/b results.json --out report_both    # side by side, with paired differences
 
 A run folder means the predictions that its best evaluation left behind; with `--split`, `--weights` or a checkpoint
-they are made anew. Exported models and models of transformers are taken too. What the report holds: docs/reports.md.
+they are computed again. Exported models and models of transformers work too. Contents of the report: docs/reports.md.
 """
 
 import argparse
@@ -34,20 +34,20 @@ def report(arguments: argparse.Namespace) -> Path:
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     names = _names(arguments.sources)
     for folder in filter(None, map(_run_folder, arguments.sources)):
-        read_records(folder)  # what is wrong with them is told before anything is predicted
+        read_records(folder)  # reports broken records before anything is predicted
     judged = []
     for source, name in zip(arguments.sources, names, strict=True):
-        found = open_any(_file_of_run(source, arguments.weights, options), arguments.weights, options, accelerator)
-        accelerator.print(f"{name}: judging {len(found.table)} images")
-        facts = run_facts(found.run_folder)
-        about = found.about | {"settings_without_seed": settings_without_seed(facts.config)}
-        judged.append((found, facts, judge(name, found.predictions, found.table, about)))
+        predicted = open_any(_file_of_run(source, arguments.weights, options), arguments.weights, options, accelerator)
+        accelerator.print(f"{name}: judging {len(predicted.table)} images")
+        run = run_facts(predicted.run_folder)
+        about = predicted.about | {"settings_without_seed": settings_without_seed(run.config)}
+        judged.append((predicted, run, judge(name, predicted.predictions, predicted.table, about)))
     if len(judged) > 1:
-        return write_comparison(arguments.out or Path("report_comparison"), [each for *_, each in judged])
-    (found, facts, judgement), source = judged[0], Path(arguments.sources[0]).expanduser()
-    own = found.run_folder is not None
-    beside = found.run_folder / "report" if own else source.with_name(f"{source.stem}_report")
-    return write_page(arguments.out or beside, judgement, facts, judgement.name)
+        return write_comparison(arguments.out or Path("report_comparison"), [judgement for *_, judgement in judged])
+    (predicted, run, judgement), source = judged[0], Path(arguments.sources[0]).expanduser()
+    of_a_run = predicted.run_folder is not None
+    beside = predicted.run_folder / "report" if of_a_run else source.with_name(f"{source.stem}_report")
+    return write_page(arguments.out or beside, judgement, run, judgement.name)
 
 
 def _file_of_run(source: str, weights: str | None, options: SplitOptions) -> Path | str:

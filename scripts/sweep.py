@@ -1,12 +1,12 @@
-"""Tries settings: many trainings, each in a run folder of its own, the next one chosen by what the others gave.
+"""Search for the best settings: many trainings, each in its own run folder, each next one chosen by earlier results.
 
     python scripts/sweep.py configs/sweeps/seeds.yaml --out runs/sweeps/seeds
     python scripts/sweep.py configs/sweeps/detr_shapes.yaml --out runs/sweeps/shapes --trials 20
 
-The study is a file of Optuna, OUT/study.db. The same command goes on with it after a kill; started several times, it
-has as many workers, on all machines that share the disk. With `early_terminate` in the sweep, a trial whose evaluations
-stay worse than the median of the others is ended. OUT/trials.csv has every trial. A trial is trained again, to the same
-bits, with `--config OUT/trial_00003/config.yaml --run.name again` for its script.
+The study is an Optuna database, OUT/study.db. The same command resumes it after a kill; started several times, it runs
+as many workers, on all machines that share the disk. With `early_terminate` in the sweep, a trial whose evaluations
+stay worse than the median of the others is ended. OUT/trials.csv has every trial. Its script reproduces a trial bit for
+bit with `--config OUT/trial_00003/config.yaml --run.name again`.
 
 Exit code 0: done, 2: bad input, 85: interrupted; the same command goes on.
 """
@@ -47,9 +47,9 @@ def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
         how = {"direction": direction, "pruner": pruner, "sampler": sampler(optuna, sweep, seed)}
         study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True, **how)
         about = {"program": sweep.program, "metric": sweep.metric, "parameters": sorted(sweep.parameters)}
-        known = study.user_attrs.get("about", about)
-        if known != about:
-            raise BadInput(f"{out}: holds the study of another sweep ({known}); give another --out")
+        recorded = study.user_attrs.get("about", about)
+        if recorded != about:
+            raise BadInput(f"{out}: holds the study of another sweep ({recorded}); give another --out")
         study.set_user_attr("about", about)
     return study
 
@@ -70,7 +70,7 @@ def suggest(trial, name: str, p: Parameter):
 
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds a file for the block; the kernel frees it when this process dies. False: another has it."""
+    """Lock a file for the block; the kernel releases it when this process dies. False: another process holds it."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -82,7 +82,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict]) -> Iterator:
-    """A trial that a killed worker left, else a new one, else None where `limit` have begun; held by its lock.
+    """A trial left by a killed worker, else a new one, else None once `limit` trials have begun; held by its lock.
 
     grid: the values of each trial; none: they are still to be chosen.
     """
@@ -106,20 +106,20 @@ def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict
 
 
 def wait_until_free(folder: Path, signals: StopSignals) -> None:
-    """A training outlives a worker that was killed; it ends by itself, and its state counts."""
-    said = False
+    """Wait for a training that outlives its killed worker; it ends by itself, and its state counts."""
+    announced = False
     while (folder / LOCK).exists() and not signals.received:
         with locked(folder / LOCK, wait=False) as free:
             if free:
                 return
-        if not said:
+        if not announced:
             print(f"{folder.name} is still being trained by a process that a worker left; waiting", flush=True)
-        said = True
+        announced = True
         time.sleep(POLL_S)
 
 
 def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals: StopSignals) -> None:
-    """Trains one trial to its end, or until it is pruned, and tells the study.
+    """Train one trial to its end, or until it is pruned, and record its result in the study.
 
     Raises:
         Preempted: this program was asked to stop; the trial has saved, and stays open.
@@ -136,10 +136,10 @@ def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals
         if value is None or math.isnan(value):
             continue
         best = value if best is None else max(best, value) if sweep.maximize else min(best, value)
-        known = trial.storage.get_trial(trial._trial_id).intermediate_values
-        if row["step"] not in known:
+        reported = trial.storage.get_trial(trial._trial_id).intermediate_values
+        if row["step"] not in reported:
             trial.report(value, row["step"])
-        if sweep.min_evaluations is not None and len(known) >= sweep.min_evaluations and trial.should_prune():
+        if sweep.min_evaluations is not None and len(reported) >= sweep.min_evaluations and trial.should_prune():
             pruned = True
             run.stop()
             break
@@ -175,7 +175,7 @@ def run_sweep(arguments: argparse.Namespace) -> None:
     limit, grid = arguments.trials or sweep.trials, []
     if sweep.method == "grid":
         values = itertools.product(*(p.values for p in sweep.parameters.values()))
-        grid = [dict(zip(sweep.parameters, each, strict=True)) for each in values]
+        grid = [dict(zip(sweep.parameters, combination, strict=True)) for combination in values]
         limit = min(limit or len(grid), len(grid))
     if limit is None:
         raise BadInput(f"{arguments.sweep}: how many trials? Give --trials N, or run_cap in the file.")
@@ -191,7 +191,7 @@ def run_sweep(arguments: argparse.Namespace) -> None:
             write_table(study, out, list(sweep.parameters))
             ended = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
             if len(ended) >= HOPELESS and all(t.state == optuna.trial.TrialState.FAIL for t in ended):
-                raise BadInput(f"{len(ended)} trials have failed, and none has not: {out}/logs has what they said")
+                raise BadInput(f"{len(ended)} trials have failed and none has succeeded: see {out}/logs")
     write_table(study, out, list(sweep.parameters))  # where there was nothing left to do
 
 

@@ -4,8 +4,8 @@
     accelerate launch scripts/train_detr.py --config configs/detr/detr_r50_coco.yaml          # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_detr.py       # two processes, no GPU
 
-The loop is that of all five scripts. What is facebookresearch/detr's stands in the criterion and the defaults
-(losses over main and auxiliary outputs, `class_error`, clipping to 0.1). `--help` explains every key,
+All five scripts share this loop. What comes from facebookresearch/detr is in the criterion and the defaults
+(losses of main and auxiliary outputs, `class_error`, clipping to 0.1). `--help` explains every setting,
 `--model.architecture conditional_detr --help` those of another architecture.
 """
 
@@ -48,7 +48,7 @@ class Config:
 
 
 def train_one_epoch(t: "Training") -> dict[str, float]:
-    """What is left of the epoch, or up to the last step of the run; its averages. See docs/design.md."""
+    """Train to the end of the epoch, or of the run, and return the epoch's averages. See docs/design.md."""
     from torch.nn.utils import clip_grads_with_norm_  # here, as in main: seconds of imports
 
     from toolkit.distributed import reduce_dict
@@ -84,7 +84,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
 
 
 def main(config: Config) -> dict[str, float]:
-    """Trains as `config` says and returns the last evaluation; notebooks call it with a Config of theirs."""
+    """Train as `config` says and return the last evaluation; notebooks call it with their own Config."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
         from toolkit.evaluation.coco import CocoEvaluator

@@ -7,9 +7,9 @@
     accelerate launch scripts/train_sgg.py --config configs/sgg/vg150.yaml --model.detector runs/vg_detector
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_sgg.py        # two processes, no GPU
 
-The loop is that of all five scripts. What is Scene-Graph-Benchmark's stands in options and defaults (frozen
-detector, slow heads, gradient table, validation before training, a rate that falls when validation stops
-improving and ends training). `--help` explains every key.
+All five scripts share this loop. What comes from Scene-Graph-Benchmark is in options and defaults (frozen
+detector, slow heads, gradient table, validation before training, a learning rate that decays on plateaus of
+the validation metric and ends training). `--help` explains every setting.
 """
 
 import sys
@@ -55,7 +55,7 @@ class Config:
 
 
 def train_one_epoch(t: "Training") -> dict[str, float]:
-    """What is left of the epoch, or up to the last step of the run; its averages. See docs/design.md."""
+    """Train to the end of the epoch, or of the run, and return the epoch's averages. See docs/design.md."""
     from torch.nn.utils import clip_grads_with_norm_  # here, as in main: seconds of imports
 
     from toolkit.distributed import reduce_dict
@@ -91,7 +91,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
 
 
 def main(config: Config) -> dict[str, float]:
-    """Trains as `config` says and returns the last evaluation; notebooks call it with a Config of theirs."""
+    """Train as `config` says and return the last evaluation; notebooks call it with their own Config."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
         from toolkit.evaluation.coco import make_evaluator

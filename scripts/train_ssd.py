@@ -5,9 +5,9 @@
     accelerate launch scripts/train_ssd.py --config configs/ssd/mobilevit_s_coco.yaml         # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_ssd.py        # two processes, no GPU
 
-The loop is that of all five scripts, with one line more: CVNets' losses that weigh each other. The rest of
-its `training_engine.py` stands in options (accumulation that starts after an epoch, momentum of batch norms
-on a schedule). `--help` explains every key.
+All five scripts share this loop; this one has one more line, for CVNets' losses that balance each other. The
+rest of its `training_engine.py` is in options (accumulation that starts after an epoch, a schedule for the
+momentum of batch norms). `--help` explains every setting.
 """
 
 import sys
@@ -51,7 +51,7 @@ class Config:
 
 
 def train_one_epoch(t: "Training") -> dict[str, float]:
-    """What is left of the epoch, or up to the last step of the run; its averages. See docs/design.md."""
+    """Train to the end of the epoch, or of the run, and return the epoch's averages. See docs/design.md."""
     from torch.nn.utils import clip_grads_with_norm_  # here, as in main: seconds of imports
 
     from toolkit.distributed import reduce_dict
@@ -88,7 +88,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
 
 
 def main(config: Config) -> dict[str, float]:
-    """Trains as `config` says and returns the last evaluation; notebooks call it with a Config of theirs."""
+    """Train as `config` says and return the last evaluation; notebooks call it with their own Config."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
         from toolkit.evaluation.coco import CocoEvaluator

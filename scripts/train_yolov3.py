@@ -5,8 +5,8 @@
     accelerate launch scripts/train_yolov3.py --config configs/yolov3/darknet53_coco.yaml    # all GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_yolov3.py     # two processes, no GPU
 
-The loop is that of all five scripts. What is GluonCV's stands in options and defaults (mixup that ends before
-training does, four losses, export at the end). `--help` explains every key.
+All five scripts share this loop. What comes from GluonCV is in options and defaults (mixup that stops before
+training ends, four losses, export at the end). `--help` explains every setting.
 """
 
 import sys
@@ -50,7 +50,7 @@ class Config:
 
 
 def train_one_epoch(t: "Training") -> dict[str, float]:
-    """What is left of the epoch, or up to the last step of the run; its averages. See docs/design.md."""
+    """Train to the end of the epoch, or of the run, and return the epoch's averages. See docs/design.md."""
     from torch.nn.utils import clip_grads_with_norm_  # here, as in main: seconds of imports
 
     from toolkit.distributed import reduce_dict
@@ -86,7 +86,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
 
 
 def main(config: Config) -> dict[str, float]:
-    """Trains as `config` says and returns the last evaluation; notebooks call it with a Config of theirs."""
+    """Train as `config` says and return the last evaluation; notebooks call it with their own Config."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
         from toolkit.evaluation.coco import CocoEvaluator

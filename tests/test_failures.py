@@ -32,16 +32,17 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
-def no_space(config):
-    raise OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl")
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EMFILE,
                                     errno.ENAMETOOLONG, errno.EFBIG, errno.EIO])  # fmt: skip
-def test_what_the_file_system_refuses_is_one_sentence(number):
-    with pytest.raises(BadInput) as caught, as_sentences():
+def test_what_the_file_system_refuses_is_one_sentence(number, capsys):
+    def main(*_):
         raise OSError(number, "x", "/a/" + "b" * 300)
-    assert "What is to be done: " in str(caught.value) and len(str(caught.value)) < 450
+
+    for program in (lambda: run_script(main, Config, argv=[]), says_bad_input(main)):
+        assert program() == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: /a/bbb") and "What is to be done: " in error and len(error) < 450
+    assert "--run.resume" not in error, "of a program that trains nothing"
 
 
 @pytest.mark.parametrize("error", [
@@ -59,7 +60,8 @@ def test_memory_that_runs_out_is_one_sentence_in_every_program(error, capsys):
         assert said.startswith("error: out of memory") and "`ulimit -v`" in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ImportError("no module"), RuntimeError("shapes differ"), OSError("a defect")])
+@pytest.mark.parametrize("error", [ImportError("no module"), RuntimeError("shapes differ"), OSError("a defect"),
+                                   BrokenPipeError(errno.EPIPE, "Broken pipe")])  # fmt: skip
 def test_other_errors_keep_their_traceback(error):
     def main():
         raise error
@@ -68,16 +70,6 @@ def test_other_errors_keep_their_traceback(error):
         main()
     with pytest.raises(type(error)):
         says_bad_input(main)()
-
-
-def test_what_the_file_system_refuses_a_program_is_one_sentence(capsys):
-    def main():
-        raise OSError(errno.EROFS, "x", "/runs/x/final/README.md")
-
-    assert says_bad_input(main)() == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: /runs/x/final/README.md: Read-only file system. What is to be done: make it")
-    assert "--run.resume" not in said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit of the address space, as Linux has it")
@@ -107,20 +99,12 @@ def test_a_disk_that_stalls_is_waited_for_and_that_is_said(monkeypatch):
     (text,) = said
     assert text.startswith("still waiting for the disk, for 0 s now: the checkpoint of step 3; ")
     with waiting_aloud("a row", said.append):
-        (timer,) = (each for each in threading.enumerate() if isinstance(each, threading.Timer))
+        (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
         assert timer.interval == 30
     assert timer.finished.is_set() and len(said) == 1
 
 
-def test_other_errors_of_the_system_keep_their_traceback():
-    with pytest.raises(BrokenPipeError), as_sentences():
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-
-def test_a_script_ends_with_2_on_a_full_disk_and_1_when_another_process_failed(capsys):
-    assert run_script(no_space, Config, argv=[]) == 2
-    assert capsys.readouterr().err.startswith("error: /runs/x/metrics.jsonl: No space left on device. What is to")
-
+def test_a_script_ends_with_1_when_another_process_failed(capsys):
     def elsewhere(config):
         raise FailedElsewhere("rank 1 failed: killed")
 
@@ -147,11 +131,9 @@ def test_what_the_launcher_asks_for_and_scripts_do_not_do_is_refused(name, value
     with pytest.raises(BadInput, match=word):
         refuse(None, {name: value})
     monkeypatch.setenv(name, value)
-    assert run_script(no_space, Config, argv=[]) == 2
+    assert run_script(lambda config: None, Config, argv=[]) == 2
     assert name in capsys.readouterr().err
-
-
-def test_what_a_launcher_always_sets_is_fine():
+    # what a launcher always sets is fine
     refuse(None, {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
                   "ACCELERATE_MIXED_PRECISION": "bf16", "PJRT_DEVICE": "CPU"})  # fmt: skip
 
@@ -173,8 +155,7 @@ def test_what_training_can_do_without_costs_a_line(tmp_path):
     assert attempt("the report", lambda: 3, tmp_path, said.append) == 3
     (line,) = said
     assert "the report failed, and the run goes on without (ZeroDivisionError: no pictures today)" in line
-    log = (tmp_path / "errors.log").read_text()
-    assert "Traceback" in log and "or ever" in log
+    assert re.search(r"Traceback[^\0]*or ever", (tmp_path / "errors.log").read_text())
     attempt("the report", broken, tmp_path / "gone", said.append)
     assert len(said) == 2
     with pytest.raises(KeyboardInterrupt):
@@ -217,7 +198,6 @@ def test_fp16_is_not_used_on_a_cpu_and_that_is_said(monkeypatch, capsys):
     assert capsys.readouterr().out.count("fp16 is not used on a CPU") == 2
     processes.start_accelerator("bf16")
     assert asked == ["no", "no", "bf16"] and "fp16" not in capsys.readouterr().out
-    assert "torch" in sys.modules
 
 
 def test_every_row_of_what_happens_when_names_a_test_that_there_is():
@@ -227,5 +207,5 @@ def test_every_row_of_what_happens_when_names_a_test_that_there_is():
     assert len(rows) > 25
     for row in rows:
         named = re.findall(r"`(?:tests/)?((?:scripts/)?test_\w+\.py)", row.rsplit("|", 2)[1])
-        there = [name for name in named if any((root / "tests" / place / name).is_file() for place in (".", "scripts"))]
-        assert named and named == there, row
+        assert named and all((root / "tests" / name).is_file() or (root / "tests" / "scripts" / name).is_file()
+                             for name in named), row  # fmt: skip

@@ -39,12 +39,11 @@ def names(requirements: list[str]) -> set[str]:
 def test_every_package_that_a_module_imports_at_its_top_is_in_the_core():
     core = names(PROJECT["project"]["dependencies"])
     for name in set(core):  # and what these need themselves, such as numpy
-        core |= names([each for each in requires(name) or () if "extra ==" not in each])
+        core |= names([line for line in requires(name) or () if "extra ==" not in line])
     distributions = packages_distributions()
-    files = [*ROOT.glob("scripts/*.py"), *ROOT.glob("toolkit/**/*.py")]
-    for path in files:
+    for path in [*ROOT.glob("scripts/*.py"), *ROOT.glob("toolkit/**/*.py")]:
         for node in ast.parse(path.read_text()).body:
-            modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module] if isinstance(node, ast.ImportFrom) else []
             for top in {module.split(".")[0] for module in modules} - {"toolkit", "benches"}:
                 owners = {name.lower().replace("_", "-") for name in distributions.get(top, [])}
@@ -86,20 +85,15 @@ def test_a_start_does_not_wait_for_imports_that_its_first_step_does_not_need():
     assert "timm" in of_training and not needless & of_training
 
 
-def test_requirements_install_extras_that_there_are():
-    (line,) = [each for each in (ROOT / "requirements.txt").read_text().splitlines() if not each.startswith("#")]
+def test_the_lists_of_pyproject_have_every_extra_and_every_folder():
+    (line,) = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
     assert set(re.fullmatch(r"-e \.\[(.+)\]", line)[1].split(",")) <= set(EXTRAS)
-    used = {m[1] for path in ROOT.glob("toolkit/**/*.py") for m in re.finditer(r'import_extra\("\w+", "(\w+)"',
-            path.read_text())}  # fmt: skip
+    modules = list(ROOT.glob("toolkit/**/*.py"))
+    used = {extra for path in modules for extra in re.findall(r'import_extra\("\w+", "(\w+)"', path.read_text())}
     assert used and used <= set(EXTRAS)
-
-
-def test_every_folder_with_modules_is_in_the_wheel():
-    listed = set(PROJECT["tool"]["setuptools"]["packages"])
-    folders = {path.parent for path in ROOT.glob("toolkit/**/*.py")}
-    assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} == {
-        name for name in listed if not name.startswith(("toolkit.scripts", "toolkit.configs"))
-    }
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in modules}
+    assert folders == {name for name in listed if not name.startswith(("toolkit.scripts", "toolkit.configs"))}
 
 
 def test_a_missing_extra_is_one_sentence():
@@ -116,58 +110,47 @@ def test_help_lists_every_script_with_what_it_does(capsys):
     assert "detect train detr " in text and "detect check " in text and "detect predict " in text
 
 
-def test_the_version_is_that_of_the_package(capsys):
-    assert detect.main(["--version"]) == 0
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert capsys.readouterr().out == f"detection-toolkit {version}\n"
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["trian"], "did you mean train?"), (["train", "detrr"], "did you mean detr?"),
-    (["train"], "needs one of detr, faster_rcnn"), (["where", "configs/detr/bcd.yaml"], "mean configs/detr/bccd.yaml?"),
-    (["completion", "tcsh"], "bash, zsh, fish"), (["copy", "train_dter", "mine.py"], "did you mean train_detr?"),
-    (["copy", "train_detr"], "the path of the copy, such as mine.py"),
-    (["copy", "train_detr", "mine.txt"], "a name that ends in .py"),
-    (["copy", "train_detr", "json.py"], "would hide the module json"),
-    (["copy", "train_detr", "nowhere/mine.py"], "nowhere is no folder"),
-    (["copy", "train_detr", str(ROOT / "scripts" / "train_detr.py")], "exists already"),
+@pytest.mark.parametrize(("words", "code", "expected"), [
+    (["--version"], 0, f"detection-toolkit {PROJECT['project']['version']}"),
+    (["where", "scripts/train_detr.py"], 0, f"{ROOT / 'scripts/train_detr.py'}"),
+    (["trian"], 2, "did you mean train?"), (["train", "detrr"], 2, "did you mean detr?"),
+    (["train"], 2, "needs one of detr, faster_rcnn"),
+    (["where", "configs/detr/bcd.yaml"], 2, "mean configs/detr/bccd.yaml?"),
+    (["completion", "tcsh"], 2, "bash, zsh, fish"), (["copy", "train_dter", "mine.py"], 2, "did you mean train_detr?"),
+    (["copy", "train_detr"], 2, "the path of the copy, such as mine.py"),
+    (["copy", "train_detr", "mine.txt"], 2, "a name that ends in .py"),
+    (["copy", "train_detr", "json.py"], 2, "would hide the module json"),
+    (["copy", "train_detr", "nowhere/mine.py"], 2, "nowhere is no folder"),
+    (["copy", "train_detr", str(ROOT / "scripts" / "train_detr.py")], 2, "exists already"),
 ])  # fmt: skip
-def test_a_mistyped_word_is_answered(words, said, capsys):
-    assert detect.main(words) == 2
-    assert said in capsys.readouterr().err
+def test_words_are_answered(words, code, expected, capsys):
+    assert detect.main(words) == code
+    shown = capsys.readouterr()
+    assert expected in shown.err if code else shown.out == f"{expected}\n"
 
 
-def test_each_copy_has_the_settings_of_its_script_and_a_run_of_its_own(tmp_path, monkeypatch, capsys):
+def test_each_copy_has_the_settings_of_its_script_and_a_run_of_its_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in detect.detectors():
         assert detect.main(["copy", f"train_{name}", f"my_{name}.py"]) == 0
-        ours, theirs = importlib.import_module(f"my_{name}"), importlib.import_module(f"scripts.train_{name}")
-        given = [parse_config(each.Config, [], each.DEFAULT_CONFIG) for each in (ours, theirs)]
-        assert given[0].run.name == f"my_{name}" and ours.DEFAULT_CONFIG == tmp_path / f"my_{name}.yaml"
-        given[0].run.name = given[1].run.name
-        assert asdict(given[0]) == asdict(given[1])
-        assert f"accelerate launch my_{name}.py" in ours.__doc__ and "scripts/train" not in ours.__doc__
+        copy, original = importlib.import_module(f"my_{name}"), importlib.import_module(f"scripts.train_{name}")
+        config, expected = (parse_config(script.Config, [], script.DEFAULT_CONFIG) for script in (copy, original))
+        assert config.run.name == f"my_{name}" and copy.DEFAULT_CONFIG == tmp_path / f"my_{name}.yaml"
+        config.run.name = expected.run.name
+        assert asdict(config) == asdict(expected)
+        assert f"accelerate launch my_{name}.py" in copy.__doc__ and "scripts/train" not in copy.__doc__
 
 
-def test_where_gives_the_files_that_the_documentation_names(capsys):
-    assert detect.main(["where", "scripts/train_detr.py", "configs/detr/bccd.yaml"]) == 0
-    assert [Path(line) for line in capsys.readouterr().out.split("\n")[:2]] == [
-        ROOT / "scripts/train_detr.py", ROOT / "configs/detr/bccd.yaml",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "expected"), [
-    (["pre"], ["predict"]), (["train", "y"], ["yolov3"]), (["completion", "b"], ["bash"]),
-    (["train", "detr", "--run.max_m"], ["--run.max_minutes"]),
-    (["predict", "runs/detr", "--over"], ["--overlap", "--overwrite"]),
-    (["train", "ssd", "--model.inference_o"], []),  # no setting
-    (["copy", "train_s"], ["train_sgg", "train_ssd"]), (["copy", "train_ssd", "m"], []),
-    (["train", "detr", "--optim.lr", "1e"], []), (["predict", "ru"], []),
-])  # fmt: skip
-def test_completion(words, expected, capsys):
-    assert detect.main(["complete", *words]) == 0
-    assert capsys.readouterr().out.split() == expected
+def test_completion(capsys):
+    for words, expected in {
+        "pre": ["predict"], "train y": ["yolov3"], "completion b": ["bash"],
+        "train detr --run.max_m": ["--run.max_minutes"], "predict runs/detr --over": ["--overlap", "--overwrite"],
+        "train ssd --model.inference_o": [],  # no setting
+        "copy train_s": ["train_sgg", "train_ssd"], "copy train_ssd m": [], "train detr --optim.lr 1e": [],
+    }.items():  # fmt: skip
+        assert detect.main(["complete", *words.split()]) == 0
+        assert capsys.readouterr().out.split() == expected, words
 
 
 ASKED = {  # what puts the words `detect train detr --run.max_m` before the completion of a shell

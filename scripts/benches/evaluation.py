@@ -54,11 +54,11 @@ def random_detections(
         boxes, labels = random_boxes(rng, count, 440, 8, 200), rng.integers(0, num_classes, count)
         crowd = (rng.random(count) < 0.02).astype(int)
         rows.append(table_row(image_id, (640, 640), boxes, labels, crowd=crowd))
-        found = random_boxes(rng, num_detections, 440, 8, 200)
+        detections = random_boxes(rng, num_detections, 440, 8, 200)
         classes = rng.integers(0, num_classes, num_detections)
-        found[:count], classes[:count] = boxes + rng.normal(0, 4, boxes.shape), labels
+        detections[:count], classes[:count] = boxes + rng.normal(0, 4, boxes.shape), labels
         predictions[image_id] = {
-            "boxes": torch.from_numpy(found),
+            "boxes": torch.from_numpy(detections),
             "scores": torch.from_numpy(rng.random(num_detections, dtype=np.float32)),
             "labels": torch.from_numpy(classes),
         }
@@ -69,10 +69,10 @@ def random_detections(
 def plain_pycocotools(truth: COCO, predictions: Mapping[int, Mapping]) -> dict[str, float]:
     """The twelve numbers the usual way: a dict per detection, loadRes, COCOeval."""
     results = []
-    for image_id, found in predictions.items():
-        boxes = found["boxes"].double()
+    for image_id, detections in predictions.items():
+        boxes = detections["boxes"].double()
         boxes[:, 2:] -= boxes[:, :2]
-        columns = (boxes.tolist(), found["scores"].tolist(), (found["labels"] + 1).tolist())
+        columns = (boxes.tolist(), detections["scores"].tolist(), (detections["labels"] + 1).tolist())
         results += [
             {"image_id": image_id, "category_id": label, "bbox": box, "score": score}
             for box, score, label in zip(*columns, strict=True)

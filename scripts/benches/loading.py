@@ -57,7 +57,7 @@ def bench_loading(num_images: int = 64, batch_size: int = 8, repeats: int = 5, s
             batches = [range(i, min(i + batch_size, num_images)) for i in range(0, num_images, batch_size)]
             loads = (ours, pillow, ours_normalized, ours)
             seconds = [[_seconds(load, epoch, batches) for load in loads] for epoch in range(repeats + 1)]
-            rounds = [[num_images / each for each in times] for times in seconds[1:]]
+            rounds = [[num_images / duration for duration in times] for times in seconds[1:]]
     finally:
         torch.set_num_threads(threads)
     measured = {

@@ -150,8 +150,8 @@ def bare_loop(
             counts = detector.denominators(batch.targets)
             batch = batch.to(device, non_blocking=True)
             outputs = detector(batch.images, batch.sizes, batch.targets)
-            found, _ = detector.criterion(outputs, batch.targets, counts)
-            loss = sum(weights[name] * value for name, value in found.items())
+            terms, _ = detector.criterion(outputs, batch.targets, counts)
+            loss = sum(weights[name] * value for name, value in terms.items())
             loss.backward()
             if optim.max_norm:
                 torch.nn.utils.clip_grad_norm_(trained, optim.max_norm)

@@ -61,17 +61,17 @@ def losses_against(
     """
 
     def run(function: Callable, gradient: bool) -> dict[str, Tensor]:
-        found = function(*(each.detach().requires_grad_(gradient) for each in outputs))
+        computed = function(*(output.detach().requires_grad_(gradient) for output in outputs))
         if gradient:
-            sum(found.values()).backward()
-        return {name: value.detach() for name, value in found.items()}
+            sum(computed.values()).backward()
+        return {name: value.detach() for name, value in computed.items()}
 
     rows = []
     for what, gradient in (("losses", False), ("losses and gradients", True)):
-        ours, theirs = (partial(run, function, gradient) for function in losses)
-        found, expected = ours(), theirs()
-        rows += against(f"{title} {what}", other, in_turn(ours, theirs, repeats), **names)
-    apart = max(float((found[name] / value - 1).abs()) for name, value in expected.items())
+        ours, reference = (partial(run, function, gradient) for function in losses)
+        actual, expected = ours(), reference()
+        rows += against(f"{title} {what}", other, in_turn(ours, reference, repeats), **names)
+    apart = max(float((actual[name] / value - 1).abs()) for name, value in expected.items())
     return [*rows, row(f"{title} losses, largest difference", apart, "relative")]
 
 

@@ -25,20 +25,20 @@ def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: in
         paths = _write_images(Path(folder), images, side)
 
         def ours() -> dict:
-            return {each.path: each.found["scores"] for each in predict_files(predictor, paths)}
+            return {image.path: image.found["scores"] for image in predict_files(predictor, paths)}
 
         def plain() -> dict:
             return _plain_loop(detector, paths, size)
 
         times = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
-        found, expected = ours(), plain()
-    speed = [images / statistics.median(each) for each in zip(*times, strict=True)]
+        actual, expected = ours(), plain()
+    speed = [images / statistics.median(durations) for durations in zip(*times, strict=True)]
     ratio = statistics.median(b / a for a, b in times)
     return [
         row("prediction, ours", speed[0], "images/s"),
         row("prediction, plain loop", speed[1], "images/s"),
         row("prediction, ours / plain", ratio, "x"),
-        row("prediction, largest difference of a score", max(_apart(found[p], expected[p]) for p in paths), ""),
+        row("prediction, largest difference of a score", max(_apart(actual[p], expected[p]) for p in paths), ""),
     ]
 
 
@@ -47,18 +47,18 @@ def _plain_loop(detector, paths: list[Path], size: int) -> dict:
     from torchvision.io import decode_jpeg, read_file
     from torchvision.transforms.v2.functional import resize
 
-    found, sizes = {}, torch.tensor([[size, size]])
+    scores, sizes = {}, torch.tensor([[size, size]])
     for path in paths:
         image = decode_jpeg(read_file(str(path)))
         orig = torch.tensor([image.shape[-2:]])
         outputs = detector(resize(image, [size, size], antialias=True)[None], sizes)
-        found[path] = detector.postprocess(outputs, sizes, orig, 0.3, 300)[0]["scores"]
-    return found
+        scores[path] = detector.postprocess(outputs, sizes, orig, 0.3, 300)[0]["scores"]
+    return scores
 
 
-def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    count = min(len(ours), len(theirs))
-    return float((ours[:count] - theirs[:count]).abs().max()) if count else 0.0
+def _apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    count = min(len(actual), len(expected))
+    return float((actual[:count] - expected[:count]).abs().max()) if count else 0.0
 
 
 def _write_images(folder: Path, count: int, side: int) -> list[Path]:

@@ -35,13 +35,13 @@ def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options
     rows = []
     for count in processes:
         measured = _measure(count, steps + 2, options)
-        found = [(part, measured["parts"][part], "s") for part in ("a step", "a step, processor time", *PARTS)]
-        found += [(name, size, "bytes/step") for name, size in measured["bytes"].items()]
-        found += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s")]
-        found += [("evaluation of 200 images", measured["validate"], "s")]
-        found += [("trained", measured["parameters"], "parameters")]
+        measurements = [(part, measured["parts"][part], "s") for part in ("a step", "a step, processor time", *PARTS)]
+        measurements += [(name, size, "bytes/step") for name, size in measured["bytes"].items()]
+        measurements += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s")]
+        measurements += [("evaluation of 200 images", measured["validate"], "s")]
+        measurements += [("trained", measured["parameters"], "parameters")]
         title = f"scaling, {count} processes"
-        rows += [{"name": f"{title}, {name}", "value": value, "unit": unit} for name, value, unit in found]
+        rows += [{"name": f"{title}, {name}", "value": value, "unit": unit} for name, value, unit in measurements]
     return rows
 
 

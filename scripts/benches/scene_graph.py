@@ -28,8 +28,8 @@ def bench_graph_evaluation(
     """
     data = random_scene_graphs(num_images, num_objects, num_pairs, num_predicates)
     ours, plain = (partial(f, *data, num_predicates) for f in (our_evaluation, plain_evaluation))
-    found, expected = ours(), plain()
-    apart = max(float(np.abs(found[name] - value).max()) for name, value in expected.items())
+    actual, expected = ours(), plain()
+    apart = max(float(np.abs(actual[name] - value).max()) for name, value in expected.items())
     rows = against("scene graph evaluation", "plain", in_turn(ours, plain, repeats))
     return [*rows, row("scene graph evaluation, largest difference", apart, "recall")]
 
@@ -96,16 +96,16 @@ def plain_evaluation(
         best = np.unravel_index(np.argsort(-everything.ravel())[: TOP[-1]], everything.shape)
         unconstrained = np.column_stack([pairs[best[0]], best[1]])
         for prefix, triplets in (("ng", unconstrained), ("", constrained)):
-            found = _plain_matches(truth, pred, triplets)
+            matched = _plain_matches(truth, pred, triplets)
             for k, lists in zip(TOP, per_predicate[f"{prefix}mR"], strict=True):
-                hit = found[:, :k].any(1)
+                hit = matched[:, :k].any(1)
                 recall[f"{prefix}R"].append(hit.mean())
                 if unseen.any():
                     recall[f"{prefix}zR"].append(hit[unseen].mean())
                 for predicate in np.unique(relations[:, 2]):
                     lists[predicate].append(hit[relations[:, 2] == predicate].mean())
         given = (pairs[:, None] == relations[:, :2]).all(-1).any(1)
-        accuracy.append([found[:, given][:, :k].any(1).sum() for k in TOP])
+        accuracy.append([matched[:, given][:, :k].any(1).sum() for k in TOP])
     result = {name: np.reshape(values, (-1, len(TOP))).mean(0) for name, values in recall.items()}
     for name, tops in per_predicate.items():
         result[name] = np.asarray([np.mean([np.mean(v) if v else 0.0 for v in lists]) for lists in tops])
@@ -121,15 +121,15 @@ def _plain_matches(truth: Mapping, pred: Mapping, triplets: np.ndarray) -> np.nd
     """(R, P) bool: does the prediction find the relation?"""
     relations = truth["relations"]
     named = _triplets(pred["labels"], triplets)
-    found = (_triplets(truth["labels"], relations)[:, None] == named).all(-1)
-    for r, columns in enumerate(found):
+    matched = (_triplets(truth["labels"], relations)[:, None] == named).all(-1)
+    for r, columns in enumerate(matched):
         for end in (0, 1):
             box, boxes = truth["boxes"][relations[r, end]], pred["boxes"][triplets[columns.nonzero()[0], end]]
             wide = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2]) + 1
             inter = np.maximum(wide, 0).prod(-1)
             union = (box[2:] - box[:2] + 1).prod() + (boxes[:, 2:] - boxes[:, :2] + 1).prod(-1) - inter
             columns[columns] = inter / union >= 0.5
-    return found
+    return matched
 
 
 def random_batch(num_objects: list[int], sizes: HeadSizes, seed: int = 0) -> RelationBatch:

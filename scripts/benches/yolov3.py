@@ -102,10 +102,10 @@ def bench_yolov3_export(
         files, graph = export_detector(detector, Path(folder), ["onnx"], size=size, **about)
         onnx = open_file(files["onnx"])[0]
         array = images.numpy()
-        expected, found = graph(images), [torch.from_numpy(each) for each in onnx(array)]
+        expected, actual = graph(images), [torch.from_numpy(output) for output in onnx(array)]
         rounds = in_turn(lambda: graph(images), lambda: onnx(array), repeats)
     medians = [statistics.median(t[i] for t in rounds) for i in range(2)]
-    apart = difference(expected, found, side)
+    apart = difference(expected, actual, side)
     return [
         row("yolov3, PyTorch", batch / medians[0], "images/s"),
         row("yolov3, ONNX Runtime", batch / medians[1], "images/s"),

@@ -1,7 +1,8 @@
 """What goes wrong in a run, at an exact moment: a signal before the n-th call of a function, or a NaN in one window.
 
-    {"signal": "SIGKILL", "at": "toolkit.runs.checkpoint:_seal", "call": 2, "rank": 0}
+    {"signal": "SIGKILL", "at": "toolkit.training:Training.decide", "call": 2, "rank": 0}
         SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
+    {..., "at": "os.symlink step_*"}    before the n-th audit event of Python whose path matches
     {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
     {"skip": "toolkit.session:report_and_card"}    leave a slow function out
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from fnmatch import fnmatch
 from functools import partial, wraps
 from pathlib import Path
 
@@ -31,8 +33,8 @@ import torch
 
 def install(faults: list[dict], rank: int) -> None:
     """Puts in those of this rank, before the script is loaded."""
-    mine = [fault for fault in faults if fault.get("rank", rank) == rank]
-    for fault in mine:
+    nans = []
+    for fault in (fault for fault in faults if fault.get("rank", rank) == rank):
         if "signal" in fault:
             _before(fault["at"], fault["call"], partial(_send, **fault))
         if "disk" in fault:
@@ -42,20 +44,19 @@ def install(faults: list[dict], rank: int) -> None:
         if "cwd" in fault:
             os.chdir(fault["cwd"])
         if "skip" in fault:
-            owner, name = _find(fault["skip"])
-            setattr(owner, name, lambda *args, **kwargs: None)
+            setattr(*_find(fault["skip"]), lambda *args, **kwargs: None)
         if "float64" in fault:
-            _wrap_build(lambda build: lambda *args, **kwargs: _double(build(*args, **kwargs)))
-    nans = [fault for fault in mine if "nan" in fault]
+            _wrap_build(_double)
+        nans += [fault] * ("nan" in fault)
     if nans:
         _poison(nans)
 
 
-def _wrap_build(wrap) -> None:
-    """`build_detector` wherever the script, or scripts/replay.py, looks it up."""
-    for place in ("toolkit.models.start", "toolkit.use.open"):
-        module = importlib.import_module(place)
-        module.build_detector = wrap(module.build_detector)
+def _wrap_build(change) -> None:
+    """Changes what `build_detector` returns, wherever the script, or scripts/replay.py, looks it up."""
+    for module in map(importlib.import_module, ("toolkit.models.start", "toolkit.use.open")):
+        build = module.build_detector
+        module.build_detector = lambda *args, build=build, **kwargs: change(build(*args, **kwargs))
 
 
 def _double(detector: torch.nn.Module) -> torch.nn.Module:
@@ -64,9 +65,9 @@ def _double(detector: torch.nn.Module) -> torch.nn.Module:
     return detector.double()
 
 
-def _find(place: str) -> tuple[object, str]:
-    """Where "package.module:Class.method" is looked up, and under which name."""
-    module, _, path = place.partition(":")
+def _find(name: str) -> tuple[object, str]:
+    """The owner of "package.module:Class.method", and the name below it."""
+    module, _, path = name.partition(":")
     owner = importlib.import_module(module)
     *outer, name = path.split(".")
     for attribute in outer:
@@ -75,16 +76,25 @@ def _find(place: str) -> tuple[object, str]:
 
 
 def _before(at: str, call: int, act) -> None:
-    """Calls `act` before call number `call` of a function."""
-    owner, name = _find(at)
-    original, calls = getattr(owner, name), 0
+    """Calls `act` before call number `call` of a function, or before that audit event."""
+    calls = 0
 
-    @wraps(original)
-    def counted(*args, **kwargs):
+    def count() -> None:
         nonlocal calls
         calls += 1
         if calls == call:
             act()
+
+    event, _, pattern = at.partition(" ")
+    if pattern:
+        sys.addaudithook(lambda name, args: count() if name == event and fnmatch(str(args[0]), pattern) else None)
+        return
+    owner, name = _find(at)
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def counted(*args, **kwargs):
+        count()
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
@@ -151,14 +161,13 @@ def _poison(faults: list[dict]) -> None:
 
     by_ids = {tuple(fault["ids"]): fault["nan"] for fault in faults if "ids" in fault}
     by_window = {fault["window"]: fault["nan"] for fault in faults if "window" in fault}
-    fetch = Training.windows
-    seen, now = 0, None  # windows fetched; what is broken in the micro-batch under way
+    fetch, fetched, now = Training.windows, 0, None  # windows so far; what is broken in the micro-batch under way
 
     def windows(self):
-        nonlocal seen
+        nonlocal fetched
         for window in fetch(self):
-            seen += 1
-            kind, batch = by_window.get(seen), window[-1]
+            fetched += 1
+            kind, batch = by_window.get(fetched), window[-1]
             if kind == "boxes":
                 next(t["boxes"] for t in batch.targets if len(t["boxes"]))[0, 0] = math.nan
             elif kind is not None:
@@ -169,19 +178,12 @@ def _poison(faults: list[dict]) -> None:
         nonlocal now
         now = by_ids.get(_ids(args[2])) if module.training and len(args) > 2 and args[2] else None
 
-    def spoil(module, args, output):
-        return output * math.nan if now == "activation" else None
-
-    def breaking(build):
-        def build_and_break(*args, **kwargs):
-            detector = build(*args, **kwargs)
-            detector.register_forward_pre_hook(note)
-            convolution = next(m for m in detector.modules() if isinstance(m, torch.nn.Conv2d))
-            convolution.register_forward_hook(spoil)
-            _break_criterion(type(detector), lambda: now)
-            return detector
-
-        return build_and_break
+    def breaking(detector):
+        detector.register_forward_pre_hook(note)
+        convolution = next(m for m in detector.modules() if isinstance(m, torch.nn.Conv2d))
+        convolution.register_forward_hook(lambda _, args, output: output * math.nan if now == "activation" else None)
+        _break_criterion(type(detector), lambda: now)
+        return detector
 
     Training.windows = windows
     _wrap_build(breaking)

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = "toolkit.session:report_and_card"  # which takes seconds at the end of every run
+MICRO_BATCH, EVALUATION = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.predict_dataset:agree_max"
+TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -24,12 +26,11 @@ CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 class Script:
     """A training script; `configs/<name>.yaml` makes it small.
 
-    losses: two that every step has. one_size: arguments with which all training images have one size.
+    one_size: arguments with which all training images have one size.
     changed: the file of a changed copy; None: the script as it is.
     """
 
     name: str
-    losses: tuple[str, str] = ("loss_giou", "loss_bbox")
     one_size: tuple[str, ...] = ()
     changed: Path | None = None
 
@@ -44,11 +45,16 @@ class Script:
 
 SCRIPTS = (
     Script("train_detr"),
-    Script("train_yolov3", ("loss_cls", "loss_obj"), one_size=("--data.multi_scale", "[]")),
-    Script("train_faster_rcnn", ("loss_box_reg", "loss_classifier")),
-    Script("train_sgg", ("loss_refine_obj", "loss_rel")),
-    Script("train_ssd", ("loss_cls", "loss_loc"), one_size=("--data.multi_scale", "[]")),
+    Script("train_yolov3", one_size=("--data.multi_scale", "[]")),
+    Script("train_faster_rcnn"),
+    Script("train_sgg"),
+    Script("train_ssd", one_size=("--data.multi_scale", "[]")),
 )
+
+
+def kill(call: int, at: str = MICRO_BATCH) -> dict:
+    """The fault that kills all processes of a run before this call."""
+    return {"signal": "SIGKILL", "at": at, "call": call, "rank": 0}
 
 
 @dataclass
@@ -138,13 +144,20 @@ def small_settings(script: Script, data: Path, args) -> list[str]:
         "--run.name": "run", "--run.epochs": 2, "--run.max_minutes": "null", "--eval.batch_size_per_device": 3,
         "--eval.pictures": 0, "--optim.ema_decay": 0.9,
     }  # fmt: skip
-    given = dict(zip(args[::2], args[1::2], strict=True))
-    return [str(part) for pair in ({"--config": script.config} | common | given).items() for part in pair]
+    return flat({"--config": script.config} | common | pairs(args))
+
+
+def pairs(args) -> dict:
+    return dict(zip(args[::2], args[1::2], strict=True))
+
+
+def flat(settings: dict) -> list[str]:
+    return [str(part) for pair in settings.items() for part in pair]
 
 
 def run_folder(args: list[str]) -> Path:
     """The run folder that these arguments name."""
-    given = dict(zip(args[::2], args[1::2], strict=False))
+    given = dict(zip(args[::2], args[1::2], strict=False))  # of other programs not in pairs
     return Path(given.get("--run.output_dir", "runs")) / given.get("--run.name", "run")
 
 
@@ -195,33 +208,29 @@ def rows(folder: Path) -> list[dict]:
     return [row for row in all_rows(folder) if "epoch/loss" not in row]
 
 
-def epoch_rows(folder: Path) -> list[dict]:
-    return [row for row in all_rows(folder) if "epoch/loss" in row]
-
-
 def training_rows(folder: Path) -> list[dict]:
     return [row for row in rows(folder) if "train/loss" in row]
 
 
 def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint by name: weights, averaged weights, optimizer; and the numbers of `t.extra`."""
-    found = {f"{file.stem}/{k}": v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+    tensors = {f"{file.stem}/{k}": v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
     optimizer = torch.load(path / "optimizer.pt", weights_only=True)
     for index, state in optimizer["state"].items():
-        found |= {f"optimizer/{index}/{k}": torch.as_tensor(v) for k, v in state.items()}
+        tensors |= {f"optimizer/{index}/{k}": torch.as_tensor(v) for k, v in state.items()}
     for index, group in enumerate(optimizer["param_groups"]):
-        found |= {f"group/{index}/{k}": torch.tensor(group[k]) for k in ("lr", "initial_lr", "weight_decay")}
+        tensors |= {f"group/{index}/{k}": torch.tensor(group[k]) for k in ("lr", "initial_lr", "weight_decay")}
     if (path / "extra.pt").exists():
-        found |= dict(_numbers("extra", torch.load(path / "extra.pt", weights_only=True)))
-    return found
+        tensors |= dict(_numbers("extra", torch.load(path / "extra.pt", weights_only=True)))
+    return tensors
 
 
 def _numbers(name: str, value) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor | int | float):
         yield name, torch.as_tensor(value)
     elif isinstance(value, dict | list | tuple):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(f"{name}/{key}", each)
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(f"{name}/{key}", part)
 
 
 def checkpoint_state(path: Path) -> dict:
@@ -233,11 +242,10 @@ def checkpoint_state(path: Path) -> dict:
 
 def assert_same_run(folder: Path, reference: Path) -> None:
     """Rows, and the last checkpoint to the bit: weights, averages, optimizer and the rest of the state."""
-    ours, theirs = all_rows(folder), all_rows(reference)
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
-    for our, their in zip(ours, theirs, strict=True):
-        differs = {k: (our.get(k), their.get(k)) for k in our.keys() | their.keys() if our.get(k) != their.get(k)}
-        assert not differs, f"row of step {our['step']}: {differs}"
+    rows, expected = all_rows(folder), all_rows(reference)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        assert not _differences(row, other), f"row of step {row['step']}: {_differences(row, other)}"
     for link in ("latest", "best"):  # there is no best one where the metric was never defined
         if (reference / "checkpoints" / link).exists() or (folder / "checkpoints" / link).exists() or link == "latest":
             assert_same_checkpoint(folder / "checkpoints" / link, reference / "checkpoints" / link)
@@ -245,13 +253,17 @@ def assert_same_run(folder: Path, reference: Path) -> None:
 
 def assert_same_checkpoint(path: Path, reference: Path) -> None:
     assert path.resolve().name == reference.resolve().name
-    ours, theirs = checkpoint_tensors(path), checkpoint_tensors(reference)
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    tensors, expected = checkpoint_tensors(path), checkpoint_tensors(reference)
+    assert tensors.keys() == expected.keys()
+    different = [name for name in tensors if not torch.equal(tensors[name], expected[name])]
     assert not different, f"{path}: {len(different)} tensors differ from {reference}: {different[:10]}"
-    ours, theirs = checkpoint_state(path), checkpoint_state(reference)
-    differs = {k: (ours.get(k), theirs.get(k)) for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
-    assert not differs, f"{path}: {differs}"
+    differences = _differences(checkpoint_state(path), checkpoint_state(reference))
+    assert not differences, f"{path}: {differences}"
+
+
+def _differences(values: dict, expected: dict) -> dict:
+    keys = values.keys() | expected.keys()
+    return {key: (values.get(key), expected.get(key)) for key in keys if values.get(key) != expected.get(key)}
 
 
 def nonfinite(path: Path) -> list[str]:

@@ -3,7 +3,7 @@
     import pretended_device
     log = pretended_device.install(ROOT)        # before anything asks whether there is a GPU
     torch.zeros(3, device="cuda").sum().item()
-    log.waits, log.launches
+    log.events
 
 A tensor "on the device" is a subclass that says `cuda:0` and holds its values in a CPU tensor. What lies above the
 kernels sees a CUDA tensor: autograd, autocast's lists, operators that branch on the device, the choice of foreach and
@@ -106,13 +106,12 @@ class Event:
     kind: str
     place: str
     library: str
-    bytes: int = 0
     pinned: bool = False
 
 
 @dataclass
 class Log:
-    """What happened while `recording`; `clear` before each part of a run."""
+    """What happened while `recording`; clear `events` before each part of a run."""
 
     project: str
     recording: bool = False
@@ -120,20 +119,9 @@ class Log:
     pinned: dict[int, StorageWeakRef] = field(default_factory=dict)
     kept: object = None
 
-    def clear(self) -> None:
-        self.events = []
-
-    @property
-    def waits(self) -> list[Event]:
-        return [event for event in self.events if event.kind == "wait"]
-
-    @property
-    def launches(self) -> list[Event]:
-        return [event for event in self.events if event.kind == "launch"]
-
-    def note(self, op: str, kind: str, size: int = 0, pinned: bool = False) -> None:
+    def note(self, op: str, kind: str, pinned: bool = False) -> None:
         if self.recording:
-            self.events.append(Event(op, kind, *self._places(), size, pinned))
+            self.events.append(Event(op, kind, *self._places(), pinned))
 
     def _places(self) -> tuple[str, str]:
         frame, inner = sys._getframe(2), ""
@@ -216,7 +204,7 @@ class _Mode(TorchDispatchMode):
 def _run(func, args, kwargs):
     """The operator on the values; tells the log, refuses what CUDA refuses, and puts the result on the device."""
     packet, flat = func.overloadpacket, [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
-    on_device = any(isinstance(each, OnDevice) for each in flat)
+    on_device = any(isinstance(tensor, OnDevice) for tensor in flat)
     target = kwargs.get("device")
     to_device = on_device if target is None else torch.device(target).type == "cuda"
     name = str(func).removeprefix("aten.")
@@ -226,12 +214,12 @@ def _run(func, args, kwargs):
         return None
     if packet is aten._fused_sdp_choice:
         return 0  # the formula
-    wrappers = {id(each.host): each for each in flat if isinstance(each, OnDevice)}
+    wrappers = {id(tensor.host): tensor for tensor in flat if isinstance(tensor, OnDevice)}
     args, kwargs = tree_map(_host, (args, kwargs))
     if target is not None:
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
-    found = _compute(packet, func, args, kwargs)
+    result = _compute(packet, func, args, kwargs)
 
     def back(value):
         if not isinstance(value, torch.Tensor):
@@ -243,9 +231,9 @@ def _run(func, args, kwargs):
             return wrapper
         return OnDevice(value) if to_device else value
 
-    if packet in COPIES and to_device and packet is aten._to_copy and not on_device:
-        found = found.clone() if found.data_ptr() == _host(flat[0]).data_ptr() else found
-    return tree_map(back, found)
+    if to_device and packet is aten._to_copy and not on_device and result.data_ptr() == _host(flat[0]).data_ptr():
+        result = result.clone()
+    return tree_map(back, result)
 
 
 def _host(value):
@@ -280,17 +268,16 @@ def _in_float(packet, func, args, kwargs, half):
             return wide.setdefault(id(value), (value, value.float()))[1]
         return value
 
-    found = func(*tree_map(widen, args), **tree_map(widen, kwargs))
+    result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
     if func._schema.is_mutable:
         for narrow, widened in wide.values():
             narrow.copy_(widened)
-        return tree_map(lambda v: next((n for n, w in wide.values() if w is v), v), found)
+        return tree_map(lambda v: next((n for n, w in wide.values() if w is v), v), result)
+    if isinstance(result, torch.Tensor):
+        return result.to(half)
     keeps = packet in (aten.native_batch_norm, aten.native_layer_norm, aten.native_group_norm)
-    if isinstance(found, torch.Tensor):
-        return found.to(half)
-    narrowed = [v.to(half) if isinstance(v, torch.Tensor) and v.dtype == torch.float32 and not (keeps and i) else v
-                for i, v in enumerate(found)]  # fmt: skip
-    return tuple(narrowed)
+    return tuple(v.to(half) if isinstance(v, torch.Tensor) and v.dtype == torch.float32 and not (keeps and i) else v
+                 for i, v in enumerate(result))  # fmt: skip
 
 
 def _refuse_mixed(packet, func, name, flat, on_device) -> None:
@@ -330,7 +317,7 @@ def _tell_copy(packet, name, args, kwargs, to_device) -> None:
     later = kwargs.get("non_blocking", args[2] if packet is aten.copy_ and len(args) > 2 else False)
     pinned = is_pinned(from_) if up else into is not None and is_pinned(into)
     waits = not later or not up and not pinned
-    _log.note(name, "wait" if waits else "copy", from_.numel() * from_.element_size(), pinned)
+    _log.note(name, "wait" if waits else "copy", pinned)
 
 
 # ---- pinned memory ----

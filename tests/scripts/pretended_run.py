@@ -37,7 +37,7 @@ class Counting:
     def _windows(self):
         def windows(t):
             for number, window in enumerate(self.windows(t)):
-                self.log.clear()
+                self.log.events = []
                 self.log.recording = number == 1
                 try:
                     yield window
@@ -63,7 +63,7 @@ class Counting:
 
 def _summary(events: list) -> dict:
     waits = [event for event in events if event.kind == "wait"]
-    places = Counter(f"{e.op} {e.place}{f' [{e.library}]' if e.library else ''}" for e in waits)
+    places = Counter(f"{e.op} {e.place}" + f" [{e.library}]" * bool(e.library) for e in waits)
     unpinned = Counter(e.place for e in events if e.kind == "copy" and not e.pinned)
     launches = Counter(e.place for e in events if e.kind == "launch")
     return {"waits": len(waits), "places": dict(places.most_common()), "unpinned": dict(unpinned.most_common()),
@@ -87,8 +87,8 @@ def main(argv: list[str]) -> int:
     counting = Counting(pretended_device.install(ROOT))
     if argv[0].endswith(".json"):
         for script, args, *of_it in json.loads(Path(argv[0]).read_text()):
-            for each in of_it:  # they stay: of the last case only
-                faults.install(each, rank=0)
+            for planted in of_it:  # they stay: of the last case only
+                faults.install(planted, rank=0)
             print("\nFOUND " + json.dumps(run(script, args, counting)), flush=True)
         return 0
     with tempfile.TemporaryDirectory() as folder:

@@ -21,40 +21,30 @@ CASES = {
     "wrong type in YAML": (["--config", "{tmp}/wrong_type.yaml"], ["optim.lr", "fast"]),
     "torn YAML": (["--config", "{tmp}/torn.yaml"], ["torn.yaml", "line 1"]),
     "wrong flag": (["--optim.learning_rate", "1"], ["learning_rate"]),
-    "wrong type of a flag": (["--run.epochs", "many"], ["run.epochs", "many"]),
     "negative number": (["--optim.lr", "-1"], ["optim.lr", "-1"]),
     "missing annotations": (["--data.train", "{tmp}/none.json"], ["none.json"]),
-    "missing images": (["--data.image_dir", "{tmp}/nowhere"], ["nowhere"]),
     "unknown architecture": (["--model.architecture", "detrr"], ["model.architecture", "detrr", "rt_detr_v2"]),
     "unknown backbone": (["--model.backbone", "resnet10"], ["resnet10", "resnet10t"]),
     "other classes": (["--data.val", "{tmp}/other_classes.json"], ["4 classes", "3", "circle"]),
     "empty split": (["--data.train", "{tmp}/empty.json"], ["empty.json", "`images` is empty"]),
-    "empty validation": (["--data.val", "{tmp}/empty.json"], ["empty.json", "`images` is empty"]),
     "batch too large": (["--data.batch_size_per_device", "64"], ["64", "18", "batch_size_per_device"]),
     "file as output folder": (["--run.output_dir", "{tmp}/plain_file"], ["plain_file", "--run.output_dir"]),
     "output nowhere": (["--run.output_dir", "/proc/runs"], ["/proc/runs", "--run.output_dir"]),
-    "missing checkpoint": (["--run.resume", "{tmp}/runs/none"], ["--run.resume", "runs/none", "does not exist"]),
     "no checkpoint": (["--run.resume", "{tmp}"], ["no usable checkpoint"]),
-    "unknown metric": (["--eval.metric_for_best", "mAP"], ["metric_for_best", "mAP", "bbox_AP50"]),
-    "unknown tracker": (["--run.tracker", "spreadsheet"], ["spreadsheet", "tensorboard"]),
     "unannounced loss": (["--loss.weights", '{{"loss_dice": 1.0}}'], ["loss_dice", "loss_bbox"]),
     "wrong loss weight": (["--loss.weights", '{{"loss_bbox": "high"}}'], ["loss_bbox", "high"]),
     "no such time": (["--run.eval_every", "often"], ["often", "epochs"]),
     "no milestones": (["--schedule.name", "multistep"], ["schedule.milestones"]),
+    "missing source": (["--model.pretrained", "runs/of/nobody"], ["there is no runs/of/nobody"]),
+    "unknown compiler": (["--optim.compile", "gcc"], ["inductor"]),
+    "no such augmentation": (["--data.augment", '["RandomFlip"]'], ["RandomFlip"]),
     "no such parameters": (["--optim.lr_multipliers", '{{"neck": 0.1}}'], ["optim.lr_multipliers.neck"]),
     "scales for a model of one size": (["--data.scales", "[64,96]"], ["data.scales", "one size"]),
     "size that would be padded": (["--data.image_size", "98"], ["side 98", "multiple of 32", "96"]),
     "defective data": (["--data.train", str(DIRTY / "annotations" / "instances.json")], ["image 2)", "image 28)"]),
-    "broken JSON": (["--data.train", str(DIRTY / "broken" / "truncated.json")], ["truncated.json", "line"]),
     "name too long": (["--run.name", "x" * 300], ["File name too long", "Give a shorter --run.name"]),
-    "annotations with too long a name": (["--data.train", "{tmp}/" + "x" * 300], ["too long"]),
-    "images in too long a folder": (["--data.image_dir", "{tmp}/" + "x" * 300], ["too long"]),
     "checkpoint with too long a name": (["--run.resume", "{tmp}/" + "x" * 300], ["too long"]),
-    "folder as name": (["--run.name", "a/b"], ["--run.name"]),
-    "missing source": (["--model.pretrained", "runs/of/nobody"], ["there is no runs/of/nobody"]),
-    "unknown compiler": (["--optim.compile", "gcc"], ["inductor"]),
-    "no such augmentation": (["--data.augment", '["RandomFlip"]'], ["RandomFlip"]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,21 +55,16 @@ def folder(tmp_path_factory, data):
     document = json.loads((data / "annotations" / "val.json").read_text())
     for key in ("rel_annotations", "rel_categories"):
         document.pop(key)
-    gone = document["categories"][-1]["id"]
-    other = [a for a in document["annotations"] if a["category_id"] != gone]
-    (folder / "other_classes.json").write_text(
-        json.dumps(document | {"categories": document["categories"][:-1], "annotations": other})
-    )
+    *kept, gone = document["categories"]
+    other = [a for a in document["annotations"] if a["category_id"] != gone["id"]]
+    (folder / "other_classes.json").write_text(json.dumps(document | {"categories": kept, "annotations": other}))
     (folder / "images").symlink_to(data / "val")  # found beside the annotation file
     (folder / "empty.json").write_text(json.dumps(document | {"images": [], "annotations": []}))
     return folder
 
 
-OF_EVERY_SCRIPT = ("unknown backbone", "unannounced loss")
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.every_script] * (case in OF_EVERY_SCRIPT)) for case in CASES]
+    "case", [pytest.param(case, marks=[pytest.mark.every_script] * (case == "unknown backbone")) for case in CASES]
 )
 def test_one_message_and_code_2(server, script, settings, data, folder, case):
     given, wanted = CASES[case]
@@ -90,30 +75,17 @@ def test_one_message_and_code_2(server, script, settings, data, folder, case):
     name = f"{script.name}_{case}".replace(" ", "_")
     args = settings("--run.output_dir", folder / "runs", "--run.name", name, "--run.eval_every", 1, *common)
     ended = server.run(script, [*args, *given])
-    assert ended.code == 2, ended.text
-    assert "Traceback" not in ended.text
-    assert ended.text.count("error: ") >= 1
-    for word in wanted:
-        assert word in ended.text
+    assert ended.code == 2 and "Traceback" not in ended.text and "error: " in ended.text, ended.text
+    assert all(word in ended.text for word in wanted), ended.text
     status = folder / "runs" / name / "status.json"
     if status.exists():
         assert json.loads(status.read_text())["state"] == "bad_input"
 
 
-def test_all_ranks_end_alike(server, script, settings, data, tmp_path):
+def test_all_ranks_end_alike(server, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--data.train", DIRTY / "annotations" / "instances.json",
                     "--data.image_dir", DIRTY / "images")  # fmt: skip
     assert server.run(script, args, processes=2).code == 2
-
-
-def test_never_on_an_existing_run_leaves_it_alone(server, script, resumable):
-    args, reference = resumable(1)
-    before = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
-    there = ["--run.output_dir", reference.parent, "--run.name", reference.name]
-    ended = server.run(script, [*args, *there, "--run.resume", "never"])
-    assert ended.code == 2, ended.text
-    assert "--run.resume latest" in ended.text
-    assert before == {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
 
 
 def test_dropping_defective_records_trains_and_lists_them(server, script, settings, tmp_path):
@@ -134,7 +106,5 @@ def test_dropping_defective_records_trains_and_lists_them(server, script, settin
 def test_real_process_ends_with_2_and_one_message(script, tmp_path):
     command = [sys.executable, script.path, "--run.output_dir", tmp_path, "--optim.lr", "fast"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
-    assert ended.stderr.count("error: ") == 1
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr and ended.stderr.count("error: ") == 1
     assert not list(tmp_path.iterdir())

@@ -1,12 +1,23 @@
-"""A folder is enough: `--data.path DIR` in every form, a share held out, and resume with every augmentation on."""
+"""Data of every form, with images that are none and with names that act on what shows them; and exact resume with every
+augmentation on, and of shards that are streamed.
+"""
+
+import json
+import os
+import shutil
 
 import datasets
 import pytest
-from launching import SCRIPTS, assert_same_run, training_rows
+from launching import SCRIPTS, assert_same_run, kill, rows, training_rows
+from PIL import Image
+from test_text import NASTY_NAMES
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
+from toolkit.evaluation.class_keys import metric_keys
 
+BOXES_AND_GRAPHS = [SCRIPTS[0], SCRIPTS[3]]
+SHORT = ("--run.epochs", 1, "--run.max_steps", 1)
 FOLDER = ("--data.train", "train", "--data.val", "val", "--data.format", "shapes")
 EVERYTHING = (
     "--data.augment", '[{"RandomVerticalFlip": {"p": 0.5}}, {"RandomPhotometricDistort": {"p": 0.5}}]',
@@ -17,70 +28,98 @@ EVERYTHING = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folders(data, tmp_path_factory):
-    """The small data set as COCO, Pascal VOC and YOLO."""
-    place = tmp_path_factory.mktemp("forms")
-    tables = {split: open_dataset(split, path=data, cache_dir=place / "cache") for split in ("train", "val")}
-    for format in ("voc", "yolo"):
-        for split, table in tables.items():
-            write_folder(table, place / format, split, format)
-    return {"coco": data, "voc": place / "voc", "yolo": place / "yolo"}
-
-
-def test_the_same_losses_from_every_form(server, script, settings, folders, tmp_path):
+def test_the_same_losses_from_every_form_and_a_share_held_out(server, script, settings, data, tmp_path):
     losses = {}
-    for format, folder in folders.items():
-        args = settings(*FOLDER, "--data.path", folder, "--run.output_dir", tmp_path, "--run.name", format,
+    for format, title in {"coco": "COCO", "voc": "Pascal VOC", "yolo": "YOLO"}.items():
+        folder = data if format == "coco" else tmp_path / format
+        for split in ("train", "val") if format != "coco" else ():
+            write_folder(open_dataset(split, path=data, cache_dir=tmp_path / "cache"), folder, split, format)
+        args = settings(*FOLDER, "--data.path", folder, "--run.output_dir", tmp_path, "--run.name", f"run_{format}",
                         "--run.epochs", 1, "--run.eval_every", 0, "--run.save_every", 0)  # fmt: skip
         run = server.run(script, args).ok()
-        assert {"coco": "COCO", "voc": "Pascal VOC", "yolo": "YOLO"}[format] in run.text
+        assert title in run.text
         losses[format] = [row["train/loss"] for row in training_rows(run.folder)]
-    assert len(losses["coco"]) == 5 and all(each == losses["coco"] for each in losses.values()), losses
+    assert len(losses["coco"]) == 5 and losses["voc"] == losses["yolo"] == losses["coco"]
 
-
-def test_a_share_is_held_out_and_evaluated_again(server, script, settings, data, tmp_path):
-    args = settings(*FOLDER, "--data.path", data, "--data.val", 0.3, "--run.output_dir", tmp_path,
-                    "--run.epochs", 1, "--run.max_steps", 1)  # fmt: skip
+    args = settings(*FOLDER, "--data.path", data, "--data.val", 0.3, "--run.output_dir", tmp_path, *SHORT)
     run = server.run(script, args).ok()
     assert "held out by their content" in run.text and "val: '0.3'" in (run.folder / "config.yaml").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.every_script
-@pytest.mark.parametrize("script", [SCRIPTS[0], SCRIPTS[3]], indirect=True, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", BOXES_AND_GRAPHS, indirect=True, ids=lambda script: script.name)
 def test_exact_resume_with_every_augmentation(server, script, settings, tmp_path):
-    def args(name, *more):
-        return settings(*EVERYTHING, "--run.output_dir", tmp_path, "--run.name", name, "--run.resume", "latest",
-                        "--data.workers", 1, "--run.save_every", 2, "--run.eval_every", 0, *more)  # fmt: skip
-
-    reference = server.run(script, args("reference")).ok().folder
-    kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 8, "rank": 0}
-    assert server.run(script, args("killed"), 1, [kill]).code == -9
-    assert "Resuming from" in server.run(script, args("killed")).ok().text
-    assert_same_run(tmp_path / "killed", reference)
+    args = settings(*EVERYTHING, "--run.output_dir", tmp_path, "--run.resume", "latest", "--data.workers", 1,
+                    "--run.save_every", 2, "--run.eval_every", 0)  # fmt: skip
+    reference = server.run(script, [*args, "--run.name", "reference"]).ok().folder
+    assert server.run(script, args, 1, [kill(8)]).code == -9
+    assert_same_run(server.run(script, args).ok().folder, reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_streamed_shards_are_resumed_to_the_bit(server, script, settings, data, tmp_path, processes):
-    table = open_dataset("train", path=data, cache_dir=tmp_path / "cache")
+def test_streamed_shards_are_resumed_to_the_bit(server, script, settings, data, tmp_path):
+    """On two processes, with two workers each."""
     for split in ("train", "val"):
-        write_folder(open_dataset(split, path=data, cache_dir=tmp_path / "cache"), tmp_path / "whole", split, "hub")
+        table = open_dataset(split, path=data, cache_dir=tmp_path / "cache")
+        write_folder(table, tmp_path / "whole", split, "hub")
         whole = next((tmp_path / "whole" / "data").glob(f"{'validation' if split == 'val' else split}-*"))
-        rows = datasets.Dataset.from_parquet(str(whole), cache_dir=str(tmp_path / "hf"))
+        images = datasets.Dataset.from_parquet(str(whole), cache_dir=str(tmp_path / "hf"))
         (tmp_path / "shards" / "data").mkdir(parents=True, exist_ok=True)
         for i in range(3):
-            rows.shard(3, i).to_parquet(str(tmp_path / "shards" / "data" / f"{split}-{i:05d}-of-00003.parquet"),
-                                        batch_size=2)  # fmt: skip
+            file = tmp_path / "shards" / "data" / f"{split}-{i:05d}-of-00003.parquet"
+            images.shard(3, i).to_parquet(str(file), batch_size=2)
     args = settings(*FOLDER, "--data.path", tmp_path / "shards", "--data.streaming", "true", "--data.workers", 2,
                     "--data.mosaic", 0, "--data.mixup", "false", "--data.multi_scale_pixels", "false",
                     "--data.batch_size_per_device", 2, "--eval.batch_size_per_device", 2, "--run.output_dir", tmp_path,
                     "--run.save_every", 2, "--run.resume", "latest")  # fmt: skip
-    reference = server.run(script, [*args, "--run.name", "reference"], processes).ok()
-    assert f"training data: {len(table)} images" in reference.text
-    args = [*args, "--run.name", "killed"]
-    fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 4, "rank": 0}
-    killed = server.run(script, args, processes, [fault])  # in the middle of the first epoch, after it was saved
-    assert killed.code == -9
-    assert_same_run(server.run(script, args, processes).ok().folder, reference.folder)
+    reference = server.run(script, [*args, "--run.name", "reference"], 2).ok()
+    assert "training data: 18 images" in reference.text
+    assert server.run(script, args, 2, [kill(4)]).code == -9  # in the middle of the first epoch, after it was saved
+    assert_same_run(server.run(script, args, 2).ok().folder, reference.folder)
+
+
+@pytest.mark.parametrize("script", BOXES_AND_GRAPHS, indirect=True, ids=lambda script: script.name)
+@pytest.mark.every_script("slow")
+def test_classes_with_names_of_every_kind(server, script, settings, data, tmp_path):
+    """Trained, evaluated, drawn and tracked; no control character reaches the console or a key."""
+    names = [name[:5000] for name in NASTY_NAMES if name.strip()]
+    (tmp_path / "annotations").mkdir()
+    for split in ("train", "val"):
+        document = json.loads((data / "annotations" / f"{split}.json").read_text())
+        kept = [category | {"name": name} for category, name in zip(document["categories"], names, strict=False)]
+        kept += [{"id": 100 + i, "name": name} for i, name in enumerate(names[4:])]
+        predicates = [entry | {"name": names[i]} for i, entry in enumerate(document["rel_categories"])]
+        text = json.dumps(document | {"categories": kept, "rel_categories": predicates})
+        (tmp_path / "annotations" / f"{split}.json").write_text(text)
+        (tmp_path / split).symlink_to(data / split)
+    args = settings("--run.output_dir", tmp_path, "--data.train", tmp_path / "annotations" / "train.json", "--data.val",
+                    tmp_path / "annotations" / "val.json", "--eval.pictures", 2, "--run.tracker",
+                    "[tensorboard, wandb]", *SHORT)  # fmt: skip
+    ended = server.run(script, args).ok()
+    assert ended.status["state"] == "done" and "switched off" not in ended.text
+    printed = "".join(line for line in ended.text.splitlines(keepends=True) if "wandb" not in line)  # it has colours
+    assert "Traceback" not in printed and not {"\x1b", "\x07", "\x08", "\x00", "\u202e", "\u2028"} & set(printed)
+    assert len(list((ended.folder / "report").glob("pictures/*.png"))) == 1
+    evaluated = next(row for row in rows(ended.folder) if "val/loss" in row)
+    assert script.name == "train_sgg" or f"val/AP/{metric_keys(names)[0]}" in evaluated
+    assert all(key.isprintable() or "\u200d" in key for key in evaluated)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes on this system")
+def test_images_that_are_none_are_named_and_left_out(server, script, settings, data, tmp_path):
+    document = json.loads((data / "annotations" / "train.json").read_text())
+    shutil.copytree(data / "train", tmp_path / "images")
+    pipe, large = (tmp_path / "images" / document["images"][i]["file_name"] for i in range(2))
+    pipe.unlink()
+    large.unlink()
+    os.mkfifo(pipe)
+    Image.new("1", (13_000, 13_000)).save(large, "PNG")
+    document["images"][1] |= {"width": 13_000, "height": 13_000}
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    args = settings("--run.output_dir", tmp_path, "--data.train", tmp_path / "a.json", "--data.val",
+                    tmp_path / "a.json", "--data.image_dir", tmp_path / "images", *SHORT)  # fmt: skip
+    ended = server.run(script, args)
+    assert ended.code == 2 and "it is a pipe" in ended.text and "13000 x 13000 pixels are more" in ended.text
+    ended = server.run(script, [*args, "--data.on_error", "drop", "--run.name", "dropped"]).ok()
+    assert "16 images" in ended.text

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from launching import ROOT, checkpoint_tensors, rows, training_rows
+from launching import ROOT, checkpoint_tensors, kill, rows, training_rows
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,7 @@ def test_a_run_starts_from_another_and_its_folder_is_enough_from_then_on(
         refused = server.run(script, [*common, "--run.name", "refused"])
         assert refused.code == 2 and "hexagon" in refused.text and "model.detector" in refused.text
         common, taken = settings(*given), "head.frequency.table.weight"
-    fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 4}
-    killed = server.run(script, common, 1, [fault])
+    killed = server.run(script, common, 1, [kill(4)])
     assert killed.code == -9
     table = (killed.folder / "pretrained.txt").read_text()
     assert taken in table and "loaded" in killed.text

@@ -4,23 +4,21 @@ import json
 import math
 
 import pytest
-from launching import ROOT, nonfinite, rows, training_rows
+from launching import ROOT, flat, nonfinite, rows, training_rows
 
-KINDS = ("boxes", "activation", "loss", "gradient")
-WHERE = {"boxes": "batch", "activation": "module", "loss": "loss", "gradient": "gradient"}
+KINDS = {"boxes": "batch", "activation": "module", "loss": "loss", "gradient": "gradient"}  # and where it is seen
 REPLAY = ROOT / "scripts" / "replay.py"
 
 
-@pytest.fixture(scope="session")
-def arguments(settings, tmp_path_factory):
-    """`arguments(processes, policy)`: three windows an epoch of two micro-batches each, and everything learns."""
+@pytest.fixture
+def arguments(settings, tmp_path):
+    """`arguments(processes, policy, name)`: three windows an epoch of two micro-batches each, everything learns."""
 
-    def build(processes: int, policy: str, name: str) -> list[str]:
+    def build(processes: int, policy: str, name: str = "run") -> list[str]:
         return settings(
-            "--run.output_dir", tmp_path_factory.mktemp("nan"), "--run.name", name, "--run.on_nonfinite", policy,
+            "--run.output_dir", tmp_path, "--run.name", name, "--run.on_nonfinite", policy,
             "--optim.accumulation_steps", 2, "--data.batch_size_per_device", 4 // processes, "--run.save_every", 2,
-            "--run.max_rollbacks", 10, "--run.eval_every", 0, "--run.max_steps", 5,
-            "--run.epochs", 20,
+            "--run.max_rollbacks", 10, "--run.eval_every", 0, "--run.max_steps", 5, "--run.epochs", 20,
         )  # fmt: skip
 
     return build
@@ -33,8 +31,7 @@ def reports(folder) -> dict[str, dict]:
 
 
 def check_report(report: dict, kind: str, rank: int) -> None:
-    assert report["rank"] == rank
-    assert report["where"] == WHERE[kind], report["where"]
+    assert (report["rank"], report["where"]) == (rank, KINDS[kind])
     images = [image for micro_batch in report["image_ids"] for image in micro_batch]
     assert len(images) == len(set(images)) > 0
     module = report["first_nonfinite_module"]
@@ -55,74 +52,61 @@ def check_finite(folder) -> None:
         assert [name for name in nonfinite(path) if not name.startswith("group/")] == []  # rates are no state
 
 
-def replayed(server, folder: str, report: dict, kind: str):
-    """scripts/replay.py on a report; a fault that was planted in the program has to be planted again."""
-    faults = [] if kind == "boxes" else [{"nan": kind, "ids": report["image_ids"][-1]}]
-    return server.run(REPLAY, [folder], faults=faults)
-
-
 @pytest.mark.parametrize(
     ("policy", "processes"),
-    [("skip", 1), pytest.param("skip", 2, marks=pytest.mark.every_script("slow")), ("rollback", 1),
-     pytest.param("rollback", 2, marks=pytest.mark.slow)],
+    [("skip", 1), ("skip", 2), ("rollback", 1), pytest.param("rollback", 2, marks=pytest.mark.slow)],
 )
 def test_run_goes_on_finite(server, script, arguments, processes, policy):
     """The four kinds in one run, each in a window of its own; on two processes only the second rank meets them."""
     rank = processes - 1
     faults = [{"nan": kind, "window": 2 + 2 * i, "rank": rank} for i, kind in enumerate(KINDS)]
-    ended = server.run(script, arguments(processes, policy, policy), processes, faults).ok()
+    ended = server.run(script, arguments(processes, policy), processes, faults).ok()
     assert ended.text.count("goes on from step") == 4
     check_finite(ended.folder)
-    found = reports(ended.folder)
-    assert [report["policy"] for report in found.values()] == [policy] * 4
-    for (_, report), kind in zip(found.items(), KINDS, strict=True):
+    written = reports(ended.folder)
+    for (folder, report), kind in zip(written.items(), KINDS, strict=True):
+        assert report["policy"] == policy
         check_report(report, kind, rank)
-    trained = training_rows(ended.folder)
-    assert trained[-1]["step"] == 5
-    assert all(math.isfinite(v) for row in rows(ended.folder) for v in row.values() if isinstance(v, float))
-    if policy == "skip":
-        assert [row["step"] for row in trained] == [1, 2, 3, 4, 5]
-    if policy == "skip" and rank == 1:
-        for (folder, report), kind in zip(found.items(), KINDS, strict=True):
-            again = replayed(server, folder, report, kind)
+        if policy == "skip" and rank == 1:  # a fault that was planted in the program has to be planted again
+            planted = [] if kind == "boxes" else [{"nan": kind, "ids": report["image_ids"][-1]}]
+            again = server.run(REPLAY, [folder], faults=planted)
             assert again.code == 0, again.text
+    steps = [row["step"] for row in training_rows(ended.folder)]
+    assert steps == [1, 2, 3, 4, 5] if policy == "skip" else steps[-1] == 5
+    assert all(math.isfinite(v) for row in rows(ended.folder) for v in row.values() if isinstance(v, float))
 
 
 @pytest.mark.parametrize(("processes", "kind"), [(1, "activation"), (2, "gradient")])
 def test_run_stops_with_3(server, script, arguments, processes, kind):
     rank = processes - 1
-    fault = {"nan": kind, "window": 4, "rank": rank}
-    ended = server.run(script, arguments(processes, "stop", f"stop_{kind}"), processes, [fault])
-    assert ended.code == 3, ended.text
-    assert "Traceback" not in ended.text
+    ended = server.run(script, arguments(processes, "stop"), processes, [{"nan": kind, "window": 4, "rank": rank}])
+    assert ended.code == 3 and "Traceback" not in ended.text, ended.text
     assert (ended.status["state"], ended.status["step"]) == ("stopped_by_guard", 3)
     assert f"rank {rank}" in ended.status["reason"]
     ((folder, report),) = reports(ended.folder).items()
-    assert folder.endswith(f"step_000003/rank{rank}")
+    assert folder.endswith(f"step_000003/rank{rank}") and folder in ended.status["reason"]
     check_report(report, kind, rank)
     check_finite(ended.folder)
     assert (ended.folder / "checkpoints" / "latest").resolve().name == "step_000003"
-    assert folder in ended.status["reason"]
 
 
 def test_a_run_that_only_breaks_ends(server, script, arguments):
     """Skips in succession and rollbacks are counted; when they are used up the run stops."""
     faults = [{"nan": "loss", "window": window} for window in range(3, 12)]
     for policy, limit in (("skip", "--run.max_skips"), ("rollback", "--run.max_rollbacks")):
-        ended = server.run(script, [*arguments(1, policy, "used_up"), limit, "2"], 1, faults)
+        ended = server.run(script, [*arguments(1, policy, policy), limit, "2"], 1, faults)
         assert ended.code == 3, ended.text
         assert len(reports(ended.folder)) == 3
         check_finite(ended.folder)
 
 
-@pytest.mark.parametrize("rate", ["1e6", "1e30", "3e38", "3e39"])
+@pytest.mark.parametrize("rate", ["1e6", "3e39"])
 def test_no_learning_rate_leaves_anything_that_is_not_finite(server, script, arguments, rate):
     """The update itself overflows, or what follows it: 3, and the newest finite state is what is saved."""
-    given = {"--optim.lr": rate, "--optim.max_norm": 0, "--schedule.warmup_steps": 0, "--run.save_every": 1,
-             "--run.max_steps": 20}  # fmt: skip
-    ended = server.run(script, [*arguments(1, "stop", "rate"), *(part for pair in given.items() for part in pair)])
-    assert ended.code == 3, ended.text
-    assert "Traceback" not in ended.text
+    fast = {"--optim.lr": rate, "--optim.max_norm": 0, "--schedule.warmup_steps": 0, "--run.save_every": 1,
+            "--run.max_steps": 20}  # fmt: skip
+    ended = server.run(script, [*arguments(1, "stop"), *flat(fast)])
+    assert ended.code == 3 and "Traceback" not in ended.text, ended.text
     check_finite(ended.folder)
     assert not (ended.folder / "final").exists()
     (folder,) = reports(ended.folder)
@@ -130,5 +114,3 @@ def test_no_learning_rate_leaves_anything_that_is_not_finite(server, script, arg
     again = server.run(REPLAY, [folder])
     assert again.code == 0 and again.text.count("reproduced") == 1, again.text
     assert rate != "1e6" or server.run(REPLAY, [ended.folder]).code == 2, "a run is no report"
-
-

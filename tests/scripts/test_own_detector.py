@@ -4,18 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Script, all_rows, assert_same_run
+from launching import ROOT, Script, all_rows, assert_same_run, flat, kill
 
-OWN = Path(__file__).resolve().parents[1] / "fcos_detector.py"
-ARCHITECTURE = "fcos_detector:FCOS"
-ENV = {"PYTHONPATH": str(OWN.parent)}
+ENV = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of fcos_detector.py
+FASTER_RCNN = Script("train_faster_rcnn")
 
 
 @pytest.fixture(scope="module")
 def arguments(data, tmp_path_factory):
     annotations, folder = data / "annotations", tmp_path_factory.mktemp("own")
     given = {
-        "--model.architecture": ARCHITECTURE, "--model.score_threshold": 0.01,
+        "--model.architecture": "fcos_detector:FCOS", "--model.score_threshold": 0.01,
         "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
         "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--eval.pictures": 0,
         "--run.epochs": 2, "--run.log_every": 1, "--run.save_every": 2, "--optim.ema_decay": 0.9, "--optim.lr": 1e-3,
@@ -23,15 +22,14 @@ def arguments(data, tmp_path_factory):
     }  # fmt: skip
     empty = folder / "empty.yaml"
     empty.write_text("run: {}\n")
-    return ["--config", str(empty), *(str(part) for pair in given.items() for part in pair)]
+    return flat({"--config": empty} | given)
 
 
 def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data):
-    script = Script("train_faster_rcnn")
+    script = FASTER_RCNN
     reference = server.run(script, [*arguments, "--run.name", "reference"], env=ENV).ok().folder
-    kill = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": 8}
     args = [*arguments, "--run.name", "killed"]
-    assert server.run(script, args, faults=[kill], env=ENV).code == -9
+    assert server.run(script, args, faults=[kill(8)], env=ENV).code == -9
     folder = server.run(script, args, env=ENV).ok().folder
     assert_same_run(folder, reference)
     assert any("train/bbox_ctrness" in row for row in all_rows(folder))
@@ -49,11 +47,11 @@ def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data
 
 
 def test_a_class_that_is_no_detector_is_refused_before_anything_is_read(server, arguments):
-    script = Script("train_faster_rcnn")
     for architecture, words in {
         "fcos_detector:Fcos": "cannot be imported", "fcos_detector:FCOSOptions": "no subclass",
         "nowhere:FCOS": "cannot be imported", "faster_rcn": "did you mean faster_rcnn",
         "rt_detr_v2": "another script trains rt_detr_v2",
     }.items():  # fmt: skip
-        ended = server.run(script, [*arguments, "--model.architecture", architecture, "--run.name", "no"], env=ENV)
+        args = [*arguments, "--model.architecture", architecture, "--run.name", "no"]
+        ended = server.run(FASTER_RCNN, args, env=ENV)
         assert ended.code == 2 and words in ended.text, ended.text

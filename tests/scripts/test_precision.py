@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import ROOT, training_rows
+from launching import ROOT, SCRIPTS, checkpoint_tensors, training_rows
 
 from toolkit.runs.launcher import settle
 from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, precision_of_gpu
 
 PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"  # which torch.compile captures in less time
-
-
-def test_what_is_not_clearly_faster_stays_in_float32():
-    assert faster_precision({"no": 1.0, "bf16": 0.9}) == "bf16"
-    assert faster_precision({"no": 1.0, "bf16": 0.98}) == faster_precision({"no": 1.0, "bf16": 3.0}) == "no"
 
 
 def losses(run) -> list[dict]:
@@ -50,31 +45,28 @@ def test_the_choice_is_measured_recorded_and_kept(server, script, settings, tmp_
 NOTHING = dict.fromkeys(("precision", "tf32", "compile"))
 
 
-def never():
-    raise AssertionError("somebody else has decided")
-
-
-def settled(auto=never, launched=NOTHING, began=NOTHING, **given) -> tuple:
-    found = settle(NOTHING | given, NOTHING | launched, NOTHING | began, auto)
-    return found.precision, found.precision_by, found.tf32, found.compile, found.compile_by
+def settled(auto=None, launched=NOTHING, began=NOTHING, **given) -> tuple:
+    """auto: not called where somebody else has decided."""
+    choice = settle(NOTHING | given, NOTHING | launched, NOTHING | began, auto)
+    return choice.precision, choice.precision_by, choice.tf32, choice.compile, choice.compile_by
 
 
 def test_the_first_that_has_a_word_decides():
     assert settled() == ("no", "default", None, False, "default")
     began = {"precision": "bf16", "tf32": True, "compile": "eager"}
+    launched = {"precision": "fp16", "compile": "inductor"}
     for given in ({}, {"precision": "auto"}):
         assert settled(**given, began=began) == ("bf16", "the run so far", True, "eager", "the run so far")
-        launched = {"precision": "fp16", "compile": "inductor"}
         asked = ("fp16", "accelerate launch", None, "inductor", "accelerate launch")
         assert settled(**given, launched=launched, began=began) == asked
-    told = settled(precision="no", compile=True, launched=launched, began=began)
-    assert told == ("no", "run.precision, not accelerate launch, which says fp16", None, True,
-                    "optim.compile, not accelerate launch, which says inductor")  # fmt: skip
+    assert settled(precision="no", compile=True, launched=launched, began=began) == (
+        "no", "run.precision, not accelerate launch, which says fp16", None, True,
+        "optim.compile, not accelerate launch, which says inductor")  # fmt: skip
     assert settled(precision="no", compile=False, began=began)[:4] == ("no", "run.precision", None, False)
 
 
-def test_auto_on_a_gpu_is_what_it_has():
-    """By the capability alone: not checked on a GPU."""
+def test_auto_is_what_a_gpu_has_or_what_is_clearly_faster_on_a_cpu():
+    """On a GPU by the capability alone: not checked on one."""
     assert precision_of_gpu((8, 0), None) == precision_of_gpu((12, 0), None) == ("bf16", True)
     assert precision_of_gpu((7, 5), None) == ("no", None)
     assert precision_of_gpu((9, 4), "6.4") == ("bf16", None)
@@ -84,6 +76,8 @@ def test_auto_on_a_gpu_is_what_it_has():
 
     assert settled(a100, precision="auto")[:3] == ("bf16", "run.precision auto: this GPU", True)
     assert settled(a100, precision="auto", tf32=False)[2] is False
+    assert faster_precision({"no": 1.0, "bf16": 0.9}) == "bf16"
+    assert faster_precision({"no": 1.0, "bf16": 0.98}) == faster_precision({"no": 1.0, "bf16": 3.0}) == "no"
 
 
 def test_recipes_of_papers_say_their_precision():
@@ -119,3 +113,20 @@ def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings
     assert used == ("no", False)
     assert "precision: no (run.precision, not accelerate launch, which says bf16)" in changed.text
     assert "run.precision bf16 -> no: used" in changed.text and "optim.compile eager -> false: used" in changed.text
+
+
+@pytest.mark.slow
+@pytest.mark.every_script
+def test_compiled_losses_and_checkpoints_are_those_of_the_eager_model(server, script, settings, tmp_path):
+    """Kernels are compiled for one script; the graphs of all are captured."""
+    args = settings("--run.output_dir", tmp_path, "--run.max_steps", 3, "--run.eval_every", 0,
+                    "--eval.batch_size_per_device", 10, *script.one_size)  # fmt: skip
+    backend = "true" if script == SCRIPTS[0] else "aot_eager"
+    eager = server.run(script, [*args, "--run.name", "eager"]).ok()
+    compiled = server.run(script, [*args, "--run.name", "compiled", "--optim.compile", backend], within_s=1200).ok()
+    assert "torch.compile: " not in eager.text
+    assert "torch.compile: " in compiled.text and (backend != "true" or "graph breaks" in compiled.text)
+    for row, expected in zip(losses(compiled), losses(eager), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3)
+    names = [checkpoint_tensors(run.folder / "checkpoints" / "latest").keys() for run in (compiled, eager)]
+    assert names[0] == names[1]

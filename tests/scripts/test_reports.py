@@ -42,11 +42,10 @@ def test_a_run_leaves_the_predictions_of_its_best_weights(server, script, run):
     assert about["step"] == best and "(raw weights)" in about["detector"]
     row = next(r for r in rows(run) if r["step"] == best and "val/loss" in r)
     assert {f"val/{k}": v for k, v in about["scores"].items()}.items() <= row.items()
-    if script.name == "train_sgg":
-        return  # its file has boxes; relations stand beside them
-    found = numbers_of(server.run(EVALUATE, [run / "report" / "predictions.json"]).ok().text)
-    assert {k: found[k] for k in about["scores"]} == pytest.approx(about["scores"], abs=1e-12)
-    assert found.keys() >= {"voc07_mAP", "voc12_mAP"}
+    if script.name != "train_sgg":  # whose file has boxes; relations stand beside them
+        numbers = numbers_of(server.run(EVALUATE, [run / "report" / "predictions.json"]).ok().text)
+        assert {k: numbers[k] for k in about["scores"]} == pytest.approx(about["scores"], abs=1e-12)
+        assert numbers.keys() >= {"voc07_mAP", "voc12_mAP"}
 
 
 @pytest.mark.parametrize("script", OF_ITS_OWN, indirect=True, ids=lambda script: script.name)
@@ -60,40 +59,32 @@ def test_the_report_of_a_run_and_of_two(server, script, run, tmp_path):
         for name in ("R@20", "R@100", "mR@50", "ngR@50"):
             assert content["scene_graphs"]["row"][name] == pytest.approx(scores[name], abs=1e-6)
     assert "training" in (run / "report" / "index.html").read_text()
-    other = tmp_path / "other_run"
-    shutil.copytree(run, other, symlinks=True)
+    other = shutil.copytree(run, tmp_path / "other_run", symlinks=True)
     server.run(REPORT, [run, other, "--out", tmp_path / "both"]).ok()
     assert "the same AP" in (tmp_path / "both" / "index.html").read_text()
 
 
-@pytest.mark.parametrize("script", OF_ITS_OWN, indirect=True, ids=lambda script: script.name)
-@pytest.mark.every_script("slow")
-def test_saved_results_of_another_split(server, script, run, data, tmp_path):
-    """A checkpoint on other data: without annotations the predictions are all there is; then a report of the file."""
-    document = json.loads((data / "annotations" / "val.json").read_text())
+def test_a_checkpoint_on_data_without_annotations_and_a_report_of_foreign_results(server, run, data, tmp_path):
+    """Without annotations the predictions are all there is."""
     train = json.loads((data / "annotations" / "train.json").read_text())
-    for key in ("annotations", "rel_annotations"):
-        train[key] = []
-    bare = tmp_path / "bare.json"
-    bare.write_text(json.dumps(train))
-    if script == SCRIPTS[0]:
-        args = [run / "checkpoints" / "latest", "--split", bare, "--image-dir", data / "train"]
-        ended = server.run(EVALUATE, [*args, "--save", tmp_path / "bare_results.json"]).ok()
-        assert "nothing can be measured" in ended.text
-        assert isinstance(json.loads((tmp_path / "bare_results.json").read_text()), list)
-        other_data(server, run, data, tmp_path)
-    foreign = tmp_path / "results.json"
-    foreign.write_text(json.dumps([{k: a[k] for k in ("image_id", "category_id", "bbox")} | {"score": 0.9}
-                                   for a in document["annotations"]]))  # fmt: skip
+    (tmp_path / "bare.json").write_text(json.dumps(train | {"annotations": [], "rel_annotations": []}))
+    args = [run / "checkpoints" / "latest", "--split", tmp_path / "bare.json", "--image-dir", data / "train"]
+    ended = server.run(EVALUATE, [*args, "--save", tmp_path / "bare_results.json"]).ok()
+    assert "nothing can be measured" in ended.text
+    assert isinstance(json.loads((tmp_path / "bare_results.json").read_text()), list)
+
+    val, foreign = data / "annotations" / "val.json", tmp_path / "results.json"
+    results = [{key: box[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.9}
+               for box in json.loads(val.read_text())["annotations"]]  # fmt: skip
+    foreign.write_text(json.dumps(results))
     missing = server.run(REPORT, [foreign])
     assert missing.code == 2 and "--split" in missing.text
-    server.run(REPORT, [foreign, "--split", data / "annotations" / "val.json"]).ok()
+    server.run(REPORT, [foreign, "--split", val]).ok()
     content = json.loads((tmp_path / "results_report" / "report.json").read_text())
     assert content["numbers"]["AP"] == 1 and content["best_f1"]["f1"] == 1
 
 
-def other_data(server, run, data, folder) -> None:
-    """The same images with their classes in another order and with other ids, and as a VOC folder: the same boxes."""
+def test_classes_in_another_order_and_another_format_give_the_same_boxes(server, run, data, tmp_path):
     val = data / "annotations" / "val.json"
     document = json.loads(val.read_text())
     for category in document["categories"]:
@@ -101,17 +92,19 @@ def other_data(server, run, data, folder) -> None:
     for annotation in document["annotations"]:
         annotation["category_id"] = 100 - annotation["category_id"]
     document["categories"].reverse()
-    (folder / "turned.json").write_text(json.dumps(document))
-    turned = ["--split", folder / "turned.json", "--image-dir", data / "val", "--format", "coco"]
-    best = []
-    for name, args in (("a", []), ("b", turned)):
-        ended = server.run(EVALUATE, [run, *args, "--save", folder / f"{name}.json"]).ok()
-        assert ("loss" in numbers_of(ended.text)) == (name == "a")
-        rows = [(row["image_id"], -row["score"], row["bbox"], row["category_id"])
-                for row in json.loads((folder / f"{name}.json").read_text())]  # fmt: skip
-        best.append([row[:3] + (row[3] if name == "a" else 100 - row[3],) for row in sorted(rows)])
-    assert best[0] == best[1] and len(best[0]) > 20
+    (tmp_path / "turned.json").write_text(json.dumps(document))
+    turned = ["--split", tmp_path / "turned.json", "--image-dir", data / "val", "--format", "coco"]
+    detections = []
+    for of_the_run, args in ((True, []), (False, turned)):
+        ended = server.run(EVALUATE, [run, *args, "--save", tmp_path / "saved.json"]).ok()
+        assert ("loss" in numbers_of(ended.text)) == of_the_run
+        detections.append(sorted(
+            (row["image_id"], -row["score"], row["bbox"], abs((0 if of_the_run else 100) - row["category_id"]))
+            for row in json.loads((tmp_path / "saved.json").read_text())
+        ))  # fmt: skip
+    assert detections[0] == detections[1] and len(detections[0]) > 20
 
-    server.run(ROOT / "scripts" / "convert.py", [val, folder / "voc", "--image-dir", data / "val", "--to", "voc"]).ok()
-    ended = server.run(EVALUATE, [run, "--path", folder / "voc", "--split", "train", "--format", "voc"]).ok()
-    assert f"{len(document['images'])} images" in ended.text, ended.text
+    given = [val, tmp_path / "voc", "--image-dir", data / "val", "--to", "voc"]
+    server.run(ROOT / "scripts" / "convert.py", given).ok()
+    ended = server.run(EVALUATE, [run, "--path", tmp_path / "voc", "--split", "train", "--format", "voc"]).ok()
+    assert "10 images" in ended.text, ended.text

@@ -3,7 +3,7 @@
 import onnxruntime
 import pytest
 import torch
-from launching import SCRIPTS, assert_same_run, training_rows
+from launching import SCRIPTS, assert_same_run, kill, training_rows
 
 YOLOV3 = [script for script in SCRIPTS if script.name == "train_yolov3"]
 pytestmark = [pytest.mark.slow, pytest.mark.every_script, pytest.mark.parametrize("script", YOLOV3, indirect=True)]
@@ -14,9 +14,8 @@ def test_mixing_ends_with_its_epoch_also_when_resumed(server, script, settings, 
     args = settings("--run.output_dir", tmp_path, "--data.workers", 2, "--run.eval_every", 0, "--run.save_every", 3,
                     "--run.resume", "latest", "--data.plain_epochs", 1)  # fmt: skip
     reference = server.run(script, [*args, "--run.name", "whole"]).ok().folder
-    for call in (5, 5):  # at step 5, saved at 3; then at step 8, saved at 6
-        fault = {"signal": "SIGKILL", "at": "toolkit.training:Training.seed_micro_batch", "call": call}
-        assert server.run(script, [*args, "--run.name", "killed"], 1, [fault]).code == -9
+    for _ in range(2):  # at step 5, saved at 3; then at step 8, saved at 6
+        assert server.run(script, [*args, "--run.name", "killed"], 1, [kill(5)]).code == -9
     assert_same_run(server.run(script, [*args, "--run.name", "killed"]).ok().folder, reference)
 
     trained = training_rows(reference)
