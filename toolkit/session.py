@@ -247,14 +247,15 @@ def end(s: Session, t: Training) -> None:
         s.status.write("running")  # with what ended the training, which the report reads there
         stop_if_asked(s, "after the last evaluation")
         run_on_main(lambda: _write_final(s, t))
-        summary = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
-        t.log.writer.keep_final(s.folder / "final", summary)
         stop_if_asked(s, "after final/ was written")
         if s.test_table is not None:
             evaluate_test_split(t, s.test_table, _evaluation_loader(s, t.detector, s.test_table), s.config.eval)
     raise_trouble(t)
     trained, hub = not s.config.run.eval_only, s.config.hub
     run_on_main(lambda: t.log.attempt("the report", lambda: report_and_card(s.folder, t.validation.table, trained)))
+    if trained:  # after the report, which completes the model card: a later start has the same files
+        summary = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
+        t.log.writer.keep_final(s.folder / "final", summary)
     stop_if_asked(s, "while the report was written")
     if trained and hub.push is not None:
         upload = partial(push, s.folder, hub.push, private=hub.private, say=t.log.say)

@@ -11,7 +11,7 @@ import os
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 import torch
@@ -26,6 +26,7 @@ from toolkit.signals import ignore_in_worker, sigterm_held_back
 
 NAMED_IMAGES = 8  # of the batch of a worker that was killed
 _open: "weakref.WeakSet[_Batches]" = weakref.WeakSet()  # those that have workers in this process
+_running: weakref.WeakSet = weakref.WeakSet()  # torch's iterators over them
 
 
 def collate(samples: Sequence[tuple[Tensor, Target]], stride: int = 1) -> Batch:
@@ -105,7 +106,10 @@ class _Loader(DataLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         with naming_killed_workers(), sigterm_held_back():
-            return _raised(super().__iter__())  # the sampler is asked where it stands when iter() is called
+            items = super().__iter__()  # the sampler is asked where it stands when iter() is called
+            if self.num_workers:
+                _running.add(items)
+            return _raised(items)
 
 
 def _raised(items: Iterator[Batch | BadInput]) -> Iterator[Batch]:
@@ -119,13 +123,17 @@ def _raised(items: Iterator[Batch | BadInput]) -> Iterator[Batch]:
 @contextmanager
 def naming_killed_workers() -> Iterator[None]:
     """Turns torch's error about a worker that was killed, which can come up anywhere in the main thread, into a
-    sentence. Raises BadInput with the worker, the images of its last batch, and what to lower."""
+    sentence. Raises BadInput with the worker, the images of its last batch, and what to lower. The other workers end:
+    torch would raise once more with each that is killed, whatever the main thread is then doing."""
     try:
         yield
     except RuntimeError as error:
         killed = error.__cause__ if "exited unexpectedly" in str(error) and error.__cause__ else error
         if not (match := re.match(r"DataLoader worker \(pid(?:\(s\))? (\d+)", str(killed))):
             raise
+        for iterator in _running:
+            with suppress(RuntimeError):
+                iterator._shutdown_workers()
         at = [_last_batch(batches, int(match[1])) for batches in _open]
         raise BadInput(
             f"{str(killed).strip().rstrip('.')}{''.join(at)}. Most often the system ran out of memory: lower "
