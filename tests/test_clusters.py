@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,8 @@ def slurm(tmp_path):
 
     def start(plan: str) -> subprocess.Popen:
         command = ["bash", copy, tmp_path, tmp_path / "run.py", tmp_path, plan]
-        started.append(subprocess.Popen(command, env=env, start_new_session=True, cwd="/"))
+        pipes = {"stdout": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=env, start_new_session=True, cwd="/", **pipes))
         return started[-1]
 
     yield start
@@ -55,11 +55,9 @@ def slurm(tmp_path):
 def test_before_the_time_limit_the_run_saves_and_the_job_is_requeued(slurm, tmp_path, sent, requeued):
     (tmp_path / "saved").touch()
     process = slurm("wait")
-    while not (tmp_path / "waiting").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
+    assert "waiting\n" in process.stdout
     os.kill(process.pid, getattr(signal, sent))  # `--signal=B:`: to the script alone
-    assert process.wait(30) == 85
+    assert process.wait() == 85
     assert (tmp_path / f"stopped_by_{signal.SIGTERM.value}").exists()
     log = (tmp_path / "log").read_text()
     assert ("requeue 42\n" in log) == requeued
@@ -69,7 +67,7 @@ def test_before_the_time_limit_the_run_saves_and_the_job_is_requeued(slurm, tmp_
 
 @pytest.mark.parametrize(("plan", "code"), [("failed 1 step_1,done 0", 0), ("bad_input 1", 2)])
 def test_a_job_that_ends_by_itself_is_not_requeued(slurm, tmp_path, plan, code):
-    assert slurm(plan).wait(30) == code
+    assert slurm(plan).wait() == code
     assert "requeue" not in (tmp_path / "log").read_text()
 
 

@@ -129,7 +129,7 @@ def test_a_folder_is_locked_for_everyone_else(tmp_path):
 
 
 def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path):
-    """That a worker which outlives it does not hold the folder: tests/scripts/test_lock.py."""
+    """That a worker which outlives it does not hold the folder: tests/scripts/test_signals.py."""
     (tmp_path / ".lock").write_text('{"pid": 1}')
     before = content(tmp_path)
     with FolderLock() as lock:

@@ -6,9 +6,7 @@
         t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))
         while not t.finished:
             train_one_epoch(t)
-        session.end(s, t)
-
-A script can replace each of these calls by its own.
+        session.end(s, t)    # a script can replace each of these calls by its own
 """
 
 import os
@@ -253,9 +251,9 @@ def end(s: Session, t: Training) -> None:
     raise_trouble(t)
     trained, hub = not s.config.run.eval_only, s.config.hub
     run_on_main(lambda: t.log.attempt("the report", lambda: report_and_card(s.folder, t.validation.table, trained)))
-    if trained:  # after the report, which completes the model card: a later start has the same files
-        summary = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
-        t.log.writer.keep_final(s.folder / "final", summary)
+    if trained:  # after the report, which completes the model card
+        about = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
+        t.log.writer.keep_final(s.folder / "final", about)
     stop_if_asked(s, "while the report was written")
     if trained and hub.push is not None:
         upload = partial(push, s.folder, hub.push, private=hub.private, say=t.log.say)
