@@ -320,6 +320,11 @@ def test_latest_is_mended_where_it_leads_nowhere_or_to_a_broken_one(tmp_path):
         damage()
         repair_latest(first)
         assert linked(tmp_path, "latest") == first
+    third = save(tmp_path, 3)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to(first.name)  # killed between the checkpoint and its link
+    repair_latest(third)
+    assert linked(tmp_path, "latest") == third
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -133,18 +133,13 @@ def mark_best(path: Path) -> None:
 
 
 def repair_latest(resumed: Path) -> None:
-    """Points `latest` beside the checkpoint `resumed` at it where the link is gone, leads to a broken one, or to an
-    older one, as it does after a kill between the checkpoint and its link.
-
-    Raises:
-        CheckpointError: the link cannot be written.
-    """
+    """Points `latest` beside the checkpoint `resumed` at it where the link is gone, broken, or older, as after a kill
+    between a checkpoint and its link. Raises CheckpointError: the link cannot be written."""
     resumed = Path(resumed).resolve()
-    target = linked(resumed.parent, "latest")
+    target, sequence_of = linked(resumed.parent, "latest"), _by_age(resumed.parent)[0]
     try:
-        newest_first = list(_by_age(resumed.parent)[0])
-        is_newer = target in newest_first and resumed in newest_first[: newest_first.index(target)]
-        if target is None or target != resumed and (is_newer or not _is_valid(target)):
+        is_older = sequence_of.get(target, 0) < sequence_of[resumed]
+        if target != resumed and (target is None or is_older or not _is_valid(target)):
             _point(resumed.parent / "latest", resumed)
     except OSError as error:
         raise CheckpointError(_cannot_write(resumed.parent, error.errno or errno.EIO, 0)) from error
