@@ -1,31 +1,31 @@
 """Detect objects in images and videos with a trained detector; write the detections, and pictures with boxes.
 
-    python scripts/predict.py runs/detr photo.jpg holiday/ --out found                    # a run: its best weights
-    python scripts/predict.py runs/detr/checkpoints/latest 'holiday/**/*.jpg' --out found --weights model
-    python scripts/predict.py runs/detr/final holiday/ --out found --score-threshold 0.5  # what a run leaves for use
-    python scripts/predict.py exported/model.onnx film.mp4 --out found                    # an exported file; a video
-    python scripts/predict.py facebook/detr-resnet-50 holiday/ --out found                # a model of the hub
-    python scripts/predict.py runs/detr map.png --out found --tile 640 --overlap 0.2      # a large image, in tiles
-    ls photos/*.jpg | python scripts/predict.py runs/detr - --out found --format coco csv # a list on standard input
+    python scripts/predict.py runs/detr photo.jpg holiday/ --out found      # a run: its best weights
+    python scripts/predict.py runs/detr/final 'holiday/**/*.jpg' --out found --score-threshold 0.5
+    python scripts/predict.py runs/detr/checkpoints/latest photo.jpg --out found --weights model
+    python scripts/predict.py exported/model.onnx film.mp4 --out found      # an exported file; a video
+    python scripts/predict.py facebook/detr-resnet-50 holiday/ --out found  # a model of the hub
+    python scripts/predict.py runs/detr map.png --out found --tile 640 --overlap 0.2
+    ls photos/*.jpg | python scripts/predict.py runs/detr - --out found --format coco csv
     python scripts/predict.py runs/detr --camera 0 --max-frames 300 --out found
-    python scripts/predict.py runs/sgdet holiday/ --out found --format json dot --all-scores     # scene graphs
-    python scripts/predict.py runs/yolov3 holiday/ --out found --model.nms_threshold 0.6  # a choice at inference; so is
+    python scripts/predict.py runs/yolov3 holiday/ --out found --model.nms_threshold 0.6
+    python scripts/predict.py runs/sgdet holiday/ --out found --format json dot --all-scores
     python scripts/predict.py runs/causal holiday/ --out found --boxes boxes.json --head.effect tde
 
-IMAGES are files, folders (searched below too), quoted patterns, http addresses and videos. `found/predictions.json` has
+IMAGES are files, folders (searched recursively), quoted patterns, URLs and videos. `found/predictions.json` has
 
     {"model": ..., "score_threshold": 0.3, "categories": [{"id": 7, "name": "platelet"}, ...],
-     "images": [{"id": 1, "file_name": "holiday/a.jpg", "width": 640, "height": 480, "picture": "pictures/a.jpg",
-                 "detections": [{"category_id": 7, "category": "platelet", "bbox": [x, y, width, height],
-                                 "score": 0.93}, ...]}, ...],
+     "images": [{"id": 1, "file_name": "holiday/a.jpg", "width": 640, "height": 480,
+                 "picture": "pictures/a.jpg",
+                 "detections": [{"category_id": 7, "category": "platelet", "score": 0.93,
+                                 "bbox": [x, y, width, height]}, ...]}, ...],
      "errors": [{"file_name": "holiday/b.jpg", "error": "image data truncated"}, ...]}
 
-with ids and names of the training data, boxes in pixels of the (upright) image as in COCO results, best first. Of a
-scene-graph detector (sgdet) an image also has its best "relations": [{"subject": i, "object": j, "predicate": "on",
-"score": 0.61}, ...], where i and j are positions in its detections; they are drawn as arrows, with the graph beside the
-image. A model of predcls or sgcls describes the boxes of a COCO file (--boxes). --format dot, jsonld and networkx write
-each graph in `found/graphs/`. Of a video, `found/videos/NAME.jsonl` has a line for each frame, and NAME.mp4 the frames
-with boxes.
+with the ids and names of the training data and boxes in pixels of the upright image, best first. A scene-graph detector
+(sgdet) adds "relations": [{"subject": i, "object": j, "predicate": "on", "score": 0.61}, ...] for each image, where i
+and j are positions in its detections; pictures show them as arrows. A model of predcls or sgcls needs the boxes of a
+COCO file (--boxes). --format dot, jsonld and networkx write each graph into `found/graphs/`. A video gives
+`found/videos/NAME.jsonl`, one line per frame, and NAME.mp4 with the boxes.
 
 Exit code 0: all done; 1: some files could not be read, they are listed and the others are done; 2: bad input.
 """

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterator
 
@@ -59,7 +60,14 @@ def in_plot(text: object, limit: int = 40) -> str:
 
 
 class ShortUsage(argparse.RawDescriptionHelpFormatter):
-    """Help whose first line has what must be given, and "[options]" for all that may be; they are listed below."""
+    """Help whose first line has what must be given, and "[options]" for all that may be; they are listed below.
+
+    Paragraphs of the description are wrapped to the terminal; indented blocks, which are examples, stay as they are.
+    """
+
+    def _fill_text(self, text, width, indent) -> str:
+        blocks = text.strip().split("\n\n")
+        return "\n\n".join(block if block.startswith(" ") else textwrap.fill(block, width) for block in blocks)
 
     def add_usage(self, usage, actions, groups, prefix=None) -> None:
         must = [action for action in actions if action.required or not action.option_strings]
