@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import shutil
 import zlib
 from pathlib import Path
@@ -15,6 +16,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("P
 
 def pytest_addoption(parser):
     parser.addoption("--shard", default="0/1", metavar="I/N", help="run the part I, counted from 0, of N")
+    parser.addoption("--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -23,6 +25,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         shares[zlib.crc32(item.nodeid.encode()) % parts == part].append(item)
     items[:] = shares[True]
+    if (seed := config.getoption("shuffle")) is not None:
+        draw = random.Random(seed)
+        places = {path: draw.random() for path in sorted({item.path for item in items})}
+        items.sort(key=lambda item: (places[item.path], draw.random()))
     config.hook.pytest_deselected(items=shares[False])
 
 
