@@ -83,7 +83,7 @@ def test_on_a_frozen_detector_of_a_run(server, data, tmp_path, name, mode):
     trained = trained_detector(server, data, tmp_path, name)
     args = [*of_coco(tmp_path, data, model__mode=mode, model__detector=trained, model__map_channels=16,
                      model__representation_size=32, run__epochs=2, run__eval_every=2, run__save_every=2,
-                     run__resume="latest", eval__metric_for_best="R@100", schedule__name="plateau",
+                     run__resume="latest", eval__metric_for_best="mR@100", schedule__name="plateau",
                      schedule__plateau_patience=1, schedule__max_decays=9),
             "--model.backbone", "null", "--model.detector_options", "null"]  # fmt: skip
     if name == "train_faster_rcnn":  # has a pyramid and a head of its own
