@@ -213,7 +213,7 @@ def test_a_rate_and_a_batch_size_are_found_and_can_be_used(tmp_path, tiny, monke
     for name, value in CPU.items():
         monkeypatch.setenv(name, value)
     script = str(ROOT / "scripts" / "train_detr.py")
-    assert find_rate.main([script, *tiny, "--out", str(tmp_path / "rate.yaml"), "--steps", "60"]) == 0
+    assert find_rate.main([script, *tiny, "--out", str(tmp_path / "rate.yaml"), "--steps", "150"]) == 0
     found = yaml.safe_load((tmp_path / "rate.yaml").read_text())["optim"]
     assert 1e-6 < found["lr"] < 0.1 and (tmp_path / "rate.png").stat().st_size > 5000
     more = ["--memory-gib", "8", "--most", "32"]
