@@ -33,12 +33,12 @@ class InTurn(torch.optim.SGD):
 
 
 def test_an_optimizer_that_nobody_registered_is_noted_once():
-    registered, other = (torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    registered, other = (torch.optim.SGD([nn.Parameter(torch.ones(2)) for _ in range(n)], lr=0.1) for n in (1, 2))
     check = LoopCheck(dict)
     with check.noting_others(lambda: [SimpleNamespace(optimizer=registered)]):  # as Accelerate wraps it
         for optimizer in (registered, other, other):
             optimizer.step()
-    assert check.new_others() == ["SGD of 1 parameters"] and check.new_others() == []
+    assert check.new_others() == ["SGD of 2 parameters"] and check.new_others() == []
 
 
 def whole_window(check: LoopCheck, counts: dict[str, int], optimizer: torch.optim.Optimizer, updates: int = 1) -> None:
