@@ -100,6 +100,29 @@ def test_what_a_file_gives_is_said_and_without_a_whole_part_it_is_refused(tmp_pa
         build_detector("fasterrcnn_resnet50_fpn", class_names=["a"], pretrained_backbone=str(file))
 
 
+@pytest.mark.parametrize("backbone", ["tf_efficientnet_lite0", "efficientnet_b0"])
+def test_files_of_efficientnet_pytorch_are_loaded(backbone, tmp_path, capsys):
+    """The publisher's modules, by their order in its `model.py`; both list their tensors in the order of the layers."""
+    weights = timm.create_model(backbone).state_dict()
+    norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    layers = ["_conv_stem", "_bn0"]
+    for block in range(16):
+        wide = ["_expand_conv", "_bn0"] if block else []
+        se = ["_se_reduce", "_se_expand"] if backbone == "efficientnet_b0" else []
+        inner = [*wide, "_depthwise_conv", "_bn1", *se, "_project_conv", "_bn2"]
+        layers += [f"_blocks.{block}.{layer}" for layer in inner]
+    layers += ["_conv_head", "_bn1", "_fc"]
+    biased = ("_fc", "_se_reduce", "_se_expand")
+    parts = [norm if "_bn" in x else ("weight", "bias") if x.endswith(biased) else ("weight",) for x in layers]
+    names = [f"{layer}.{part}" for layer, own in zip(layers, parts, strict=True) for part in own]
+    file = tmp_path / "published.pth"
+    torch.save(dict(zip(names, weights.values(), strict=True)), file)
+    features, _ = timm_features(backbone, strides=(8, 16, 32), pretrained_backbone=str(file))
+    loaded = features.state_dict()
+    assert len(loaded) > 240 and all(tensor.equal(weights[name]) for name, tensor in loaded.items())
+    assert "missing" not in capsys.readouterr().out
+
+
 def test_a_file_that_holds_no_weights_is_one_sentence(tmp_path):
     torch.save({"weight": torch.zeros(100)}, tmp_path / "cut.pth")
     whole = (tmp_path / "cut.pth").read_bytes()

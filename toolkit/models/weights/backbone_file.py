@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.distributed import world
 from toolkit.errors import BadInput
+from toolkit.models.weights import efficientnet_pytorch
 from toolkit.models.weights.files import read_tensors
 
 SETTING = "model.pretrained_backbone"
@@ -27,7 +28,8 @@ def read_backbone_file(file: str) -> dict[str, Tensor]:
 
 
 def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
-    """`timm.create_model(name, **options)` with the weights of a file under timm's names, present or past ones.
+    """`timm.create_model(name, **options)` with the weights of a file under timm's names, present or past ones, or those of
+    `efficientnet_pytorch`.
 
     Raises:
         BadInput: as `read_backbone_file` and `load_matching`.
@@ -37,7 +39,9 @@ def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
     def load(model: nn.Module, *_, filter_fn=None, **__) -> None:  # in place of timm's, which passes over what it lacks
         nonlocal offered
         wanted.update(model.state_dict(keep_vars=True))
-        if filter_fn is not None:  # timm's own renaming of published files
+        if efficientnet_pytorch.MARK in offered and hasattr(model, "blocks"):
+            offered = efficientnet_pytorch.timm_names(offered, model)
+        elif filter_fn is not None:  # timm's own renaming of published files
             offered = _filtered(filter_fn, offered, model, name, file)
 
     with mock.patch.object(_builder, "load_pretrained", load):
