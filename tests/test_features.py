@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.timm_features import group_norms, number_of_groups, timm_features
+from toolkit.models.timm_features import group_norms, leaves_stages, number_of_groups, timm_features
 from toolkit.step.freezing import FrozenBatchNorm2d
 
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
@@ -27,11 +27,33 @@ def test_maps_have_the_strides_and_channels_that_are_promised(backbone):
 
 
 def test_the_deepest_map_of_a_stride_is_taken_and_channels_come_first():
-    features, _ = timm_features("test_vit", strides=(16,))  # all its blocks have stride 16
-    blocks = timm.create_model("test_vit", features_only=True).feature_info.reduction()
+    features, _ = timm_features("xcit_nano_12_p16_224", strides=(16,))  # all its blocks have stride 16
+    blocks = timm.create_model("xcit_nano_12_p16_224", features_only=True).feature_info.reduction()
     assert features.feature_info.out_indices == (len(blocks) - 1,)
     features, channels = timm_features("swin_tiny_patch4_window7_224", strides=(8, 16))  # channels last inside
     assert [m.shape[1] for m in maps_of(features, side=224)] == channels == [192, 384]
+
+
+def test_a_plain_transformer_gets_a_pyramid_and_weights_of_other_patches_are_resampled(tmp_path):
+    features, channels = timm_features("test_vit", strides=(4, 8, 16, 32), norm="group")
+    with torch.no_grad():
+        maps = features.eval()(torch.rand(1, 3, 64, 96))
+    assert [tuple(m.shape) for m in maps] == [(1, 16, 16, 24), (1, 32, 8, 12), (1, 64, 4, 6), (1, 64, 2, 3)]
+    assert channels == [16, 32, 64, 64] and not leaves_stages(features)
+    loss = sum(m.square().mean() for m in features.train()(torch.rand(2, 3, 64, 64)))
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in features.parameters())
+    published = timm.create_model("test_vit", patch_size=14, img_size=518)  # as DINOv2
+    torch.save(published.state_dict(), tmp_path / "vit.pth")
+    features, _ = timm_features("test_vit", strides=(8,), pretrained_backbone=str(tmp_path / "vit.pth"))
+    own = features.vit.model
+    assert own.blocks[0].mlp.fc1.weight.equal(published.blocks[0].mlp.fc1.weight)
+    assert own.pos_embed.shape[1] - 1 == (160 // 16) ** 2 and own.patch_embed.proj.weight.shape[-1] == 16
+    constant = torch.ones(1, 3, 160, 160)  # a resampled patch answers a constant image as the original does
+    for model, image in ((own, constant), (published, torch.ones(1, 3, 518, 518))):
+        model.patch_embed.strict_img_size = False
+        model.answer = model.patch_embed.proj(image)[0, :, 0, 0]
+    torch.testing.assert_close(own.answer, published.answer, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from toolkit.errors import BadInput
 from toolkit.models.backbones import feature_strides, timm_model, wake_frozen_norms
+from toolkit.models.vit_pyramid import STRIDES as PYRAMID_STRIDES
+from toolkit.models.vit_pyramid import VitPyramid, is_plain_vit
 from toolkit.step.freezing import freeze_batch_norms
 
 NORM_CHOICES = ("batch", "frozen", "group", "sync")
@@ -18,7 +20,8 @@ def timm_features(
     """Extractor of feature maps: normalised images (B, 3, H, W) to a list of maps (B, C_i, H / s_i, W / s_i).
 
     Sides that a stride does not divide are rounded as the backbone does it. Where a backbone offers several maps of a
-    stride, the deepest one is taken. The extractor has timm's `feature_info`, and its parameters have timm's names.
+    stride, the deepest one is taken; a plain vision transformer gets a `VitPyramid`. The extractor has timm's
+    `feature_info`, and the parameters of the backbone have timm's names.
 
     Args:
         backbone: name of a timm model.
@@ -38,7 +41,10 @@ def timm_features(
     if norm not in NORM_CHOICES:
         raise BadInput(f"model.norm: {norm!r} is not one of {', '.join(NORM_CHOICES)}.")
     indices = _indices(backbone, strides)
-    features = timm_model(backbone, pretrained_backbone, features_only=True, out_indices=indices)
+    if is_plain_vit(backbone):
+        features = VitPyramid(backbone, pretrained_backbone, strides)
+    else:
+        features = timm_model(backbone, pretrained_backbone, features_only=True, out_indices=indices)
     channels = list(features.feature_info.channels())
     if norm == "sync":
         features = convert_sync_batchnorm(features)
@@ -50,6 +56,11 @@ def timm_features(
             wake_frozen_norms(features)
     channels_last = str(getattr(features, "output_fmt", "NCHW")).endswith("NHWC")
     return (_ChannelsFirst(features) if channels_last else features), channels
+
+
+def offered_strides(backbone: str) -> list[int]:
+    """Strides in pixels of the maps that `timm_features` can give. Raises BadInput as `feature_strides` does."""
+    return list(PYRAMID_STRIDES) if is_plain_vit(backbone) else feature_strides(backbone)
 
 
 def leaves_stages(features: nn.Module) -> bool:
@@ -88,7 +99,7 @@ class _ChannelsFirst(nn.Module):
 
 
 def _indices(backbone: str, strides: Sequence[int]) -> tuple[int, ...]:
-    offered = feature_strides(backbone)
+    offered = offered_strides(backbone)
     missing = [stride for stride in strides if stride not in offered]
     if missing or not strides or list(strides) != sorted(set(strides)):
         raise BadInput(

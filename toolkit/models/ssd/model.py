@@ -13,12 +13,12 @@ from torchvision.models.detection.image_list import ImageList
 from toolkit.batch import normalize_images, rows_of, send
 from toolkit.box_ops import clip_boxes, denormalize_boxes, xyxy_to_cxcywh
 from toolkit.errors import BadInput
-from toolkit.models.backbones import feature_strides, image_statistics
+from toolkit.models.backbones import image_statistics
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.nms import best_rows, class_wise_nms
 from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
 from toolkit.models.ssd.options import Ssd300Options, Ssdlite320Options, SsdliteOptions, SsdOptions
-from toolkit.models.timm_features import group_norms, leaves_stages, timm_features
+from toolkit.models.timm_features import group_norms, leaves_stages, offered_strides, timm_features
 
 WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
 
@@ -295,7 +295,7 @@ def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence,
             f"model.strides, model.channels and model.aspect_ratios have one entry for each level, but "
             f"{len(strides)}, {len(channels)} and {len(ratios)} entries"
         )
-    offered = set(feature_strides(backbone))
+    offered = set(offered_strides(backbone))
     strides_of_maps = [stride for stride in strides if stride in offered]
     missing = len(strides) - len(strides_of_maps)
     doubled = [strides_of_maps[-1] * 2 ** (i + 1) for i in range(missing)] if strides_of_maps else []

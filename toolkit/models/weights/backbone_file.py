@@ -28,8 +28,9 @@ def read_backbone_file(file: str) -> dict[str, Tensor]:
 
 
 def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
-    """`timm.create_model(name, **options)` with the weights of a file under timm's names, present or past ones, or those of
-    `efficientnet_pytorch`.
+    """`timm.create_model(name, **options)` with the weights of a file.
+
+    Its names are those of timm, present or past, or of `efficientnet_pytorch`.
 
     Raises:
         BadInput: as `read_backbone_file` and `load_matching`.
