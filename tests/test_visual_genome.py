@@ -222,3 +222,8 @@ def test_psg(tmp_path):
     with pytest.raises(BadInput) as caught:
         opened("train", i1=entry("1", [[0, 1]]), i3={"image_id": "3", "annotations": []})
     assert "(image 1): relation [0, 1]" in str(caught.value) and "(image 3): key `relations`" in str(caught.value)
+    del document["thing_classes"], document["stuff_classes"]
+    assert opened("train").class_names == ["class 0", "class 1"]
+    data["i1"]["annotations"][0]["category_id"] = [0]
+    with pytest.raises(BadInput, match="image 1, annotation"):
+        opened("train")

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import field, fields, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from toolkit.models import ARCHITECTURES, options_class
 from toolkit.models.options import DetectorOptions
 from toolkit.runs.failures import as_sentences
 from toolkit.runs.launcher import find_launch, refuse
-from toolkit.runs.settings_check import did_you_mean, not_finite, plain, type_faults
+from toolkit.runs.settings_check import did_you_mean, key_faults, not_finite, plain, type_faults
 from toolkit.text import lasting_console
 from toolkit.trust import trust_class
 
@@ -248,15 +249,8 @@ def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str]
     flags, model = list(parser._option_string_actions), groups.get("model")
     unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_item_of(flag, groups)]
     problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, flags)}" for flag in unknown]
-    keys = {name: [setting.name for setting in fields(kind)] for name, kind in groups.items()}
     for path, content in files.items():
-        for group, entries in content.items():
-            if group not in keys:
-                problems.append(f"{path}: no such group {group}{did_you_mean(str(group), list(keys))}")
-                continue
-            for key in (key for key in entries if key not in keys[group]):
-                hint = _elsewhere(f"--{group}.{key}", model) or did_you_mean(str(key), keys[group])
-                problems.append(f"{path}: no such setting {group}.{key}{hint}")
+        problems += key_faults(content, groups, path, elsewhere=partial(_elsewhere, model=model))
         problems += type_faults(content, groups, path)
     if problems:
         raise BadInput([*problems, "`--help` lists every key with its type."])

@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -49,21 +49,28 @@ def type_faults(groups: Mapping, kinds: Mapping[str, type], where: str) -> list[
     return problems
 
 
-def key_faults(groups: Mapping, kinds: Mapping[str, type], where: str, strict: bool = True) -> list[str]:
+def key_faults(
+    groups: Mapping, kinds: Mapping[str, type], where: str, strict: bool = True,
+    elsewhere: Callable[[str], str] = lambda flag: "",
+) -> list[str]:  # fmt: skip
     """A sentence for every unknown group and key, with the nearest known one.
 
-    strict: all of them; otherwise those alone that look like one that is missing, as in a file whose script may have
-    settings of its own.
+    Args:
+        strict: all of them; otherwise those alone that look like one that is missing, as in a file whose script may
+            have settings of its own.
+        elsewhere: the end of the sentence about a flag, `--group.key`, that is known in another place; else "".
     """
     problems, missing = [], [name for name in kinds if name not in groups]
     for name, entries in groups.items():
         if name not in kinds:
-            problems += _unknown(f"{where}: no such group {name}", str(name), list(kinds), missing, strict)
+            hint = _hint(str(name), list(kinds), missing, strict)
+            problems += [f"{where}: no such group {name}{hint}"] if hint is not None else []
         elif isinstance(entries, Mapping):
             keys = [setting.name for setting in fields(kinds[name])]
             left = [key for key in keys if key not in entries]
             for key in (key for key in entries if key not in keys):
-                problems += _unknown(f"{where}: no such setting {name}.{key}", str(key), keys, left, strict)
+                hint = elsewhere(f"--{name}.{key}") or _hint(str(key), keys, left, strict)
+                problems += [f"{where}: no such setting {name}.{key}{hint}"] if hint is not None else []
     return problems
 
 
@@ -149,8 +156,9 @@ def in_words(hint: Any) -> str:
     return _WORDS.get(hint, str(getattr(hint, "__name__", hint)))
 
 
-def _unknown(begins: str, word: str, choices: list[str], missing: Iterable[str], strict: bool) -> list[str]:
+def _hint(word: str, choices: list[str], missing: Iterable[str], strict: bool) -> str | None:
+    """What was probably meant: one that is missing, else any. None: nothing is wrong with the word."""
     typed_wrong = difflib.get_close_matches(word, missing, n=1, cutoff=0.8)
-    if not strict and not typed_wrong:
-        return []
-    return [begins + (f"; did you mean {typed_wrong[0]}?" if typed_wrong else did_you_mean(word, choices))]
+    if typed_wrong:
+        return f"; did you mean {typed_wrong[0]}?"
+    return did_you_mean(word, choices) if strict else None

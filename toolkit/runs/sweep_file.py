@@ -19,6 +19,7 @@ EXPECTED = {
     "parameters": (dict, "a mapping of settings"),
     "early_terminate": (dict, "a mapping with min_iter"),
     "run_cap": (int, "a whole number"),
+    "early_terminate.min_iter": (int, "a whole number"),
 }
 COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 
@@ -66,10 +67,12 @@ def read_sweep(path: Path) -> Sweep:
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping with program, method, metric and parameters")
     problems = [f"no such key {key}; there are {', '.join(sorted(KEYS))}" for key in content if key not in KEYS]
+    min_iter = _mapping(content, "early_terminate").get("min_iter")
+    values = content | {"early_terminate.min_iter": min_iter}
     problems += [
-        f"{key} is {content[key]!r}; expected {expected}"
+        f"{key} is {values[key]!r}; expected {expected}"
         for key, (kind, expected) in EXPECTED.items()
-        if content.get(key) is not None and not isinstance(content[key], kind)
+        if values.get(key) is not None and not isinstance(values[key], kind)
     ]
     problems += [f"{key} is missing" for key in ("program", "method", "metric", "parameters") if key not in content]
     if str(content.get("method", "grid")) not in METHODS:
@@ -87,11 +90,9 @@ def read_sweep(path: Path) -> Sweep:
             problems.append(f"parameters.{name}: {error}")
     if content.get("method") == "grid":
         problems += [f"parameters.{name}: a grid needs values" for name, p in parameters.items() if p.values is None]
-    if not isinstance(_mapping(content, "early_terminate").get("min_iter", 1), int):
-        problems.append("early_terminate.min_iter: expected a whole number")
     if problems:
         raise BadInput([f"{path}: {problem}" for problem in problems])
-    ends = content.get("early_terminate")
+    prunes = content.get("early_terminate") is not None
     return Sweep(
         program=content["program"],
         method=content["method"],
@@ -99,7 +100,7 @@ def read_sweep(path: Path) -> Sweep:
         maximize=metric.get("goal") == "maximize",
         parameters=parameters,
         command=tuple(content.get("command", COMMAND)),
-        min_evaluations=None if ends is None else int(ends.get("min_iter", 1)),
+        min_evaluations=(1 if min_iter is None else min_iter) if prunes else None,
         trials=content.get("run_cap"),
     )
 

@@ -30,7 +30,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
         chosen = others[num_val:] if split == "train" else others[:num_val]
     names = [*document.get("thing_classes", []), *document.get("stuff_classes", [])]
     if not names:  # some files name their classes elsewhere
-        ids = {a.get("category_id") for e in document["data"] for a in e["annotations"]}
+        ids = (box.get("category_id") for entry in document["data"] for box in entry["annotations"])
         names = [f"class {number}" for number in range(max(filter(_is_class, ids), default=-1) + 1)]
     annotations = empty_graphs(names, document["predicate_classes"])
     for entry in chosen:
