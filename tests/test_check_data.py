@@ -1,7 +1,4 @@
-"""check_data.py on planted faults, the clean copy, and the split that keeps images that look alike together.
-
-Run with `pytest tests/test_check_data.py -n 0`.
-"""
+"""check_data.py on planted faults, the clean copy, and the split that keeps images that look alike together."""
 
 import hashlib
 import json
@@ -169,9 +166,6 @@ def test_bccd(check, tmp_path):
     alike = findings(tmp_path / "r.json")["look alike in two splits"]
     assert alike == [["train/BloodImage_00038.jpg", "val/BloodImage_00037.jpg"]]
     assert check(tmp_path / "fixed") == 0
-
-
-# ---- images that look alike
 
 
 def signatures(images):

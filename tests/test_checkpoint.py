@@ -52,9 +52,6 @@ def steps(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.is_symlink())
 
 
-# ---------------------------------------------------------------- what goes in comes out
-
-
 def test_every_dtype_and_layout_comes_back_exactly(tmp_path):
     base, tied = torch.arange(24, dtype=torch.float32), torch.randn(3, 4)
     tensors = {
@@ -99,9 +96,6 @@ def test_state_converts_numpy_and_names_what_it_cannot_keep(tmp_path):
     with pytest.raises(TypeError, match=r"state\['epochs'\] has keys other than strings"):
         save_checkpoint(tmp_path, 1, tensors={}, optimizer=None, state={"epochs": {1: 2}}, keep=1)
     assert steps(tmp_path) == []
-
-
-# ---------------------------------------------------------------- what is kept
 
 
 def test_newest_best_latest_and_those_of_every_so_many_steps_are_kept(tmp_path):
@@ -154,9 +148,6 @@ def test_links_are_text_files_where_links_are_not_possible(tmp_path, monkeypatch
     for elsewhere in ("../step_000001", "/etc", "step_000009", ""):
         (tmp_path / "best").write_text(elsewhere)
         assert linked(tmp_path, "best") is None
-
-
-# ---------------------------------------------------------------- broken ones
 
 RUN_STATE = {
     "limit": "run.epochs",
@@ -345,9 +336,6 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert events[named + 1 :] == [tmp_path.name, "to latest", tmp_path.name]
 
 
-# ---------------------------------------------------------------- --run.resume
-
-
 def test_resume_values(tmp_path):
     run = tmp_path / "run"
     save(run / "checkpoints", 1, best=True)
@@ -374,9 +362,6 @@ def test_resume_values(tmp_path):
     assert found.step == 1 and "Passed over" in messages[0] and "step_000002" in messages[0]
     with pytest.raises(BadInput, match="truncated"):  # named by the user: nothing else is taken instead
         resumed(run / "checkpoints" / "step_000002")
-
-
-# ---------------------------------------------------------------- disks that do not take it
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 
@@ -426,9 +411,6 @@ def test_file_size_limit(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     still_whole(tmp_path, 1)
-
-
-# ---------------------------------------------------------------- kill -9
 
 
 def check_after_kill(folder: Path, possible: set[float]) -> float:

@@ -1,8 +1,4 @@
-"""The documentation: every setting that it names exists, the page of settings is complete, the site builds strictly.
-
-    python -m pytest tests/test_docs.py             # names, and the examples in Python
-    python -m pytest tests/test_docs.py -m slow     # the site
-"""
+"""The documentation: every setting that it names exists, the page of settings is complete, the site builds strictly."""
 
 import importlib.util
 import os

@@ -1,6 +1,4 @@
 """The loop and the `main` of the five training scripts are the same text but for what is listed here, with its reason.
-
-    python -m pytest tests/test_drift.py
 """
 
 import ast

@@ -1,7 +1,4 @@
-"""What the system, or the launcher, gets wrong becomes one sentence; what a training can do without costs one line.
-
-    python -m pytest tests/test_failures.py
-"""
+"""What the system, or the launcher, gets wrong becomes one sentence; what a training can do without costs one line."""
 
 import errno
 import os

@@ -1,7 +1,4 @@
-"""Folders as annotation tools leave them: recognised, read with the same validation, written without loss.
-
-Run with `pytest tests/test_formats.py -n 0`.
-"""
+"""Folders as annotation tools leave them: recognised, read with the same validation, written without loss."""
 
 import json
 import shutil
@@ -128,9 +125,6 @@ def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, name
         assert ours["iscrowd"].tolist() == theirs["iscrowd"].tolist()
         assert np.allclose(ours["bbox"], theirs["bbox"], atol=1e-4, rtol=0)
         assert format not in ("coco", "hub") or ours["area"].tolist() == theirs["area"].tolist()
-
-
-# ---- layouts of the tools
 
 
 def picture(path, number=0, size=(40, 30)):

@@ -80,9 +80,6 @@ run: {epochs: 3, eval_every: 2 epochs}
 """
 
 
-# ---- files as they should be -----------------------------------------------------------------------------------------
-
-
 def small_table(folder: Path):
     """Four images: boxes with relations, one box, none, one of the whole image."""
     rows, number = [], 0
@@ -180,9 +177,6 @@ def make_runs(folder: Path) -> None:
     for value in range(5):
         film.add(np.full((48, 64, 3), 40 * value, np.uint8))
     film.close()
-
-
-# ---- changes ---------------------------------------------------------------------------------------------------------
 
 
 def change_bytes(path: Path, draw: random.Random) -> None:
@@ -325,9 +319,6 @@ def change_members(path: Path, draw: random.Random) -> None:
     with zipfile.ZipFile(path, "w") as new:
         for name, content in members:
             new.writestr(zipfile.ZipInfo(name), content)
-
-
-# ---- readers ---------------------------------------------------------------------------------------------------------
 
 
 def all_rows(table) -> None:

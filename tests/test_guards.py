@@ -163,9 +163,6 @@ def test_nan_on_one_of_two_ranks(two_ranks, kind):
         assert replay(detector, report, batches, again)["reproduced"] == (kind == "input" or poison is not None)
 
 
-# ---- decisions
-
-
 def decide(guard, losses=1.0, norm=1.0, scale=None, buffers=1.0):
     return guard.decide(7, {"loss": losses}, norm, scale, buffers)
 
@@ -209,9 +206,6 @@ def test_the_search_for_a_loss_scale_is_no_divergence():
     assert in_succession == ["calibrate"] * 3 + ["step", "calibrate"]
 
 
-# ---- buffers
-
-
 class Buffers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -245,9 +239,6 @@ def test_all_buffers_come_back_and_a_mask_of_infinities_is_no_alarm():
     model.table[0] = INF  # as a doctored checkpoint would: no mask
     guard.snapshot(model)
     assert guard.buffers_finite().item() == 0.0
-
-
-# ---- finding out
 
 
 def losses_of(model, x):
@@ -311,9 +302,6 @@ def test_a_run_that_raises_and_a_fault_that_does_not_come_back():
     finding = diagnose(model, losses_of(model, torch.ones(1, 2)))
     assert finding["where"] == "unknown" and finding["nonfinite_gradients"] == []
     assert not model._forward_hooks
-
-
-# ---- reports
 
 
 def report_of():

@@ -1,4 +1,4 @@
-"""Decoding: upright, right colours, whole or an error.   Run: pytest tests/test_images.py"""
+"""Decoding: upright, right colours, whole or an error."""
 
 import io
 import json

@@ -88,9 +88,6 @@ def test_a_worker_that_is_killed_is_named_with_its_batch_and_what_to_lower(table
         raise RuntimeError("shapes differ")
 
 
-# ---- dataset ---------------------------------------------------------------------------------------------------------
-
-
 def test_target_of_a_row(table):
     image, target = DetectionDataset(table, ResizeShorter((30,)))[SampleKey(0, 3)]
     height, width = table.sizes_hw()[3].tolist()
@@ -130,9 +127,6 @@ def test_cached_images_are_the_decoded_ones(tmp_path):
     for _ in range(2):  # a transform must not write to the cache
         for i, expected in enumerate(plain):
             assert_same(cached[SampleKey(2, i)], expected)
-
-
-# ---- batches ---------------------------------------------------------------------------------------------------------
 
 
 def some_samples(sizes):
@@ -185,9 +179,6 @@ def test_moving_a_batch_keeps_targets(table):
 def test_windows():
     assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert list(windows([], 3)) == []
-
-
-# ---- loaders ---------------------------------------------------------------------------------------------------------
 
 
 def test_batches_do_not_depend_on_workers_or_on_resuming(table):

@@ -1,8 +1,4 @@
-"""The package: what it depends on, what a wheel holds, and the command `detect`.
-
-    python -m pytest tests/test_package.py              # the command, and the lists of pyproject.toml
-    python -m pytest tests/test_package.py -m slow      # a wheel, in an environment of its own, trains and predicts
-"""
+"""The package: what it depends on, what a wheel holds, and the command `detect`."""
 
 import ast
 import importlib

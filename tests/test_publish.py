@@ -108,9 +108,6 @@ def test_torchvision_loads_its_own_detector_by_the_card(tmp_path):
     assert model.load_state_dict(load_file(tmp_path / "model.safetensors")) and "boxes" in found["it"][0]
 
 
-# ---- a hub on loopback -----------------------------------------------------------------------------------------------
-
-
 class Hub(BaseHTTPRequestHandler):
     """As much of the hub's API as an upload needs; `files` holds what was committed."""
 

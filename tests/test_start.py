@@ -42,9 +42,6 @@ def noted(folder):
     return json.loads((folder / "pretrained_config.json").read_text())
 
 
-# ---- published <- source <- given ------------------------------------------------------------------------------------
-
-
 def test_a_setting_is_the_given_one_else_that_of_the_source_else_the_published_one(tmp_path):
     source = build_detector("ssdlite", class_names=CLASSES, **SSD, nms_threshold=0.3, score_threshold=0.2, norm="group")
     source.save_final(tmp_path / "final", CATEGORIES)

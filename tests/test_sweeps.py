@@ -1,8 +1,4 @@
-"""Sweeps: their file, a study over kills, several workers and pruning; what looks for a rate and a batch size.
-
-    python -m pytest tests/test_sweeps.py             # with a program of ten lines for the training
-    python -m pytest tests/test_sweeps.py -m slow     # with the training scripts
-"""
+"""Sweeps: their file, a study over kills, several workers and pruning; what looks for a rate and a batch size."""
 
 import csv
 import os
@@ -170,9 +166,6 @@ def test_the_curve_of_a_rate_stops_where_it_diverges_and_proposes_a_tenth_of_the
     assert len(find_rate.follow([(0.1, 1.0), (0.2, float("nan")), (0.3, 1.0)])) == 1
     with pytest.raises(BadInput, match="does not fall"):
         find_rate.proposal(find_rate.follow([(r, 1.0 + r) for r in rates]))
-
-
-# ---------------------------------------------------------------- with the training scripts
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The Arrow table and the COCO reader.   Run: pytest tests/test_table.py"""
+"""The Arrow table and the COCO reader."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Visual Genome layout and PSG: files made, read, broken. Run: python -m pytest tests/test_visual_genome.py"""
+"""Visual Genome layout and PSG: files made, read, broken."""
 
 import json
 from pathlib import Path

@@ -47,9 +47,6 @@ def write_rows(path: Path, *rows: dict, keep_rows: int = 0) -> MetricsLog:
     return log
 
 
-# ---------------------------------------------------------------- metrics.jsonl
-
-
 @settings(deadline=None, max_examples=50)  # each example waits for the disk
 @given(st.dictionaries(st.text(min_size=1).filter(lambda k: k != "nonfinite"), st.floats() | st.integers() | st.none()))
 def test_rows_are_strict_json_and_come_back(tmp_path_factory, values):
@@ -164,9 +161,6 @@ def test_bad_metrics_files_and_a_full_disk_are_bad_input(tmp_path):
         log._file = open("/dev/full", "a")  # noqa: SIM115
         with pytest.raises(BadInput, match="No space left.*--run.resume latest"):
             log.write(train_row(1))
-
-
-# ---------------------------------------------------------------- trackers
 
 
 def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
@@ -343,9 +337,6 @@ def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):
     assert tracker_names(["wandb", "none", "wandb"]) == ["wandb"] == tracker_names("wandb")
 
 
-# ---------------------------------------------------------------- W&B
-
-
 @pytest.fixture
 def wandb_home(tmp_path, monkeypatch):
     """No account of the machine, no files outside the test; W&B reads its environment once per session."""
@@ -437,9 +428,6 @@ def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
     os.close(other_end)
     os.close(terminal)
     assert [step for _, step, _ in history(wandb_home)] == [1]
-
-
-# ---------------------------------------------------------------- console
 
 
 def test_the_lines_of_a_training():

@@ -40,9 +40,6 @@ def group(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     return {key.removeprefix(f"{prefix}/"): value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
 
 
-# --- criterion --------------------------------------------------------------------------------------------------------
-
-
 def targets_of(labels: np.ndarray, boxes_cxcywh: np.ndarray, counts: np.ndarray) -> list[dict]:
     """Targets of images of 1x1 px, in which pixels are the fractions that the original's targets are given in."""
     return [
@@ -139,9 +136,6 @@ def test_criterion_on_several_ranks_equals_the_original(golden):
                 np.testing.assert_allclose(outcome["reduced"][name], value, rtol=1e-9, atol=atol, err_msg=name)
 
 
-# --- post-processing and meters ---------------------------------------------------------------------------------------
-
-
 def test_postprocess_equals_the_original(golden):
     from toolkit.models.detr.detr import Detr  # here: the ranks above import this file, and need no transformers
 
@@ -179,9 +173,6 @@ def test_lines_of_meters_equal_the_original(golden):
         assert str(meters) == line
     for name, value in reference["metric_logger"]["global_avg"].items():
         assert meters[name].global_avg == pytest.approx(value, abs=1e-12)
-
-
-# --- model ------------------------------------------------------------------------------------------------------------
 
 
 OPTIONS = {"hidden_dim": "d_model", "nheads": "heads", "enc_layers": "encoder_layers", "dec_layers": "decoder_layers",
@@ -297,9 +288,6 @@ def test_auxiliary_outputs_follow_the_original_where_transformers_does_not(golde
         np.testing.assert_allclose(values[name].item(), value, rtol=1e-4, err_msg=name)
     total = LossWeights(detector.loss_names, {}, detector.default_weights)(losses, step=0).total
     np.testing.assert_allclose(total.item(), norms["total_loss"], rtol=1e-4)
-
-
-# --- trajectories -----------------------------------------------------------------------------------------------------
 
 NAMES_IN_TRANSFORMERS = {
     "linear1": "mlp.fc1", "linear2": "mlp.fc2", "out_proj": "o_proj", "multihead_attn": "encoder_attn",

@@ -2,8 +2,6 @@
 
 Boxes of the files are (y0, x0, y1, x1) and deltas (dy, dx, dh, dw); ours have x first. What differs from the original
 is asserted as such here and listed in docs/differences.md.
-
-Run: python -m pytest tests/golden/test_seamseg.py [--golden DIR]
 """
 
 import json
@@ -65,9 +63,6 @@ def close(ours, theirs, rtol: float = RTOL, atol: float = 1e-7, name: str = "") 
     np.testing.assert_allclose(torch.as_tensor(ours).detach().numpy(), theirs, rtol=rtol, atol=atol, err_msg=name)
 
 
-# Meters
-
-
 def test_momentum_meters(golden, meter_case):
     """A vector is a meter for each number. An empty meter has no mean here; the original says 0."""
     data = files(golden, "meters")
@@ -83,9 +78,6 @@ def test_momentum_meters(golden, meter_case):
             ours = np.array([getattr(meter, key) for meter in meters]).reshape(sequence.shape[1:])
             np.testing.assert_allclose(ours, expected[i], rtol=RTOL, err_msg=f"{key} after update {i}")
         assert meters[0].count == pytest.approx(count[i], rel=RTOL)
-
-
-# Schedules
 
 
 def test_schedules(golden, schedule_case):
@@ -131,9 +123,6 @@ def our_schedule(config: dict, every: int) -> tuple[str, float, dict]:
     if name == "step":
         return name, 1.0, {"step_size": params["step_size"] * every, "gamma": params["gamma"]}
     return name, 1.0, {"milestones": [m * every for m in params["milestones"]], "gamma": params["gamma"]}
-
-
-# Matching and losses
 
 
 def objects_of(detection: dict, image: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,9 +257,6 @@ def test_level_of_a_box(detection):
     boxes = [xy(b[:n]) for b, n in zip(
         detection["roi/input_proposals_yxyx"], detection["roi/num_input_proposals"], strict=True)]  # fmt: skip
     np.testing.assert_array_equal(mapper(boxes).numpy(), detection["roi/fpn_level_of_input_proposals"])
-
-
-# Boxes
 
 
 def test_box_operations(golden):

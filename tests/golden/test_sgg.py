@@ -1,7 +1,4 @@
-"""Scene graphs against the numbers of Scene-Graph-Benchmark; every group and case is enumerated from the files.
-
-Run: python -m pytest tests/golden/test_sgg.py [--golden DIR]
-"""
+"""Scene graphs against the numbers of Scene-Graph-Benchmark; every group and case is enumerated from the files."""
 
 import json
 import re
@@ -74,9 +71,6 @@ def pytest_generate_tests(metafunc):
     for name, values in cases.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, values())
-
-
-# Evaluator
 
 
 def scene_graphs(case: dict[str, np.ndarray]) -> tuple[list[dict], list[dict]]:
@@ -167,9 +161,6 @@ def test_box_ap_counts_the_first_box(golden, box_group):
     np.testing.assert_allclose(ours, case["coco_stats_ids_from_1"], rtol=0, atol=1e-9)
 
 
-# Geometry, frequency bias, losses
-
-
 def test_geometry(golden):
     data = tensors(arrays(golden, "geometry"))
     counts = data["num_boxes"].tolist()
@@ -255,9 +246,6 @@ def test_losses(golden):
     assert torch.equal(has_any.long(), given["attribute_fg"])
     total, count = losses.attribute_loss(given["att_logits"], given["attributes"], [len(given["attributes"])])
     close(losses.mean(total, count)[0], data["with_attributes_no_sampling.loss_refine_att"])
-
-
-# Schedule, optimizer groups, clipping, weights
 
 
 def sgd(base_lrs: list[float]) -> torch.optim.SGD:
@@ -426,9 +414,6 @@ def test_weight_mapping(golden):
         assert mapped.state[name] == checkpoint[source]
 
 
-# Sampling
-
-
 def sample(case: dict[str, torch.Tensor], params: np.ndarray, generator: torch.Generator) -> sampling.SampledPairs:
     fg_iou, require_overlap, per_relation, batch_size, fraction, given_boxes, _ = params.tolist()
     if given_boxes:
@@ -531,9 +516,6 @@ def concatenated(images: list[dict[str, torch.Tensor]], pairs: str, **features: 
     )
 
 
-# Data set
-
-
 @pytest.fixture(scope="session")
 def vg_folder(golden, tmp_path_factory) -> Path:
     """The files of the data set, written from their arrays."""
@@ -631,9 +613,6 @@ def test_relation_matrices(golden, vg_folder, train_split):
                 for cell in as_set(torch.cat([pairs, matrix[pairs[:, 0], pairs[:, 1], None]], 1)):
                     seen[cell] = seen.get(cell, 0) + 1
             assert listed <= set(seen) <= annotated
-
-
-# Heads
 
 
 def test_head_logits(golden, head):

@@ -1,7 +1,4 @@
-"""YOLOv3 against the numbers of GluonCV on MXNet; every case, size and parameter comes from the files.
-
-Run: python -m pytest tests/golden/test_yolov3.py [--golden DIR]
-"""
+"""YOLOv3 against the numbers of GluonCV on MXNet; every case, size and parameter comes from the files."""
 
 import json
 import re
@@ -117,9 +114,6 @@ def relative_to_largest(ours: torch.Tensor, theirs: torch.Tensor, floor: float =
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=floor))
 
 
-# ---- targets, merging, losses --------------------------------------------------------------------------------------
-
-
 def test_targets(golden, targets_case):
     g = tensors(golden, "targets", f"{targets_case}_")
     anchors = g["anchors"].view(3, -1, 2)
@@ -205,9 +199,6 @@ def test_losses_and_gradients(golden, loss_case):
         close(ours, g[f"grad_{part}"], atol=1e-5, message=part)
 
 
-# ---- decoding and suppression --------------------------------------------------------------------------------------
-
-
 def names_of(num_classes: int) -> list[str]:
     return [str(c) for c in range(num_classes)]
 
@@ -256,9 +247,6 @@ def test_nms(golden, nms_case):
     assert torch.equal(ours[..., 0], g[nms_case][..., 0])
     close(ours[..., 1], g[nms_case][..., 1], atol=1e-6)
     close(ours[..., 2:], g[nms_case][..., 2:], rtol=1e-5, atol=1e-3)
-
-
-# ---- network -------------------------------------------------------------------------------------------------------
 
 
 def parameter_names(detector: YOLOv3, originals: list[str]) -> dict[str, str]:
@@ -423,9 +411,6 @@ def test_weight_decay_exclusion(golden, darknet):
     assert {group["weight_decay"] for group in everything} == {0.5 * m for m in g["default_wd_mult_of_every_parameter"]}
 
 
-# ---- learning rates ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["step", "cosine", "poly"])
 def test_learning_rates(golden, lr_case, mode):
     """GluonCV's curve is ours with another origin and end in each part; asserted exactly, then the differences."""
@@ -467,9 +452,6 @@ def test_learning_rates(golden, lr_case, mode):
     assert ours[warm] == pytest.approx(lr)
 
 
-# ---- mixup ---------------------------------------------------------------------------------------------------------
-
-
 def test_mixup(golden):
     g = arrays(golden, "mixup")
     samples = []
@@ -487,9 +469,6 @@ def test_mixup(golden):
             [target["boxes"]] + [target[n][:, None].float() for n in ("labels", "iscrowd", "mixup")], dim=1
         )
         np.testing.assert_allclose(ours, g[f"{key}_label"], rtol=1e-7, atol=1e-12, err_msg=key)  # weights are float32
-
-
-# ---- training ------------------------------------------------------------------------------------------------------
 
 
 def small_detector(values: dict[str, np.ndarray], num_classes: int, smoothing: bool) -> tuple[YOLOv3, dict[str, str]]:

@@ -193,9 +193,6 @@ def finish(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]
     return process.returncode, text
 
 
-# ---------------------------------------------------------------- what a run leaves behind
-
-
 def all_rows(folder: Path) -> list[dict]:
     """Rows of metrics.jsonl without what a clock, the memory or the machine had to say."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
