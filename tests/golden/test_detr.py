@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchvision
 from golden_files import arrays as golden_arrays
+from golden_files import group as golden_group
 from plain_training import plain_training
 from processes import run_on_ranks
 from torch import nn
@@ -32,12 +33,7 @@ from toolkit.step.meters import Meters, SmoothedValue
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import Schedule
 
-load = partial(golden_arrays, program="detr")
-
-
-def group(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """The arrays named `prefix/...`, without the prefix."""
-    return {key.removeprefix(f"{prefix}/"): value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
+load, group = partial(golden_arrays, program="detr"), partial(golden_group, after="/")
 
 
 def targets_of(labels: np.ndarray, boxes_cxcywh: np.ndarray, counts: np.ndarray) -> list[dict]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from golden_files import arrays
+from golden_files import arrays, ending, parametrize
 from torchvision.models.detection._utils import BoxCoder, encode_boxes
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops.poolers import LevelMapper
@@ -40,13 +40,11 @@ def schedule_cases(folder: Path) -> dict[str, dict]:
 
 def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("golden")
-    if "meter_case" in metafunc.fixturenames:
-        cases = [key.split("/")[0] for key in files(folder, "meters") if key.endswith("/sequence")]
-        metafunc.parametrize("meter_case", cases)
-    if "schedule_case" in metafunc.fixturenames:
-        metafunc.parametrize("schedule_case", list(schedule_cases(folder)))
-    if "image" in metafunc.fixturenames:
-        metafunc.parametrize("image", range(len(files(folder, "detection_loss")["num_gt"])))
+    parametrize(metafunc, {
+        "meter_case": lambda: ending(folder, "meters", "/sequence", "seamseg"),
+        "schedule_case": lambda: list(schedule_cases(folder)),
+        "image": lambda: range(len(files(folder, "detection_loss")["num_gt"])),
+    })  # fmt: skip
 
 
 @pytest.fixture(scope="session")

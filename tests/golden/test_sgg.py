@@ -13,7 +13,9 @@ from golden_files import (
     cases_of,
     close,
     document,
+    ending,
     group,
+    parametrize,
     per_object,
     prefixes,
     rows_of,
@@ -41,36 +43,22 @@ from toolkit.step.schedules import PlateauSchedule, lr_factor, warm_up
 
 def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("golden")
-    cases = {
+    heads = sorted(path.stem.removeprefix("sgg_head_") for path in folder.glob("sgg_head_*.npz"))
+    parametrize(metafunc, {
         "schedule_case": lambda: list(document(folder, "schedule")["cases"]),
         "clip_case": lambda: prefixes(folder, "clip_grad"),
-        "head": lambda: sorted(path.stem.removeprefix("sgg_head_") for path in folder.glob("sgg_head_*.npz")),
-        "dataset_split": lambda: list(
-            dict.fromkeys(k.rsplit(".", 1)[0] for k in arrays(folder, "dataset") if k.endswith(".split_mask"))
-        ),
-        "train_split": lambda: [
-            k.rsplit(".", 1)[0]
-            for k in arrays(folder, "dataset")
-            if k.endswith("train_relation_map_values_over_40_draws")
-        ],
-        "union_box_group": lambda: [
-            n for n in prefixes(folder, "evaluator") if f"{n}.phrdet_R" in arrays(folder, "evaluator")
-        ],
-        "box_group": lambda: [
-            n for n in prefixes(folder, "evaluator") if f"{n}.coco_stats" in arrays(folder, "evaluator")
-        ],
-        "tree_head": lambda: [h for h in cases["head"]() if any("tree_root" in k for k in arrays(folder, f"head_{h}"))],
+        "head": lambda: heads,
+        "tree_head": lambda: [h for h in heads if any("tree_root" in k for k in arrays(folder, f"head_{h}"))],
+        "dataset_split": lambda: ending(folder, "dataset", ".split_mask"),
+        "train_split": lambda: ending(folder, "dataset", ".train_relation_map_values_over_40_draws"),
         "evaluator_group": lambda: prefixes(folder, "evaluator"),
-        "sampling_image": lambda: [
-            n for n in prefixes(folder, "sampling", 2) if not n.startswith("test_pairs") and not n.endswith("params")
-        ],
-        "postprocess_case": lambda: list(
-            dict.fromkeys(key.split(".img")[0] for key in arrays(folder, "postprocess") if ".img" in key)
-        ),
-    }
-    for name, values in cases.items():
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, values())
+        "union_box_group": lambda: ending(folder, "evaluator", ".phrdet_R"),
+        "box_group": lambda: ending(folder, "evaluator", ".coco_stats"),
+        "sampling_image": lambda: [n for n in prefixes(folder, "sampling", 2) if not n.startswith("test_pairs")
+                                   and not n.endswith("params")],
+        "postprocess_case": lambda: list(dict.fromkeys(
+            key.split(".img")[0] for key in arrays(folder, "postprocess") if ".img" in key)),
+    })  # fmt: skip
 
 
 def scene_graphs(case: dict[str, np.ndarray]) -> tuple[list[dict], list[dict]]:
@@ -216,10 +204,7 @@ def test_frequency_bias(golden):
     close(bias(labels[:, 0], labels[:, 1]), data["bias_for_labels"])
     probability = torch.from_numpy(data["pair_prob"])
     close(bias.expected(probability[..., 0], probability[..., 1]), data["bias_for_prob"])
-
-
-def test_candidate_pairs(golden):
-    data = group(arrays(golden, "freq_bias"), "box_filter")
+    data = group(data, "box_filter")
     for name in {key.split(".")[0] for key in data}:
         pairs = frequency.candidate_pairs(data[f"{name}.boxes"])
         np.testing.assert_array_equal(pairs, data[f"{name}.pairs"], err_msg=name)
@@ -476,9 +461,6 @@ def test_pairs_to_ask(golden):
     assert checked
 
 
-# Post-processing
-
-
 def test_postprocess(golden, postprocess_case):
     case = group(arrays(golden, "postprocess"), postprocess_case)
     names = sorted({key.split(".")[0] for key in case if key.startswith("img")}, key=lambda name: int(name[3:]))
@@ -616,41 +598,29 @@ def test_relation_matrices(golden, vg_folder, train_split):
 
 
 def test_head_logits(golden, head):
+    """Images alone, and together: the original asserts one image per batch where labels are decoded."""
     data = arrays(golden, f"head_{head}")
-    modules = {}
-    cases = cases_of(data, "eval")
+    modules, cases = {}, cases_of(data, "eval")
     assert cases
     for case in cases:
         mode, _, *effect, images = case.split(".")
-        module = modules.setdefault(mode, build_head(head, mode, data).eval())
+        if mode not in modules:
+            modules[mode] = build_head(head, mode, data).eval()
+        module = modules[mode]
         if effect or "causal" in head:
             module.effect = effect[0] if effect else "none"
         image = None if images == "batch" else int(images.removeprefix("img"))
         with torch.no_grad():
-            output = module(head_batch(data, mode, image))
+            output, together = (module(head_batch(data, mode, chosen)) for chosen in (image, None))
         share = 1e-5 if not effect or effect[0] == "none" else 5e-4
         within(output.relation_logits, data[f"{case}.rel_dists"], share, case)
         within(output.object_logits, data[f"{case}.obj_dists"], 1e-5, case)
         if f"{case}.obj_preds" in data:
             np.testing.assert_array_equal(output.object_labels, data[f"{case}.obj_preds"], err_msg=case)
             within(output.context, data[f"{case}.edge_ctx"], 1e-5, case)
-
-
-def test_images_together_equal_images_alone(golden, head):
-    """The original asserts one image per batch where labels are decoded; here the batch gives the same."""
-    data = arrays(golden, f"head_{head}")
-    for case in cases_of(data, "eval"):
-        mode, _, *effect, image = case.split(".")
-        if image != "img0":
-            continue
-        module = build_head(head, mode, data).eval()
-        if effect:
-            module.effect = effect[0]
-        with torch.no_grad():
-            output = module(head_batch(data, mode))
-        expected = [data[f"{case[:-4]}img{i}.rel_dists"] for i in range(len(data["in.num_objs"]))]
-        share = 1e-5 if not effect or effect[0] == "none" else 5e-4
-        within(output.relation_logits, np.concatenate(expected), share, case)
+        if image == 0:
+            alone = [data[f"{case[:-4]}img{i}.rel_dists"] for i in range(len(data["in.num_objs"]))]
+            within(together.relation_logits, np.concatenate(alone), share, case)
 
 
 def test_head_trees(golden, tree_head):
