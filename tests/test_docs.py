@@ -64,7 +64,6 @@ def test_every_page_is_in_the_contents():
 
 
 def test_dockerfile():
-    """That its instructions and files exist."""
     lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
     words = [line.split() for line in lines if line and not line.startswith("#")]
     instructions = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
@@ -110,7 +109,6 @@ def test_the_python_of_the_readme_runs(here, capsys):
 
 
 def test_the_examples_of_the_api_run(here, monkeypatch):
-    """All but the report of their training, which takes seconds."""
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(here / "cache"))
     monkeypatch.setattr("toolkit.session.report_and_card", lambda *_, **__: None)
     monkeypatch.syspath_prepend(here)

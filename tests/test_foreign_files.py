@@ -232,7 +232,6 @@ def final(once) -> Path:
 
 
 def with_header(file: Path, changes) -> bytes:
-    """A safetensors file whose header says something else."""
     whole = file.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from scripts import convert
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import FOLDERS, losses, recognise, write_folder
 from toolkit.data.shapes import make_shapes
@@ -23,7 +23,6 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.predictions_file import read_predictions
 from toolkit.use.outputs import write_outputs
 
-ROOT = Path(__file__).resolve().parent.parent
 patient = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 
 
@@ -393,10 +392,6 @@ def test_an_image_without_a_readable_size_is_an_error_once(shapes, tmp_path, for
 
 def test_convert_script(shapes, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "c"))
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    sys.modules.pop("convert", None)
-    import convert
-
     (tmp_path / "only").mkdir()
     shutil.copytree(shapes[0] / "train", tmp_path / "only" / "train")
     shutil.copy(shapes[0] / "annotations" / "train.json", tmp_path / "only" / "train" / "_annotations.coco.json")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from documents import row_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from samples import assert_same, sample
@@ -23,10 +23,6 @@ from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import ResizeShorter, detr_train_transform, square_transform
 from toolkit.errors import BadInput
-
-# A busy machine is no failure.
-settings.register_profile("patient", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
 
 COUNT = 13
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -59,7 +55,6 @@ def assert_same_batches(ones, others):
 
 
 def epochs(loader, sampler, first, last):
-    """Batches of the epochs [first, last), consumed as training does."""
     batches = []
     for epoch in range(first, last):
         sampler.set_epoch(epoch)
@@ -133,6 +128,7 @@ def some_samples(sizes):
     return [sample([[0, 0, 1, 1]] * i, size_hw) for i, size_hw in enumerate(sizes)]
 
 
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4), st.integers(1, 33))
 def test_collate_pads_with_zeros_to_the_stride(sizes, stride):
     samples = some_samples(sizes)
@@ -176,18 +172,14 @@ def test_moving_a_batch_keeps_targets(table):
     assert_same_batches([batch.to("cpu"), copy.deepcopy(batch)], [batch, batch])
 
 
-def test_windows():
-    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(windows([], 3)) == []
-
-
 def test_batches_do_not_depend_on_workers_or_on_resuming(table):
     def start(workers):
         sampler = EpochSampler(COUNT, 3, seed=4)
         return make_loader(DetectionDataset(table, TRANSFORM, seed=4), sampler, workers, stride=8), sampler
 
     expected = epochs(*start(0), 0, 3)
-    assert sum(len(batch) for batch in expected) == 3 * COUNT
+    assert sum(len(batch) for batch in expected) == 3 * COUNT and list(windows([], 3)) == []
+    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
     state = torch.get_rng_state()
     assert_same_batches(epochs(*start(2), 0, 3), expected)  # the workers persist over three epochs
     assert torch.get_rng_state().equal(state), "the global generator is left alone"

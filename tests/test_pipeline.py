@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from documents import row_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from samples import assert_same, assert_well_formed, generator, painted, sample, samples
@@ -33,9 +33,6 @@ from toolkit.data.transforms.yolov3 import ColourDistortion, ConstrainedCrop, Ra
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
 from toolkit.runs.settings import DataConfig
-
-# A busy machine is no failure.
-patient = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 SIDE = 48
 ALL_ON = {"flip": True, "photometric": True, "zoom_out": 3.0, "iou_crop": True}
@@ -130,7 +127,7 @@ def test_crops_are_detrs_only_where_asked_for():
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-@patient
+@settings(max_examples=40)
 @given(samples(), st.integers(0, 2**32))
 def test_boxes_and_relations_survive_every_recipe(name, given_sample, seed):
     image, target = given_sample

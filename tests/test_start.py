@@ -173,7 +173,6 @@ DERIVED = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_settings_have_their_real_values(architecture):
-    """`--print_config` of an architecture shows no null where there is a value."""
     options = options_class(architecture)()
     empty = {name for name, value in asdict(options).items() if value is None}
     assert empty <= DERIVED

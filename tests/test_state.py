@@ -143,7 +143,6 @@ def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):
 @pytest.mark.parametrize("due", ["save", "signal", "evaluation", "end"])
 @pytest.mark.parametrize("in_window", [False, True])
 def test_what_is_not_finite_is_never_saved(tmp_path, due, in_window):
-    """Where a window has been trained on, it is reported."""
     every = {"save": Pace(save_every=1), "evaluation": Pace(eval_every=1)}.get(due, Pace())
     t = ready(tmp_path)
     t.pace, t.step = every, 9 if due == "end" else 0

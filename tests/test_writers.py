@@ -47,7 +47,7 @@ def write_rows(path: Path, *rows: dict, keep_rows: int = 0) -> MetricsLog:
     return log
 
 
-@settings(deadline=None, max_examples=50)  # each example waits for the disk
+@settings(max_examples=50)  # each example waits for the disk
 @given(st.dictionaries(st.text(min_size=1).filter(lambda k: k != "nonfinite"), st.floats() | st.integers() | st.none()))
 def test_rows_are_strict_json_and_come_back(tmp_path_factory, values):
     row = values | {"step": 3}
@@ -171,7 +171,6 @@ def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
 
 
 def log_rows(folder: Path, *steps: int, trackers: Sequence[str] = (), **options) -> RunWriter:
-    """A writer that has written these training rows and is closed."""
     writer = open_writer(folder, *trackers, **options)
     for step in steps:
         writer.log(train_row(step))
@@ -219,7 +218,6 @@ def run_and_resume(folder: Path, *trackers: str) -> None:
 
 
 def events_of(folder: Path):
-    """Everything that was written for TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=False).Reload()
@@ -417,7 +415,6 @@ def test_wandb_without_account_or_network_goes_offline_with_one_warning(wandb_ho
 
 @pytest.mark.slow
 def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
-    """On a terminal, W&B would ask and wait."""
     monkeypatch.delenv("WANDB_SILENT")
     monkeypatch.setenv("TERM", "xterm")
     terminal, other_end = pty.openpty()

@@ -6,7 +6,6 @@ is asserted as such here and listed in docs/differences.md.
 
 import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,15 +33,11 @@ RTOL = 1e-5
 files = partial(arrays, program="seamseg")
 
 
-def schedule_cases(folder: Path) -> dict[str, dict]:
-    return json.loads((folder / "seamseg_schedulers.json").read_text())
-
-
 def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("golden")
     parametrize(metafunc, {
         "meter_case": lambda: ending(folder, "meters", "/sequence", "seamseg"),
-        "schedule_case": lambda: list(schedule_cases(folder)),
+        "schedule_case": lambda: list(json.loads((folder / "seamseg_schedulers.json").read_text())),
         "image": lambda: range(len(files(folder, "detection_loss")["num_gt"])),
     })  # fmt: skip
 
@@ -81,7 +76,7 @@ def test_momentum_meters(golden, meter_case):
 def test_schedules(golden, schedule_case):
     """Per batch, the original's rate is one step early. A burn-in ends that, and does not move the schedule, which is
     where it would be without."""
-    case = schedule_cases(golden)[schedule_case]
+    case = json.loads((golden / "seamseg_schedulers.json").read_text())[schedule_case]
     config, per_epoch = case["config"], case["epoch_length"]
     every = per_epoch if config["update_mode"] == "epoch" else 1
     total, burn_in = config["epochs"] * per_epoch, config["burn_in_steps"] * every
@@ -252,8 +247,8 @@ def test_box_losses_and_gradients(detection):
 def test_level_of_a_box(detection):
     """Canonical scale 224 on level 2 of 0 to 3 is torchvision's 224 on level 4 of 2 to 5."""
     mapper = LevelMapper(2, 5, canonical_scale=224, canonical_level=4)
-    boxes = [xy(b[:n]) for b, n in zip(
-        detection["roi/input_proposals_yxyx"], detection["roi/num_input_proposals"], strict=True)]  # fmt: skip
+    proposals, counts = detection["roi/input_proposals_yxyx"], detection["roi/num_input_proposals"]
+    boxes = [xy(of_image[:count]) for of_image, count in zip(proposals, counts, strict=True)]
     np.testing.assert_array_equal(mapper(boxes).numpy(), detection["roi/fpn_level_of_input_proposals"])
 
 

@@ -75,6 +75,11 @@ class Result:
     def status(self) -> dict:
         return json.loads((self.folder / "status.json").read_text())
 
+    @property
+    def numbers(self) -> dict:
+        """What evaluate.py printed."""
+        return json.loads(next(line for line in self.text.splitlines() if line.startswith("{")))
+
     def ok(self) -> "Result":
         assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.text}"
         return self

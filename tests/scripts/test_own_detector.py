@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Script, all_rows, assert_same_run, flat, kill
+from launching import ROOT, Script, all_rows, assert_same_run, kill, small_settings
 
 ENV = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of fcos_detector.py
 FASTER_RCNN = Script("train_faster_rcnn")
@@ -12,17 +12,12 @@ FASTER_RCNN = Script("train_faster_rcnn")
 
 @pytest.fixture(scope="module")
 def arguments(data, tmp_path_factory):
-    annotations, folder = data / "annotations", tmp_path_factory.mktemp("own")
-    given = {
-        "--model.architecture": "fcos_detector:FCOS", "--model.score_threshold": 0.01,
-        "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
-        "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--eval.pictures": 0,
-        "--run.epochs": 2, "--run.log_every": 1, "--run.save_every": 2, "--optim.ema_decay": 0.9, "--optim.lr": 1e-3,
-        "--run.output_dir": folder, "--run.resume": "latest", "--eval.batch_size_per_device": 3,
-    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("own")
     empty = folder / "empty.yaml"
     empty.write_text("run: {}\n")
-    return flat({"--config": empty} | given)
+    own = ["--config", empty, "--model.architecture", "fcos_detector:FCOS", "--model.score_threshold", 0.01,
+           "--run.save_every", 2, "--optim.lr", 1e-3, "--run.output_dir", folder, "--run.resume", "latest"]  # fmt: skip
+    return small_settings(FASTER_RCNN, data, own)
 
 
 def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data):
