@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+GOLDEN = Path(__file__).parent / "golden" / "data"
 ROOT = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
@@ -22,6 +23,7 @@ settings.load_profile("patient")
 
 def pytest_addoption(parser):
     parser.addoption("--shard", default="0/1", metavar="I/N", help="run the part I, counted from 0, of N")
+    parser.addoption("--golden", type=Path, default=GOLDEN, help="folder with the numbers of the original programs")
     parser.addoption("--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order")
 
 
@@ -43,6 +45,11 @@ def warnings_are_logged():
     """Again, after a program that was called in this process, and shows its warnings in its own way."""
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="session")
+def golden(pytestconfig) -> Path:
+    return pytestconfig.getoption("golden")
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def check(monkeypatch, tmp_path):
     """`check(*arguments)` -> exit code of scripts/check_data.py."""
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # where it finds the other scripts
     return lambda *arguments: check_data.main([str(argument) for argument in arguments])
 
 

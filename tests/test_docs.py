@@ -63,7 +63,7 @@ def test_every_page_is_in_the_contents():
     assert len(entries) == len(set(entries))
 
 
-def test_dockerfile():
+def test_what_the_dockerfile_and_the_workflow_name_is_there():
     lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
     words = [line.split() for line in lines if line and not line.startswith("#")]
     instructions = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
@@ -71,9 +71,6 @@ def test_dockerfile():
     copied = [name for line in words if line[0] == "COPY" for name in line[1:-1]]
     assert {"pyproject.toml", "toolkit", "scripts", "configs"} <= set(copied)
     assert all((ROOT / name).exists() for name in copied)
-
-
-def test_workflow_runs_what_contributors_run():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yaml").read_text())
     runs = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

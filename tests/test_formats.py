@@ -191,14 +191,11 @@ def test_voc_layouts(tmp_path):
     assert opened(root).class_names == ["giraffe"], "the cache notices changed annotations"
     with pytest.raises(BadInput, match="no split 'val'; hold a share"):
         opened(root, "val")
-
-
-def test_voc_of_the_challenges_counts_from_one(tmp_path):
-    year = tmp_path / "d" / "VOCdevkit" / "VOC2007"
+    year = tmp_path / "h" / "VOCdevkit" / "VOC2007"  # of the challenges, which count pixels from one
     picture(year / "JPEGImages" / "1.png")
     database = "<source><database>The VOC2007 Database</database></source>"
     write_text(year / "Annotations" / "1.xml", xml("1.png", extra=database))
-    assert boxes_of(opened(tmp_path / "d")) == [[3, 4, 20, 25]]
+    assert boxes_of(opened(tmp_path / "h")) == [[3, 4, 20, 25]]
 
 
 def voc_year(folder, splits, label):
@@ -229,7 +226,11 @@ def test_years_of_a_devkit_are_one_data_set(tmp_path):
         recognise(kit.parent)
 
 
-def test_where_voc_annotations_lie_is_said(tmp_path):
+def test_what_is_no_data_set_and_where_voc_annotations_lie_is_said(tmp_path):
+    with pytest.raises(BadInput, match="no such folder"):
+        recognise(tmp_path / "none")
+    with pytest.raises(BadInput, match="Pascal VOC .* YOLO .* COCO .* CSV"):
+        recognise(tmp_path)
     for name in ("one", "two"):
         picture(tmp_path / "sets" / name / "images" / "1.png")
         write_text(tmp_path / "sets" / name / "boxes" / "1.xml", xml("1.png"))
@@ -367,13 +368,6 @@ def test_files_of_another_split_in_the_same_folder_are_no_warning(shapes, tmp_pa
     assert not opened(tmp_path / "d").problems
     shutil.copy(tmp_path / "d" / "images" / "train_000000.jpg", tmp_path / "d" / "images" / "other.jpg")
     assert [p.file for p in opened(tmp_path / "d", "val").problems] == ["other.jpg"]
-
-
-def test_what_is_no_data_set_is_said(tmp_path):
-    with pytest.raises(BadInput, match="no such folder"):
-        recognise(tmp_path / "none")
-    with pytest.raises(BadInput, match="Pascal VOC .* YOLO .* COCO .* CSV"):
-        recognise(tmp_path)
 
 
 @pytest.mark.parametrize(("format", "check_images"), [("yolo", True), ("yolo", False), ("csv", "header")])

@@ -229,9 +229,6 @@ def test_grouped_batches_are_homogeneous(layout, data):
     global_batch = batch_size * world_size
     full = sum(np.bincount(groups) // global_batch)
     assert all(len({groups[key.index] for key in batch[:global_batch]}) == 1 for batch in batches[:full])
-
-
-def test_aspect_ratio_groups():
     sizes_hw = np.array([[100, 50], [100, 100], [100, 150], [100, 200], [100, 300]])
     assert aspect_ratio_groups(sizes_hw).tolist() == [0, 1, 1, 1, 1]
     assert aspect_ratio_groups(np.zeros((0, 2), np.int64)).shape == (0,)

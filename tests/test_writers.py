@@ -140,13 +140,20 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
     assert repair_rows(path, 0) == [] and not path.exists()
 
 
-def test_evaluating_an_earlier_checkpoint_only_keeps_the_rows_after_it(tmp_path):
+def test_rows_after_an_earlier_checkpoint_and_before_a_tracker_and_of_the_main_process_alone(tmp_path):
+    writer = RunWriter(tmp_path, trackers=["tensorboard"], is_main=False)
+    writer.log(train_row(1))
+    writer.show(evaluation(), step=1)
+    writer.close()
+    assert list(tmp_path.iterdir()) == [] and writer.state_dict().keys() == {"rows", "run_ids"} and not writer.shows
     earlier = log_rows(tmp_path, 5).state_dict()
     log_rows(tmp_path, 10, resume_state=earlier)
     writer = RunWriter(tmp_path, resume_state=earlier, eval_only=True)
     writer.log(val_row(5))
     writer.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [train_row(5), train_row(10), val_row(5)]
+    log_rows(tmp_path, 15, trackers=["tensorboard"], resume_state=writer.state_dict())
+    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [5, 10, 15]
 
 
 def test_bad_metrics_files_and_a_full_disk_are_bad_input(tmp_path):
@@ -259,20 +266,6 @@ def test_losses_before_their_weights_go_to_trackers_only_when_asked_for(tmp_path
     tags = scalars(tmp_path).keys()
     assert "train/loss_ce" in tags and unscaled.keys() & tags == (unscaled.keys() if asked else set())
     assert unscaled.items() <= read_metrics(tmp_path / "metrics.jsonl")[0].items(), "the file has them always"
-
-
-def test_a_tracker_switched_on_later_gets_the_earlier_rows(tmp_path):
-    state = log_rows(tmp_path, 1, 2).state_dict()
-    log_rows(tmp_path, 3, trackers=["tensorboard"], resume_state=state)
-    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3]
-
-
-def test_only_the_main_process_writes(tmp_path):
-    writer = RunWriter(tmp_path, trackers=["tensorboard"], is_main=False)
-    writer.log(train_row(1))
-    writer.show(evaluation(), step=1)
-    writer.close()
-    assert list(tmp_path.iterdir()) == [] and writer.state_dict().keys() == {"rows", "run_ids"} and not writer.shows
 
 
 def test_a_failing_tracker_costs_one_warning(wandb_home, monkeypatch):

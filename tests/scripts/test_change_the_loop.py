@@ -141,7 +141,6 @@ def check_replay(server, folder) -> None:
 SNAPSHOT = "        t.guard.snapshot(t.detector)\n"
 CRITERION = "losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32\n"
 ADD = "                t.add(weighted, metrics)\n"
-REDUCED = "        reduced = reduce_dict(*t.sums(grad_norm))\n"
 ACCEPTS = "        if not t.accepts(window, reduced):  # the guard: reported and recovered\n            continue\n"
 UPDATE = "        t.optimizer.step()\n"
 STEP = "        t.step += 1\n"
