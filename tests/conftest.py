@@ -4,18 +4,26 @@ import logging
 import os
 import random
 import shutil
+import subprocess
 import zlib
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
+GOLDEN = Path(__file__).parent / "golden" / "data"
 ROOT = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+
+# A busy machine is no failure.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser):
     parser.addoption("--shard", default="0/1", metavar="I/N", help="run the part I, counted from 0, of N")
+    parser.addoption("--golden", type=Path, default=GOLDEN, help="folder with the numbers of the original programs")
     parser.addoption("--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order")
 
 
@@ -37,6 +45,30 @@ def warnings_are_logged():
     """Again, after a program that was called in this process, and shows its warnings in its own way."""
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="session")
+def golden(pytestconfig) -> Path:
+    return pytestconfig.getoption("golden")
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """`mount(options)`: the folder of a small file system of its own; skips the test where that takes more rights."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mounted(options: str) -> Path:
+        if shutil.which("mount") is None:
+            pytest.skip("there is no mount")
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(disk)]
+        if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+            pytest.skip(f"mounting a file system is not allowed here: {done.stderr.strip()}")
+        return disk
+
+    yield mounted
+    if disk.is_mount():
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,4 @@
-"""check_data.py on planted faults, the clean copy, and the split that keeps images that look alike together.
-
-Run with `pytest tests/test_check_data.py -n 0`.
-"""
+"""check_data.py on planted faults, the clean copy, and the split that keeps images that look alike together."""
 
 import hashlib
 import json
@@ -18,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
+from scripts import check_data
 from toolkit.data import inspection, near_duplicates
 from toolkit.data.formats import open_dataset
 from toolkit.data.inspection import near_boxes
@@ -33,10 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def check(monkeypatch, tmp_path):
     """`check(*arguments)` -> exit code of scripts/check_data.py."""
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    sys.modules.pop("check_data", None)
-    import check_data
-
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # where it finds the other scripts
     return lambda *arguments: check_data.main([str(argument) for argument in arguments])
 
 
@@ -151,8 +146,6 @@ def test_pictures(clean, check, tmp_path, capsys):
 
 
 def test_a_settings_file_is_completed_by_its_own_script(check, tmp_path):
-    import check_data
-
     for name in ("yolov3", "ssd"):
         settings = check_data.data_settings(ROOT / "configs" / name / "own_data.yaml")
         assert settings.recipe == name and settings.multi_scale_pixels == (name == "ssd")
@@ -171,16 +164,12 @@ def test_bccd(check, tmp_path):
     assert check(tmp_path / "fixed") == 0
 
 
-# ---- images that look alike
-
-
 def signatures(images):
     thumbnails = [near_duplicates.thumbnail_of(torch.from_numpy(image).permute(2, 0, 1)) for image in images]
     return signed(np.stack(thumbnails))
 
 
 def signed(thumbnails):
-    """Of images with other bytes each."""
     contents = (thumbnail.tobytes() + b"%d" % number for number, thumbnail in enumerate(thumbnails))
     digests = [hashlib.blake2b(content, digest_size=16).hexdigest() for content in contents]
     return ImageSignatures(np.array(digests, "S32"), thumbnails)
@@ -208,7 +197,7 @@ def test_frames_of_a_moment_look_alike_and_other_scenes_do_not(monkeypatch, all_
         held_out(signatures([changed(SCENES[0], number) for number in range(6)]), 0.2)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(0.05, 0.9), st.permutations(range(40)), st.integers(5, 39))
 def test_held_out_images_stay_when_others_are_added(share, order, fewer):
     every = ImageSignatures(FRAMES.digests[:40], FRAMES.thumbnails[:40])
@@ -220,7 +209,7 @@ def test_held_out_images_stay_when_others_are_added(share, order, fewer):
     assert 0 < sum(part) < len(part)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)).filter(lambda pair: pair[0] < pair[1]), max_size=30))
 def test_groups_are_the_connected_parts(pairs):
     member = groups(20, pairs)
@@ -231,7 +220,6 @@ def test_groups_are_the_connected_parts(pairs):
 PAIRS = st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)).filter(lambda pair: pair[0] < pair[1]), min_size=1)
 
 
-@settings(deadline=None, max_examples=100)
 @given(PAIRS, PAIRS, st.lists(st.integers(0, 2), min_size=15, max_size=15))
 def test_fewer_pairs_say_as_much(pairs, more, splits):
     """Of each image one partner in each split, and the same groups; also where others are added afterwards."""

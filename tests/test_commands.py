@@ -61,13 +61,10 @@ def module_of(script: str):
         del sys.path[:2]
 
 
-def test_there_are_commands_in_every_place():
+def test_every_command_is_understood(capsys, monkeypatch):
     files = {file for file, _ in COMMANDS}
     assert {"README.md", "docs/data.md", "scripts/train_detr.py", "scripts/evaluate.py"} <= files
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("detr/*.yaml")} <= files
-
-
-def test_every_command_is_understood(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script"])
     faults = {}  # the same words are parsed once, wherever they stand
     words = {(script or command, *arguments): (command, script, arguments)

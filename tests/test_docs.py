@@ -1,8 +1,4 @@
-"""The documentation: every setting that it names exists, the page of settings is complete, the site builds strictly.
-
-    python -m pytest tests/test_docs.py             # names, and the examples in Python
-    python -m pytest tests/test_docs.py -m slow     # the site
-"""
+"""The documentation: every setting that it names exists, the page of settings is complete, the site builds strictly."""
 
 import importlib.util
 import os
@@ -67,8 +63,7 @@ def test_every_page_is_in_the_contents():
     assert len(entries) == len(set(entries))
 
 
-def test_dockerfile():
-    """That its instructions and files exist."""
+def test_what_the_dockerfile_and_the_workflow_name_is_there():
     lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
     words = [line.split() for line in lines if line and not line.startswith("#")]
     instructions = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
@@ -76,9 +71,6 @@ def test_dockerfile():
     copied = [name for line in words if line[0] == "COPY" for name in line[1:-1]]
     assert {"pyproject.toml", "toolkit", "scripts", "configs"} <= set(copied)
     assert all((ROOT / name).exists() for name in copied)
-
-
-def test_workflow_runs_what_contributors_run():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yaml").read_text())
     runs = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -114,7 +106,6 @@ def test_the_python_of_the_readme_runs(here, capsys):
 
 
 def test_the_examples_of_the_api_run(here, monkeypatch):
-    """All but the report of their training, which takes seconds."""
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(here / "cache"))
     monkeypatch.setattr("toolkit.session.report_and_card", lambda *_, **__: None)
     monkeypatch.syspath_prepend(here)

@@ -1,6 +1,4 @@
 """The loop and the `main` of the five training scripts are the same text but for what is listed here, with its reason.
-
-    python -m pytest tests/test_drift.py
 """
 
 import ast
@@ -45,12 +43,3 @@ def differences(script: str, function: str) -> list[str]:
 def test_a_script_differs_from_the_first_only_where_it_says_why(script):
     for function in ("train_one_epoch", "main"):
         assert sorted(differences(script, function)) == sorted(ALLOWED.get(script, {}).get(function, []))
-
-
-def test_a_line_more_or_less_would_be_noticed(tmp_path, monkeypatch):
-    source = (SCRIPTS / "train_detr.py").read_text()
-    changed = source.replace("        t.optimizer.step()\n", "", 1).replace("t.step += 1", "t.step += 2", 1)
-    (tmp_path / "train_detr.py").write_text(source)
-    (tmp_path / "train_other.py").write_text(changed)
-    monkeypatch.setattr(f"{__name__}.SCRIPTS", tmp_path)
-    assert differences("train_other", "train_one_epoch") == ["- t.optimizer.step()", "- t.step += 1", "+ t.step += 2"]

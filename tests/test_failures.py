@@ -1,7 +1,4 @@
-"""What the system, or the launcher, gets wrong becomes one sentence; what a training can do without costs one line.
-
-    python -m pytest tests/test_failures.py
-"""
+"""What the system, or the launcher, gets wrong becomes one sentence; what a training can do without costs one line."""
 
 import errno
 import os
@@ -26,8 +23,6 @@ from toolkit.runs.writer import RunWriter
 
 @dataclass
 class Config:
-    """Of a test."""
-
     run: RunConfig = field(default_factory=RunConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -35,14 +30,20 @@ class Config:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EMFILE,
                                     errno.ENAMETOOLONG, errno.EFBIG, errno.EIO])  # fmt: skip
 def test_what_the_file_system_refuses_is_one_sentence(number, capsys):
+    for error in said_of(OSError(number, "x", "/a/" + "b" * 300), capsys):
+        assert error.startswith("error: /a/bbb") and "What is to be done: " in error and len(error) < 450
+    assert "--run.resume" not in error, "of a program that trains nothing"
+
+
+def said_of(error, capsys):
+    """By a training, and by another program."""
+
     def main(*_):
-        raise OSError(number, "x", "/a/" + "b" * 300)
+        raise error
 
     for program in (lambda: run_script(main, Config, argv=[]), says_bad_input(main)):
         assert program() == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: /a/bbb") and "What is to be done: " in error and len(error) < 450
-    assert "--run.resume" not in error, "of a program that trains nothing"
+        yield capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [
@@ -51,12 +52,7 @@ def test_what_the_file_system_refuses_is_one_sentence(number, capsys):
     RuntimeError("DefaultCPUAllocator: can't allocate memory: Error code 12 (Cannot allocate memory)"),
 ])  # fmt: skip
 def test_memory_that_runs_out_is_one_sentence_in_every_program(error, capsys):
-    def main(*_):
-        raise error
-
-    for program in (lambda: run_script(main, Config, argv=[]), says_bad_input(main)):
-        assert program() == 2
-        said = capsys.readouterr().err
+    for said in said_of(error, capsys):
         assert said.startswith("error: out of memory") and "`ulimit -v`" in said and said.count("\n") == 1
 
 

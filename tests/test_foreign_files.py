@@ -1,7 +1,4 @@
-"""Files of strangers: nothing in them runs, and what cannot be read is refused in one sentence.
-
-    python -m pytest tests/test_foreign_files.py
-"""
+"""Files of strangers: nothing in them runs, and what cannot be read is refused in one sentence."""
 
 import csv
 import hashlib
@@ -76,9 +73,6 @@ def final_folder(folder: Path, model: dict) -> Path:
     (folder / "categories.json").write_text(json.dumps([{"label": 0, "id": 1, "name": "a"}]))
     return folder
 
-
-# ---- a class that a file names ---------------------------------------------------------------------------------------
-
 BELOW = {"architecture": "scene_graph", "predicates": ["on"], "mode": "sgdet", "head": "motifs", "hidden_dim": 16,
          "embed_dim": 8, "detector_options": {"architecture": CLASS}}  # fmt: skip
 
@@ -141,9 +135,6 @@ def test_a_model_of_transformers_runs_no_module_of_its_own(ran, tmp_path, monkey
     assert not ran.exists()
 
 
-# ---- a program of torch.export ---------------------------------------------------------------------------------------
-
-
 class Twice(torch.nn.Module):
     def forward(self, images):
         return images.float() * 2
@@ -187,9 +178,6 @@ def test_a_pt2_file_that_is_cut_off_is_one_sentence(program, tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-# ---- the script that a run names -------------------------------------------------------------------------------------
-
-
 def test_only_scripts_of_this_project_are_run_again_before_the_run_is_trusted(ran, tmp_path):
     script = tmp_path / "strangers_module.py"
     own = ROOT / "scripts" / "train_detr.py"
@@ -202,9 +190,6 @@ def test_only_scripts_of_this_project_are_run_again_before_the_run_is_trusted(ra
         assert open_script(nothing)[0] is None
     trust.trust_files()
     assert open_script({"path": str(script), "sha256": ""})[0] is not None and ran.exists()
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
 
 NAMES = ["=1+1", "'=1+1", "+x", "-x", "@SUM(A1)", "'it'", "it's", "''", "plain", "a,b", 'say "=x"', "＝1", "=it'"]
 
@@ -231,9 +216,6 @@ def test_names_of_classes_act_on_no_console():
     said = predict.summary(document, Path("found"))
     assert "\x1b" not in said and "\u202e" not in said and "1 a\\x1b[2J\\n\\u202eb" in said
 
-
-# ---- what cannot be read ---------------------------------------------------------------------------------------------
-
 DEEP = "[" * 100_000 + "]" * 100_000
 SSD = {"architecture": "ssd", "backbone": "lcnet_035", "strides": [4, -1], "channels": [16, 16],
        "aspect_ratios": [[2], [2]]}  # fmt: skip
@@ -250,7 +232,6 @@ def final(once) -> Path:
 
 
 def with_header(file: Path, changes) -> bytes:
-    """A safetensors file whose header says something else."""
     whole = file.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])

@@ -1,11 +1,7 @@
-"""Folders as annotation tools leave them: recognised, read with the same validation, written without loss.
-
-Run with `pytest tests/test_formats.py -n 0`.
-"""
+"""Folders as annotation tools leave them: recognised, read with the same validation, written without loss."""
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from scripts import convert
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import FOLDERS, losses, recognise, write_folder
 from toolkit.data.shapes import make_shapes
@@ -26,7 +23,6 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.predictions_file import read_predictions
 from toolkit.use.outputs import write_outputs
 
-ROOT = Path(__file__).resolve().parent.parent
 patient = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 
 
@@ -130,9 +126,6 @@ def test_nothing_is_lost_that_the_format_can_hold(tmp_path_factory, images, name
         assert format not in ("coco", "hub") or ours["area"].tolist() == theirs["area"].tolist()
 
 
-# ---- layouts of the tools
-
-
 def picture(path, number=0, size=(40, 30)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.random.default_rng(number).integers(0, 256, (*size[::-1], 3), np.uint8)).save(path)
@@ -198,14 +191,11 @@ def test_voc_layouts(tmp_path):
     assert opened(root).class_names == ["giraffe"], "the cache notices changed annotations"
     with pytest.raises(BadInput, match="no split 'val'; hold a share"):
         opened(root, "val")
-
-
-def test_voc_of_the_challenges_counts_from_one(tmp_path):
-    year = tmp_path / "d" / "VOCdevkit" / "VOC2007"
+    year = tmp_path / "h" / "VOCdevkit" / "VOC2007"  # of the challenges, which count pixels from one
     picture(year / "JPEGImages" / "1.png")
     database = "<source><database>The VOC2007 Database</database></source>"
     write_text(year / "Annotations" / "1.xml", xml("1.png", extra=database))
-    assert boxes_of(opened(tmp_path / "d")) == [[3, 4, 20, 25]]
+    assert boxes_of(opened(tmp_path / "h")) == [[3, 4, 20, 25]]
 
 
 def voc_year(folder, splits, label):
@@ -236,7 +226,11 @@ def test_years_of_a_devkit_are_one_data_set(tmp_path):
         recognise(kit.parent)
 
 
-def test_where_voc_annotations_lie_is_said(tmp_path):
+def test_what_is_no_data_set_and_where_voc_annotations_lie_is_said(tmp_path):
+    with pytest.raises(BadInput, match="no such folder"):
+        recognise(tmp_path / "none")
+    with pytest.raises(BadInput, match="Pascal VOC .* YOLO .* COCO .* CSV"):
+        recognise(tmp_path)
     for name in ("one", "two"):
         picture(tmp_path / "sets" / name / "images" / "1.png")
         write_text(tmp_path / "sets" / name / "boxes" / "1.xml", xml("1.png"))
@@ -376,13 +370,6 @@ def test_files_of_another_split_in_the_same_folder_are_no_warning(shapes, tmp_pa
     assert [p.file for p in opened(tmp_path / "d", "val").problems] == ["other.jpg"]
 
 
-def test_what_is_no_data_set_is_said(tmp_path):
-    with pytest.raises(BadInput, match="no such folder"):
-        recognise(tmp_path / "none")
-    with pytest.raises(BadInput, match="Pascal VOC .* YOLO .* COCO .* CSV"):
-        recognise(tmp_path)
-
-
 @pytest.mark.parametrize(("format", "check_images"), [("yolo", True), ("yolo", False), ("csv", "header")])
 def test_an_image_without_a_readable_size_is_an_error_once(shapes, tmp_path, format, check_images):
     """YOLO and CSV read sizes out of the images; one that cannot be read is named, not left out without a word."""
@@ -399,10 +386,6 @@ def test_an_image_without_a_readable_size_is_an_error_once(shapes, tmp_path, for
 
 def test_convert_script(shapes, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "c"))
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    sys.modules.pop("convert", None)
-    import convert
-
     (tmp_path / "only").mkdir()
     shutil.copytree(shapes[0] / "train", tmp_path / "only" / "train")
     shutil.copy(shapes[0] / "annotations" / "train.json", tmp_path / "only" / "train" / "_annotations.coco.json")

@@ -27,7 +27,8 @@ import pytest
 import timm
 import torch
 import yaml
-from launching import ROOT
+from documents import row_of
+from launching import CPU, ROOT
 from PIL import Image
 from visual_genome_writer import write_visual_genome
 
@@ -80,25 +81,17 @@ run: {epochs: 3, eval_every: 2 epochs}
 """
 
 
-# ---- files as they should be -----------------------------------------------------------------------------------------
-
-
 def small_table(folder: Path):
     """Four images: boxes with relations, one box, none, one of the whole image."""
-    rows, number = [], 0
-    for i, boxes in enumerate(([[5, 5, 25, 30], [10, 8, 60, 40]], [[0, 0, 12, 9]], [], [[0, 0, 64, 48]])):
-        Image.new("RGB", (64, 48), (60 * i, 90, 30)).save(folder / f"{i + 1}.jpg")
-        objects = {"id": [number + k for k in range(len(boxes))], "bbox": boxes,
-                   "category": [k % 2 for k in range(len(boxes))],
-                   "area": [(b[2] - b[0]) * (b[3] - b[1]) for b in boxes], "iscrowd": [0] * len(boxes)}  # fmt: skip
-        number += len(boxes)
-        ends = (
-            {"subject": [0], "object": [1], "predicate": [1]}
-            if i == 0
-            else dict.fromkeys(("subject", "object", "predicate"), [])
-        )
-        rows.append({"image_id": i + 1, "file_name": f"{i + 1}.jpg", "width": 64, "height": 48, "objects": objects,
-                     "relations": ends})  # fmt: skip
+    rows = []
+    images = [[[5, 5, 25, 30], [10, 8, 60, 40]], [[0, 0, 12, 9]], [], [[0, 0, 64, 48]]]
+    for number, boxes in enumerate(images, start=1):
+        Image.new("RGB", (64, 48), (60 * number, 90, 30)).save(folder / f"{number}.jpg")
+        area = [(right - x) * (bottom - y) for x, y, right, bottom in boxes]
+        related = [(0, 1, 1)] if number == 1 else ()
+        counted = range(10 * number, 10 * number + len(boxes))
+        row = row_of(number, boxes, (64, 48), [k % 2 for k in counted], related, id=list(counted), area=area)
+        rows.append(row | {"file_name": f"{number}.jpg"})
     return write_rows(rows, cache_file=folder / "table.json", image_root=folder, name="small", predicates=PREDICATES,
                       categories=[Category(k + 1, name) for k, name in enumerate(CLASSES)])  # fmt: skip
 
@@ -147,22 +140,16 @@ def make_data(folder: Path) -> None:
 
 def make_runs(folder: Path) -> None:
     """A run of two steps with its evaluation, its ONNX file, and what a person writes for the programs."""
-    command = [sys.executable, ROOT / "scripts/train_ssd.py", "--config", ROOT / "tests/scripts/configs/train_ssd.yaml"]
-    command += (
-        f"--run.output_dir {folder} --run.name run --run.max_steps 2 --data.format shapes --data.image_size 64".split()
-    )
-    command += "--data.workers 0 --data.batch_size_per_device 2 --data.max_train_images 8 --eval.pictures 0".split()
-    subprocess.run(
-        [str(word) for word in command], check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    export = [
-        sys.executable,
-        str(ROOT / "scripts" / "export.py"),
-        str(folder / "run"),
-        "--out",
-        str(folder / "exported"),
-    ]
-    subprocess.run([*export, "--format", "onnx"], check=True, capture_output=True)
+
+    def program(name: str, *words) -> None:
+        command = [sys.executable, ROOT / "scripts" / name, *words]
+        subprocess.run([str(word) for word in command], check=True, capture_output=True, env=os.environ | CPU)
+
+    small = "--run.name run --run.max_steps 2 --data.format shapes --data.image_size 64 --data.workers 0"
+    small += " --data.batch_size_per_device 2 --data.max_train_images 8 --eval.pictures 0"
+    config = ROOT / "tests/scripts/configs/train_ssd.yaml"
+    program("train_ssd.py", "--config", config, "--run.output_dir", folder, *small.split())
+    program("export.py", folder / "run", "--out", folder / "exported", "--format", "onnx")
     torch.save(timm.create_model("lcnet_035").state_dict(), folder / "weights.pth")
     images = Batch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([[8, 8]]), [
         {"image_id": 1, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}])  # fmt: skip
@@ -173,16 +160,12 @@ def make_runs(folder: Path) -> None:
     (folder / "sweep.yaml").write_text(SWEEP)
     (folder / "settings.yaml").write_text(SETTINGS)
     (folder / "report").mkdir(exist_ok=True)
-    (folder / "report" / "report.json").write_text(
-        json.dumps({"threshold": 0.4, "thresholds": {"cup": 0.3, "table": 0.5}})
-    )
+    thresholds = {"threshold": 0.4, "thresholds": {"cup": 0.3, "table": 0.5}}
+    (folder / "report" / "report.json").write_text(json.dumps(thresholds))
     film = VideoWriter(folder / "film.mp4", Fraction(25))
     for value in range(5):
         film.add(np.full((48, 64, 3), 40 * value, np.uint8))
     film.close()
-
-
-# ---- changes ---------------------------------------------------------------------------------------------------------
 
 
 def change_bytes(path: Path, draw: random.Random) -> None:
@@ -284,7 +267,6 @@ def change_rows(path: Path, draw: random.Random) -> None:
 
 
 def change_header(path: Path, draw: random.Random) -> None:
-    """The header of a safetensors file."""
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     text = _json_of(change_tree(json.loads(whole[8 : 8 + length]), draw)).encode()
@@ -292,7 +274,6 @@ def change_header(path: Path, draw: random.Random) -> None:
 
 
 def change_arrays(path: Path, draw: random.Random) -> None:
-    """One data set of an HDF5 file."""
     import h5py
 
     with h5py.File(path, "r+") as file:
@@ -304,19 +285,12 @@ def change_arrays(path: Path, draw: random.Random) -> None:
             return
         flat = values.reshape(-1)
         flat[draw.randrange(len(flat))] = draw.choice((-1, 0, 2**31 - 1, -(2**31), 7))
-        shapes = (
-            values,
-            values.astype(np.float64) + 0.5,
-            values[:-1],
-            flat,
-            values[None],
-            np.full(values.shape, "x", "S3"),
-        )
+        text = np.full(values.shape, "x", "S3")
+        shapes = (values, values.astype(np.float64) + 0.5, values[:-1], flat, values[None], text)
         file[name] = shapes[kind - 1]
 
 
 def change_members(path: Path, draw: random.Random) -> None:
-    """One name of a zip file."""
     with zipfile.ZipFile(path) as old:
         members = [(info.filename, old.read(info)) for info in old.infolist()]
     at = draw.randrange(len(members))
@@ -325,9 +299,6 @@ def change_members(path: Path, draw: random.Random) -> None:
     with zipfile.ZipFile(path, "w") as new:
         for name, content in members:
             new.writestr(zipfile.ZipInfo(name), content)
-
-
-# ---- readers ---------------------------------------------------------------------------------------------------------
 
 
 def all_rows(table) -> None:
@@ -354,13 +325,6 @@ def data_reader(*parts: str, **options) -> Callable[[Path], None]:
     return read
 
 
-def decoded(folder: Path) -> None:
-    try:
-        decode_image(folder / "coco" / "train" / "1.jpg")
-    except ImageError as error:
-        raise BadInput(str(error)) from error
-
-
 def predicts(source: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         found = open_predictor(folder / source)(Image.new("RGB", (64, 48)))
@@ -371,8 +335,7 @@ def predicts(source: str) -> Callable[[Path], None]:
 
 def film(folder: Path) -> None:
     with Video(folder / "film.mp4") as video:
-        for _ in video:
-            pass
+        list(video)
 
 
 def guard_report(folder: Path) -> None:
@@ -490,10 +453,8 @@ def test_a_changed_file_is_read_or_refused_in_sentences(kind, once, tmp_path, wa
         except Exception as error:  # noqa: BLE001 - whatever comes is what is looked for
             told = error if isinstance(error, BadInput) else sentence(error)
             if told is None or number < 0 or any("Traceback" in line for line in str(told).splitlines()):
-                frames = [
-                    f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
-                    for frame in extract_tb(error.__traceback__)
-                ]
+                frames = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
+                          for frame in extract_tb(error.__traceback__)]  # fmt: skip
                 worse.append(f"{number}: {type(error).__name__}: {str(error)[:200]} in {', '.join(frames[-4:])}")
             counts["refused"] += 1
         finally:
@@ -501,8 +462,7 @@ def test_a_changed_file_is_read_or_refused_in_sentences(kind, once, tmp_path, wa
             watched.clear()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     with capfd.disabled():
-        print(
-            f"\n{kind}: {counts['read'] - 1} read, {counts['refused']} refused, {len(worse)} worse, {grown:.1f} GB more"
-        )
+        told = f"{counts['read'] - 1} read, {counts['refused']} refused, {len(worse)} worse, {grown:.1f} GB more"
+        print(f"\n{kind}: {told}")
     assert not worse, "\n".join(worse)
     assert grown < 2 and not (tmp_path / "outside").exists() and not list(tmp_path.rglob("ran"))

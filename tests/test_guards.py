@@ -4,15 +4,13 @@ import json
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from processes import run_on_ranks
+from faults import _NanBackward
 from torch import nn
 
 from toolkit.batch import Batch
-from toolkit.distributed import reduce_dict, world
 from toolkit.errors import BadInput
 from toolkit.replay_session import window_of_report
 from toolkit.step import nan_report
@@ -22,16 +20,6 @@ from toolkit.step.losses import LossWeights, window_denominators
 from toolkit.step.nan_report import diagnose, investigate, load_report, replay, rerun_window, write_report
 
 NAN, INF = math.nan, math.inf
-
-
-class _NanBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * NAN
 
 
 class Poison(nn.Module):
@@ -84,13 +72,12 @@ class Detector(nn.Module):
 KINDS = ("input", "activation", "loss", "gradient", "buffer")
 
 
-def window_of(rank=0, broken_input=False):
-    """Two micro-batches of two images."""
-    generator = torch.Generator().manual_seed(rank)
+def window_of(broken_input=False):
+    generator = torch.Generator().manual_seed(0)
     batches = []
     for micro in range(2):
         boxes = [torch.rand(i + micro, 4, generator=generator) for i in range(2)]
-        targets = [{"image_id": f"r{rank}m{micro}i{i}", "boxes": boxes[i]} for i in range(2)]
+        targets = [{"image_id": f"m{micro}i{i}", "boxes": boxes[i]} for i in range(2)]
         images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=generator)
         batches.append(Batch(images, torch.full((2, 2), 8), targets))
     if broken_input:
@@ -98,72 +85,46 @@ def window_of(rank=0, broken_input=False):
     return batches
 
 
-def loss_weights():
-    return LossWeights(Detector.loss_names, {}, Detector.default_weights)
-
-
-def broken_on_the_second_rank(folder):
-    """For each kind: the message, whether buffers and gradients are as before, and what the guard decides."""
-    rank, results = world()[0], []
-    for kind in KINDS:
-        torch.manual_seed(0)
-        detector, guard = Detector(), NanGuard("skip")
-        guard.snapshot(detector)
-        before = {name: value.clone() for name, value in detector.state_dict().items()}
-        batches = window_of(rank, broken_input=rank == 1 and kind == "input")
-        detector.poison.kind = kind if rank == 1 and kind != "input" else None
-        given = window_denominators([detector.denominators(b.targets) for b in batches], "cpu")
-        where = {"step": 3, "seed": 5, "rank": rank}
-        run_again = partial(rerun_window, detector, loss_weights(), batches, given, **where)
-        sums = {name: sum(losses[name] for losses in run_again()) for name in detector.loss_names}
-        local = {**sums, "norm": gradient_norm(detector.parameters()), "buffers": guard.buffers_finite()}
-        reduced = reduce_dict(local, list(local))
-        losses = {name: reduced[name] for name in sums}
-        action = guard.decide(3, losses, reduced["norm"], buffers_finite=reduced["buffers"])
-        context = {**where, "losses": losses, "denominators": given, "lr": {"main": 0.01}, "epoch": 0}
-        message = investigate(guard, detector, run_again, Path(folder, kind), batches, context)
-        untouched = all(torch.equal(value, before[name]) for name, value in detector.state_dict().items())
-        results.append((action, message, untouched and all(p.grad is None for p in detector.parameters())))
-    return results
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    return folder, run_on_ranks(broken_on_the_second_rank, 2, str(folder))
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_on_one_of_two_ranks(two_ranks, kind):
-    """The loops of the scripts under every policy: tests/scripts/test_nan.py."""
-    folder, ranks = two_ranks
-    results = [rank[KINDS.index(kind)] for rank in ranks]
-    assert results[0] == results[1] and results[0][::2] == (Action.SKIP, True), "alike, and nothing is left of it"
-    where = {"activation": "poison (Poison), from finite inputs", "buffer": "norm (BatchNorm2d), handed to it"}
-    assert "rank 1" in results[0][1] and where.get(kind, "") in results[0][1]
+def test_a_broken_window_leaves_nothing_but_a_report_that_runs_again(tmp_path, kind):
+    """The loops of the scripts, under every policy and on two ranks: tests/scripts/test_nan.py."""
+    torch.manual_seed(0)
+    detector, guard = Detector(), NanGuard("skip")
+    weights = LossWeights(Detector.loss_names, {}, Detector.default_weights)
+    guard.snapshot(detector)
+    before = {name: value.clone() for name, value in detector.state_dict().items()}
+    batches = window_of(broken_input=kind == "input")
+    detector.poison.kind = None if kind == "input" else kind
+    given = window_denominators([detector.denominators(b.targets) for b in batches], "cpu")
+    where = {"step": 3, "seed": 5, "rank": 0}
+    run_again = partial(rerun_window, detector, weights, batches, given, **where)
+    losses = {name: float(sum(losses[name] for losses in run_again())) for name in detector.loss_names}
+    norm, finite = float(gradient_norm(detector.parameters())), float(guard.buffers_finite())
+    assert guard.decide(3, losses, norm, buffers_finite=finite) is Action.SKIP
+    context = {**where, "losses": losses, "denominators": given, "lr": {"main": 0.01}, "epoch": 0}
+    message = investigate(guard, detector, run_again, tmp_path, batches, context)
+    assert all(torch.equal(value, before[name]) for name, value in detector.state_dict().items())
+    assert all(p.grad is None for p in detector.parameters())
+    said = {"activation": "poison (Poison), from finite inputs", "buffer": "norm (BatchNorm2d), handed to it"}
+    assert said.get(kind, "") in message
 
-    report_folder = folder / kind / "nan" / "step_000003"
-    assert [p.name for p in report_folder.iterdir()] == ["rank1"]
-    report, batches, state, _ = load_report(report_folder / "rank1")
-    assert report["image_ids"] == [["r1m0i0", "r1m0i1"], ["r1m1i0", "r1m1i1"]]
+    folder = tmp_path / "nan" / "step_000003" / "rank0"
+    report, batches, state, _ = load_report(folder)
+    assert report["image_ids"] == [["m0i0", "m0i1"], ["m1i0", "m1i1"]]
     assert (report["step"], report["policy"]) == (3, "skip")
     assert report["first_nonfinite_module"] == {"activation": "poison", "buffer": "norm"}.get(kind)
     assert report["where"] == {"input": "batch", "activation": "module", "buffer": "module"}.get(kind, kind)
     assert all(torch.isfinite(v).all() for v in state.values() if v.is_floating_point())
     if kind == "gradient":
         assert report["nonfinite_gradients"] == ["stem.weight", "stem.bias"] and "_NanBackward" in report["backward"]
-    text = (report_folder / "rank1" / "report.txt").read_text()
-    assert f"python scripts/replay.py {report_folder / 'rank1'}" in text and "r1m1i0" in text and "--trust" in text
+    text = (folder / "report.txt").read_text()
+    assert f"python scripts/replay.py {folder}" in text and "m1i0" in text and "--trust" in text
 
-    detector = Detector()
-    again = window_of_report(detector, loss_weights(), report, batches)
+    again = window_of_report(detector, weights, report, batches)
     for poison in (None if kind == "input" else kind, None):
         detector.load_state_dict(state)
         detector.poison.kind = poison
         assert replay(detector, report, batches, again)["reproduced"] == (kind == "input" or poison is not None)
-
-
-# ---- decisions
 
 
 def decide(guard, losses=1.0, norm=1.0, scale=None, buffers=1.0):
@@ -209,9 +170,6 @@ def test_the_search_for_a_loss_scale_is_no_divergence():
     assert in_succession == ["calibrate"] * 3 + ["step", "calibrate"]
 
 
-# ---- buffers
-
-
 class Buffers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -245,9 +203,6 @@ def test_all_buffers_come_back_and_a_mask_of_infinities_is_no_alarm():
     model.table[0] = INF  # as a doctored checkpoint would: no mask
     guard.snapshot(model)
     assert guard.buffers_finite().item() == 0.0
-
-
-# ---- finding out
 
 
 def losses_of(model, x):
@@ -311,9 +266,6 @@ def test_a_run_that_raises_and_a_fault_that_does_not_come_back():
     finding = diagnose(model, losses_of(model, torch.ones(1, 2)))
     assert finding["where"] == "unknown" and finding["nonfinite_gradients"] == []
     assert not model._forward_hooks
-
-
-# ---- reports
 
 
 def report_of():

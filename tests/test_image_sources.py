@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import sys
 import tarfile
 import zipfile
 from multiprocessing.reduction import ForkingPickler
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from scripts import check_data
 from toolkit.data import image_sources
 from toolkit.data.decoding import ImageError, decode_image, probe_image
 from toolkit.data.formats import open_dataset
@@ -25,8 +25,6 @@ from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.runs.settings import DataConfig
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +102,6 @@ def test_everywhere_the_same(shapes, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["folder and zip", "memory URL"])
 def test_batches_and_their_continuation_are_the_same(shapes, tmp_path, kind):
-    """Two worker processes, and one that goes on in the middle of the epoch."""
     file, folder = shapes
 
     def batches(image_dir, workers, done):
@@ -200,7 +197,7 @@ def test_places_that_cannot_be_are_told_together(tmp_path):
         open_sources([])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     files=st.dictionaries(st.text("ab/", min_size=1).filter(lambda n: n.strip("/") == n and "//" not in n),
                           st.binary(max_size=300), min_size=1, max_size=6),
@@ -235,10 +232,6 @@ def test_check_data_and_its_clean_copy(shapes, tmp_path, monkeypatch, capsys):
     broken = sorted(Path(second).iterdir())[0]
     Image.new("RGB", (9, 9)).save(broken)
     image_dir = packed("tar", Path(second), tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    sys.modules.pop("check_data", None)
-    import check_data
-
     options = ["--image-dir", first, "--image-dir", image_dir, "--fix", str(tmp_path / "fixed")]
     assert check_data.main([str(file), *options]) == 2
     assert "size differs from the JSON: the upright image is 9 x 9" in capsys.readouterr().out

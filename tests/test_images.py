@@ -1,4 +1,4 @@
-"""Decoding: upright, right colours, whole or an error.   Run: pytest tests/test_images.py"""
+"""Decoding: upright, right colours, whole or an error."""
 
 import io
 import json
@@ -139,7 +139,7 @@ def test_absurd_sizes_are_refused_before_anything_is_decoded(mode, format, monke
     tracemalloc.stop()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 300), st.integers(1, 300), st.booleans(), st.integers(0, 60_000))
 def test_the_size_in_the_header_of_a_jpeg(width, height, progressive, comment):
     """Whatever stands before it: thumbnails and comments have headers of their own."""

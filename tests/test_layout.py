@@ -1,7 +1,4 @@
-"""The promises of the tree: short files and functions, scripts that show their loop, nothing private left behind.
-
-    python -m pytest tests/test_layout.py
-"""
+"""The promises of the tree: short files and functions, scripts that show their loop, nothing private left behind."""
 
 import ast
 import graphlib

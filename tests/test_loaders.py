@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from documents import row_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from samples import assert_same, sample
@@ -23,10 +23,6 @@ from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import ResizeShorter, detr_train_transform, square_transform
 from toolkit.errors import BadInput
-
-# A busy machine is no failure.
-settings.register_profile("patient", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
 
 COUNT = 13
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -59,7 +55,6 @@ def assert_same_batches(ones, others):
 
 
 def epochs(loader, sampler, first, last):
-    """Batches of the epochs [first, last), consumed as training does."""
     batches = []
     for epoch in range(first, last):
         sampler.set_epoch(epoch)
@@ -86,9 +81,6 @@ def test_a_worker_that_is_killed_is_named_with_its_batch_and_what_to_lower(table
     assert "data.workers" in said and "--run.resume latest" in said and "\n" not in said
     with pytest.raises(RuntimeError, match="shapes differ"), naming_killed_workers():  # other errors stay as they are
         raise RuntimeError("shapes differ")
-
-
-# ---- dataset ---------------------------------------------------------------------------------------------------------
 
 
 def test_target_of_a_row(table):
@@ -132,13 +124,11 @@ def test_cached_images_are_the_decoded_ones(tmp_path):
             assert_same(cached[SampleKey(2, i)], expected)
 
 
-# ---- batches ---------------------------------------------------------------------------------------------------------
-
-
 def some_samples(sizes):
     return [sample([[0, 0, 1, 1]] * i, size_hw) for i, size_hw in enumerate(sizes)]
 
 
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4), st.integers(1, 33))
 def test_collate_pads_with_zeros_to_the_stride(sizes, stride):
     samples = some_samples(sizes)
@@ -176,27 +166,15 @@ def test_normalisation_is_detrs():
     assert half.equal(expected.to(torch.bfloat16))  # rounded once, at the end
 
 
-def test_moving_a_batch_keeps_targets(table):
-    dataset = DetectionDataset(table, TRANSFORM)
-    batch = collate([dataset[SampleKey(0, i)] for i in range(5)])
-    assert_same_batches([batch.to("cpu"), copy.deepcopy(batch)], [batch, batch])
-
-
-def test_windows():
-    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(windows([], 3)) == []
-
-
-# ---- loaders ---------------------------------------------------------------------------------------------------------
-
-
 def test_batches_do_not_depend_on_workers_or_on_resuming(table):
     def start(workers):
         sampler = EpochSampler(COUNT, 3, seed=4)
         return make_loader(DetectionDataset(table, TRANSFORM, seed=4), sampler, workers, stride=8), sampler
 
     expected = epochs(*start(0), 0, 3)
-    assert sum(len(batch) for batch in expected) == 3 * COUNT
+    assert_same_batches([batch.to("cpu") for batch in expected], copy.deepcopy(expected))  # moving keeps the targets
+    assert sum(len(batch) for batch in expected) == 3 * COUNT and list(windows([], 3)) == []
+    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
     state = torch.get_rng_state()
     assert_same_batches(epochs(*start(2), 0, 3), expected)  # the workers persist over three epochs
     assert torch.get_rng_state().equal(state), "the global generator is left alone"

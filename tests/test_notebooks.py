@@ -40,7 +40,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """A run, and its final/ folder."""
     folder = tmp_path_factory.mktemp("trained")
     command = [sys.executable, ROOT / "scripts" / "train_detr.py", *small(data, "base"), "--run.output_dir", folder]
     subprocess.run([str(word) for word in [*command, *DETR]], check=True, env=environment(folder))
@@ -56,7 +55,6 @@ def small(data: Path, name: str) -> list:
 
 
 def parameters(stem: str, data: Path, trained: Path | None) -> dict:
-    """What the cell of parameters says instead, so that the notebook runs in seconds."""
     coco = small(data, "small")
     some, every = [*coco, *DETR], coco[2:]  # the second without a name
     own_data = ["--data.image_size", 64, "--data.workers", 0, "--data.batch_size_per_device", 2]
@@ -106,21 +104,19 @@ def test_stored_with_what_its_cells_show(path):
 
 
 def test_what_must_not_be_stored_is_found_and_left_out(tmp_path):
-    """Times and places of a machine, progress, warnings and errors."""
-    stream, cell = nbformat.v4.new_output, nbformat.v4.new_code_cell
     said = f"run folder: {tmp_path}/runs/a\n10 %\rdone\nepoch 1  elapsed 0:00:02\nTraining took 3.5 s\nAP 0.31\n"
-    notebook = nbformat.v4.new_notebook(cells=[cell(), cell("1", outputs=[
-        stream("stream", name="stdout", text=said), stream("stream", name="stderr", text="UserWarning: a\n"),
-        stream("stream", name="stdout", text="best AP 0.31\n"),
-        stream("execute_result", data={"text/html": f"<a href='{ROOT}/runs/b'>b</a>"}),
-    ])])  # fmt: skip
+    output, cell = nbformat.v4.new_output, nbformat.v4.new_code_cell
+    given = [output("stream", name="stdout", text=said), output("stream", name="stderr", text="UserWarning: a\n"),
+             output("stream", name="stdout", text="best AP 0.31\n"),
+             output("execute_result", data={"text/html": f"<a href='{ROOT}/runs/b'>b</a>"})]  # fmt: skip
+    notebook = nbformat.v4.new_notebook(cells=[cell(), cell("1", outputs=given)])
     wrong = " ".join(faults(notebook))
     assert "'0:00:02'" in wrong and "stderr" in wrong and "path" in wrong
     stored = storable(notebook, tmp_path)
     text, link = stored.cells[0].outputs
-    assert text.text == "run folder: ../runs/a\ndone\nAP 0.31\nbest AP 0.31\n"
-    assert link.data["text/html"] == "<a href='../runs/b'>b</a>" and faults(stored) == []
-    error = nbformat.v4.new_output("error", ename="ValueError", evalue="", traceback=[])
+    assert text.text == "run folder: ../runs/a\ndone\nAP 0.31\nbest AP 0.31\n" and faults(stored) == []
+    assert link.data["text/html"] == "<a href='../runs/b'>b</a>"
+    error = output("error", ename="ValueError", evalue="", traceback=[])
     assert faults(nbformat.v4.new_notebook(cells=[cell(outputs=[error])])) == ["code cell 0: error"]
 
 
@@ -157,7 +153,6 @@ def test_what_is_imported_from_the_toolkit_and_the_parameters_are_there(path, da
 
 
 def executed(path: Path, values: dict, folder: Path, monkeypatch) -> tuple[str, int]:
-    """The text that would be stored, and how many pictures are shown."""
     for key, value in environment(folder).items():
         monkeypatch.setenv(key, value)
     notebook = storable(client(path, folder / "runs", values).execute(), folder.parent)  # the data lie there, too

@@ -1,8 +1,4 @@
-"""The package: what it depends on, what a wheel holds, and the command `detect`.
-
-    python -m pytest tests/test_package.py              # the command, and the lists of pyproject.toml
-    python -m pytest tests/test_package.py -m slow      # a wheel, in an environment of its own, trains and predicts
-"""
+"""The package: what it depends on, what a wheel holds, and the command `detect`."""
 
 import ast
 import importlib
@@ -91,15 +87,12 @@ def test_the_lists_of_pyproject_have_every_extra_and_every_folder():
     modules = list(ROOT.glob("toolkit/**/*.py"))
     used = {extra for path in modules for extra in re.findall(r'import_extra\("\w+", "(\w+)"', path.read_text())}
     assert used and used <= set(EXTRAS)
-    listed = PROJECT["tool"]["setuptools"]["packages"]
-    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in modules}
-    assert folders == {name for name in listed if not name.startswith(("toolkit.scripts", "toolkit.configs"))}
-
-
-def test_a_missing_extra_is_one_sentence():
     with pytest.raises(BadInput, match=r'^videos need nothing_of_it, .*: pip install "detection-toolkit\[video\]"$'):
         import_extra("nothing_of_it", "video", "videos")
     assert import_extra("json", "video", "videos") is json
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in modules}
+    assert folders == {name for name in listed if not name.startswith(("toolkit.scripts", "toolkit.configs"))}
 
 
 def test_help_lists_every_script_with_what_it_does(capsys):

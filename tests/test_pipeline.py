@@ -1,6 +1,4 @@
 """One pipeline for all detectors: each recipe draws as its own transform does, boxes and relations survive everything.
-
-Run with `pytest tests/test_pipeline.py -n 0`.
 """
 
 from dataclasses import replace
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from documents import row_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from samples import assert_same, assert_well_formed, generator, painted, sample, samples
@@ -36,9 +34,6 @@ from toolkit.data.variable_sizes import VariableSizes
 from toolkit.errors import BadInput
 from toolkit.runs.settings import DataConfig
 
-# A busy machine is no failure.
-patient = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-
 SIDE = 48
 ALL_ON = {"flip": True, "photometric": True, "zoom_out": 3.0, "iou_crop": True}
 # (options of train_transform, options of training_sizes); the size of the square where the keys carry none
@@ -58,9 +53,6 @@ def made(name, **options):
     own, sizes = EVERYTHING[name]
     transform = train_transform(DataConfig(**{"image_size": SIDE, **ALL_ON, **own, **options}))
     return transform, () if own["recipe"] == "detr" and not sizes else ((40, 56),)
-
-
-# ---- what each recipe draws ------------------------------------------------------------------------------------------
 
 
 def direct_transforms(flip, photometric):
@@ -134,11 +126,8 @@ def test_crops_are_detrs_only_where_asked_for():
     assert kept[1, False] == kept[2, False] == {2} and min(kept[2, True] | kept[1, True]) < 2
 
 
-# ---- everything on ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", EVERYTHING)
-@patient
+@settings(max_examples=40)
 @given(samples(), st.integers(0, 2**32))
 def test_boxes_and_relations_survive_every_recipe(name, given_sample, seed):
     image, target = given_sample
@@ -215,9 +204,6 @@ def test_a_canvas_of_too_many_pixels_is_made_smaller(monkeypatch):
         torch.testing.assert_close(moved["boxes"], found["boxes"] * shrink, atol=2.0, rtol=0)
 
 
-# ---- mixing ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     """Eight images; each box has a class of its own, 10 times its image's number and on, which its attributes repeat;
@@ -281,9 +267,6 @@ def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(t
         assert_same(MixedDataset(table, random, 1)[key], DetectionDataset(table, one_draw_first, 1)[key])
 
 
-# ---- what cannot be --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "options", "named"),
     [
@@ -315,9 +298,6 @@ def test_all_faults_are_named_at_once_and_loaders_refuse_what_cannot_be(table):
     ):
         with pytest.raises(BadInput, match=words):
             loader_of_settings(table, wrong, seed=0, stride=32)
-
-
-# ---- splits ----------------------------------------------------------------------------------------------------------
 
 
 def test_splits_are_told_of_and_what_was_wrong_is_listed(tmp_path):

@@ -31,7 +31,6 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run folder as a run leaves it, with an SSD."""
     folder = tmp_path_factory.mktemp("runs") / "cups"
     for name in ("checkpoints/best", "report/pictures"):
         (folder / name).mkdir(parents=True)
@@ -106,9 +105,6 @@ def test_torchvision_loads_its_own_detector_by_the_card(tmp_path):
     exec(code.replace("print(", "found.setdefault('it', "), {"found": found})
     model = fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=3)
     assert model.load_state_dict(load_file(tmp_path / "model.safetensors")) and "boxes" in found["it"][0]
-
-
-# ---- a hub on loopback -----------------------------------------------------------------------------------------------
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -193,7 +189,6 @@ def test_the_folder_arrives_whole(run, hub):
 
 
 def test_a_training_asks_first_and_changes_nothing(hub, monkeypatch, capsys, tmp_path):
-    """What would fail after hours fails before the run has a folder; the hub has nothing new either."""
     from scripts import train_ssd
     from toolkit.command_line import run_script
 

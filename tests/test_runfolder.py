@@ -107,9 +107,6 @@ def test_git_state_of_a_checkout_and_of_none(tmp_path, monkeypatch):
     assert git_state(tmp_path) is None  # there is no git
 
 
-# ---------------------------------------------------------------- one run in a folder
-
-
 def content(folder: Path) -> dict:
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -42,9 +42,6 @@ def noted(folder):
     return json.loads((folder / "pretrained_config.json").read_text())
 
 
-# ---- published <- source <- given ------------------------------------------------------------------------------------
-
-
 def test_a_setting_is_the_given_one_else_that_of_the_source_else_the_published_one(tmp_path):
     source = build_detector("ssdlite", class_names=CLASSES, **SSD, nms_threshold=0.3, score_threshold=0.2, norm="group")
     source.save_final(tmp_path / "final", CATEGORIES)
@@ -176,7 +173,6 @@ DERIVED = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_settings_have_their_real_values(architecture):
-    """`--print_config` of an architecture shows no null where there is a value."""
     options = options_class(architecture)()
     empty = {name for name, value in asdict(options).items() if value is None}
     assert empty <= DERIVED

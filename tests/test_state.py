@@ -84,9 +84,6 @@ def test_a_rate_that_float32_cannot_hold(kind, fits, overflows):
         optimizer.step()
 
 
-# ---- the decision
-
-
 def test_what_another_window_cannot_mend_is_not_skipped():
     for policy, action in (("stop", Action.STOP), ("skip", Action.STOP), ("rollback", Action.ROLLBACK)):
         guard = NanGuard(policy)
@@ -111,9 +108,6 @@ def test_under_a_scaler_training_tells_them_apart(tmp_path, entry, action):
         t.optimizer.step = lambda: updates.append(t.detector.weight.grad.item())
         recover(t, action)
         assert updates == [INF] and t.detector.weight.grad is None
-
-
-# ---- a run
 
 
 def ready(folder, policy="stop", **options):
@@ -149,7 +143,6 @@ def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):
 @pytest.mark.parametrize("due", ["save", "signal", "evaluation", "end"])
 @pytest.mark.parametrize("in_window", [False, True])
 def test_what_is_not_finite_is_never_saved(tmp_path, due, in_window):
-    """Where a window has been trained on, it is reported."""
     every = {"save": Pace(save_every=1), "evaluation": Pace(eval_every=1)}.get(due, Pace())
     t = ready(tmp_path)
     t.pace, t.step = every, 9 if due == "end" else 0
@@ -236,9 +229,6 @@ def test_a_best_checkpoint_that_was_damaged_costs_a_line(tmp_path, metric, capsy
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
 
 
-# ---- rows that cannot be written
-
-
 def test_a_row_that_cannot_be_written_ends_the_run_after_a_save(tmp_path):
     t = ready(tmp_path)
 
@@ -252,9 +242,6 @@ def test_a_row_that_cannot_be_written_ends_the_run_after_a_save(tmp_path):
     with pytest.raises(BadInput, match="cannot be written"):
         t.evaluate_and_save(reduced["signal"])
     assert newest_valid(tmp_path / "checkpoints")[0].step == 1
-
-
-# ---- the report
 
 
 def test_a_norm_over_finite_gradients_is_named_and_replayed_as_one():
@@ -283,9 +270,6 @@ def test_a_fault_that_does_not_come_back_is_not_called_reproduced():
     with torch.no_grad():
         detector.weight.fill_(NAN)
     assert replay(detector, report, WINDOW, again)["reproduced"]
-
-
-# ---- between ranks
 
 
 def between_ranks():

@@ -1,8 +1,4 @@
-"""Sweeps: their file, a study over kills, several workers and pruning; what looks for a rate and a batch size.
-
-    python -m pytest tests/test_sweeps.py             # with a program of ten lines for the training
-    python -m pytest tests/test_sweeps.py -m slow     # with the training scripts
-"""
+"""Sweeps: their file, a study over kills, several workers and pruning; what looks for a rate and a batch size."""
 
 import csv
 import os
@@ -15,9 +11,10 @@ from pathlib import Path
 import optuna
 import pytest
 import yaml
-from launching import CPU, all_rows, checkpoint_tensors
+from launching import CPU, SCRIPTS, all_rows, checkpoint_tensors, small_settings
 
 from scripts import find_batch_size, find_rate, sweep
+from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.runs.sweep_file import Parameter, read_sweep
 
@@ -172,20 +169,10 @@ def test_the_curve_of_a_rate_stops_where_it_diverges_and_proposes_a_tenth_of_the
         find_rate.proposal(find_rate.follow([(r, 1.0 + r) for r in rates]))
 
 
-# ---------------------------------------------------------------- with the training scripts
-
-
 @pytest.fixture
 def tiny(tmp_path) -> list[str]:
-    """Arguments of a training of two steps an epoch."""
-    from toolkit.data.shapes import make_shapes
-
     make_shapes(tmp_path / "shapes", train_images=16, val_images=6, image_size=64)
-    annotations = tmp_path / "shapes" / "annotations"
-    return ["--config", str(ROOT / "tests" / "scripts" / "configs" / "train_detr.yaml"), "--data.format", "coco",
-            "--data.train", str(annotations / "train.json"), "--data.val", str(annotations / "val.json"),
-            "--data.image_size", "64", "--data.workers", "0", "--data.batch_size_per_device", "8",
-            "--eval.pictures", "0", "--run.epochs", "2"]  # fmt: skip
+    return small_settings(SCRIPTS[0], tmp_path / "shapes", ["--data.batch_size_per_device", 8])
 
 
 @pytest.mark.slow

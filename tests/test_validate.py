@@ -1,4 +1,4 @@
-"""Every defect is listed at once, in words.   Run: pytest tests/test_validate.py"""
+"""Every defect is listed at once, in words."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Visual Genome layout and PSG: files made, read, broken. Run: python -m pytest tests/test_visual_genome.py"""
+"""Visual Genome layout and PSG: files made, read, broken."""
 
 import json
 from pathlib import Path
@@ -102,13 +102,10 @@ def test_frequencies(thousand):
     torch.testing.assert_close(share.sum(-1), torch.ones(share.shape[:2], dtype=torch.float64), rtol=0, atol=1e-4)
 
 
-def test_real_zero_shot_triplets_name_real_classes():
+def test_published_triplets_are_read_without_unpickling_objects(tmp_path):
     triplets = load_triplets(STATS / "zeroshot_triplets.csv")
     assert triplets.shape == (5971, 3) and triplets.min() == 0
     assert triplets[:, :2].max() + 1 == len(CLASSES) == 150 and triplets[:, 2].max() + 1 == len(PREDICATES) == 50
-
-
-def test_published_triplets_are_read_without_unpickling_objects(tmp_path):
     rows = torch.tensor([[1, 2, 3], [150, 1, 50]])
     torch.save(rows, tmp_path / "zeroshot_triplet.pytorch")
     np.testing.assert_array_equal(load_triplets(tmp_path / "zeroshot_triplet.pytorch"), rows - 1)
@@ -153,6 +150,9 @@ def test_broken_files_are_explained(thousand, tmp_path):
         load_graphs(h5_file, "train")
     with pytest.raises(BadInput, match="no such file"):
         load_graphs(tmp_path / "nothing.h5", "train")
+    (tmp_path / "names.json").write_text(json.dumps({"label_to_idx": {"a": 0, "b": 1}}))
+    with pytest.raises(BadInput, match=r"(?s)(?=.*`label_to_idx` are not 1 \.\. 2).*`predicate_to_idx` missing"):
+        load_names(tmp_path / "names.json")
 
 
 def test_unknown_ids_drop_the_image_only_if_asked(thousand, tmp_path):
@@ -176,13 +176,6 @@ def test_image_list_must_fit(thousand, tmp_path):
         (tmp_path / "image_data.json").write_text(json.dumps(content))
         with pytest.raises(BadInput, match="a list"):
             load_image_list(tmp_path / "image_data.json", tmp_path, 1)
-
-
-def test_names_must_count_from_one(tmp_path):
-    (tmp_path / "names.json").write_text(json.dumps({"label_to_idx": {"a": 0, "b": 1}}))
-    with pytest.raises(BadInput) as caught:
-        load_names(tmp_path / "names.json")
-    assert "`label_to_idx` are not 1 .. 2" in str(caught.value) and "`predicate_to_idx` missing" in str(caught.value)
 
 
 def test_images_are_checked(thousand, tmp_path):

@@ -4,13 +4,13 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launching import free_port
 
 from toolkit.distributed import all_reduce, world
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
@@ -108,12 +108,6 @@ def test_a_process_that_hangs_is_ended_and_shows_where(tmp_path, hanging):
     assert codes == [1, 1, 1]
     assert all("has waited longer than run.hang_minutes for another process" in word[1] for word in words.values())
     assert "in rank_of" in Path(f"{tmp_path}.stderr{hanging}").read_text(), "the line at which it hangs"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_the_port_is_the_one_that_is_given(tmp_path, monkeypatch):

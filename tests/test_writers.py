@@ -47,10 +47,7 @@ def write_rows(path: Path, *rows: dict, keep_rows: int = 0) -> MetricsLog:
     return log
 
 
-# ---------------------------------------------------------------- metrics.jsonl
-
-
-@settings(deadline=None, max_examples=50)  # each example waits for the disk
+@settings(max_examples=50)  # each example waits for the disk
 @given(st.dictionaries(st.text(min_size=1).filter(lambda k: k != "nonfinite"), st.floats() | st.integers() | st.none()))
 def test_rows_are_strict_json_and_come_back(tmp_path_factory, values):
     row = values | {"step": 3}
@@ -143,13 +140,20 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
     assert repair_rows(path, 0) == [] and not path.exists()
 
 
-def test_evaluating_an_earlier_checkpoint_only_keeps_the_rows_after_it(tmp_path):
+def test_rows_after_an_earlier_checkpoint_and_before_a_tracker_and_of_the_main_process_alone(tmp_path):
+    writer = RunWriter(tmp_path, trackers=["tensorboard"], is_main=False)
+    writer.log(train_row(1))
+    writer.show(evaluation(), step=1)
+    writer.close()
+    assert list(tmp_path.iterdir()) == [] and writer.state_dict().keys() == {"rows", "run_ids"} and not writer.shows
     earlier = log_rows(tmp_path, 5).state_dict()
     log_rows(tmp_path, 10, resume_state=earlier)
     writer = RunWriter(tmp_path, resume_state=earlier, eval_only=True)
     writer.log(val_row(5))
     writer.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [train_row(5), train_row(10), val_row(5)]
+    log_rows(tmp_path, 15, trackers=["tensorboard"], resume_state=writer.state_dict())
+    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [5, 10, 15]
 
 
 def test_bad_metrics_files_and_a_full_disk_are_bad_input(tmp_path):
@@ -166,9 +170,6 @@ def test_bad_metrics_files_and_a_full_disk_are_bad_input(tmp_path):
             log.write(train_row(1))
 
 
-# ---------------------------------------------------------------- trackers
-
-
 def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
     config = {"optim": {"lr": 1e-4, "name": None}, "data": {"sizes": [1, 2]}}
     data = {split: DataFacts(f"{split}0123456789abcdef", "images", 9, 20, 2) for split in ("train", "val")}
@@ -177,7 +178,6 @@ def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
 
 
 def log_rows(folder: Path, *steps: int, trackers: Sequence[str] = (), **options) -> RunWriter:
-    """A writer that has written these training rows and is closed."""
     writer = open_writer(folder, *trackers, **options)
     for step in steps:
         writer.log(train_row(step))
@@ -225,7 +225,6 @@ def run_and_resume(folder: Path, *trackers: str) -> None:
 
 
 def events_of(folder: Path):
-    """Everything that was written for TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=False).Reload()
@@ -267,20 +266,6 @@ def test_losses_before_their_weights_go_to_trackers_only_when_asked_for(tmp_path
     tags = scalars(tmp_path).keys()
     assert "train/loss_ce" in tags and unscaled.keys() & tags == (unscaled.keys() if asked else set())
     assert unscaled.items() <= read_metrics(tmp_path / "metrics.jsonl")[0].items(), "the file has them always"
-
-
-def test_a_tracker_switched_on_later_gets_the_earlier_rows(tmp_path):
-    state = log_rows(tmp_path, 1, 2).state_dict()
-    log_rows(tmp_path, 3, trackers=["tensorboard"], resume_state=state)
-    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3]
-
-
-def test_only_the_main_process_writes(tmp_path):
-    writer = RunWriter(tmp_path, trackers=["tensorboard"], is_main=False)
-    writer.log(train_row(1))
-    writer.show(evaluation(), step=1)
-    writer.close()
-    assert list(tmp_path.iterdir()) == [] and writer.state_dict().keys() == {"rows", "run_ids"} and not writer.shows
 
 
 def test_a_failing_tracker_costs_one_warning(wandb_home, monkeypatch):
@@ -341,9 +326,6 @@ def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):
         tracker_names(["wandb", "wnadb", "aim"])
     assert tracker_names("none") == tracker_names([]) == []
     assert tracker_names(["wandb", "none", "wandb"]) == ["wandb"] == tracker_names("wandb")
-
-
-# ---------------------------------------------------------------- W&B
 
 
 @pytest.fixture
@@ -426,7 +408,6 @@ def test_wandb_without_account_or_network_goes_offline_with_one_warning(wandb_ho
 
 @pytest.mark.slow
 def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
-    """On a terminal, W&B would ask and wait."""
     monkeypatch.delenv("WANDB_SILENT")
     monkeypatch.setenv("TERM", "xterm")
     terminal, other_end = pty.openpty()
@@ -437,9 +418,6 @@ def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
     os.close(other_end)
     os.close(terminal)
     assert [step for _, step, _ in history(wandb_home)] == [1]
-
-
-# ---------------------------------------------------------------- console
 
 
 def test_the_lines_of_a_training():

@@ -25,8 +25,20 @@ def document(folder: Path, topic: str) -> dict:
     return json.loads((folder / f"sgg_{topic}.json").read_text())
 
 
-def group(data: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {key[len(prefix) + 1 :]: value for key, value in data.items() if key.startswith(f"{prefix}.")}
+def group(data: dict[str, np.ndarray], prefix: str, after: str = ".") -> dict[str, np.ndarray]:
+    """The arrays whose name starts with `prefix` and what stands `after` it, without both."""
+    return {key.removeprefix(prefix + after): v for key, v in data.items() if key.startswith(prefix + after)}
+
+
+def ending(folder: Path, topic: str, suffix: str, program: str = "sgg") -> list[str]:
+    """The names of a file's arrays that end with `suffix`, without it."""
+    return [key.removesuffix(suffix) for key in arrays(folder, topic, program) if key.endswith(suffix)]
+
+
+def parametrize(metafunc, cases: dict) -> None:
+    """`cases`: argument of a test -> a function that reads its values from the files."""
+    for name in cases.keys() & set(metafunc.fixturenames):
+        metafunc.parametrize(name, cases[name]())
 
 
 def prefixes(folder: Path, topic: str, depth: int = 1) -> list[str]:

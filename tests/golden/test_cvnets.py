@@ -1,7 +1,4 @@
-"""The numbers of CVNets (apple/ml-cvnets); every case, size and parameter comes from the files.
-
-Run: python -m pytest tests/golden/test_cvnets.py [--golden DIR]
-"""
+"""The numbers of CVNets (apple/ml-cvnets); every case, size and parameter comes from the files."""
 
 import json
 from functools import cache, partial
@@ -62,9 +59,6 @@ def pytest_generate_tests(metafunc):
         if fixture in metafunc.fixturenames:
             cases = documents(folder, topic)
             metafunc.parametrize(fixture, list(cases.values()), ids=list(cases))
-
-
-# ---- schedules -------------------------------------------------------------------------------------------------------
 
 
 class Cvnets:
@@ -132,9 +126,6 @@ def test_schedules_are_those_of_the_original_at_the_same_moment(schedule):
     np.testing.assert_allclose(np.outer(expected, factors), rounded, rtol=1e-6, atol=1e-8)
 
 
-# ---- averages and norms ----------------------------------------------------------------------------------------------
-
-
 class Module(nn.Module):
     """A state dict as a module: float entries as parameters, the others as buffers."""
 
@@ -187,9 +178,6 @@ def test_norm_momentum(momentum_case):
             else:  # left alone there, no reason why
                 assert module.momentum == pytest.approx(momentum) and value == start
     assert compared
-
-
-# ---- SSD -------------------------------------------------------------------------------------------------------------
 
 
 def test_anchors(golden):
@@ -281,9 +269,6 @@ def test_self_weighting(golden):
         before = after
     assert not bool((labels == IGNORED).any())
     assert len(set(data["wt_loc_after"].tolist())) > 1
-
-
-# ---- accumulation ----------------------------------------------------------------------------------------------------
 
 
 class Linear:

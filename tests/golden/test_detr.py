@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchvision
 from golden_files import arrays as golden_arrays
+from golden_files import group as golden_group
 from plain_training import plain_training
 from processes import run_on_ranks
 from torch import nn
@@ -32,15 +33,7 @@ from toolkit.step.meters import Meters, SmoothedValue
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import Schedule
 
-load = partial(golden_arrays, program="detr")
-
-
-def group(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """The arrays named `prefix/...`, without the prefix."""
-    return {key.removeprefix(f"{prefix}/"): value for key, value in arrays.items() if key.startswith(f"{prefix}/")}
-
-
-# --- criterion --------------------------------------------------------------------------------------------------------
+load, group = partial(golden_arrays, program="detr"), partial(golden_group, after="/")
 
 
 def targets_of(labels: np.ndarray, boxes_cxcywh: np.ndarray, counts: np.ndarray) -> list[dict]:
@@ -139,9 +132,6 @@ def test_criterion_on_several_ranks_equals_the_original(golden):
                 np.testing.assert_allclose(outcome["reduced"][name], value, rtol=1e-9, atol=atol, err_msg=name)
 
 
-# --- post-processing and meters ---------------------------------------------------------------------------------------
-
-
 def test_postprocess_equals_the_original(golden):
     from toolkit.models.detr.detr import Detr  # here: the ranks above import this file, and need no transformers
 
@@ -179,9 +169,6 @@ def test_lines_of_meters_equal_the_original(golden):
         assert str(meters) == line
     for name, value in reference["metric_logger"]["global_avg"].items():
         assert meters[name].global_avg == pytest.approx(value, abs=1e-12)
-
-
-# --- model ------------------------------------------------------------------------------------------------------------
 
 
 OPTIONS = {"hidden_dim": "d_model", "nheads": "heads", "enc_layers": "encoder_layers", "dec_layers": "decoder_layers",
@@ -229,29 +216,16 @@ def load_recipe(detector: nn.Module, seed: int) -> None:
     detector.model.load_state_dict(recipe_weights(shapes, seed))
 
 
-def samples_of(arrays: dict[str, np.ndarray]) -> list[tuple[torch.Tensor, dict]]:
-    """Images (uint8, cropped to their size) and targets, in the order of the file."""
-    samples = []
-    for i, (height, width) in enumerate(arrays["image_sizes_hw"].tolist()):
-        n = arrays["num_targets"][i]
-        scale = torch.tensor([width, height, width, height])
-        size = torch.tensor([height, width])
-        target = {
-            "image_id": i,
-            "boxes": cxcywh_to_xyxy(torch.from_numpy(arrays["target_boxes_cxcywh"][i, :n])) * scale,
-            "labels": torch.from_numpy(arrays["target_labels"][i, :n]),
-            "iscrowd": torch.zeros(n, dtype=torch.int64),
-            "size": size,
-            "orig_size": size,
-        }
-        samples.append((torch.from_numpy(arrays["images_uint8"][i, :, :height, :width]).contiguous(), target))
-    return samples
-
-
 def batches_of(arrays: dict[str, np.ndarray]) -> list:
-    """One epoch's batches: consecutive images, padded to the largest of the batch."""
-    samples, size = samples_of(arrays), int(arrays["config/batch_size"])
-    return [collate(samples[start : start + size]) for start in range(0, len(samples), size)]
+    """One epoch's batches: consecutive images in the order of the file, padded to the largest of the batch."""
+    samples, batch_size = [], int(arrays["config/batch_size"])
+    for i, (height, width) in enumerate(arrays["image_sizes_hw"].tolist()):
+        n, size = arrays["num_targets"][i], torch.tensor([height, width])
+        boxes = cxcywh_to_xyxy(torch.from_numpy(arrays["target_boxes_cxcywh"][i, :n])) * size.flip(0).repeat(2)
+        target = {"image_id": i, "boxes": boxes, "labels": torch.from_numpy(arrays["target_labels"][i, :n])}
+        target |= {"iscrowd": torch.zeros(n, dtype=torch.int64), "size": size, "orig_size": size}
+        samples.append((torch.from_numpy(arrays["images_uint8"][i, :, :height, :width]).contiguous(), target))
+    return [collate(samples[start : start + batch_size]) for start in range(0, len(samples), batch_size)]
 
 
 def predictions(detector: nn.Module, batches: list) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,9 +271,6 @@ def test_auxiliary_outputs_follow_the_original_where_transformers_does_not(golde
         np.testing.assert_allclose(values[name].item(), value, rtol=1e-4, err_msg=name)
     total = LossWeights(detector.loss_names, {}, detector.default_weights)(losses, step=0).total
     np.testing.assert_allclose(total.item(), norms["total_loss"], rtol=1e-4)
-
-
-# --- trajectories -----------------------------------------------------------------------------------------------------
 
 NAMES_IN_TRANSFORMERS = {
     "linear1": "mlp.fc1", "linear2": "mlp.fc2", "out_proj": "o_proj", "multihead_attn": "encoder_attn",
@@ -380,23 +351,14 @@ def trajectory(request, golden) -> dict[str, np.ndarray]:
 ROUNDING, ROUNDING_FLOAT64 = 5e-6, 1.5e-7
 
 
-def test_trajectories_start_where_the_original_starts(trajectory):
-    detector = start_of_trajectory(trajectory)
-    assert_state(detector, trajectory, "init", rtol=1e-6)
+def assert_start(detector: nn.Module, arrays: dict[str, np.ndarray]) -> None:
+    assert_state(detector, arrays, "init", rtol=1e-6)
     state = detector.model.state_dict()
-    sums = [state[name].double().sum().item() for name in trajectory["param_names_hf"].tolist()]
-    np.testing.assert_allclose(sums, trajectory["param_sum_init"], rtol=1e-5, atol=1e-5)
-    logits, boxes = predictions(detector, batches_of(trajectory))
-    np.testing.assert_allclose(logits, trajectory["init_logits"], atol=1e-4)
-    np.testing.assert_allclose(boxes, trajectory["init_boxes"], atol=1e-4)
-
-
-def optimizer_groups(detector: nn.Module, arrays: dict[str, np.ndarray]) -> list[dict]:
-    """The original's two groups, the backbone with a rate of its own, weight decay on everything."""
-    config = config_of(arrays)
-    return parameter_groups(
-        detector, lr=config["lr"], backbone_lr=config["lr_backbone"], weight_decay=config["weight_decay"]
-    )
+    sums = [state[name].double().sum().item() for name in arrays["param_names_hf"].tolist()]
+    np.testing.assert_allclose(sums, arrays["param_sum_init"], rtol=1e-5, atol=1e-5)
+    logits, boxes = predictions(detector, batches_of(arrays))
+    np.testing.assert_allclose(logits, arrays["init_logits"], atol=1e-4)
+    np.testing.assert_allclose(boxes, arrays["init_boxes"], atol=1e-4)
 
 
 def assert_trajectory(rows: list[dict[str, float]], detector: nn.Module, arrays: dict[str, np.ndarray]) -> None:
@@ -425,13 +387,14 @@ def assert_trajectory(rows: list[dict[str, float]], detector: nn.Module, arrays:
 
 
 def test_train_one_epoch_follows_the_original_step_by_step(trajectory, tmp_path):
-    """The loop of scripts/train_detr.py itself: 30 steps of loss, gradient norm, learning rate, the averages that the
-    epochs return, and the final weights."""
+    """The loop of scripts/train_detr.py itself, 30 steps from the original's weights, in its two groups of rates."""
     config = config_of(trajectory)
     detector, batches = start_of_trajectory(trajectory), batches_of(trajectory)
+    assert_start(detector, trajectory)
+    rates = {"lr": config["lr"], "backbone_lr": config["lr_backbone"], "weight_decay": config["weight_decay"]}
     total_steps, step_size = config["epochs"] * len(batches), config["lr_drop_epochs"] * len(batches)
     t = plain_training(
-        detector, batches, build_optimizer("adamw", optimizer_groups(detector, trajectory)),
+        detector, batches, build_optimizer("adamw", parameter_groups(detector, **rates)),
         lambda optimizer: Schedule(optimizer, "step", total_steps, step_size=step_size, gamma=0.1), tmp_path,
         total_steps=total_steps, max_norm=config["clip_max_norm"],
     )  # fmt: skip

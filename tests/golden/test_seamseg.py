@@ -2,18 +2,15 @@
 
 Boxes of the files are (y0, x0, y1, x1) and deltas (dy, dx, dh, dw); ours have x first. What differs from the original
 is asserted as such here and listed in docs/differences.md.
-
-Run: python -m pytest tests/golden/test_seamseg.py [--golden DIR]
 """
 
 import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from golden_files import arrays
+from golden_files import arrays, ending, parametrize
 from torchvision.models.detection._utils import BoxCoder, encode_boxes
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops.poolers import LevelMapper
@@ -36,19 +33,13 @@ RTOL = 1e-5
 files = partial(arrays, program="seamseg")
 
 
-def schedule_cases(folder: Path) -> dict[str, dict]:
-    return json.loads((folder / "seamseg_schedulers.json").read_text())
-
-
 def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("golden")
-    if "meter_case" in metafunc.fixturenames:
-        cases = [key.split("/")[0] for key in files(folder, "meters") if key.endswith("/sequence")]
-        metafunc.parametrize("meter_case", cases)
-    if "schedule_case" in metafunc.fixturenames:
-        metafunc.parametrize("schedule_case", list(schedule_cases(folder)))
-    if "image" in metafunc.fixturenames:
-        metafunc.parametrize("image", range(len(files(folder, "detection_loss")["num_gt"])))
+    parametrize(metafunc, {
+        "meter_case": lambda: ending(folder, "meters", "/sequence", "seamseg"),
+        "schedule_case": lambda: list(json.loads((folder / "seamseg_schedulers.json").read_text())),
+        "image": lambda: range(len(files(folder, "detection_loss")["num_gt"])),
+    })  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -63,9 +54,6 @@ def xy(array: np.ndarray) -> torch.Tensor:
 
 def close(ours, theirs, rtol: float = RTOL, atol: float = 1e-7, name: str = "") -> None:
     np.testing.assert_allclose(torch.as_tensor(ours).detach().numpy(), theirs, rtol=rtol, atol=atol, err_msg=name)
-
-
-# Meters
 
 
 def test_momentum_meters(golden, meter_case):
@@ -85,13 +73,10 @@ def test_momentum_meters(golden, meter_case):
         assert meters[0].count == pytest.approx(count[i], rel=RTOL)
 
 
-# Schedules
-
-
 def test_schedules(golden, schedule_case):
     """Per batch, the original's rate is one step early. A burn-in ends that, and does not move the schedule, which is
     where it would be without."""
-    case = schedule_cases(golden)[schedule_case]
+    case = json.loads((golden / "seamseg_schedulers.json").read_text())[schedule_case]
     config, per_epoch = case["config"], case["epoch_length"]
     every = per_epoch if config["update_mode"] == "epoch" else 1
     total, burn_in = config["epochs"] * per_epoch, config["burn_in_steps"] * every
@@ -131,9 +116,6 @@ def our_schedule(config: dict, every: int) -> tuple[str, float, dict]:
     if name == "step":
         return name, 1.0, {"step_size": params["step_size"] * every, "gamma": params["gamma"]}
     return name, 1.0, {"milestones": [m * every for m in params["milestones"]], "gamma": params["gamma"]}
-
-
-# Matching and losses
 
 
 def objects_of(detection: dict, image: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,12 +247,9 @@ def test_box_losses_and_gradients(detection):
 def test_level_of_a_box(detection):
     """Canonical scale 224 on level 2 of 0 to 3 is torchvision's 224 on level 4 of 2 to 5."""
     mapper = LevelMapper(2, 5, canonical_scale=224, canonical_level=4)
-    boxes = [xy(b[:n]) for b, n in zip(
-        detection["roi/input_proposals_yxyx"], detection["roi/num_input_proposals"], strict=True)]  # fmt: skip
+    proposals, counts = detection["roi/input_proposals_yxyx"], detection["roi/num_input_proposals"]
+    boxes = [xy(of_image[:count]) for of_image, count in zip(proposals, counts, strict=True)]
     np.testing.assert_array_equal(mapper(boxes).numpy(), detection["roi/fpn_level_of_input_proposals"])
-
-
-# Boxes
 
 
 def test_box_operations(golden):

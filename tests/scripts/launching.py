@@ -75,6 +75,11 @@ class Result:
     def status(self) -> dict:
         return json.loads((self.folder / "status.json").read_text())
 
+    @property
+    def numbers(self) -> dict:
+        """What evaluate.py printed."""
+        return json.loads(next(line for line in self.text.splitlines() if line.startswith("{")))
+
     def ok(self) -> "Result":
         assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.text}"
         return self
@@ -191,9 +196,6 @@ def finish(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]
         os.killpg(process.pid, signal.SIGKILL)
         raise AssertionError(f"hangs: {process.args}\n{process.communicate()[0]}") from None
     return process.returncode, text
-
-
-# ---------------------------------------------------------------- what a run leaves behind
 
 
 def all_rows(folder: Path) -> list[dict]:

@@ -320,9 +320,6 @@ def _tell_copy(packet, name, args, kwargs, to_device) -> None:
     _log.note(name, "wait" if waits else "copy", pinned)
 
 
-# ---- pinned memory ----
-
-
 def pin(tensor: torch.Tensor, device=None) -> torch.Tensor:
     copy = tensor.detach().clone()
     storage = copy.untyped_storage()
@@ -333,9 +330,6 @@ def pin(tensor: torch.Tensor, device=None) -> torch.Tensor:
 def is_pinned(tensor: torch.Tensor, device=None) -> bool:
     reference = _log.pinned.get(tensor.untyped_storage().data_ptr())
     return reference is not None and not reference.expired()
-
-
-# ---- cells of recurrent networks, which have a fused kernel for CUDA only ----
 
 
 def _lstm(inputs, hidden, cx, input_bias=None, hidden_bias=None):
@@ -372,9 +366,6 @@ def _gru_backward(grad, workspace, has_bias):
     inputs, hidden = torch.cat([to_r, to_z, to_n], 1), torch.cat([to_r, to_z, to_n * r], 1)
     biases = (inputs.sum(0), hidden.sum(0)) if has_bias else (None, None)
     return inputs, hidden, grad * z, *biases
-
-
-# ---- what Python asks of torch.cuda ----
 
 
 class _Stream:

@@ -138,13 +138,9 @@ def check_replay(server, folder) -> None:
     again = server.run(ROOT / "scripts" / "replay.py", [path.parent, "--trust"], faults=[planted])
     assert "changed since" not in again.ok().text
 
-
-# ---------------------------------------------------------------- what changes of one's own leave out, or add
-
 SNAPSHOT = "        t.guard.snapshot(t.detector)\n"
 CRITERION = "losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32\n"
 ADD = "                t.add(weighted, metrics)\n"
-REDUCED = "        reduced = reduce_dict(*t.sums(grad_norm))\n"
 ACCEPTS = "        if not t.accepts(window, reduced):  # the guard: reported and recovered\n            continue\n"
 UPDATE = "        t.optimizer.step()\n"
 STEP = "        t.step += 1\n"

@@ -28,20 +28,6 @@ CASES = [("full", "first checkpoint"), *(pytest.param(how, moment, marks=pytest.
 }.items() for moment in sorted(moments))]  # fmt: skip
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """A small file system of its own."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=512m,nr_inodes=400", "none", str(disk)]
-    try:
-        subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting a file system is not allowed here: {error}")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
 def make_room(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     for path in disk.glob(".filler*"):
@@ -49,8 +35,8 @@ def make_room(disk: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "moment"), CASES)
-def test_the_run_ends_with_a_sentence_and_goes_on_when_there_is_room(server, script, resumable, disk, how, moment):
-    args, reference = resumable(1)
+def test_the_run_ends_with_a_sentence_and_goes_on_when_there_is_room(server, script, resumable, mount, how, moment):
+    (args, reference), disk = resumable(1), mount("size=512m,nr_inodes=400")
     args = [*args, "--run.output_dir", str(disk), "--run.name", "run", "--eval.pictures", "2", "--data.workers", "0"]
     at, call = MOMENTS[moment]
     fault = {"disk": how, "folder": str(disk / "run" if how == "removed" else disk), "at": at, "call": call}

@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Script, all_rows, assert_same_run, flat, kill
+from launching import ROOT, Script, all_rows, assert_same_run, kill, small_settings
+
+from scripts.train_faster_rcnn import Config
+from toolkit.command_line import parse_config
+from toolkit.errors import BadInput
 
 ENV = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of fcos_detector.py
 FASTER_RCNN = Script("train_faster_rcnn")
@@ -12,17 +16,12 @@ FASTER_RCNN = Script("train_faster_rcnn")
 
 @pytest.fixture(scope="module")
 def arguments(data, tmp_path_factory):
-    annotations, folder = data / "annotations", tmp_path_factory.mktemp("own")
-    given = {
-        "--model.architecture": "fcos_detector:FCOS", "--model.score_threshold": 0.01,
-        "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
-        "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--eval.pictures": 0,
-        "--run.epochs": 2, "--run.log_every": 1, "--run.save_every": 2, "--optim.ema_decay": 0.9, "--optim.lr": 1e-3,
-        "--run.output_dir": folder, "--run.resume": "latest", "--eval.batch_size_per_device": 3,
-    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("own")
     empty = folder / "empty.yaml"
     empty.write_text("run: {}\n")
-    return flat({"--config": empty} | given)
+    own = ["--config", empty, "--model.architecture", "fcos_detector:FCOS", "--model.score_threshold", 0.01,
+           "--run.save_every", 2, "--optim.lr", 1e-3, "--run.output_dir", folder, "--run.resume", "latest"]  # fmt: skip
+    return small_settings(FASTER_RCNN, data, own)
 
 
 def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data):
@@ -46,12 +45,11 @@ def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data
         assert len(json.loads((out / "predictions.json").read_text())["images"]) == 10
 
 
-def test_a_class_that_is_no_detector_is_refused_before_anything_is_read(server, arguments):
+def test_a_class_that_is_no_detector_is_refused_before_anything_is_read():
     for architecture, words in {
         "fcos_detector:Fcos": "cannot be imported", "fcos_detector:FCOSOptions": "no subclass",
         "nowhere:FCOS": "cannot be imported", "faster_rcn": "did you mean faster_rcnn",
         "rt_detr_v2": "another script trains rt_detr_v2",
     }.items():  # fmt: skip
-        args = [*arguments, "--model.architecture", architecture, "--run.name", "no"]
-        ended = server.run(FASTER_RCNN, args, env=ENV)
-        assert ended.code == 2 and words in ended.text, ended.text
+        with pytest.raises(BadInput, match=words):
+            parse_config(Config, ["--model.architecture", architecture])

@@ -118,7 +118,6 @@ def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings
 @pytest.mark.slow
 @pytest.mark.every_script
 def test_compiled_losses_and_checkpoints_are_those_of_the_eager_model(server, script, settings, tmp_path):
-    """Kernels are compiled for one script; the graphs of all are captured."""
     args = settings("--run.output_dir", tmp_path, "--run.max_steps", 3, "--run.eval_every", 0,
                     "--eval.batch_size_per_device", 10, *script.one_size)  # fmt: skip
     backend = "true" if script == SCRIPTS[0] else "aot_eager"

@@ -89,7 +89,6 @@ def test_final_folder_and_run_find_the_same_one_at_a_time_or_together(whole, pho
 
 @pytest.fixture(scope="module")
 def published(server, script, settings, tmp_path_factory):
-    """A published DETR, trained for two steps, that keeps the aspect ratio of its images."""
     args = settings("--config", script.config.with_name("detr_published.yaml"), "--run.max_steps", 2,
                     "--run.output_dir", tmp_path_factory.mktemp("published"), "--data.scales", "[96,128]",
                     "--data.max_size", 200)  # fmt: skip
@@ -97,7 +96,6 @@ def published(server, script, settings, tmp_path_factory):
 
 
 def test_run_and_final_folder_give_what_the_pipeline_gives(server, whole, published, photos, tmp_path):
-    """On photographs too, where the data of BCCD are there."""
     drawn, photographs = sorted(photos.rglob("*.png")), sorted((BCCD / "JPEGImages").glob("*.jpg"))[:8]
     for folder, paths in ((whole, drawn), (published, [*drawn, *photographs])):
         for model in (folder / "final", folder):
@@ -153,14 +151,6 @@ def test_a_file_that_finds_something_else_is_refused(server, script, whole, tmp_
     ended = server.run(EXPORT, [whole, "--out", tmp_path, "--formats", "onnx", "--tolerance", "-1"])
     assert ended.code == 1 and "more than -1.0 apart" in ended.text
     assert (tmp_path / "model.onnx.wrong").exists() and not (tmp_path / "model.onnx").exists()
-
-
-def test_an_old_prediction_is_replaced_only_when_told(server, whole, photos, tmp_path):
-    out = tmp_path / "new" / "folder"
-    predict(server, whole, photos / "0.png", "--out", out)
-    assert "--overwrite" in server.run(PREDICT, [whole, photos / "2.png", "--out", out]).text
-    predict(server, whole, photos / "2.png", "--out", out, "--overwrite")
-    assert [path.name for path in (out / "pictures").iterdir()] == ["2.png"]
 
 
 def test_one_message_and_code_2(server, whole, photos, tmp_path):

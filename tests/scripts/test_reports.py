@@ -31,10 +31,6 @@ def test_folder_has_all_that_a_person_looks_at(whole):
     assert {"val/loss", "val/ema/loss"} <= rows(whole)[-1].keys()
 
 
-def numbers_of(text: str) -> dict:
-    return json.loads(next(line for line in text.splitlines() if line.startswith("{")))
-
-
 @pytest.mark.every_script
 def test_a_run_leaves_the_predictions_of_its_best_weights(server, script, run):
     about = json.loads((run / "report" / "predictions.about.json").read_text())
@@ -43,7 +39,7 @@ def test_a_run_leaves_the_predictions_of_its_best_weights(server, script, run):
     row = next(r for r in rows(run) if r["step"] == best and "val/loss" in r)
     assert {f"val/{k}": v for k, v in about["scores"].items()}.items() <= row.items()
     if script.name != "train_sgg":  # whose file has boxes; relations stand beside them
-        numbers = numbers_of(server.run(EVALUATE, [run / "report" / "predictions.json"]).ok().text)
+        numbers = server.run(EVALUATE, [run / "report" / "predictions.json"]).ok().numbers
         assert {k: numbers[k] for k in about["scores"]} == pytest.approx(about["scores"], abs=1e-12)
         assert numbers.keys() >= {"voc07_mAP", "voc12_mAP"}
 
@@ -97,7 +93,7 @@ def test_classes_in_another_order_and_another_format_give_the_same_boxes(server,
     detections = []
     for of_the_run, args in ((True, []), (False, turned)):
         ended = server.run(EVALUATE, [run, *args, "--save", tmp_path / "saved.json"]).ok()
-        assert ("loss" in numbers_of(ended.text)) == of_the_run
+        assert ("loss" in ended.numbers) == of_the_run
         detections.append(sorted(
             (row["image_id"], -row["score"], row["bbox"], abs((0 if of_the_run else 100) - row["category_id"]))
             for row in json.loads((tmp_path / "saved.json").read_text())

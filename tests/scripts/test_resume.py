@@ -92,9 +92,6 @@ def test_other_number_of_processes_resumes_and_says_what_differs(server, script,
     assert rows(folder)[:4] == before[:4] == rows(reference)[:4]
 
 
-# ---------------------------------------------------------------- a resume that is refused, or says what it makes of it
-
-
 def snapshot(folder: Path) -> dict:
     """Every file and link of a folder, byte for byte."""
     return {path: os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()

@@ -42,11 +42,6 @@ def of_coco(folder, data, **options) -> list:
     return arguments(folder, *files, **{"data__format": "coco", "data__batch_size_per_device": 4} | options)
 
 
-def numbers(text: str) -> dict:
-    """What evaluate.py printed."""
-    return json.loads(next(line for line in text.splitlines() if line.startswith('{"')))
-
-
 def test_a_rank_whose_batches_have_no_relation_does_not_stop_the_others(server, data, tmp_path):
     """Of two ranks one has an image with relations in each step; the other none, or not even an object."""
     document = json.loads((data / "annotations" / "train.json").read_text())
@@ -66,7 +61,6 @@ def test_a_rank_whose_batches_have_no_relation_does_not_stop_the_others(server, 
 
 
 def trained_detector(server, data, tmp_path, name: str) -> Path:
-    """The folder of a short run of another script on the same data."""
     detector = Script(name)
     given = pairs(of_coco(tmp_path, data)) | {"--config": detector.config, "--run.name": "detector"}
     common = {key: value for key, value in given.items() if key.startswith(("--config", "--run", "--data"))}
@@ -102,7 +96,7 @@ def test_on_a_frozen_detector_of_a_run(server, data, tmp_path, name, mode):
     averaged = "ema/" if any(key.startswith("ema/") for key in own) else "model/"
     assert parts and all(torch.equal(value, own[averaged + key]) for key, value in parts.items())
 
-    asked = numbers(server.run(ROOT / "scripts" / "evaluate.py", [reference]).ok().text)
+    asked = server.run(ROOT / "scripts" / "evaluate.py", [reference]).ok().numbers
     best = checkpoint_state(reference / "checkpoints" / "best")["step"]
     (row,) = (row for row in rows(reference) if row["step"] == best and "val/R@100" in row)
     assert {key: asked[key] for key in asked if "R@" in key} == {k[4:]: v for k, v in row.items() if "R@" in k}
@@ -160,9 +154,9 @@ def test_a_choice_at_inference_is_made_on_a_trained_run(server, data, tmp_path):
     alone = server.run(SGG, args).ok()
     assert "validation data: " in alone.text and "optim" not in alone.text
     evaluate = ROOT / "scripts" / "evaluate.py"
-    plain = numbers(server.run(evaluate, [trained]).ok().text)
-    asked = numbers(server.run(evaluate, [trained, "--head.effect", "tde", "--save", tmp_path / "tde.json"]).ok().text)
-    assert asked == numbers(server.run(evaluate, [alone.folder]).ok().text)
+    plain = server.run(evaluate, [trained]).ok().numbers
+    asked = server.run(evaluate, [trained, "--head.effect", "tde", "--save", tmp_path / "tde.json"]).ok().numbers
+    assert asked == server.run(evaluate, [alone.folder]).ok().numbers
     assert {f"val/{key}": value for key, value in asked.items()}.items() <= rows(alone.folder)[-1].items()
     assert asked != plain
     check_prediction_of_given_boxes(server, data, trained, tmp_path)
