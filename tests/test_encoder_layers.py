@@ -1,8 +1,4 @@
-"""What does not ask for a value, encoder layers and sizes that are known, gives the numbers of transformers' own, which
-do, to the bit.
-
-pytest tests/test_encoder_layers.py
-"""
+"""Encoder layers and forwards without host synchronisation give the numbers of transformers' own, to the bit."""
 
 import ast
 import hashlib

@@ -1,7 +1,4 @@
-"""What stands in the settings of the original programs stands here: the defaults of each script, the published recipes.
-
-    python -m pytest tests/test_originals.py
-"""
+"""The settings of the original programs: the defaults of each script, the published recipes."""
 
 import dataclasses
 import importlib

@@ -152,9 +152,6 @@ def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatc
             assert str(refused.value).startswith(typed) and near in str(refused.value)
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
-
-
 def colour(label: int) -> list[int]:
     return [int(COLOURS[label][i : i + 2], 16) for i in (1, 3, 5)]
 
@@ -193,9 +190,6 @@ def test_a_relation_is_an_arrow_from_its_subject_to_its_object(tmp_path):
     draw_arrow(ImageDraw.Draw(picture), (50, 10), (50, 90), COLOURS[0], 8, gap=20)
     rows = (np.asarray(picture) == colour(0)).all(-1).any(1).nonzero()[0]
     assert rows.min() == 10 and 64 < rows.max() <= 70, "it ends before its object"
-
-
-# ---- images, classes, thresholds, formats ----------------------------------------------------------------------------
 
 
 def predictor_of(found: dict, **others) -> Predictor:

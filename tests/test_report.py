@@ -1,4 +1,4 @@
-"""pytest tests/test_report.py"""
+"""The report of a run: curves, text, pictures."""
 
 import json
 import math
@@ -106,9 +106,6 @@ def test_a_name_of_a_class_does_nothing_to_the_report(tmp_path):
     for name in names:
         assert f"| {in_markdown(name)} | 0.1000 | 0.1000 |" in text and f"| {name} |" not in text
     assert (tmp_path / "run" / "report" / "ap.png").is_file()
-
-
-# ---- pictures
 
 
 def pixels(path):

@@ -1,4 +1,4 @@
-"""Scene graphs on a Faster R-CNN: modes, losses, counts. Run: python -m pytest tests/test_scene_graph_detector.py"""
+"""Scene graphs on a Faster R-CNN: modes, losses, counts."""
 
 import copy
 import json

@@ -1,7 +1,4 @@
-"""YOLOv3's augmentation: regions keep their constraints; tests/test_pipeline.py has the properties of all recipes.
-
-    python -m pytest tests/test_yolov3_transforms.py
-"""
+"""YOLOv3's augmentation: regions keep their constraints; tests/test_pipeline.py has the properties of all recipes."""
 
 import pytest
 import torch
