@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from report_data import found_of, table_of
 
-from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions
+from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions, montage
 from toolkit.evaluation.report import plot_curves, series, smoothed, write_report
 from toolkit.text import in_markdown
 
@@ -143,6 +143,7 @@ def test_odd_images_and_boxes_are_drawn(tmp_path):
     ]
     assert pixels(draw_grid(samples, ["only"], tmp_path / "odd.png")).shape[2] == 3
     assert pixels(draw_grid([], ["only"], tmp_path / "none.png")).size
+    assert montage([], 2, gap=0).size == (1, 1) and montage([Image.new("RGB", (5, 3))], 2, gap=0).size == (5, 3)
 
 
 def test_the_same_images_every_time(tmp_path):
