@@ -1,4 +1,4 @@
-"""Attributes of objects, from the files to the metric. Run: python -m pytest tests/test_attributes.py"""
+"""Attributes of objects, from the files to the metric."""
 
 import json
 import pickle
@@ -30,9 +30,6 @@ from toolkit.scene_graphs.readers.visual_genome import read_visual_genome
 from toolkit.step.losses import LossWeights
 
 NAMES = ("red", "striped", "wet")
-
-# ---- table and readers -----------------------------------------------------------------------------------------------
-
 
 def table_of(folder, attributes, columns=3, names=NAMES):
     """One image of 1024 x 512 for each list of objects' attribute ids, with a relation where it has two objects."""
@@ -134,9 +131,6 @@ def test_shapes_have_the_texture_that_was_painted(tmp_path, monkeypatch):
     assert table.attributes == ATTRIBUTES and found == painted[: len(found)] and set(found) == set(ATTRIBUTES)
 
 
-# ---- targets ---------------------------------------------------------------------------------------------------------
-
-
 def sample(count: int, side: int = 40):
     """Boxes of 10 pixels in a row; box k has the attribute k + 1."""
     corners = torch.arange(count).float()[:, None] * torch.tensor([10.0, 0])
@@ -164,9 +158,6 @@ def test_transforms_keep_them_with_their_boxes():
         recheck_boxes(image, target | {"attributes": target["attributes"][1:]})
     batch = pickle.loads(pickle.dumps(collate([sample(4), sample(0)]))).to("cpu")  # noqa: S301 (pickled here)
     assert [t["attributes"].shape for t in batch.targets] == [(4, 2), (0, 2)]
-
-
-# ---- model -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

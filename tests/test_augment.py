@@ -1,7 +1,4 @@
-"""data.augment and data.repeat_factor: boxes stay right, draws are functions of (seed, epoch, index), resume is exact.
-
-Run with `pytest tests/test_augment.py -n 0`.
-"""
+"""data.augment and data.repeat_factor: boxes stay right, draws are functions of (seed, epoch, index)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -104,9 +101,6 @@ def test_the_policy_comes_before_each_recipe(recipe):
     assert_same(both, train_transform(settings)(upside, flipped, generator(), (32, 32)))
 
 
-# ---- repeat factors
-
-
 def test_factors_are_those_of_the_paper():
     labels = [np.array([0]), np.array([0, 1]), np.array([0]), np.array([], np.int64), np.array([0])] * 20
     factors = repeat_factors(labels, 2, 0.45)  # class 1 is in 0.2 of the images, class 0 in 0.8
@@ -133,9 +127,6 @@ def test_repeated_images_are_augmented_anew(table):
     dataset = DetectionDataset(table, train_transform(DataConfig(image_size=48, photometric=True, zoom_out=3.0)), 5)
     zero, again, one = (dataset[SampleKey(0, 1, None, turn)][0] for turn in (0, 0, 1))
     assert torch.equal(zero, again) and not torch.equal(zero, one)
-
-
-# ---- the last epochs
 
 
 def test_the_last_epochs_are_without_what_is_named(table):

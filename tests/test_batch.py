@@ -19,6 +19,7 @@ def test_packed_tensors_of_every_dtype_and_shape_come_back():
     for back, each in zip(unpack(pack(tensors), tensors), tensors, strict=True):
         assert back.dtype == each.dtype and torch.equal(back, each)
     assert unpack(pack([torch.zeros(0)]), [torch.zeros(0)])[0].shape == (0,)
+    assert pack(tensors).numel() == 24 + 8 + 0 + 8 + 48 + 8 + 8 + 8, "bytes, each filled up to eight"
 
 
 def test_a_batch_on_another_device_has_the_same_values_and_knows_its_targets_on_the_host():

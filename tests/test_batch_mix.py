@@ -1,7 +1,4 @@
-"""data.batch_mixup and data.copy_blend: pixels and boxes are what they say; a function of seed and batch.
-
-    python -m pytest tests/test_batch_mix.py
-"""
+"""data.batch_mixup and data.copy_blend: pixels and boxes are what they say; a function of seed and batch."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""The benches run, and both sides of each compute the same: python -m pytest tests/test_benchmark.py
-
-No time is asserted: on a busy machine it would fail for nothing.
-"""
+"""The benches run, and both sides of each compute the same; no time is asserted."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Boxes in another format than COCO's are recognised over the whole file.   Run: pytest tests/test_box_formats.py"""
+"""Boxes in another format than COCO's are recognised over the whole file."""
 
 import json
 

@@ -1,7 +1,4 @@
-"""Box geometry.
-
-    pytest tests/test_boxes.py
-"""
+"""Box geometry."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """The originals' published commands as docs/coming_from/ translates them: every value is the one they ran with."""
 
 import argparse
+import re
 from dataclasses import asdict
 from functools import reduce
 
@@ -16,6 +17,7 @@ from toolkit.data.shapes import make_shapes
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import build_detector
+from toolkit.step.freezing import freeze_prefixes
 
 # facebookresearch/detr main.py, get_args_parser, and datasets/coco.py
 DETR = {
@@ -79,8 +81,53 @@ SGB_SGDET = SGB_PREDCLS | {
     "data.batch_size_per_device": 8, "model.mode": "sgdet", "model.head": "transformer", "optim.lr": 0.001,
     "schedule.name": "multistep", "schedule.milestones": [10000, 16000], "run.max_steps": 16000,
 }  # fmt: skip
-ORIGINALS = {"detr": (DETR, DETR_EVAL, DETR_DC5),
-             "scene_graph_benchmark": (SGB_DETECTOR, SGB_PREDCLS, SGB_SGCLS, SGB_SGDET)}  # fmt: skip
+# Seamless: scripts/configurations/cityscapes_r50.ini over the defaults of detection.ini
+SEAMSEG = {
+    "optim.name": "sgd", "optim.lr": 0.01, "optim.momentum": 0.9, "optim.nesterov": True, "optim.weight_decay": 1e-4,
+    "optim.max_norm": 0, "schedule.name": "multistep", "schedule.milestones": [36000, 44000], "schedule.gamma": 0.1,
+    "schedule.warmup_steps": 200, "schedule.warmup_factor": 0.333, "schedule.per": "step", "run.epochs": 130,
+    "run.eval_every": "5 epochs", "run.log_every": 5, "data.batch_size_per_device": 1, "data.max_size": 4096,
+    "data.flip": True, "loss.weights": {}, "model.anchor_sizes": [[8 * stride] for stride in (4, 8, 16, 32, 64)],
+    "model.aspect_ratios": [1, 0.5, 2], "model.rpn_nms_thresh": 0.7, "model.rpn_pre_nms_top_n_train": 12000,
+    "model.rpn_post_nms_top_n_train": 2000, "model.rpn_pre_nms_top_n_test": 6000,
+    "model.rpn_post_nms_top_n_test": 1000, "model.rpn_min_size": 0, "model.rpn_batch_size_per_image": 256,
+    "model.rpn_positive_fraction": 0.5, "model.rpn_fg_iou_thresh": 0.7, "model.rpn_bg_iou_thresh": 0.3,
+    "model.rpn_crowd_overlap": 0.7, "model.rpn_smooth_l1_beta": 3.0**-2, "model.box_batch_size_per_image": 512,
+    "model.box_positive_fraction": 0.25, "model.box_fg_iou_thresh": 0.5, "model.box_bg_iou_thresh": 0.5,
+    "model.box_bg_iou_from": 0, "model.box_crowd_overlap": 0.7, "model.nms_threshold": 0.5,
+    "model.score_threshold": 0.05, "model.detections_per_image": 100, "model.bbox_reg_weights": [10, 10, 5, 5],
+    "model.box_smooth_l1_beta": 1, "model.fpn_channels": 256, "model.norm": "sync", "model.head_norm": "sync",
+    "model.mean": [0.41738699, 0.45732192, 0.46886091], "model.std": [0.25685097, 0.26509955, 0.29067996],
+}  # fmt: skip
+# GluonCV: its model zoo's yolo3_darknet53_coco.sh and the first line of the log; then with its three switches
+GLUONCV = {
+    "optim.name": "sgd", "optim.lr": 0.001, "optim.momentum": 0.9, "optim.nesterov": False,
+    "optim.weight_decay": 0.0005, "optim.max_norm": 0, "schedule.name": "multistep", "schedule.gamma": 0.1,
+    "schedule.milestones": ["220 epochs", "250 epochs"], "schedule.warmup_steps": "1 epoch", "run.epochs": 280,
+    "run.log_every": 100, "run.eval_every": "1 epoch", "run.keep_every": "10 epochs", "data.image_size": 416,
+    "data.multi_scale": [32 * side for side in range(10, 20)], "data.multi_scale_every": 10, "data.plain_epochs": 20,
+    "data.batch_size_per_device": 64 // 8, "model.norm": "sync", "model.nms_threshold": 0.45,
+}  # fmt: skip
+GLUONCV_SWITCHES = ("data.mixup", "model.label_smoothing", "optim.no_weight_decay_on_norm_and_bias")
+# CVNets: config/detection/ssd_coco/mobilevit.yaml
+CVNETS = {
+    "optim.name": "adamw", "optim.lr": 0.0009, "optim.betas": [0.9, 0.999], "optim.weight_decay": 0.01,
+    "optim.no_weight_decay_on_norm_and_bias": False, "optim.max_norm": 0, "optim.accumulation_steps": 1,
+    "optim.accumulate_after_epoch": 0, "optim.ema_decay": 1 - 0.0005, "optim.ema_warmup": False,
+    "schedule.name": "cosine", "schedule.per": "epoch", "schedule.warmup_steps": 500, "run.epochs": 200,
+    "run.log_every": 500, "data.image_size": 320, "data.batch_size_per_device": 32, "data.multi_scale": [],
+    "data.recipe": "ssd", "data.iou_crop": True, "data.photometric": True, "data.zoom_out": 1.0,
+    "eval.metric_for_best": "ema/bbox_AP", "model.strides": [16, 32, 64, 128, 256, -1],
+    "model.aspect_ratios": [[2, 3]] * 5 + [[2]], "model.min_scale": 0.1, "model.max_scale": 1.05,
+    "model.center_variance": 0.1, "model.size_variance": 0.2, "model.iou_threshold": 0.5,
+    "model.channels": [512, 256, 256, 128, 128, 64], "model.nms_threshold": 0.5, "model.negatives_per_positive": 3,
+    "model.norm": "sync",
+}  # fmt: skip
+ORIGINALS = {
+    "detr": (DETR, DETR_EVAL, DETR_DC5), "seamseg": (SEAMSEG,), "cvnets": (CVNETS,),
+    "gluoncv": tuple(GLUONCV | dict.fromkeys(GLUONCV_SWITCHES, on) for on in (False, True)),
+    "scene_graph_benchmark": (SGB_DETECTOR, SGB_PREDCLS, SGB_SGCLS, SGB_SGDET),
+}  # fmt: skip
 
 
 def translated(page: str) -> list[str]:
@@ -103,6 +150,44 @@ def test_a_translated_command_has_the_originals_values(page, place):
     document, expected = asdict(settings_of(commands[place])), ORIGINALS[page][place]
     ours = {key: reduce(dict.__getitem__, key.split("."), document) for key in expected}
     assert ours == expected
+
+
+def test_what_published_configurations_say_in_other_terms():
+    """Sides of Seamless' images, its frozen stages (num_frozen 2, bn_frozen no); rates of CVNets' schedule."""
+    found = settings_of(translated("seamseg")[0])
+    assert (min(found.data.scales), max(found.data.scales), found.data.scales[-1]) == (512, 2048, 1024)
+    detector = build_detector(class_names=["a"], **asdict(found.model) | {"pretrained_backbone": False})
+    assert all(parameter.requires_grad for parameter in detector.parameters())
+    frozen = freeze_prefixes(detector, found.model.freeze_prefixes)
+    assert {name.split(".")[2] for name in frozen} == {"conv1", "bn1", "layer1"}
+    found = settings_of(translated("cvnets")[0])
+    assert found.optim.lr * found.schedule.warmup_factor == pytest.approx(0.00009)
+    assert found.optim.lr * found.schedule.final_factor == pytest.approx(1e-6, rel=1e-4)
+
+
+# Seamless: seamseg/config/defaults/detection.ini; GluonCV: train_yolo3.py's arguments; CVNets: ssd_coco/mobilevit.yaml;
+# Scene-Graph-Benchmark: e2e_relation_X_101_32_8_FPN_1x.yaml and defaults.py. No clipping in the first three.
+DEFAULTS = {
+    "detr": {"name": "adamw", "lr": 1e-4, "weight_decay": 1e-4, "max_norm": 0.1},
+    "faster_rcnn": {"name": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "max_norm": 0},
+    "yolov3": {"name": "sgd", "lr": 1e-3, "momentum": 0.9, "nesterov": False, "weight_decay": 5e-4, "max_norm": 0},
+    "ssd": {"name": "adamw", "lr": 9e-4, "betas": [0.9, 0.999], "weight_decay": 0.01, "max_norm": 0},
+    "sgg": {"name": "sgd", "lr": 0.01, "scale_lr_by_images": True, "momentum": 0.9, "nesterov": False,
+            "weight_decay": 1e-4, "bias_lr_factor": 1, "bias_weight_decay": 0, "max_norm": 5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", DEFAULTS)
+def test_a_script_without_settings_has_its_originals_optimizer(script):
+    found = parse_config(module_of(f"scripts/train_{script}.py").Config, [])
+    assert {key: getattr(found.optim, key) for key in DEFAULTS[script]} == DEFAULTS[script]
+    assert found.schedule.power == (2.0 if script == "yolov3" else 0.9)
+
+
+@pytest.mark.parametrize("page", ["detr", "seamseg", "gluoncv", "cvnets", "scene_graph_benchmark"])
+def test_the_page_of_each_original_says_which_optimizer_and_what_is_clipped(page):
+    text = (ROOT / "docs" / "coming_from" / f"{page}.md").read_text()
+    assert re.search(r"`--optim\.name\b", text) and re.search(r"`--optim\.max_norm\b", text)
 
 
 def test_a_checkpoint_of_detrs_own_program_is_evaluated(tmp_path, monkeypatch):

@@ -1,7 +1,4 @@
-"""RT-DETR-v2, D-FINE and DEIMv2: criterion against transformers', configs of the hub, weights to start from.
-
-pytest tests/test_d_fine.py
-"""
+"""RT-DETR-v2, D-FINE and DEIMv2: criterion against transformers', configs of the hub, weights to start from."""
 
 from functools import partial
 
@@ -14,8 +11,6 @@ from transformers.loss.loss_deimv2 import Deimv2Loss
 from toolkit.errors import BadInput
 from toolkit.models.detr.rt_detr import _transformers_targets, without_crowd
 from toolkit.step.optim import parameter_groups
-
-# --- criterion --------------------------------------------------------------------------------------------------------
 
 
 def their_outputs(layers, noisy):
@@ -113,9 +108,6 @@ def test_accumulated_gradients_equal_those_of_the_big_batch_as_far_as_docs_diffe
     assert accumulation_error("rt_detr_v2") < 1e-6
     assert accumulation_error("d_fine", union_matching=False) < 0.05
     assert accumulation_error("d_fine") < 0.2
-
-
-# --- configs of the hub -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, "dinov3"])

@@ -1,4 +1,4 @@
-"""DETR and RT-DETR-v2: matching, criteria, backbone, what a user can get wrong: pytest tests/test_detr.py
+"""DETR and RT-DETR-v2: matching, criteria, backbone, what a user can get wrong.
 
 Numbers of the original: tests/golden/test_detr.py. What all members of the family share: tests/test_detr_family.py.
 """
@@ -125,9 +125,6 @@ def test_rt_detr_losses_equal_those_of_transformers():
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-# --- the backbone -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("freeze", ["paper", "norms", "none"])
 def test_freezing_survives_train_mode_and_follows_the_paper(freeze):
     detector = small("detr", backbone="mobilenetv3_small_050", freeze=freeze).train()
@@ -171,9 +168,6 @@ def test_postprocess_keeps_the_best_above_the_threshold():
     scores = some[0]["scores"].tolist()
     kept = detector.postprocess(outputs, batch.sizes, batch.sizes, score_threshold=scores[1], top_k=3)[0]
     assert kept["scores"].tolist() == [score for score in scores if score > scores[1]]
-
-
-# --- what a user can get wrong ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,4 @@
-"""What members of the DETR family share: losses, initial weights, sources, the final folder, two ranks.
-
-    pytest tests/test_detr_family.py
-
-DETR itself and RT-DETR-v2: tests/test_detr.py, D-FINE and DEIMv2: tests/test_d_fine.py.
-"""
+"""What members of the DETR family share: losses, initial weights, sources, the final folder, two ranks."""
 
 import multiprocessing
 
@@ -47,9 +42,6 @@ multiprocessing.set_forkserver_preload(["torch", "toolkit.models.detr.d_fine", "
 NEW = [name for name in SMALL if name not in ("detr", *HYBRIDS)]
 ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", "yolos", *HYBRIDS]
 FIXED = ("rf_detr", "yolos", *HYBRIDS)  # they ignore padding
-
-# --- losses -----------------------------------------------------------------------------------------------------------
-
 
 def random_outputs(num_layers, batch_size, queries, seed=5):
     generator = torch.Generator().manual_seed(seed)
@@ -191,9 +183,6 @@ def test_one_layer_has_losses_without_auxiliary_ones():
         assert not [key for key in losses if key.endswith("_0")]
 
 
-# --- random weights ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [n for n in NEW if n != "yolos"])
 def test_scores_start_at_the_prior_and_every_query_looks_elsewhere(name):
     detector = small(name).eval()
@@ -227,9 +216,6 @@ def test_deformable_attention_starts_as_a_star_and_boxes_at_an_eighth():
     batch = batch_of([1])
     boxes = detector.eval()(batch.images, batch.sizes)["boxes"]
     torch.testing.assert_close(boxes[..., 2:], torch.full_like(boxes[..., 2:], torch.tensor(-2.0).sigmoid().item()))
-
-
-# --- what a user can get wrong ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,9 +253,6 @@ def test_images_that_a_detector_cannot_work_with_are_refused(name, options, hw, 
     detector = small(name, **options).eval()
     with pytest.raises(BadInput, match=words):
         detector(torch.zeros(1, 3, *hw, dtype=torch.uint8), torch.tensor([hw]))
-
-
-# --- weights to start from, the final folder --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["yolos", "rf_detr"])
@@ -359,9 +342,6 @@ def test_a_run_starts_from_the_final_folder_of_another_one(tmp_path, name):
             assert key.endswith("bias") or not torch.equal(started[key][0], tensor[0]), key  # biases: all the prior
             of_classes += 1
     assert of_classes >= 2
-
-
-# --- two ranks --------------------------------------------------------------------------------------------------------
 
 
 def train_two_steps_each() -> dict:

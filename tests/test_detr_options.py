@@ -1,7 +1,4 @@
-"""Settings of the DETR family: published values, what a run resolves them to, DETR's variants, denominators.
-
-pytest tests/test_detr_options.py
-"""
+"""Settings of the DETR family: published values, what a run resolves them to, DETR's variants, denominators."""
 
 import json
 from dataclasses import fields
@@ -56,9 +53,6 @@ def assert_built_again(detector, no_value=("pretrained",)) -> dict:
     assert again.model.config.to_dict() == detector.model.config.to_dict()
     assert getattr(again.set_loss, "matching_costs", None) == getattr(detector.set_loss, "matching_costs", None)
     return resolved
-
-
-# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -168,9 +162,6 @@ def test_every_loss_is_divided_by_the_denominator_it_names_and_by_no_other(name)
     assert_losses_are_divided_as_announced(detector, outputs, batch.targets)
 
 
-# --- DETR's position embeddings ---------------------------------------------------------------------------------------
-
-
 def test_learned_position_embeddings_learn_and_are_saved(tmp_path):
     detector = small("detr", position_embedding="learned").train()
     assert_built_again(detector)
@@ -207,9 +198,6 @@ def test_learned_position_embeddings_are_the_original_s():
     # facebookresearch/detr models/position_encoding.py: columns first
     wanted = torch.cat([column[:width].repeat(height, 1, 1), row[:height, None].repeat(1, width, 1)], dim=-1)
     torch.testing.assert_close(found, wanted.permute(2, 0, 1).repeat(2, 1, 1, 1))
-
-
-# --- DETR with the norms first ----------------------------------------------------------------------------------------
 
 
 class OriginalAttention(nn.Module):

@@ -1,4 +1,4 @@
-"""pytest tests/test_distributed.py"""
+"""What processes agree on, gather and reduce."""
 
 import os
 import random

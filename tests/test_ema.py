@@ -1,4 +1,4 @@
-"""pytest tests/test_ema.py"""
+"""The moving average of weights."""
 
 import copy
 

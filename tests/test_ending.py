@@ -1,4 +1,4 @@
-"""What ended a training, in words and as the flags that go on. Run: python -m pytest tests/test_ending.py"""
+"""What ended a training, in words and as the flags that go on."""
 
 from pathlib import Path
 

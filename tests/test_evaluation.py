@@ -1,4 +1,4 @@
-"""pytest tests/test_evaluation.py"""
+"""COCO metrics, why AP is 0, and predictions of a data set on one and several ranks."""
 
 import contextlib
 import io
@@ -174,9 +174,6 @@ def test_per_class_table(tmp_path):
     assert len({len(line) for line in lines}) == 1
 
 
-# ---- AP of 0 explained
-
-
 @pytest.fixture(scope="module")
 def zero_case(tmp_path_factory):
     rng = np.random.default_rng(3)
@@ -276,9 +273,6 @@ def test_names_of_every_kind_in_tables_and_keys(tmp_path):
     lines = per_class_table(result, table).splitlines()
     assert len(lines) == len(names) + 3 and len({columns(line) for line in lines}) == 1
     assert class_keys(make_table(tmp_path, [([], [])])) == ["class0", "class1", "class2"]
-
-
-# ---- the loop
 
 
 class TinyDetector(nn.Module):

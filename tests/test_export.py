@@ -24,10 +24,10 @@ from toolkit import trust
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.use.export import check_exportable, export_detector, export_final
+from toolkit.use.export import check_exportable, export_detector, export_final, operators
 from toolkit.use.export.check import batches_agree, check_outputs, difference
 from toolkit.use.export.files import KEY, About, open_file, write_onnx
-from toolkit.use.export.graph import PixelsToBoxes, make_graph, same_padding, trace, trace_hw
+from toolkit.use.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
 from toolkit.use.open import OwnDetector, open_predictor
 from toolkit.use.prediction import own_predict
 
@@ -198,6 +198,32 @@ def test_same_padding_leaves_no_maximum_in_the_sizes(stride, tmp_path):
         images = images_of(3, *hw)
         for one, other in zip(graph(images), run(images.numpy()), strict=True):
             torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-3, atol=1e-3)
+
+
+def test_traced_sides_are_multiples_of_the_stride_up_to_the_largest():
+    graph = CellsAsBoxes(SamePadded(32), 5).eval()
+    graph.sides = "multiples"
+    ranges = trace(graph, (96, 128)).range_constraints.values()
+    assert {(int(each.lower), int(each.upper)) for each in ranges} >= {(2, MAX_SIDE // 32)}, ranges
+
+
+class PooledWhere(torch.nn.Module):
+    def forward(self, maps, boxes, image, use):
+        return operators.roi_align_where(maps, boxes, image, use, 0.25, 7, 2)
+
+
+def test_boxes_are_pooled_in_a_file_as_in_pytorch():
+    """Five boxes on maps of two images with three channels, so that no two sizes are mistaken for each other."""
+    corners = torch.rand(5, 2, generator=torch.Generator().manual_seed(0)) * 30
+    maps = torch.randn(2, 3, 16, 12, generator=torch.Generator().manual_seed(1))
+    inputs = (maps, torch.cat([corners, corners + 9], 1),
+              torch.tensor([0, 1, 1, 0, 1]), torch.tensor([True, False, True, True, False]))  # fmt: skip
+    torch.library.opcheck(operators.roi_align_where, (*inputs, 0.25, 7, 2), test_utils="test_faketensor")
+    table = {"dynamo": True, "custom_translation_table": operators.TRANSLATIONS, "verbose": False}
+    (found,) = torch.onnx.export(PooledWhere().eval(), inputs, **table)(*inputs)
+    expected = PooledWhere()(*inputs)
+    assert expected.shape == (5, 3, 7, 7) and not expected[[1, 4]].any()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_same_padding_is_that_of_timm():

@@ -1,4 +1,4 @@
-"""Faster R-CNN: matching, sampling, losses, detections. Run: `python -m pytest tests/test_faster_rcnn.py`."""
+"""Faster R-CNN: matching, sampling, losses, detections."""
 
 import inspect
 
@@ -74,8 +74,6 @@ def gradients(detector):
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in detector.parameters()])
 
 
-# Matching and sampling
-
 corner_and_size = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 30), st.integers(1, 30))
 boxes = st.lists(corner_and_size, min_size=1, max_size=12).map(
     lambda rows: torch.tensor([(x, y, x + w, y + h) for x, y, w, h in rows], dtype=torch.float32)
@@ -143,9 +141,6 @@ def test_samples_are_drawn_evenly():
         drawn[sample(match, 8, 0.25, torch.rand(16, generator=generator))[0]] += 1
     assert drawn[:6] / 2000 == pytest.approx(torch.full((6,), 2 / 6), abs=0.05)
     assert drawn[6:] / 2000 == pytest.approx(torch.full((10,), 6 / 10), abs=0.05)
-
-
-# Losses
 
 
 def test_losses_and_gradients_are_torchvisions_on_one_image():
@@ -236,9 +231,6 @@ def test_losses_are_divided_as_announced():
     assert_losses_are_divided_as_announced(detector, outputs, targets)
 
 
-# Detections
-
-
 def test_padded_images_are_detected_within_their_own_size_with_and_without_targets():
     detector = tiny(score_threshold=0.0).eval()
     images, _ = images_of(2)
@@ -272,9 +264,6 @@ def test_detections_with_logits_are_one_class_per_proposal():
         torch.testing.assert_close(image["scores"], image["logits"].softmax(1)[rows, labels])
         assert (image["scores"].diff() <= 0).all()
         assert (image["boxes"] >= 0).all() and (image["boxes"] <= 64).all()
-
-
-# Building
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Feature maps of timm backbones. Run: `python -m pytest tests/test_features.py`."""
+"""Feature maps of timm backbones."""
 
 import pytest
 import timm

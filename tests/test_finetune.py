@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_finetune.py"""
+"""Fine-tuning: which tensors and rows of classes a detector takes over, and what is refused."""
 
 import json
 import time

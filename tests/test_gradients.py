@@ -1,4 +1,4 @@
-"""The norm of gradients, clipping and the gradient table at their edges: pytest tests/test_gradients.py"""
+"""The norm of gradients, clipping and the gradient table at their edges."""
 
 import pytest
 import torch

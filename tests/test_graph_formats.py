@@ -1,7 +1,4 @@
-"""Scene graphs in the formats of other programs, and the combinations that they are made of.
-
-python -m pytest tests/test_graph_formats.py
-"""
+"""Scene graphs in the formats of other programs, and the combinations that they are made of."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Data sets of the `datasets` library.   Run: pytest tests/test_hub.py"""
+"""Data sets of the `datasets` library."""
 
 import io
 

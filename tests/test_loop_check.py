@@ -126,9 +126,6 @@ def test_what_cannot_be_saved_or_does_not_fit_is_refused():
         other["critic"] = nn.Linear(3, 1)
 
 
-# ---------------------------------------------------------------- the loop of a script, changed, on a toy
-
-
 class Toy(base.Detector):
     loss_names, divided_by, default_weights = ("loss_ce",), "images", {"loss_ce": 1.0}
 

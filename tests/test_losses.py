@@ -1,4 +1,4 @@
-"""pytest tests/test_losses.py"""
+"""Weights and denominators of losses."""
 
 import math
 

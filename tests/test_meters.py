@@ -1,4 +1,4 @@
-"""pytest tests/test_meters.py"""
+"""Meters of losses and times."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""Mosaic, and datasets whose samples are made of several images up to a certain epoch.
-
-    python -m pytest tests/test_mosaic.py
-"""
+"""Mosaic, and datasets whose samples are made of several images up to a certain epoch."""
 
 import pytest
 import torch
@@ -65,9 +62,6 @@ def test_points_are_in_the_middle():
     points = torch.tensor([draw_point((100, 200), torch.Generator().manual_seed(i)) for i in range(300)])
     assert points.amin(0).tolist() >= [25, 50] and points.amax(0).tolist() <= [75, 150]
     assert points.float().std(0)[0] > 10
-
-
-# ---- datasets ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""pytest tests/test_norms.py"""
+"""Frozen modules and batch norms."""
 
 import copy
 import pickle

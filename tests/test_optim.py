@@ -1,4 +1,4 @@
-"""pytest tests/test_optim.py"""
+"""Parameter groups and optimizers."""
 
 import pytest
 import timm

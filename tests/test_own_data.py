@@ -1,7 +1,4 @@
-"""Data of one's own on the first try: what is wrong is said at once, and the printed command trains.
-
-    python -m pytest tests/test_own_data.py
-"""
+"""Data of one's own on the first try: what is wrong is said at once, and the printed command trains."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The plateau schedule at its edges. Run: python -m pytest tests/test_plateau.py"""
+"""The plateau schedule at its edges."""
 
 import json
 

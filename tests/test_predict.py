@@ -33,7 +33,7 @@ from toolkit.scene_graphs.draw import draw_found
 from toolkit.use.image_files import find_images, find_or_fetch, image_ids_of, predict_files
 from toolkit.use.open import open_predictor
 from toolkit.use.outputs import check_outputs, clear_outputs, write_outputs
-from toolkit.use.predict_split import SplitOptions, open_any
+from toolkit.use.predict_split import SplitOptions, data_settings, open_any
 from toolkit.use.prediction import Predictor, as_image, from_report, input_hw, of_classes
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
@@ -137,6 +137,15 @@ def test_what_a_path_is(tmp_path):
             open_predictor(tmp_path / name)
 
 
+@pytest.mark.parametrize("given", [{"path": "d"}, {"name": "someone/set"}, {"format": "shapes"}, {}])
+def test_a_split_is_one_of_the_data_of_the_run_where_they_have_splits(given):
+    data = {"path": None, "name": None, "format": "auto", "train": "a.json", "val": "b.json", "on_error": "drop"}
+    data |= given
+    asked = data_settings({"data": data}, SplitOptions(split="test"))
+    assert asked["source"] == "test" and asked.get("part_of") == ("a.json" if given else None)
+    assert data_settings({"data": data}, SplitOptions())["source"] == "b.json"
+
+
 def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatch):
     (tmp_path / "runs" / "detr" / "final").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -150,9 +159,6 @@ def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatc
             with pytest.raises(BadInput, match="there is no such run") as refused:
                 opened(typed)
             assert str(refused.value).startswith(typed) and near in str(refused.value)
-
-
-# ---- pictures --------------------------------------------------------------------------------------------------------
 
 
 def colour(label: int) -> list[int]:
@@ -189,13 +195,18 @@ def test_a_relation_is_an_arrow_from_its_subject_to_its_object(tmp_path):
     rows, columns = (np.asarray(Image.open(path))[:, :640] == colour(3)).all(-1).nonzero()
     assert 150 < rows.min() and rows.max() < 175 and columns.min() < 35 and 600 < columns.max() < 612
 
+    # Beside it the objects lie on a circle, in the order of their angles around their middle: 0 left, 1, 2 below right.
+    boxes = [[x, y, x, y] for x, y in ((100, 100), (200, 100), (150, 300), (600, 20))]
+    graph = found_of(boxes, [0, 1, 0, 1], [0.9] * 4) | {"triplet_scores": torch.tensor([0.5, 0.5])}
+    graph |= {"pairs": torch.tensor([[0, 2], [0, 1]]), "predicates": torch.tensor([3, 2])}
+    draw_found(image, graph, ["cup", "plate"], ["on", "under", "in", "beside"], path)
+    rows, columns = (np.asarray(Image.open(path))[:, 640:] == colour(3)).all(-1).nonzero()
+    assert columns.min() < 100 and rows.min() > 140 and rows.max() > 200
+
     picture = Image.new("RGB", (100, 100))
     draw_arrow(ImageDraw.Draw(picture), (50, 10), (50, 90), COLOURS[0], 8, gap=20)
     rows = (np.asarray(picture) == colour(0)).all(-1).any(1).nonzero()[0]
     assert rows.min() == 10 and 64 < rows.max() <= 70, "it ends before its object"
-
-
-# ---- images, classes, thresholds, formats ----------------------------------------------------------------------------
 
 
 def predictor_of(found: dict, **others) -> Predictor:

@@ -1,7 +1,4 @@
-"""Copies ahead of the computation, in the order that their streams are told.
-
-python -m pytest tests/test_prefetch.py
-"""
+"""Copies ahead of the computation, in the order that their streams are told."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Relation heads and what feeds them, at the edges. Run: python -m pytest tests/test_relation.py"""
+"""Relation heads and what feeds them, at the edges."""
 
 import json
 from itertools import accumulate, combinations

@@ -1,4 +1,4 @@
-"""pytest tests/test_report.py"""
+"""The report of a run: curves, text, pictures."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from report_data import found_of, table_of
 
-from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions
+from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions, montage
 from toolkit.evaluation.report import plot_curves, series, smoothed, write_report
 from toolkit.text import in_markdown
 
@@ -108,9 +108,6 @@ def test_a_name_of_a_class_does_nothing_to_the_report(tmp_path):
     assert (tmp_path / "run" / "report" / "ap.png").is_file()
 
 
-# ---- pictures
-
-
 def pixels(path):
     return np.asarray(Image.open(path).convert("RGB")).astype(int)
 
@@ -146,6 +143,7 @@ def test_odd_images_and_boxes_are_drawn(tmp_path):
     ]
     assert pixels(draw_grid(samples, ["only"], tmp_path / "odd.png")).shape[2] == 3
     assert pixels(draw_grid([], ["only"], tmp_path / "none.png")).size
+    assert montage([], 2, gap=0).size == (1, 1) and montage([Image.new("RGB", (5, 3))], 2, gap=0).size == (5, 3)
 
 
 def test_the_same_images_every_time(tmp_path):

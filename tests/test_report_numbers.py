@@ -1,4 +1,4 @@
-"""pytest tests/test_report_numbers.py: what a report counts, against hand-worked cases and other programs."""
+"""What a report counts, against hand-worked cases and other programs."""
 
 import json
 import os
@@ -29,9 +29,6 @@ BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2
 needs_bccd = pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
 
 
-# ---- the same numbers as COCO's programs
-
-
 def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):
     """Against a data set in which the images really stand several times."""
     table, predictions = random_case(tmp_path / "a", images=12, classes=2, crowd=0)
@@ -60,9 +57,6 @@ def test_intervals_lie_around_the_number_and_shrink_with_data(tmp_path):
         widths.append(high - low)
     assert widths[1] < widths[0] / 2
     assert interval(np.full(5, np.nan), 0.5) is None
-
-
-# ---- thresholds and confusions
 
 
 def test_ground_truth_as_predictions_is_perfect(tmp_path):
@@ -130,9 +124,6 @@ def test_calibration_of_scores_that_are_probabilities_and_of_others(tmp_path):
     assert errors[0] < 0.03 and errors[1] > 0.2
 
 
-# ---- TIDE
-
-
 def test_kinds_of_mistakes_and_their_cost_by_hand(tmp_path):
     """Two boxes of a class, of which one is found. Each other prediction is one kind of mistake."""
     box, other, dog = [0, 0, 40, 40], [60, 60, 100, 100], [100, 0, 140, 40]
@@ -189,9 +180,6 @@ def test_what_is_found_by_what_the_object_is_like(tmp_path):
     }
 
 
-# ---- mistakes of the annotation
-
-
 @needs_bccd
 def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
     """5 % of the boxes of BCCD removed, moved or relabelled; a simulated detector with 2 % misses and confusions."""
@@ -241,9 +229,6 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
 
 def pairwise(a, b) -> np.ndarray:
     return box_iou(*(torch.tensor(np.array(boxes, np.float64)) for boxes in (a, b))).numpy()
-
-
-# ---- predictions files
 
 
 def test_a_predictions_file_comes_back(tmp_path):
@@ -326,9 +311,6 @@ def test_graphs_travel_with_their_boxes(tmp_path):
     assert judged.graphs.confusions.tolist() == [[0, 3, 0], [0, 3, 0]]  # "on" is taken for "under"
     assert judged.graphs.recall.tolist() == [0, 1] and judged.graphs.whole == 0
     json.dumps(as_json(judged))
-
-
-# ---- comparison
 
 
 def test_a_paired_difference_sees_what_intervals_of_each_do_not(tmp_path):

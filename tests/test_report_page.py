@@ -1,4 +1,4 @@
-"""pytest tests/test_report_page.py: the HTML of a report, its pictures and its advice."""
+"""The HTML of a report, its pictures and its advice."""
 
 import json
 import re
@@ -142,9 +142,6 @@ def test_a_chart_has_the_colours_of_the_page_and_says_its_words_as_they_are(tmp_
     assert figure([faint]).axes[0].get_ylim()[1] < 3, "faint lines do not set the ends of the axis"
     path = save_charts([faint, LineChart("y", lines)], tmp_path / "new" / "a.png")
     assert COLOURS[1] == "#d55e00" and path.stat().st_size > 1000
-
-
-# ---- advice: no sentence without evidence
 
 
 def topics(*arguments) -> dict[str, str]:

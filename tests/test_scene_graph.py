@@ -1,4 +1,4 @@
-"""Scene graph metrics at their edges. Run: python -m pytest tests/test_scene_graph.py"""
+"""Scene graph metrics at their edges."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Scene graphs on a Faster R-CNN: modes, losses, counts. Run: python -m pytest tests/test_scene_graph_detector.py"""
+"""Scene graphs on a Faster R-CNN: modes, losses, counts."""
 
 import copy
 import json
@@ -189,6 +189,8 @@ def test_detections_learn_the_label_of_what_they_overlap():
     rows, labels = match_labels(boxes, truth, 0.5)
     assert rows.tolist() == [0, 1, -1] and labels.tolist() == [4, 1, 0]
     assert match_labels(boxes, truth, 0.9)[0].tolist() == [-1, 1, -1]
+    half = torch.tensor([[0.0, 0, 50, 101]])  # 51 x 51 of 51 x 102 pixels
+    assert match_labels(half, truth, 0.5)[0].tolist() == [0] and match_labels(half, truth, 0.51)[0].tolist() == [-1]
     nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
     assert match_labels(boxes, nothing, 0.5)[1].tolist() == [0, 0, 0]
 
@@ -373,10 +375,12 @@ def test_mistakes_are_explained(table, batch, tmp_path):
         "head_options": {"head_options": {"context": "vctree"}},
         "separate_spatial is for the head causal": {"separate_spatial": True},
         "class_balanced_beta is 1.0": {"class_balanced_beta": 1.0},
+        "class_balanced_beta is -0.1": {"class_balanced_beta": -0.1},
+        "and 0 where model.rare_predicate_power is set": {"class_balanced_beta": 0.9, "rare_predicate_power": 0.5},
     }.items():
         with pytest.raises(BadInput, match=words):
             model_of(table, **options)
-    model = model_of(table)
+    model = model_of(table, rare_predicate_power=0.5)
     with pytest.raises(BadInput, match="--model.mode sgdet"):
         model(batch.images, batch.sizes)
     model.predicates = ("on",)

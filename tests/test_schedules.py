@@ -1,4 +1,4 @@
-"""pytest tests/test_schedules.py"""
+"""Learning rate schedules and the length of a run."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The bundled data: deterministic, sensible, made once.   Run: pytest tests/test_shapes.py"""
+"""The bundled data: deterministic, sensible, made once."""
 
 import hashlib
 import multiprocessing

@@ -71,9 +71,6 @@ with interrupt_ends_at_once():
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
-# ---------------------------------------------------------------- a whole process group is signalled
-
-
 def read_all_despite_signals() -> None:
     """Be signalled as a group, as terminals and torchrun do it, in the middle of an epoch; then read on to its end."""
     torch.set_num_threads(2)

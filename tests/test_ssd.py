@@ -1,7 +1,4 @@
-"""SSD: anchors, matching, mining, losses at the edges, detections, and micro-batches and ranks against the big batch.
-
-Run with `pytest tests/test_ssd.py -n 0`.
-"""
+"""SSD: anchors, matching, mining, losses at the edges, detections, micro-batches and ranks against the big batch."""
 
 import copy
 
@@ -65,9 +62,6 @@ def losses_of(model, targets, denominators=None):
     outputs["logits"].retain_grad(), outputs["offsets"].retain_grad()
     losses, metrics = model.criterion(outputs, targets, denominators or {"positives": 1.0})
     return outputs, losses, metrics
-
-
-# ---- anchors and matching --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hw", [(64, 96), (100, 150)])
@@ -172,9 +166,6 @@ def test_the_hardest_negatives_of_each_image_count():
     assert chosen.min() > left.max()
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
-
-
 def test_without_boxes_the_losses_are_zero_and_keep_the_graph(tiny):
     targets = [target(), target()]
     [denominators] = window_denominators([tiny.denominators(targets)], "cpu")
@@ -255,9 +246,6 @@ def test_one_image_of_one_class_goes_through_a_map_of_one_cell():
     assert all(bool(loss.isfinite()) and loss > 0 for loss in losses.values())
 
 
-# ---- accumulation and ranks ------------------------------------------------------------------------------------------
-
-
 def gradients(micro_batches: list[list[int]]) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of the window, this rank taking its share of every micro-batch; averaged over ranks as DDP."""
     rank, world_size = world()
@@ -284,9 +272,6 @@ def test_micro_batches_and_ranks_make_the_gradients_of_the_big_batch():
     assert [micro[0], sum(rank[0] for rank in ranks) / 2] == pytest.approx([total] * 2, rel=1e-9)
     for _, found in (micro, *ranks):
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
-
-
-# ---- detections ------------------------------------------------------------------------------------------------------
 
 
 def outputs_for(model, boxes, labels, hw=(64, 96), logit=9.0):
@@ -342,9 +327,6 @@ def test_other_classes_start_from_the_rows_of_those_of_the_same_name(tiny):
     source, found = (model.eval()(images, sizes) for model in (copy.deepcopy(tiny), other))
     assert found["offsets"].equal(source["offsets"])
     torch.testing.assert_close(found["logits"][..., [0, 1, 3]], source["logits"][..., [0, 3, 1]])
-
-
-# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("architecture", "norm"), [("ssd", "batch"), ("ssdlite", "frozen"), ("ssd", "group"),

@@ -1,7 +1,4 @@
-"""SSD's augmentation: regions by torchvision's rules; tests/test_pipeline.py has the properties of all recipes.
-
-Run with `pytest tests/test_ssd_transforms.py -n 0`.
-"""
+"""SSD's augmentation: regions by torchvision's rules; tests/test_pipeline.py has the properties of all recipes."""
 
 import pytest
 import torch

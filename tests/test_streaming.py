@@ -1,7 +1,4 @@
-"""Images left in Parquet files: the same data, read by row groups, each rank its own.
-
-Run with `pytest tests/test_streaming.py`.
-"""
+"""Images left in Parquet files: the same data, read by row groups, each rank its own."""
 
 from dataclasses import replace
 

@@ -22,6 +22,15 @@ def some_boxes(*shape: int) -> torch.Tensor:
     return torch.cat([corner, corner + 1 + torch.rand(*shape, 2) * 30], dim=-1)
 
 
+class ExportedNms(torch.nn.Module):
+    def __init__(self, threshold):
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, boxes, valid, labels):
+        return sorted_nms(boxes, valid, self.threshold, labels, classes=3)
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 300])
 @pytest.mark.parametrize("threshold", [0.3, 0.7])
 def test_suppression_by_rounds_is_greedy_nms(count, threshold):
@@ -36,6 +45,9 @@ def test_suppression_by_rounds_is_greedy_nms(count, threshold):
             rows = (valid[i] & (labels[i] == label)).nonzero()[:, 0]
             expected[rows[nms(boxes[i, rows], scores[rows], threshold)]] = True
         assert torch.equal(keep[i], expected)
+    if count == 7:
+        exported = torch.export.export(ExportedNms(threshold), (boxes, valid, labels)).module()
+        assert torch.equal(exported(boxes, valid, labels), keep)
 
 
 @pytest.mark.parametrize("length, runs_needed", [(10, 1), (60, 2), (300, 3)])

@@ -1,4 +1,4 @@
-"""Names of every nasty kind, wherever they are shown.   Run: pytest tests/test_text.py"""
+"""Names of every nasty kind, wherever they are shown."""
 
 import argparse
 import io

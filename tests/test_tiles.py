@@ -1,6 +1,5 @@
 """Tiles and flips, with a detector that knows what is in every picture, and with a trained one.
 
-    python -m pytest tests/test_tiles.py
     TRAINED_RUN=runs/detr python -m pytest tests/test_tiles.py -m slow -s    # of `make train`; without it, 5 minutes
 """
 

@@ -23,6 +23,7 @@ from toolkit.models import detector as base
 from toolkit.recovery import recover
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import linked, load_checkpoint, newest_valid
+from toolkit.runs.settings_file import Change
 from toolkit.saving import infinite_buffers, load, save
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
@@ -219,8 +220,11 @@ def test_an_earlier_checkpoint_has_its_own_best_again(tmp_path):
 def test_a_checkpoint_of_other_classes_or_another_model_is_refused(tmp_path):
     checkpoint = saved(tmp_path)
     checkpoint.tensors["model"] = {"weight": torch.ones(2)}
-    with pytest.raises(BadInput, match="size mismatch"):
-        load(make_training(tmp_path), checkpoint)
+    changed = [Change(key, 1, 2, "used") for key in ("run.keep", "loss.weights", "optim.momentum", "model.d_model")]
+    with pytest.raises(BadInput, match="size mismatch") as caught:
+        load(make_training(tmp_path), checkpoint, changed=changed)
+    said = "settings make: model.d_model 1 -> 2; loss.weights 1 -> 2; optim.momentum 1 -> 2."
+    assert said in str(caught.value)
     checkpoint.state["categories"] = [{"id": 1, "name": "b"}]
     with pytest.raises(BadInput, match="b.*a"):
         load(make_training(tmp_path), checkpoint)

@@ -1,4 +1,4 @@
-"""Geometry of images and targets against DETR's definitions.   Run: pytest tests/test_transforms.py"""
+"""Geometry of images and targets against DETR's definitions."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,4 @@
-"""Which trained parameters may have no part in the losses of a step: where there are none, processes look for none.
-
-python -m pytest tests/test_unused_parameters.py
-"""
+"""Which trained parameters may have no part in the losses of a step: where there are none, processes look for none."""
 
 from pathlib import Path
 

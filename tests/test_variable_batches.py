@@ -1,7 +1,4 @@
-"""Images of varying size: which sizes are drawn, and batches of them; tests/test_samplers.py has the order.
-
-Run with `pytest tests/test_variable_batches.py -n 0`.
-"""
+"""Images of varying size: which sizes are drawn, and batches of them; tests/test_samplers.py has the order."""
 
 import pytest
 import torch

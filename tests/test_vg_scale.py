@@ -1,7 +1,5 @@
 """1,000 images in the layout of VG150, through the commands that the real files take: docs/data.md, configs/sgg.
 
-    python -m pytest tests/test_vg_scale.py -m slow
-
 Only sizes, steps and the backbone's random weights differ from the commands.
 """
 

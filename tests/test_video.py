@@ -1,4 +1,4 @@
-"""Videos: the same boxes as their frames as pictures, constant memory: python -m pytest tests/test_video.py"""
+"""Videos: the same boxes as their frames as pictures, constant memory."""
 
 import json
 from fractions import Fraction

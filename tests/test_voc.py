@@ -1,4 +1,4 @@
-"""pytest tests/test_voc.py: Pascal VOC's mean AP, against numbers of GluonCV's metric and cases worked by hand."""
+"""Pascal VOC's mean AP, against numbers of GluonCV's metric and cases worked by hand."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Weights of the hub with the default command: a local folder with its config.json, two steps, new are class rows only.
-
-python -m pytest tests/test_weights_hub.py
-"""
+"""Weights of the hub with the default command: a local folder with its config.json; only class rows are new."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""Published weights under our names: what the publishers' own programs predict, and every tensor taken.
-
-python -m pytest tests/test_weights_published.py
-"""
+"""Published weights under our names: what the publishers' own programs predict, and every tensor taken."""
 
 import json
 import struct
@@ -98,7 +95,7 @@ def test_the_class_names_are_those_of_torchvision_and_of_visual_genome():
     assert [entry["name"] for entry in document["objects"]] == VG_150
 
 
-RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
+RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d"]
 
 
 @pytest.mark.parametrize("name", RESNETS)
@@ -108,9 +105,6 @@ def test_a_resnet_is_known_by_its_tensors(name):
     with torch.device("meta"):
         state = getattr(torchvision.models, name)().state_dict()
     assert resnet_name(state, "") == name
-
-
-# ---- torchvision -----------------------------------------------------------------------------------------------------
 
 
 def filled(model):
@@ -156,9 +150,6 @@ def test_torchvision_s_detectors_equal_torchvision(name, side, eps):
         torch.testing.assert_close(one["scores"], other["scores"][:count], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(one["boxes"], other["boxes"][:count], rtol=1e-4, atol=0.02)
         assert (one["labels"] + 1).equal(other["labels"][:count])
-
-
-# ---- maskrcnn-benchmark ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mb_r50", "mb_x101"])
@@ -229,9 +220,6 @@ def test_a_file_of_maskrcnn_benchmark_is_the_detector_of_a_scene_graph(tmp_path)
     wrong = SceneGraphOptions(**settings, detector_options={"norm_eps": 1e-5})
     with pytest.raises(BadInput, match="another norm_eps: leave them out"):
         start_scene_graph(wrong, table, tmp_path, checkpoint=None, say=print)
-
-
-# ---- YOLOv3 ----------------------------------------------------------------------------------------------------------
 
 
 def plain_yolov3(numbers: np.ndarray, pixels: torch.Tensor, classes: int) -> list[torch.Tensor]:
@@ -331,9 +319,6 @@ def test_gluoncv_s_params_are_read_without_mxnet(yolo_state, tmp_path, version):
     path.write_bytes(params_file(theirs, version)[:1000])
     with pytest.raises(BadInput, match="no list of MXNet arrays"):
         open_file(path)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_averaged_weights_are_preferred_and_objects_refused(tmp_path):

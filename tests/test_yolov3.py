@@ -1,7 +1,4 @@
-"""YOLOv3 beyond the numbers of the original (tests/golden/test_yolov3.py): edges, geometry, interfaces.
-
-Run: python -m pytest tests/test_yolov3.py
-"""
+"""YOLOv3 beyond the numbers of the original (tests/golden/test_yolov3.py): edges, geometry, interfaces."""
 
 import json
 from pathlib import Path
@@ -68,9 +65,6 @@ def random_outputs(detector: YOLOv3, sizes, canvas_hw=None, seed: int = 0, dtype
 
 def criterion(detector: YOLOv3, outputs: dict, targets: list, images: float = 1.0) -> dict[str, torch.Tensor]:
     return detector.criterion(outputs, targets, {"images": images})[0]
-
-
-# ---- targets and losses --------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -233,9 +227,6 @@ def test_bfloat16_maps_give_float32_losses_near_those_of_float32():
         torch.testing.assert_close(loss, criterion(detector, outputs, t)[name], rtol=2e-2, atol=1e-2)
 
 
-# ---- boxes out -----------------------------------------------------------------------------------------------------
-
-
 def test_postprocess_limits_and_scaling():
     detector = tiny()
     outputs = random_outputs(detector, [(64, 96)] * 2, seed=3)
@@ -263,9 +254,6 @@ def test_postprocess_of_nothing():
     assert {k: tuple(v.shape) for k, v in found.items()} == {"boxes": (0, 4), "scores": (0,), "labels": (0,)}
     empty = {k: v[:0] for k, v in outputs.items()}
     assert detector.postprocess(empty, empty["sizes"], empty["sizes"]) == []
-
-
-# ---- building, saving ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -361,9 +349,6 @@ def pixels_of(shape, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (batch, 3, height, width), dtype=torch.uint8, generator=generator)
 
 
-# ---- anchors -------------------------------------------------------------------------------------------------------
-
-
 def test_kmeans_finds_the_sizes_that_are_there():
     rng = np.random.default_rng(0)
     true = np.array([[10, 14], [30, 20], [25, 60], [90, 80], [150, 60], [200, 220]])
@@ -401,9 +386,6 @@ def test_anchor_command(tmp_path, capsys):
     assert main([*command, "32", "3"]) == BadInput.exit_code and "--image-size 64 32 3" in capsys.readouterr().err
     assert main(["--annotations", str(coco_file(tmp_path, [[1, 1, 20, 10]]))]) == BadInput.exit_code
     assert "1 boxes" in capsys.readouterr().err
-
-
-# ---- mixup ---------------------------------------------------------------------------------------------------------
 
 
 def sample(size_hw, boxes: int, seed: int) -> tuple[torch.Tensor, dict]:

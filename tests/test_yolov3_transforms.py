@@ -1,7 +1,4 @@
-"""YOLOv3's augmentation: regions keep their constraints; tests/test_pipeline.py has the properties of all recipes.
-
-    python -m pytest tests/test_yolov3_transforms.py
-"""
+"""YOLOv3's augmentation: regions keep their constraints; tests/test_pipeline.py has the properties of all recipes."""
 
 import pytest
 import torch
@@ -45,6 +42,9 @@ def test_regions_of_all_kinds_are_drawn_and_boxes_follow_the_region(monkeypatch)
     regions = [ConstrainedCrop().draw(boxes, (100, 100), generator(seed)) for seed in range(200)]
     whole = sum(region == (0, 0, 100, 100) for region in regions)
     assert 20 < whole < 120 and len(set(regions)) > 60  # whole: one of up to seven candidates, those that exist
+    free = [ConstrainedCrop().draw(boxes[:0], (100, 100), generator(seed)) for seed in range(300)]
+    sides = torch.tensor([region[2:] for region in free]).prod(1).sqrt() / 100  # even from 0.3 to 1, but for clipping
+    assert sides.mean() == pytest.approx(0.63, abs=0.03) and sides.max() > 0.97
     monkeypatch.setattr(ConstrainedCrop, "draw", lambda *_: (10, 10, 30, 40))
     image, target = sample([(0, 0, 30, 30), (0, 0, 12, 12), (45, 30, 60, 60)], (60, 60), [[0, 2, 3]])
     out, cropped = ConstrainedCrop()(image, target, generator())
@@ -65,6 +65,7 @@ def test_expanding_moves_boxes_with_their_pixels_and_fills_the_rest():
         assert found["size"].tolist() == [height, width]
     untouched, _ = RandomExpand(probability=0.0)(image, target, generator(0))
     assert untouched is image
+    assert 70 < sum(RandomExpand()(image, target, generator(seed))[0] is image for seed in range(200)) < 130
 
 
 def test_colours_saturate_and_leave_the_target_alone():
