@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from scripts.benches import scene_graph
 from toolkit.errors import BadInput
+from toolkit.scene_graphs.egtr import largest_first
 from toolkit.scene_graphs.evaluator import grouped_recall, predicate_groups
-from toolkit.scene_graphs.matches import compact_graph
+from toolkit.scene_graphs.matches import best_combinations, compact_graph
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
@@ -141,3 +143,18 @@ def test_a_compact_graph_measures_the_same():
     compact[0]["combinations"] = np.asarray([[60, 0]])
     with pytest.raises(BadInput, match="image 0: combinations and predicates do not fit 60 pairs and 7 predicates"):
         evaluate_scene_graphs(truths, compact, "sgdet", 7)
+
+
+@pytest.mark.parametrize("keep", [1, 7, 100, 5000])
+def test_equal_combinations_are_ranked_by_pair_then_predicate_at_the_cut_too(keep):
+    rng = np.random.default_rng(keep)
+    for pairs in (1, 20, 300):
+        scores, of_pairs = (rng.integers(0, 5, shape).astype(np.float32) / 4 for shape in ((pairs, 12), pairs))
+        everything = (scores * of_pairs[:, None]).ravel()
+        expected = np.argsort(-everything, kind="stable")[:keep]
+        np.testing.assert_array_equal(best_combinations(scores, of_pairs, keep), np.stack(np.divmod(expected, 12), 1))
+    many = torch.from_numpy(rng.integers(-1, 4, (5, 400)).astype(np.float32))
+    values, columns = largest_first(many, keep)
+    expected = many.sort(descending=True, stable=True)
+    real = values >= 0  # those to be left out are in no order
+    assert torch.equal(values, expected.values[:, :keep]) and torch.equal(columns[real], expected.indices[:, :keep][real])

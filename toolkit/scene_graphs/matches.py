@@ -97,16 +97,20 @@ def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, kee
         return np.zeros((0, 2), np.int64)
     # By torch, which compares whole vectors along a row: the largest of each in a fifth of NumPy's time.
     best = torch.from_numpy(np.require(scores, requirements="W")).amax(1).numpy()
-    rows = np.sort(_largest(best * pair_scores, keep))
+    rows = _largest(best * pair_scores, keep)
     products = (scores[rows] * pair_scores[rows, None]).ravel()
-    chosen = np.sort(_largest(products, keep))
+    chosen = _largest(products, keep)
     chosen = chosen[np.argsort(-products[chosen], kind="stable")]
     return np.column_stack([rows[chosen // count], chosen % count])
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """(<= count,) indices of the largest values, in no particular order."""
-    return np.arange(len(values)) if len(values) <= count else np.argpartition(values, len(values) - count)[-count:]
+    """(<= count,) ascending indices of the largest values; of equal ones at the cut the first."""
+    if len(values) <= count:
+        return np.arange(len(values))
+    smallest = np.partition(values, len(values) - count)[-count]
+    above, equal = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
+    return np.sort(np.concatenate([above, equal[: count - len(above)]]))
 
 
 class _Chunk:
