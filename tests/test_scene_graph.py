@@ -157,4 +157,5 @@ def test_equal_combinations_are_ranked_by_pair_then_predicate_at_the_cut_too(kee
     values, columns = largest_first(many, keep)
     expected = many.sort(descending=True, stable=True)
     real = values >= 0  # those to be left out are in no order
-    assert torch.equal(values, expected.values[:, :keep]) and torch.equal(columns[real], expected.indices[:, :keep][real])
+    assert torch.equal(values, expected.values[:, :keep])
+    assert torch.equal(columns[real], expected.indices[:, :keep][real])
