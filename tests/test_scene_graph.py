@@ -11,7 +11,7 @@ from scripts.benches import scene_graph
 from toolkit.errors import BadInput
 from toolkit.scene_graphs.egtr import largest_first
 from toolkit.scene_graphs.evaluator import grouped_recall, predicate_groups
-from toolkit.scene_graphs.matches import best_combinations, compact_graph
+from toolkit.scene_graphs.matches import best_combinations, boxes_of_objects, compact_graph
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
@@ -51,6 +51,47 @@ def test_strict_counts_images_without_pairs_and_leaves_absent_predicates_out():
     assert original.values["R"].tolist() == [1.0] * 3
     assert original.values["mR"].tolist() == [0.25] * 3
     assert strict.values["R"].tolist() == strict.values["mR"].tolist() == [0.5] * 3
+
+
+def emitted_twice(pred):
+    """Every box twice; the pairs between the copies tell the second best predicates."""
+    scores, second = pred["predicate_scores"], pred["predicate_scores"].copy()
+    second[np.arange(len(second)), second.argmax(1)] = 0
+    boxes = {key: np.concatenate([pred[key]] * 2) for key in ("boxes", "labels", "scores")}
+    pairs = np.concatenate([pred["pairs"], pred["pairs"] + len(pred["boxes"])])
+    return ranked(boxes | {"pairs": pairs, "predicate_scores": np.concatenate([scores, second])})
+
+
+def ranked(pred):
+    best = pred["predicate_scores"].max(1) * pred["scores"][pred["pairs"]].prod(1)
+    order = np.argsort(-best, kind="stable")
+    return pred | {key: pred[key][order] for key in ("pairs", "predicate_scores")}
+
+
+def test_a_box_emitted_twice_counts_once():
+    """`-s` prints the numbers of docs/detectors/scene_graphs.md."""
+    truths, predictions, _ = scene_graph.random_scene_graphs(200, 8, 40, 7)
+    once = [ranked(pred) for pred in predictions]
+    twice = [emitted_twice(pred) for pred in predictions]
+    found = {}
+    for protocol in ("original", "strict"):
+        for name, emitted in (("once", once), ("twice", twice)):
+            found[protocol, name] = evaluate_scene_graphs(truths, emitted, "sgdet", 7, protocol=protocol).values["R"]
+            numbers = " | ".join(f"{recall:.3f}" for recall in found[protocol, name])
+            row = f"| `{protocol}` | {name} | {numbers} |"
+            print(row)
+            assert row in (Path(__file__).parents[1] / "docs" / "detectors" / "scene_graphs.md").read_text()
+    np.testing.assert_array_equal(found["original", "once"], found["strict", "once"])
+    assert found["original", "twice"][-1] > 1.1 * found["original", "once"][-1]
+    assert (found["strict", "twice"] <= found["strict", "once"]).all()
+
+
+def test_the_surest_box_of_an_object_stands_for_it():
+    """The second of three boxes on an object is the surest; the third stands for the neighbour that it overlaps too."""
+    boxes = np.asarray([[0, 0, 20, 20], [0, 0, 20, 21], [0, 0, 20, 19], [50, 50, 80, 80]], np.float32)
+    pred = {"boxes": boxes, "labels": np.asarray([0, 0, 0, 1]), "scores": np.asarray([0.5, 0.9, 0.4, 0.3])}
+    true = truth([], np.asarray([[0, 0, 20, 20], [50, 50, 80, 80], [0, 0, 20, 16]], np.float32), np.asarray([0, 2, 0]))
+    assert boxes_of_objects(true, pred).tolist() == [2, 0, -1, -1]
 
 
 def test_nothing_to_evaluate():

@@ -44,17 +44,24 @@ class Matches:
 
 
 def match_relations(
-    truths: Sequence[Mapping], predictions: Sequence[Mapping], mode: str, iou_threshold: float, keep: int
+    truths: Sequence[Mapping],
+    predictions: Sequence[Mapping],
+    mode: str,
+    iou_threshold: float,
+    keep: int,
+    one_box_each: bool = False,
 ) -> Matches:
     """Match every predicted pair, and the `keep` best (pair, predicate) combinations, with the annotated relations.
 
     Arguments as in `evaluate_scene_graphs`. Pairs are taken in the given order with their best predicate
     (constrained); combinations are ranked by subject score x object score x predicate score (unconstrained).
+    one_box_each: an annotated object is found by the box of `boxes_of_objects` alone; not in phrdet, where no box is
+    compared with an object.
     """
     chunks, start = [], 0
     for lo in range(0, len(truths), CHUNK_IMAGES):
         hi = lo + CHUNK_IMAGES
-        chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold)
+        chunk = Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
     return Matches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in Matches.__annotations__))
@@ -113,10 +120,35 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.concatenate([above, equal[: count - len(above)]]))
 
 
-class _Chunk:
+def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float = 0.5) -> np.ndarray:
+    """(M,) the annotated object that each predicted box stands for, -1: none; no object has two boxes.
+
+    As in COCO's AP: the boxes choose, best score first (of equal ones the earlier), each the object of its class that
+    it overlaps most, by `iou_threshold` or more, among those that no box has yet.
+    """
+    found = np.full(len(prediction["boxes"]), -1)
+    box, object_ = (np.asarray(prediction["labels"])[:, None] == np.asarray(truth["labels"])).nonzero()
+    ious = iou_plus_one(*(np.asarray(g["boxes"], np.float32)[i] for g, i in ((prediction, box), (truth, object_))))
+    order = np.lexsort((object_, -ious, box, -np.asarray(prediction["scores"])[box]))
+    taken = set()
+    for i in order[ious[order] >= np.float32(iou_threshold)].tolist():
+        if found[box[i]] < 0 and object_[i] not in taken:
+            found[box[i]] = object_[i]
+            taken.add(object_[i])
+    return found
+
+
+class Chunk:
     """Flat arrays of some images; `slots` is the largest number of annotated relations of an image."""
 
-    def __init__(self, truths: Sequence[Mapping], predictions: Sequence[Mapping], mode: str, iou_threshold: float):
+    def __init__(
+        self,
+        truths: Sequence[Mapping],
+        predictions: Sequence[Mapping],
+        mode: str,
+        iou_threshold: float,
+        one_box_each: bool = False,
+    ):
         self.union, self.threshold = mode == "phrdet", np.float32(iou_threshold)
         objects = truths if mode == "predcls" else predictions
         relations = [np.asarray(t["relations"], dtype=np.int64).reshape(-1, 3) for t in truths]
@@ -140,12 +172,16 @@ class _Chunk:
             self.pair_scores = np.ones(len(self.pairs), np.float32)
         else:
             self.pair_scores = _flat([np.asarray(p["scores"]) for p in predictions], (0,))[self.pairs].prod(1)
+        self.stands_for = None
+        if one_box_each and not self.union:
+            graphs = zip(truths, map(_given, truths) if mode == "predcls" else predictions, strict=True)
+            self.stands_for = _flat([boxes_of_objects(*both, iou_threshold) for both in graphs], (0,))
         self.candidates = self._box_matches(0), self._box_matches(1)
 
     def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
         """Padded (images, slots, ...) arrays; a padded slot has class -2, which nothing equals."""
         shape = (len(truths), int(self.counts.max(initial=0)))
-        self.ends = np.zeros((*shape, 2), np.int64)  # the box indices of subject and object in their image
+        self.ends = np.full((*shape, 2), -2, np.int64)  # the box indices of subject and object in their image
         self.end_boxes, self.end_labels = np.zeros((*shape, 2, 4), np.float32), np.full((*shape, 2), -2, np.int64)
         self.predicates = np.full(shape, -2, np.int64)
         for i, (truth, rows) in enumerate(zip(truths, relations, strict=True)):
@@ -158,8 +194,11 @@ class _Chunk:
 
     def _box_matches(self, end: int) -> np.ndarray:
         """(boxes, words) uint64, a bit for each slot: may the box be the subject (0) or object (1) of its relation?"""
-        matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
-        if not self.union:  # few boxes have the right class
+        if self.stands_for is not None:
+            matches = self.stands_for[:, None] == self.ends[self.box_image, :, end]
+        else:
+            matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
+        if self.stands_for is None and not self.union:  # few boxes have the right class
             box, slot = matches.nonzero()
             ious = iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
             matches[box, slot] = ious >= self.threshold
@@ -243,6 +282,11 @@ class _Chunk:
         predicted = _union(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
         true = self.end_boxes[self.pair_image[pair], slot]
         return iou_plus_one(predicted, _union(true[:, 0], true[:, 1])) >= self.threshold
+
+
+def _given(truth: Mapping) -> dict[str, np.ndarray]:
+    """The annotated boxes as predicted ones, all as sure."""
+    return {"boxes": truth["boxes"], "labels": truth["labels"], "scores": np.ones(len(truth["boxes"]))}
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -71,15 +71,16 @@ def evaluate_scene_graphs(
         mode: predcls, sgcls, sgdet, or phrdet (sgdet with the IoU of the union boxes).
         zero_shot: (Z, 3) subject class, object class, predicate never seen in training.
         protocol: "original" leaves images without a predicted pair out of every mean and lets a predicate that the
-            truth lacks count 0 in mR, as published numbers do. "strict" counts such images as recall 0 and leaves
-            such predicates out.
+            truth lacks count 0 in mR, as published numbers do. "strict" counts such images as recall 0, leaves such
+            predicates out, and lets one box alone stand for an object (`boxes_of_objects`; not in phrdet): several
+            boxes for one would each bring another predicate of the same pair into R@K (Lorenz et al., ECCV 2024).
 
     Images without annotated relation are left out in both. Boxes match at IoU >= iou_threshold, with the "+1 pixel"
     widths of the field. One prediction may find several relations, a repeated relation counts repeatedly.
     Raises BadInput for an unknown mode or protocol and for predictions that do not fit their image.
     """
     _check(truths, predictions, mode, protocol, num_predicates)
-    matches = match_relations(truths, predictions, mode, iou_threshold, max(top))
+    matches = match_relations(truths, predictions, mode, iou_threshold, max(top), protocol == "strict")
     counts = np.bincount(matches.image, minlength=len(truths))
     evaluated = counts > 0
     if protocol == "original":
