@@ -13,6 +13,7 @@ from toolkit.scene_graphs.egtr import largest_first
 from toolkit.scene_graphs.evaluator import grouped_recall, predicate_groups
 from toolkit.scene_graphs.matches import best_combinations, boxes_of_objects, compact_graph
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
+from toolkit.scene_graphs.open_images import open_images_metrics
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 BOXES = np.asarray([[0, 0, 20, 20], [50, 50, 80, 80], [0, 60, 30, 90]], np.float32)
@@ -111,6 +112,42 @@ def test_accuracy_ranks_annotated_pairs_only():
     assert metrics.values["A"].tolist() == [1.0]
 
 
+def test_relative_recall_takes_as_many_as_the_image_has():
+    """Of two relations the second is found third, of one the first first: 1/2 and 1; by predicate 1 and (0 + 1) / 2."""
+    truths = [truth([[0, 1, 2], [1, 2, 3]]), truth([[0, 1, 3]])]
+    predictions = [prediction([[0, 1], [0, 2], [1, 2]], [2, 1, 3]), prediction([[0, 1], [1, 0]], [3, 3])]
+    row = evaluate_scene_graphs(truths, predictions, "sgdet", 4, protocol="strict").as_row()
+    assert (row["R@20"], row["R@relative"], row["mR@relative"]) == (1.0, 0.75, 0.75)
+
+
+def test_open_images_counted_by_hand():
+    """Predicate 1, annotated twice: the surest finds one, the next the same again, the third the other, but
+    only by the union of its boxes: AP is 1/2, and (1 + 2/3) / 2 of unions. Predicate 0, annotated once, is missed."""
+    boxes = np.asarray([[0, 0, 100, 100], [200, 0, 300, 100], [0, 0, 100, 100], [200, 0, 300, 40]], np.float32)
+    true = truth([[0, 1, 1], [1, 0, 1], [0, 1, 0]], boxes[:2], np.asarray([5, 6]))
+    scores = np.zeros((3, 2), np.float32)
+    scores[:, 1] = 0.9, 0.8, 0.7
+    pred = {"boxes": boxes, "labels": np.asarray([5, 6, 5, 6]), "scores": np.ones(4, np.float32)}
+    pred |= {"pairs": np.asarray([[0, 1], [2, 1], [3, 0]]), "predicate_scores": scores}
+    expected = {"wmAP_rel": 2 / 3 * 1 / 2, "wmAP_phr": 2 / 3 * (1 + 2 / 3) / 2, "micro_R@50": 1 / 3}
+    expected["score_wtd"] = 0.4 * expected["wmAP_rel"] + 0.4 * expected["wmAP_phr"] + 0.2 / 3
+    assert open_images_metrics([true], [pred], 2) == pytest.approx(expected)
+    assert open_images_metrics([true], [compact_graph(pred, 100)], 2) == pytest.approx(expected)
+    assert open_images_metrics([true], [prediction([], [], 2)], 2) == dict.fromkeys(expected, 0.0)
+    assert set(open_images_metrics([truth([])], [pred], 2).values()) == {None}
+
+
+def test_open_images_equals_the_published_program():
+    """Figures of its `ap_eval` on these graphs, whose objects have three classes and boxes that are far off."""
+    truths, predictions, _ = scene_graph.random_scene_graphs(25, 7, 30, 5, num_classes=3)
+    for pred in predictions:
+        pred["boxes"] = pred["boxes"] + np.asarray([12, -9, 20, 7], np.float32)
+    found = open_images_metrics(truths, predictions, 5)
+    assert found["wmAP_rel"] == pytest.approx(0.09850498135689, abs=1e-12)
+    assert found["wmAP_phr"] == pytest.approx(0.29249930630124, abs=1e-12)
+    assert found["micro_R@50"] == pytest.approx(0.398)
+
+
 def test_zero_shot_triplets_name_classes_not_boxes():
     labels, unseen = np.asarray([7, 5, 6]), np.asarray([[5, 6, 3], [0, 1, 2]])
     truths = [truth([[0, 1, 2], [1, 2, 3]], labels=labels)]
@@ -167,6 +204,15 @@ def test_predicates_are_grouped_by_how_often_training_had_them():
     assert row == {"mR_head@1": 1.0, "mR_head@20": 1.0, "mR_body@1": 0.0, "mR_body@20": 0.0, "mR_tail@1": None,
                    "mR_tail@20": None}  # fmt: skip
     assert grouped_recall(metrics, groups, "original")["mR_tail@20"] == 0.0
+
+
+def test_recall_of_head_body_and_tail_counted_by_hand():
+    """Of 6 predicates 2 in each; found are 1 and 0 of the head's, 1/2 and 1 of the body's, 0 of one of the tail's."""
+    groups = predicate_groups(np.asarray([60, 50, 40, 30, 20, 10]))
+    truths = [truth([[0, 1, 0], [1, 2, 1], [0, 2, 2], [2, 0, 2], [2, 1, 3], [1, 0, 4]])]
+    found = [prediction([[0, 1], [0, 2], [2, 1], [2, 0]], [0, 2, 3, 3], 6)]
+    row = grouped_recall(evaluate_scene_graphs(truths, found, "sgdet", 6, top=(100,)), groups, "strict")
+    assert row == {"mR_head@100": 0.5, "mR_body@100": 0.75, "mR_tail@100": 0.0}
 
 
 def test_a_compact_graph_measures_the_same():

@@ -9,6 +9,7 @@ import torch
 from toolkit.scene_graphs import geometry
 
 CHUNK_IMAGES = 64  # bounds memory
+COMPACT = ("predicates", "combinations", "two_predicates", "two_scores")  # of `compact_graph`
 
 
 @dataclass
@@ -76,10 +77,14 @@ def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
 
 def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
     """A much smaller prediction that gives the same result in `match_relations` with that `keep`: `predicates (P,)` and
-    `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`."""
+    `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`; and `two_predicates`,
+    `two_scores` of `best_two`."""
     scores = np.asarray(prediction["predicate_scores"])
     pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
+    two, two_scores = best_two(prediction)
     compact = {
+        "two_predicates": two.astype(np.int32),
+        "two_scores": two_scores,
         "predicates": scores.argmax(1) if len(scores) else np.zeros(0, np.int64),
         "combinations": best_combinations(scores, pair_scores, keep).astype(np.int32),
     }
@@ -91,6 +96,20 @@ def best_predicates(prediction: Mapping, rows: np.ndarray | slice) -> np.ndarray
     if "combinations" in prediction:
         return np.asarray(prediction["predicates"])[rows]
     return np.asarray(prediction["predicate_scores"])[rows].argmax(1)
+
+
+def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
+    """(P, 2) the two best predicates of each pair of an image, from 0, best first, and their scores (P, 2); (P, 1)
+    where there is but one."""
+    if "two_predicates" in prediction:
+        return np.asarray(prediction["two_predicates"]), np.asarray(prediction["two_scores"])
+    scores = torch.as_tensor(np.require(prediction["predicate_scores"], requirements="W"))
+    best, first = scores.max(1, keepdim=True) if scores.numel() else (scores[:, :1], scores[:, :1].long())
+    others = scores.scatter(1, first, -torch.inf)
+    if scores.shape[1] < 2 or not len(scores):
+        return first.numpy(), best.numpy()
+    second = others.max(1, keepdim=True)
+    return torch.cat([first, second.indices], 1).numpy(), torch.cat([best, second.values], 1).numpy()
 
 
 def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, keep: int) -> np.ndarray:
@@ -279,9 +298,9 @@ class Chunk:
         """(n,) bool: does the union box of the pair match that of the relation? Always, unless phrdet."""
         if not self.union:
             return np.ones(len(pair), bool)
-        predicted = _union(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
+        predicted = union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
         true = self.end_boxes[self.pair_image[pair], slot]
-        return iou_plus_one(predicted, _union(true[:, 0], true[:, 1])) >= self.threshold
+        return iou_plus_one(predicted, union_boxes(true[:, 0], true[:, 1])) >= self.threshold
 
 
 def _given(truth: Mapping) -> dict[str, np.ndarray]:
@@ -305,5 +324,6 @@ def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
     return geometry.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
 
 
-def _union(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+def union_boxes(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+    """`geometry.union_boxes` of arrays."""
     return geometry.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()

@@ -118,7 +118,7 @@ def _same(truth: Mapping, graph: Mapping, mode: str, protocol: str) -> np.ndarra
 
 def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
     names = list(dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key))
-    rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100))) for name in names]
+    rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100, "relative"))) for name in names]
     order = np.argsort(-g.frequency, kind="stable")
     recalls = [(predicates[p], int(g.frequency[p]), number(g.recall[p])) for p in order if g.frequency[p]]
     wrong = g.confusions.copy()
@@ -139,7 +139,7 @@ def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
         most=1,
     )
     return (
-        table(["metric", "@20", "@50", "@100"], rows)
+        table(["metric", "@20", "@50", "@100", "@relative"], rows)
         + whole
         + charts([recall])
         + folded("Every predicate", table(["predicate", "relations", "recall@100"], recalls))
