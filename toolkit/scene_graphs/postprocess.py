@@ -79,7 +79,8 @@ def rank_triplets(
     """Columns of all objects and of all triplets, image after image, those of an image best first.
 
     Labels: of given boxes the best class above background, of detected ones `late_nms`, unless the head's stay; the
-    score is its softmax value. Triplets are ranked by predicate probability x both scores (equal ones stay in the order of the pairs).
+    score is its softmax value. Triplets are ranked by predicate probability x both scores (equal ones stay in the order
+    of the pairs).
 
     Returns `boxes` (N, 4), `labels` (N,) from 0 (-1: lost every class), `scores` (N,); and `pairs` (R, 2) rows of
     `boxes`, `predicate_scores` (R, P - 1) without "no relation" and not renormalised, `predicates` (R,) from 0,
