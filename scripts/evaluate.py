@@ -54,6 +54,9 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     result = run_on_main(lambda: _measured(predicted, arguments.backend))  # the only process with the predictions
     if accelerator.is_main_process:
         print(f"{predicted.about['detector']}, {len(predicted.table)} images\n{result.pop('table')}")
+        if predicted.speed:
+            recall = ", ".join(f"{key} {_number(result[key])}" for key in ("R@20", "R@50", "R@100") if key in result)
+            print(predicted.speed + (f"; {recall}" if recall else ""))
         print(json.dumps(result))
         if arguments.save:
             write_predictions(arguments.save, predicted.predictions, predicted.table, scores=result, **predicted.about)

@@ -23,7 +23,8 @@ IMAGES are files, folders (searched recursively), quoted patterns, URLs and vide
 
 with the ids and names of the training data and boxes in pixels of the upright image, best first. A scene-graph detector
 (sgdet) adds "relations": [{"subject": i, "object": j, "predicate": "on", "score": 0.61}, ...] for each image, where i
-and j are positions in its detections; pictures show them as arrows. A model of predcls or sgcls needs the boxes of a
+and j are positions in its detections, the 100 best; pictures show the best of them as arrows (--relations,
+--relation-score) and say how many they leave out. A model of predcls or sgcls needs the boxes of a
 COCO file (--boxes). --format dot, jsonld and networkx write each graph into `found/graphs/`. A video gives
 `found/videos/NAME.jsonl`, one line per frame, and NAME.mp4 with the boxes.
 
@@ -42,6 +43,7 @@ from tqdm import tqdm
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
 from toolkit.errors import BadInput, says_bad_input
+from toolkit.evaluation.detections import without_graph_constraint
 from toolkit.evaluation.predictions import joined
 from toolkit.files import distinct, without_suffix
 from toolkit.models.inference_settings import inference_flags
@@ -137,7 +139,9 @@ def predict_images(
         if pictures:
             entry["picture"] = str(pictures[path])
             drawn = arguments.out / pictures[path]
-            draw_found(prediction.image, prediction.found, predictor.class_names, predictor.predicates, drawn)
+            listed = without_graph_constraint(prediction.found) if arguments.no_graph_constraint else prediction.found
+            what = predictor.class_names, predictor.predicates, drawn, arguments.relations, arguments.relation_score
+            draw_found(prediction.image, listed, *what)
     read = [path for path in names if path in entries]
     document = {
         "model": predictor.source,
@@ -202,6 +206,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--all-scores", action="store_true", help="write the scores of all predicates of each pair")
     free = "keep the 100 best (pair, predicate) combinations, not one predicate per pair"
     parser.add_argument("--no-graph-constraint", action="store_true", help=free)
+    parser.add_argument("--relations", type=int, default=20, help="relations drawn in a picture, at most (default 20)")
+    least = "minimum score of a drawn relation (default 0.0); the files list the 100 best in any case"
+    parser.add_argument("--relation-score", type=float, default=0.0, help=least)
     parser.add_argument("--image-ids", type=Path, help="COCO file to take image ids from (default: 1, 2, 3, ...)")
     add_flags(parser, "--weights", "--trust")
     least = "minimum score (default 0.3); auto: thresholds of the report"

@@ -94,7 +94,7 @@ def main(config: Config) -> dict[str, float]:
     """Train as `config` says and return the last evaluation; notebooks call it with their own Config."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
-        from toolkit.evaluation.coco import make_evaluator
+        from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
         from toolkit.scene_graphs.start import start_scene_graph
 
     e = config.eval
@@ -102,7 +102,8 @@ def main(config: Config) -> dict[str, float]:
     with session.session(config) as s:
         table, val_table = session.open_data(s)
         detector = session.make_detector(s, table, start_scene_graph)
-        evaluator = make_evaluator(detector, val_table, e.backend, protocol=e.protocol, zero_shot=e.zero_shot)
+        of_graphs = {key: getattr(e, key) for key in OF_GRAPHS}
+        evaluator = make_evaluator(detector, val_table, e.backend, **of_graphs)
         t = session.training(s, detector, table, val_table, evaluator)
         while not t.finished:
             train_one_epoch(t)

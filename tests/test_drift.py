@@ -15,13 +15,14 @@ ALLOWED = {
     "train_sgg": {  # a head on a detector starts in its own way, and recall is measured, not AP
         "main": [
             "- from toolkit.evaluation.coco import CocoEvaluator",
-            "+ from toolkit.evaluation.coco import make_evaluator",
+            "+ from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator",
             "+ from toolkit.scene_graphs.start import start_scene_graph",
             "+ e = config.eval",
             "- detector = session.make_detector(s, table)",
             "- t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))",
             "+ detector = session.make_detector(s, table, start_scene_graph)",
-            "+ evaluator = make_evaluator(detector, val_table, e.backend, protocol=e.protocol, zero_shot=e.zero_shot)",
+            "+ of_graphs = {key: getattr(e, key) for key in OF_GRAPHS}",
+            "+ evaluator = make_evaluator(detector, val_table, e.backend, **of_graphs)",
             "+ t = session.training(s, detector, table, val_table, evaluator)",
         ]
     },

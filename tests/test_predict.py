@@ -29,7 +29,7 @@ from toolkit.evaluation.draw import COLOURS, draw_arrow, picture_with_boxes
 from toolkit.files import distinct, without_suffix
 from toolkit.models import options_class
 from toolkit.runs.open_run import kind_of, open_run
-from toolkit.scene_graphs.draw import draw_found
+from toolkit.scene_graphs.draw import draw_found, left_out_in_words
 from toolkit.use.image_files import find_images, find_or_fetch, image_ids_of, predict_files
 from toolkit.use.open import open_predictor
 from toolkit.use.outputs import check_outputs, clear_outputs, write_outputs
@@ -194,6 +194,13 @@ def test_a_relation_is_an_arrow_from_its_subject_to_its_object(tmp_path):
     path = draw_found(image, graph, ["cup", "plate"], ["on", "under", "in", "beside"], tmp_path / "graph.png")
     rows, columns = (np.asarray(Image.open(path))[:, :640] == colour(3)).all(-1).nonzero()
     assert 150 < rows.min() and rows.max() < 175 and columns.min() < 35 and 600 < columns.max() < 612
+
+    assert left_out_in_words(1, 1, 20, 0.0) == "" and left_out_in_words(0, 0, 20, 0.0) == "no relations"
+    assert left_out_in_words(20, 100, 20, 0.0) == "20 of 100 relations are drawn"
+    assert left_out_in_words(0, 9, 20, 0.5) == "0 of 9 relations are drawn: no other has a score of 0.5 or more"
+    what = ["cup", "plate"], ["on", "under", "in", "beside"]
+    path = draw_found(image, graph, *what, tmp_path / "none.png", relation_score=0.6)
+    assert not (np.asarray(Image.open(path))[:, :640] == colour(3)).all(-1).any()
 
     # Beside it the objects lie on a circle, in the order of their angles around their middle: 0 left, 1, 2 below right.
     boxes = [[x, y, x, y] for x, y in ((100, 100), (200, 100), (150, 300), (600, 20))]

@@ -17,6 +17,7 @@ from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, head_losse
 from toolkit.scene_graphs.frequency import predicate_weights
 from toolkit.scene_graphs.geometry import iou_plus_one, reading_order
 from toolkit.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
+from toolkit.scene_graphs.heads.layers import AVERAGE_RATIO, RunningMean
 from toolkit.scene_graphs.heads.trees import grow_trees
 from toolkit.scene_graphs.heads.vctree import drawn_columns
 from toolkit.scene_graphs.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
@@ -200,6 +201,32 @@ def test_a_box_that_lost_every_class_scores_nothing():
     assert sorted(entry["category_id"] for entry in detections_as_json(found, categories)) == [7, 9]
     written = json.loads(json.dumps(relations_as_json(found, list("abcd"))))
     assert [sorted((entry["subject"], entry["object"])) for entry in written] == [[0, 1], [0, 1]]
+
+
+def test_react_keeps_the_labels_of_the_detector():
+    """As its original: overlapping boxes keep a class that late NMS, as of PE-Net, gives to one of them alone."""
+    batch = batch_of([4, 3])
+    batch.found_labels = torch.tensor([2, 2, 1, 1, 3, 3, 3])
+    batch.boxes_per_class = torch.tensor([[0.0, 0, 50, 50]]).expand(7, CLASSES, 4)
+    for name, keeps in (("react", True), ("penet", False)):
+        with torch.no_grad():
+            objects, _ = rank_triplets(head_of(name, "sgdet").eval()(batch), batch, given_boxes=False)
+        assert torch.equal(objects["labels"], batch.found_labels - 1) == keeps
+    probability = batch.logits.softmax(1).gather(1, batch.found_labels[:, None])[:, 0]
+    objects, _ = rank_triplets(head_of("react", "sgdet").eval()(batch), batch, given_boxes=False)
+    torch.testing.assert_close(objects["scores"], probability)
+
+
+def test_a_running_mean_moves_once_for_each_image_or_for_the_batch():
+    rows, value = torch.randn(6, 3), torch.zeros(3)
+    of_images, of_batch = RunningMean(3).train(), RunningMean(3).train()
+    for _ in range(2):
+        of_images(rows, counts=[1, 0, 3, 2])
+        of_batch(rows)
+        for image in (rows[:1], rows[1:4], rows[4:]):  # the published loop
+            value = value * (1 - AVERAGE_RATIO) + AVERAGE_RATIO * image.mean(0)
+    torch.testing.assert_close(of_images.value, value)
+    torch.testing.assert_close(of_batch.value, AVERAGE_RATIO * (2 - AVERAGE_RATIO) * rows.mean(0))
 
 
 @settings(max_examples=25, deadline=None)

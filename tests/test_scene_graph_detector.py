@@ -290,6 +290,25 @@ def test_the_best_pairs_and_the_annotated_ones_are_all_that_metrics_need(table):
     assert rows[999]["bbox_AP"] is not None and rows[999]["zR@20"] is None
 
 
+def test_phrase_detection_compares_unions(table):
+    """Every subject box is as large as the union with its object: no box is right, and every union is."""
+    predictions = {}
+    for row in map(table.row, range(len(table))):
+        graph = {key: torch.from_numpy(value) for key, value in true_graph(row).items()}
+        ends, count = graph["relations"][:, :2], len(graph["relations"])
+        subjects, objects = (graph["boxes"][ends[:, end]] for end in (0, 1))
+        unions = torch.cat([torch.minimum(subjects, objects)[:, :2], torch.maximum(subjects, objects)[:, 2:]], 1)
+        pairs = torch.arange(2 * count).reshape(2, count).T
+        predictions[row["image_id"]] = {
+            "boxes": torch.cat([unions, objects]).float(), "labels": graph["labels"][ends.T.flatten()],
+            "scores": torch.ones(2 * count), "pairs": pairs,
+            "predicate_scores": torch.eye(len(PREDICATES))[graph["relations"][:, 2]],
+        }  # fmt: skip
+    rows = [SceneGraphEvaluator(table, "sgdet", phrase_detection=on).evaluate(predictions) for on in (False, True)]
+    assert rows[0]["R@100"] < 0.5 and rows[1]["R@100"] == 1.0
+    assert rows[0]["wmAP_rel"] < 0.5 and rows[0]["wmAP_phr"] > 0.9  # some unions are those of two relations
+
+
 def test_truth_is_that_of_the_boxes_that_were_asked(table):
     """A box that resizing left without width is in neither graph: recall is that of the others."""
     evaluator = SceneGraphEvaluator(table, "predcls")
@@ -388,6 +407,8 @@ def test_mistakes_are_explained(table, batch, tmp_path):
         make_evaluator(model, table, "toolkit")
     with pytest.raises(BadInput, match="protocol"):
         SceneGraphEvaluator(table, "predcls", protocol="lenient")
+    with pytest.raises(BadInput, match="eval.phrase_detection is for model.mode sgdet"):
+        SceneGraphEvaluator(table, "predcls", phrase_detection=True)
     options = SceneGraphOptions(detector_options={"pretrained_backbone": True})
     with pytest.raises(BadInput, match="give them as model.pretrained_backbone"):
         start_scene_graph(options, table, tmp_path, checkpoint=None, say=print)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.errors import Preempted, StoppedByGuard
-from toolkit.evaluation.coco import make_evaluator
+from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions
@@ -216,7 +216,7 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
 
     Returns the row. Raises Preempted: a signal came; the resumed run evaluates again.
     """
-    of_graphs = {key: getattr(e, key) for key in ("protocol", "zero_shot") if hasattr(e, key)}
+    of_graphs = {key: getattr(e, key) for key in OF_GRAPHS if hasattr(e, key)}
     evaluator = make_evaluator(t.detector, table, e.backend, **of_graphs)
     predictions = _predict(t, t.detector, loader, e.score_threshold, "test split")
     if predictions.interrupted:

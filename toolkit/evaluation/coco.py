@@ -75,11 +75,14 @@ class CocoEvaluator:
         return draw_predictions(self.table, predictions, count, path)
 
 
+OF_GRAPHS = ("protocol", "zero_shot", "phrase_detection")  # settings of the group `eval` of scene graphs alone
+
+
 def make_evaluator(detector, table, backend: str, **settings):
     """The evaluator of a detector on a table: that of its own `make_evaluator`, else `CocoEvaluator`.
 
-    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as `protocol`
-    and `zero_shot` of scene graphs. Raises BadInput as the detector's own `make_evaluator`.
+    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as `OF_GRAPHS`.
+    Raises BadInput as the detector's own `make_evaluator`.
     """
     evaluator = detector.make_evaluator(table, backend, **settings)
     return CocoEvaluator(table, backend) if evaluator is None else evaluator

@@ -1,6 +1,9 @@
 """Runs a detector over a whole data set on one or more ranks: predictions by image id, and the validation loss."""
 
 import contextlib
+import math
+import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -25,12 +28,15 @@ class Predictions(NamedTuple):
         and what else the detector's `to_keep` leaves.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
         empty without loss weights.
+    image_ms: milliseconds of an image from pixels on the device to its detections on the host, on this rank, loss and
+        reading of the files apart; the median of its batches; NaN without images.
     interrupted: 0, or the largest number that `stop` returned on any rank; `by_image` and `losses` are then empty.
     """
 
     by_image: dict
     losses: dict[str, float]
     interrupted: int
+    image_ms: float = math.nan
 
 
 @torch.no_grad()  # not inference_mode: what a model caches in it (anchors, position codes) could not be trained with
@@ -64,11 +70,12 @@ def predict_dataset(
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
         neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
     """
-    items, sums = deque(), LossSums(detector)
+    items, sums, times = deque(), LossSums(detector), []
     with eval_mode(detector):
         for batch in tqdm(loader, desc=description, leave=False, delay=2, disable=_no_bar()):
             if len(batch.targets):
                 moved = batch.to(device, non_blocking=True)
+                began = time.perf_counter()
                 with autocast():  # targets: some models give what their loss needs only when they see them
                     outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
@@ -76,6 +83,7 @@ def predict_dataset(
                 is_first = not items
                 detections = map(detector.to_keep, dicts_to_host(detections))
                 items += zip((t["image_id"] for t in batch.targets), detections, strict=True)
+                times.append(1e3 * (time.perf_counter() - began) / len(batch.targets))
                 images = len(loader) * len(batch.targets) * world()[1]
                 if is_first and say is not None and (text := memory_needed(items, images)):
                     say(f"{description}: {text}")
@@ -86,7 +94,8 @@ def predict_dataset(
                 return Predictions({}, {}, interrupted)
     losses = {} if loss_weights is None else _weighted(sums.over_all_ranks(), loss_weights, step)
     handed_over = (items.popleft() for _ in range(len(items)))  # so that nothing is there twice
-    return Predictions(gather_by_image(handed_over), losses, 0)
+    image_ms = statistics.median(times) if times else math.nan
+    return Predictions(gather_by_image(handed_over), losses, 0, image_ms)
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:

@@ -26,7 +26,8 @@ from toolkit.files import write_json
 
 VERSION = 1
 _OF_GRAPHS = (
-    "boxes labels scores pairs predicate_scores predicates triplet_scores combinations true_labels true_relations"
+    "boxes labels scores pairs predicate_scores predicates triplet_scores combinations two_predicates two_scores "
+    "true_labels true_relations"
 ).split()
 
 

@@ -358,7 +358,11 @@ class SceneGraphEvalConfig(EvalConfig):
     """Metric that selects the best checkpoint and controls early stopping and the plateau schedule."""
     protocol: Literal["original", "strict"] = "original"
     """How recall is averaged. original, as published: images without a predicted pair are left out, and predicates that
-    do not occur in the data count as 0 in mR. strict: such images count as 0, and such predicates are left out."""
+    do not occur in the data count as 0 in mR. strict: such images count as 0, such predicates are left out, and an
+    object counts once: of several boxes on it, the one with the best score."""
+    phrase_detection: bool = False
+    """Compare the union box of a pair with that of the relation, instead of both boxes (phrdet); for `model.mode`
+    sgdet."""
     zero_shot: str | None = None
     """File with the triplets of zero-shot recall zR@K (CSV or zeroshot_triplet.pytorch); null: the triplets that do not
     occur in the training data."""

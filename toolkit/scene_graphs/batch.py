@@ -21,6 +21,7 @@ class RelationBatch:
     boxes_xyxy: (N, 4) float32 pixels. sizes_hw: (B, 2). num_objects, num_pairs: per image, on the host.
     pairs: (R, 2) int64 subject and object, rows of the concatenated objects.
     labels: (N,) int64 from 1, known in predcls and in training (0: a proposal without an object).
+    found_labels: (N,) int64 from 1, those that the detector gave, in sgdet.
     logits: (N, C) of the detector, for sgcls and sgdet. boxes_per_class: (N, C, 4) boxes regressed for each class,
         for sgdet in evaluation.
     roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of where the two boxes
@@ -41,6 +42,7 @@ class RelationBatch:
     roi_features: Tensor
     union_features: Tensor | None = None
     labels: Tensor | None = None
+    found_labels: Tensor | None = None
     logits: Tensor | None = None
     boxes_per_class: Tensor | None = None
     relation_labels: Tensor | None = None
@@ -61,7 +63,8 @@ class RelationBatch:
 class RelationOutput:
     """Predictions of a relation head.
 
-    object_logits: (N, C). relation_logits: (R, P). object_labels: (N,) int64, the labels the head committed to.
+    object_logits: (N, C). relation_logits: (R, P). object_labels: (N,) int64, the labels the head committed to;
+    labels_stay: they are those of the graph, which detected objects otherwise get by `late_nms`.
     context: (N, hidden) of the objects. extra_losses: (sum, denominator) by name, in training.
     """
 
@@ -70,6 +73,7 @@ class RelationOutput:
     object_labels: Tensor
     context: Tensor | None = None
     extra_losses: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    labels_stay: bool = False
 
 
 def object_mask(num_objects: list[int], device: torch.device) -> Tensor:

@@ -263,7 +263,7 @@ class EGTR(GraphDetector):
         triplets = best * sure[:, :, None] * sure[:, None]
         asked = strong[:, :, None] & strong[:, None]
         asked.diagonal(dim1=1, dim2=2).fill_(False)
-        values, order = triplets.masked_fill(~asked, -1.0).flatten(1).topk(min(top_k, triplets[0].numel()))
+        values, order = largest_first(triplets.masked_fill(~asked, -1.0).flatten(1), top_k)
         boxes, count = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes), logits.shape[1]
         fields = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
         fields += [rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
@@ -274,6 +274,19 @@ class EGTR(GraphDetector):
             graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
             graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
         return graphs
+
+
+def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row of (B, N) float32, 0 or more, and their columns; values below 0 come last.
+
+    Equal values are in the order of their columns, also at the cut. `topk` leaves that open; a stable sort of 200
+    queries' pairs takes ten times as long.
+    """
+    width = values.shape[1]
+    after = torch.arange(width - 1, -1, -1, device=values.device)
+    keys = (values.contiguous().view(torch.int32).long() << 32) + after  # the bits of such floats have their order
+    columns = width - 1 - (keys.topk(min(count, width)).values & 0xFFFFFFFF)
+    return values.gather(1, columns), columns
 
 
 def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) -> None:

@@ -14,10 +14,13 @@ from toolkit.evaluation.class_keys import metric_keys
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.matches import Matches
 from toolkit.evaluation.predictions import check_image_ids
+from toolkit.scene_graphs.matches import COMPACT
 from toolkit.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
+from toolkit.scene_graphs.open_images import open_images_metrics
 from toolkit.text import shown
 
 TOP = (20, 50, 100)
+OF_ALL = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
 
 
 class SceneGraphEvaluator:
@@ -29,10 +32,11 @@ class SceneGraphEvaluator:
         zero_shot: (Z, 3) subject class, object class, predicate that training never had; None: no zR@K.
         protocol: "original" (as published) or "strict"; see `evaluate_scene_graphs`.
         backend: of the COCO numbers.
+        phrase_detection: of a sgdet model, compare the union box of a pair instead of both boxes (phrdet).
         trained_relations: (P,) how often training had each predicate, for the recall of `predicate_groups`; None: none.
 
     Raises:
-        BadInput: unknown protocol, a table without predicates.
+        BadInput: unknown protocol, a table without predicates, phrase detection of given boxes.
     """
 
     def __init__(
@@ -43,14 +47,18 @@ class SceneGraphEvaluator:
         zero_shot: np.ndarray | None = None,
         protocol: str = "original",
         backend: str = "toolkit",
+        phrase_detection: bool = False,
         trained_relations: np.ndarray | None = None,
     ):
         if protocol not in PROTOCOLS:
             raise BadInput(f"eval.protocol is {protocol!r}; expected {' or '.join(PROTOCOLS)}")
         if not table.predicates:
             raise BadInput(f"{table.name}: no predicates; scene graphs need data with relations")
+        if phrase_detection and mode != "sgdet":
+            raise BadInput(f"eval.phrase_detection is for model.mode sgdet, which finds its boxes; this is {mode}")
         self.predicate_keys = metric_keys(table.predicates)
-        self.table, self.mode, self.protocol, self.zero_shot = table, mode, protocol, zero_shot
+        self.table, self.mode = table, "phrdet" if phrase_detection else mode
+        self.protocol, self.zero_shot = protocol, zero_shot
         self.groups = {} if trained_relations is None else predicate_groups(trained_relations)
         self.image_ids = table.image_ids().tolist()
         self._truths = {row["image_id"]: true_graph(row) for row in map(table.row, range(len(table)))}
@@ -68,9 +76,9 @@ class SceneGraphEvaluator:
                 pairs: none. `attribute_scores (M, attributes)`, if the model tells any.
 
         Returns:
-            `R@20`, ..., `mR@100`, ..., `mR_head@100`, ..., `mR@100/<predicate>`, and the COCO numbers with predicted
-            labels; of given boxes with attribute scores `attribute_R_precision`, see `attribute_r_precision`; None
-            where undefined.
+            `R@20`, ..., `mR@100`, ..., `R@relative`, `mR_head@100`, ..., `mR@100/<predicate>`, and the COCO numbers
+            with predicted labels; of detected boxes also those of `open_images_metrics`; of given boxes with attribute
+            scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined.
 
         Raises:
             BadInput: image ids of predictions and table differ.
@@ -83,7 +91,9 @@ class SceneGraphEvaluator:
         )
         row = metrics.as_row(self.predicate_keys) | grouped_recall(metrics, self.groups, self.protocol)
         scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
-        if self.mode != "sgdet" and self.table.attributes and all(image_scores is not None for image_scores in scores):
+        if self.mode in ("sgdet", "phrdet"):
+            row |= open_images_metrics(truths, graphs, len(self.table.predicates))
+        elif self.table.attributes and all(image_scores is not None for image_scores in scores):
             row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
         if self._boxes is not None:
             row |= self._boxes.evaluate(predictions)
@@ -112,6 +122,7 @@ class SceneGraphEvaluator:
             for name, count in zip(self.predicate_keys, counts, strict=True)
         ]
         lines = [align(rows), "", align(recalls)]
+        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in OF_ALL if name in scores))
         if "attribute_R_precision" in scores:
             lines.append(f"attributes: R-precision {_number(scores['attribute_R_precision'])}")
         if self._boxes is not None:
@@ -188,7 +199,7 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
     graph = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
     pairs = np.asarray(prediction.get("pairs", torch.zeros(0, 2, dtype=torch.int64)))
     if "combinations" in prediction:
-        return graph | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in ("predicates", "combinations")}
+        return graph | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in COMPACT}
     scores = np.asarray(prediction.get("predicate_scores", torch.zeros(0, num_predicates)))
     return graph | {"pairs": pairs, "predicate_scores": scores}
 

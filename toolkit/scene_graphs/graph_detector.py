@@ -53,12 +53,17 @@ class GraphDetector(Detector):
         self.seen_triplets.copy_(torch.from_numpy(seen))
 
     def make_evaluator(
-        self, table: DetectionTable, backend: str, protocol: str = "original", zero_shot: str | Path | None = None
+        self,
+        table: DetectionTable,
+        backend: str,
+        protocol: str = "original",
+        zero_shot: str | Path | None = None,
+        phrase_detection: bool = False,
     ) -> SceneGraphEvaluator:
         """R@K and its family on a table.
 
-        protocol: see `SceneGraphEvaluator`. zero_shot: file of triplets for zR@K, see `load_triplets`; None: those of
-        the table that the training data did not have.
+        protocol, phrase_detection: see `SceneGraphEvaluator`. zero_shot: file of triplets for zR@K, see
+        `load_triplets`; None: those of the table that the training data did not have.
 
         Raises:
             BadInput: the table's predicates or attributes are others than the detector's (a table without attributes
@@ -72,6 +77,7 @@ class GraphDetector(Detector):
             zero_shot=load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table),
             protocol=protocol,
             backend=backend,
+            phrase_detection=phrase_detection,
             trained_relations=self.relation_counts.sum((0, 1))[1:].cpu().numpy(),
         )
 

@@ -9,6 +9,7 @@ import torch
 from toolkit.scene_graphs import geometry
 
 CHUNK_IMAGES = 64  # bounds memory
+COMPACT = ("predicates", "combinations", "two_predicates", "two_scores")  # of `compact_graph`
 
 
 @dataclass
@@ -44,17 +45,24 @@ class Matches:
 
 
 def match_relations(
-    truths: Sequence[Mapping], predictions: Sequence[Mapping], mode: str, iou_threshold: float, keep: int
+    truths: Sequence[Mapping],
+    predictions: Sequence[Mapping],
+    mode: str,
+    iou_threshold: float,
+    keep: int,
+    one_box_each: bool = False,
 ) -> Matches:
     """Match every predicted pair, and the `keep` best (pair, predicate) combinations, with the annotated relations.
 
     Arguments as in `evaluate_scene_graphs`. Pairs are taken in the given order with their best predicate
     (constrained); combinations are ranked by subject score x object score x predicate score (unconstrained).
+    one_box_each: an annotated object is found by the box of `boxes_of_objects` alone; not in phrdet, where no box is
+    compared with an object.
     """
     chunks, start = [], 0
     for lo in range(0, len(truths), CHUNK_IMAGES):
         hi = lo + CHUNK_IMAGES
-        chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold)
+        chunk = Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
     return Matches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in Matches.__annotations__))
@@ -69,10 +77,14 @@ def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
 
 def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
     """A much smaller prediction that gives the same result in `match_relations` with that `keep`: `predicates (P,)` and
-    `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`."""
+    `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`; and `two_predicates`,
+    `two_scores` of `best_two`."""
     scores = np.asarray(prediction["predicate_scores"])
     pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
+    two, two_scores = best_two(prediction)
     compact = {
+        "two_predicates": two.astype(np.int32),
+        "two_scores": two_scores,
         "predicates": scores.argmax(1) if len(scores) else np.zeros(0, np.int64),
         "combinations": best_combinations(scores, pair_scores, keep).astype(np.int32),
     }
@@ -86,6 +98,20 @@ def best_predicates(prediction: Mapping, rows: np.ndarray | slice) -> np.ndarray
     return np.asarray(prediction["predicate_scores"])[rows].argmax(1)
 
 
+def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
+    """(P, 2) the two best predicates of each pair of an image, from 0, best first, and their scores (P, 2); (P, 1)
+    where there is but one."""
+    if "two_predicates" in prediction:
+        return np.asarray(prediction["two_predicates"]), np.asarray(prediction["two_scores"])
+    scores = torch.as_tensor(np.require(prediction["predicate_scores"], requirements="W"))
+    best, first = scores.max(1, keepdim=True) if scores.numel() else (scores[:, :1], scores[:, :1].long())
+    others = scores.scatter(1, first, -torch.inf)
+    if scores.shape[1] < 2 or not len(scores):
+        return first.numpy(), best.numpy()
+    second = others.max(1, keepdim=True)
+    return torch.cat([first, second.indices], 1).numpy(), torch.cat([best, second.values], 1).numpy()
+
+
 def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, keep: int) -> np.ndarray:
     """(<= keep, 2) int64 row of the pair and predicate of the best combinations of an image, best first.
 
@@ -97,22 +123,51 @@ def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, kee
         return np.zeros((0, 2), np.int64)
     # By torch, which compares whole vectors along a row: the largest of each in a fifth of NumPy's time.
     best = torch.from_numpy(np.require(scores, requirements="W")).amax(1).numpy()
-    rows = np.sort(_largest(best * pair_scores, keep))
+    rows = _largest(best * pair_scores, keep)
     products = (scores[rows] * pair_scores[rows, None]).ravel()
-    chosen = np.sort(_largest(products, keep))
+    chosen = _largest(products, keep)
     chosen = chosen[np.argsort(-products[chosen], kind="stable")]
     return np.column_stack([rows[chosen // count], chosen % count])
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """(<= count,) indices of the largest values, in no particular order."""
-    return np.arange(len(values)) if len(values) <= count else np.argpartition(values, len(values) - count)[-count:]
+    """(<= count,) ascending indices of the largest values; of equal ones at the cut the first."""
+    if len(values) <= count:
+        return np.arange(len(values))
+    smallest = np.partition(values, len(values) - count)[-count]
+    above, equal = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
+    return np.sort(np.concatenate([above, equal[: count - len(above)]]))
 
 
-class _Chunk:
+def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float = 0.5) -> np.ndarray:
+    """(M,) the annotated object that each predicted box stands for, -1: none; no object has two boxes.
+
+    As in COCO's AP: the boxes choose, best score first (of equal ones the earlier), each the object of its class that
+    it overlaps most, by `iou_threshold` or more, among those that no box has yet.
+    """
+    found = np.full(len(prediction["boxes"]), -1)
+    box, object_ = (np.asarray(prediction["labels"])[:, None] == np.asarray(truth["labels"])).nonzero()
+    ious = iou_plus_one(*(np.asarray(g["boxes"], np.float32)[i] for g, i in ((prediction, box), (truth, object_))))
+    order = np.lexsort((object_, -ious, box, -np.asarray(prediction["scores"])[box]))
+    taken = set()
+    for i in order[ious[order] >= np.float32(iou_threshold)].tolist():
+        if found[box[i]] < 0 and object_[i] not in taken:
+            found[box[i]] = object_[i]
+            taken.add(object_[i])
+    return found
+
+
+class Chunk:
     """Flat arrays of some images; `slots` is the largest number of annotated relations of an image."""
 
-    def __init__(self, truths: Sequence[Mapping], predictions: Sequence[Mapping], mode: str, iou_threshold: float):
+    def __init__(
+        self,
+        truths: Sequence[Mapping],
+        predictions: Sequence[Mapping],
+        mode: str,
+        iou_threshold: float,
+        one_box_each: bool = False,
+    ):
         self.union, self.threshold = mode == "phrdet", np.float32(iou_threshold)
         objects = truths if mode == "predcls" else predictions
         relations = [np.asarray(t["relations"], dtype=np.int64).reshape(-1, 3) for t in truths]
@@ -136,12 +191,16 @@ class _Chunk:
             self.pair_scores = np.ones(len(self.pairs), np.float32)
         else:
             self.pair_scores = _flat([np.asarray(p["scores"]) for p in predictions], (0,))[self.pairs].prod(1)
+        self.stands_for = None
+        if one_box_each and not self.union:
+            graphs = zip(truths, map(_given, truths) if mode == "predcls" else predictions, strict=True)
+            self.stands_for = _flat([boxes_of_objects(*both, iou_threshold) for both in graphs], (0,))
         self.candidates = self._box_matches(0), self._box_matches(1)
 
     def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
         """Padded (images, slots, ...) arrays; a padded slot has class -2, which nothing equals."""
         shape = (len(truths), int(self.counts.max(initial=0)))
-        self.ends = np.zeros((*shape, 2), np.int64)  # the box indices of subject and object in their image
+        self.ends = np.full((*shape, 2), -2, np.int64)  # the box indices of subject and object in their image
         self.end_boxes, self.end_labels = np.zeros((*shape, 2, 4), np.float32), np.full((*shape, 2), -2, np.int64)
         self.predicates = np.full(shape, -2, np.int64)
         for i, (truth, rows) in enumerate(zip(truths, relations, strict=True)):
@@ -154,8 +213,11 @@ class _Chunk:
 
     def _box_matches(self, end: int) -> np.ndarray:
         """(boxes, words) uint64, a bit for each slot: may the box be the subject (0) or object (1) of its relation?"""
-        matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
-        if not self.union:  # few boxes have the right class
+        if self.stands_for is not None:
+            matches = self.stands_for[:, None] == self.ends[self.box_image, :, end]
+        else:
+            matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
+        if self.stands_for is None and not self.union:  # few boxes have the right class
             box, slot = matches.nonzero()
             ious = iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
             matches[box, slot] = ious >= self.threshold
@@ -236,9 +298,14 @@ class _Chunk:
         """(n,) bool: does the union box of the pair match that of the relation? Always, unless phrdet."""
         if not self.union:
             return np.ones(len(pair), bool)
-        predicted = _union(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
+        predicted = union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
         true = self.end_boxes[self.pair_image[pair], slot]
-        return iou_plus_one(predicted, _union(true[:, 0], true[:, 1])) >= self.threshold
+        return iou_plus_one(predicted, union_boxes(true[:, 0], true[:, 1])) >= self.threshold
+
+
+def _given(truth: Mapping) -> dict[str, np.ndarray]:
+    """The annotated boxes as predicted ones, all as sure."""
+    return {"boxes": truth["boxes"], "labels": truth["labels"], "scores": np.ones(len(truth["boxes"]))}
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -257,5 +324,6 @@ def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
     return geometry.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
 
 
-def _union(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+def union_boxes(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+    """`geometry.union_boxes` of arrays."""
     return geometry.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()

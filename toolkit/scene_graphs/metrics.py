@@ -1,8 +1,8 @@
 """Scene graph metrics: R@K, ng-R@K, zR@K, ng-zR@K, mR@K, ng-mR@K, A@K, over all images at once.
 
 Definitions follow Scene-Graph-Benchmark (`sgg_eval.py`), which goes back to Neural Motifs (Zellers et al., 2018),
-VCTree for mR (Tang et al., 2019) and Zhang et al., 2019 for A. Classes and predicates are counted from 0, without
-background.
+VCTree for mR (Tang et al., 2019) and Zhang et al., 2019 for A; R@relative and mR@relative follow SGG-Benchmark.
+Classes and predicates are counted from 0, without background.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ class SceneGraphMetrics:
         are given (predcls, sgcls), A. NaN where nothing was evaluated.
     per_image: (K, images) for R, ngR (columns `evaluated_images`) and zR, ngzR (columns `zero_shot_images`).
     per_predicate: (K, num_predicates) for mR and ngmR.
+    relative: of R and mR, with K the number of the image's own annotated relations.
     images_per_predicate: (num_predicates,) evaluated images that contain the predicate.
     accuracy_hits, accuracy_counts: (K, images) the numbers behind A; empty in sgdet.
     matches, unconstrained_matches: (M, 3) int64 rows image, rank of the prediction, index of the relation it finds.
@@ -33,6 +34,7 @@ class SceneGraphMetrics:
     values: dict[str, np.ndarray]
     per_image: dict[str, np.ndarray]
     per_predicate: dict[str, np.ndarray]
+    relative: dict[str, float]
     images_per_predicate: np.ndarray
     evaluated_images: np.ndarray
     zero_shot_images: np.ndarray
@@ -44,6 +46,7 @@ class SceneGraphMetrics:
     def as_row(self, predicate_names: Sequence[str] = ()) -> dict[str, float | None]:
         """{"R@20": ..., "mR@50": ..., "mR@100/on": ...}; None where a metric is undefined (JSON has no NaN)."""
         row = {f"{name}@{k}": v for name, values in self.values.items() for k, v in zip(self.top, values, strict=True)}
+        row |= {f"{name}@relative": value for name, value in self.relative.items()}
         if predicate_names:
             last = self.per_predicate["mR"][-1]
             row |= {f"mR@{self.top[-1]}/{name}": v for name, v in zip(predicate_names, last, strict=True)}
@@ -71,15 +74,16 @@ def evaluate_scene_graphs(
         mode: predcls, sgcls, sgdet, or phrdet (sgdet with the IoU of the union boxes).
         zero_shot: (Z, 3) subject class, object class, predicate never seen in training.
         protocol: "original" leaves images without a predicted pair out of every mean and lets a predicate that the
-            truth lacks count 0 in mR, as published numbers do. "strict" counts such images as recall 0 and leaves
-            such predicates out.
+            truth lacks count 0 in mR, as published numbers do. "strict" counts such images as recall 0, leaves such
+            predicates out, and lets one box alone stand for an object (`boxes_of_objects`; not in phrdet): several
+            boxes for one would each bring another predicate of the same pair into R@K (Lorenz et al., ECCV 2024).
 
     Images without annotated relation are left out in both. Boxes match at IoU >= iou_threshold, with the "+1 pixel"
     widths of the field. One prediction may find several relations, a repeated relation counts repeatedly.
     Raises BadInput for an unknown mode or protocol and for predictions that do not fit their image.
     """
     _check(truths, predictions, mode, protocol, num_predicates)
-    matches = match_relations(truths, predictions, mode, iou_threshold, max(top))
+    matches = match_relations(truths, predictions, mode, iou_threshold, max(top), protocol == "strict")
     counts = np.bincount(matches.image, minlength=len(truths))
     evaluated = counts > 0
     if protocol == "original":
@@ -127,24 +131,29 @@ def _measure(
     mode: str,
     protocol: str,
 ) -> SceneGraphMetrics:
-    images = np.flatnonzero(evaluated)
+    images, counts = np.flatnonzero(evaluated), np.bincount(matches.image, minlength=len(evaluated))
     first = {"": matches.first_rank(matches.constrained), "ng": matches.first_rank(matches.unconstrained)}
     unseen = _in_triplets(matches, zero_shot) & evaluated[matches.image]
     seen_images = np.flatnonzero(np.bincount(matches.image[unseen], minlength=len(evaluated)))
     values, per_image, per_predicate = {}, {}, {}
+    tops = (*top, counts[matches.image])  # the last is relative: as many as the image has relations
     for prefix, rank in first.items():
-        hits = [rank < k for k in top]
+        hits = [rank < k for k in tops]
         everything = np.ones(len(rank), dtype=bool)
         per_image[f"{prefix}R"] = np.stack([_recall(matches, hit, everything)[images] for hit in hits])
         per_image[f"{prefix}zR"] = np.stack([_recall(matches, hit, unseen)[seen_images] for hit in hits])
         recalls = [_predicate_recall(matches, hit, evaluated, num_predicates) for hit in hits]
         per_predicate[f"{prefix}mR"] = np.stack(recalls)
     for name, recalls in per_image.items():
-        values[name] = recalls.mean(1) if recalls.shape[1] else np.full(len(top), np.nan)
+        values[name] = recalls.mean(1) if recalls.shape[1] else np.full(len(tops), np.nan)
     images_per_predicate = _images_per_predicate(matches, evaluated, num_predicates)
     present = images_per_predicate > 0 if protocol == "strict" else np.ones(num_predicates, dtype=bool)
     for name, recalls in per_predicate.items():
-        values[name] = recalls[:, present].mean(1) if present.any() else np.full(len(top), np.nan)
+        values[name] = recalls[:, present].mean(1) if present.any() else np.full(len(tops), np.nan)
+    relative = {name: values[name][-1] for name in ("R", "mR")}
+    values, per_image, per_predicate = (
+        {name: results[:-1] for name, results in group.items()} for group in (values, per_image, per_predicate)
+    )
     values["F1"] = _harmonic_mean(values["R"], values["mR"])
     accuracy = {}
     if mode in ("predcls", "sgcls"):
@@ -158,6 +167,7 @@ def _measure(
         values=_renamed(values),
         per_image=_renamed(per_image),
         per_predicate=per_predicate,
+        relative=relative,
         images_per_predicate=images_per_predicate,
         evaluated_images=images,
         zero_shot_images=seen_images,

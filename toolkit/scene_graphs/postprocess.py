@@ -78,8 +78,9 @@ def rank_triplets(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Columns of all objects and of all triplets, image after image, those of an image best first.
 
-    Labels: of given boxes the best class above background, of detected ones `late_nms`; the score is its softmax
-    value. Triplets are ranked by predicate probability x both scores (equal ones stay in the order of the pairs).
+    Labels: of given boxes the best class above background, of detected ones `late_nms`, unless the head's stay; the
+    score is its softmax value. Triplets are ranked by predicate probability x both scores (equal ones stay in the order
+    of the pairs).
 
     Returns `boxes` (N, 4), `labels` (N,) from 0 (-1: lost every class), `scores` (N,); and `pairs` (R, 2) rows of
     `boxes`, `predicate_scores` (R, P - 1) without "no relation" and not renormalised, `predicates` (R,) from 0,
@@ -91,7 +92,9 @@ def rank_triplets(
         labels = probability[:, 1:].argmax(1) + 1
         boxes = batch.boxes_xyxy
     else:
-        labels = late_labels(batch, output.object_logits, nms_threshold)
+        labels = output.object_labels
+        if not output.labels_stay:
+            labels = late_labels(batch, output.object_logits, nms_threshold)
         boxes = batch.boxes_per_class.gather(1, labels[:, None, None].expand(-1, 1, 4))[:, 0]
     scores = probability.gather(1, labels[:, None])[:, 0]
     predicate_scores = output.relation_logits.float().softmax(1)[:, 1:]

@@ -13,7 +13,7 @@ from toolkit.evaluation.report.gallery import Pictures
 from toolkit.evaluation.report.page import charts, folded, number, paragraph, table
 from toolkit.scene_graphs.draw import graph_tile
 from toolkit.scene_graphs.evaluator import TOP, given_graph, true_graph
-from toolkit.scene_graphs.matches import best_predicates, iou_plus_one
+from toolkit.scene_graphs.matches import best_predicates, boxes_of_objects, iou_plus_one
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 
 if TYPE_CHECKING:
@@ -67,12 +67,11 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
     graphs = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
     truths = [given_graph(graph) or true_graph(table.row(i)) for i, graph in enumerate(graphs)]
     mode = about.get("mode") or _mode(graphs)
-    metrics = evaluate_scene_graphs(
-        truths, graphs, mode, len(table.predicates), top=TOP, protocol=about.get("protocol", "original")
-    )
+    protocol = about.get("protocol", "original")
+    metrics = evaluate_scene_graphs(truths, graphs, mode, len(table.predicates), top=TOP, protocol=protocol)
     row = {k: v for k, v in metrics.as_row().items() if v is not None}
     row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
-    confusions, images = _confusions(truths, graphs, mode, len(table.predicates))
+    confusions, images = _confusions(truths, graphs, mode, len(table.predicates), protocol)
     frequency = confusions.sum(axis=1)
     recall = np.where(frequency > 0, metrics.per_predicate["mR"][-1], np.nan)
     with_any = images[np.isfinite(images)]
@@ -87,7 +86,7 @@ def _mode(graphs: list[dict]) -> str:
     return "predcls" if all((graph["labels"] == graph["true_labels"]).all() for graph in graphs) else "sgcls"
 
 
-def _confusions(truths, graphs, mode: str, predicates: int) -> tuple[np.ndarray, np.ndarray]:
+def _confusions(truths, graphs, mode: str, predicates: int, protocol: str) -> tuple[np.ndarray, np.ndarray]:
     matrix = np.zeros((predicates, predicates + 1), np.int64)
     images = np.full(len(truths), np.nan)
     for i, (truth, graph) in enumerate(zip(truths, graphs, strict=True)):
@@ -95,7 +94,7 @@ def _confusions(truths, graphs, mode: str, predicates: int) -> tuple[np.ndarray,
         if not len(relations):
             continue
         best = best_predicates(graph, slice(TOP[-1])) if len(graph["pairs"]) else np.zeros(0, np.int64)
-        same = _same(truth, graph, mode)
+        same = _same(truth, graph, mode, protocol)
         pairs = graph["pairs"][: TOP[-1]]
         on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
         right = on_it & (best[:, None] == relations[None, :, 2])
@@ -107,17 +106,19 @@ def _confusions(truths, graphs, mode: str, predicates: int) -> tuple[np.ndarray,
     return matrix, images
 
 
-def _same(truth: Mapping, graph: Mapping, mode: str) -> np.ndarray:
+def _same(truth: Mapping, graph: Mapping, mode: str, protocol: str) -> np.ndarray:
     """(M, N) bool: may a predicted box be an annotated one?"""
     if mode == "predcls":
         return np.eye(len(truth["boxes"]), dtype=bool)
+    if protocol == "strict":
+        return boxes_of_objects(truth, graph)[:, None] == np.arange(len(truth["boxes"]))
     a, b = (np.asarray(source["boxes"], np.float32) for source in (graph, truth))
     return (iou_plus_one(a[:, None], b[None]) >= 0.5) & (graph["labels"][:, None] == truth["labels"][None])
 
 
 def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
     names = list(dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key))
-    rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100))) for name in names]
+    rows = [(name, *(number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100, "relative"))) for name in names]
     order = np.argsort(-g.frequency, kind="stable")
     recalls = [(predicates[p], int(g.frequency[p]), number(g.recall[p])) for p in order if g.frequency[p]]
     wrong = g.confusions.copy()
@@ -138,7 +139,7 @@ def _numbers(g: GraphReport, predicates: Sequence[str]) -> str:
         most=1,
     )
     return (
-        table(["metric", "@20", "@50", "@100"], rows)
+        table(["metric", "@20", "@50", "@100", "@relative"], rows)
         + whole
         + charts([recall])
         + folded("Every predicate", table(["predicate", "relations", "recall@100"], recalls))

@@ -87,6 +87,7 @@ def detected_objects(
     fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)[1]
     for name in ("logits", "boxes_per_class"):
         fields[name] = torch.cat([image[name] for image in detections]).detach()
+    fields["found_labels"] = torch.cat([image["labels"] for image in detections]) + 1
     learned = {}
     if annotated_on_host is not None:
         images = zip(boxes_on_host, annotated_on_host, strict=True)

@@ -12,7 +12,7 @@ from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.splits import READING, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
-from toolkit.evaluation.coco import make_evaluator
+from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import read_about, read_predictions
 from toolkit.models import options_class
@@ -43,7 +43,8 @@ class SplitOptions:
 class Predicted:
     """Predictions on a table, as evaluators take them, and what is known of them.
 
-    evaluator, losses: of a run or checkpoint; None and {} otherwise. run_folder: None for what belongs to no run.
+    evaluator, losses, speed (milliseconds of an image, in words): of a run or checkpoint; None, {} and "" otherwise.
+    run_folder: None for what belongs to no run.
     about: as a predictions file has it: `detector` in words, `data` to open the table again.
     """
 
@@ -53,6 +54,7 @@ class Predicted:
     evaluator: object = None
     losses: dict = field(default_factory=dict)
     run_folder: Path | None = None
+    speed: str = ""
 
 
 def open_any(
@@ -121,15 +123,17 @@ def predict_run(
     )
     by_image = result.by_image
     predictions = by_image if same else {key: relabelled(prediction, labels) for key, prediction in by_image.items()}
-    of_graphs = {key: evaluation[key] for key in ("protocol", "zero_shot") if key in evaluation}
+    of_graphs = {key: evaluation[key] for key in OF_GRAPHS if key in evaluation}
     evaluator = make_evaluator(detector, table, backend or evaluation["backend"], **of_graphs)
     about = {
         "detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)",
         "data": data,
-        "mode": getattr(detector, "mode", None),
+        "mode": getattr(evaluator, "mode", None),
         "protocol": evaluation.get("protocol", "original"),
     }
-    return Predicted(table, predictions, about, evaluator, result.losses, run.folder)
+    batch = f"in batches of {evaluation['batch_size_per_device']} on {device.type}"
+    speed = f"{result.image_ms:.1f} ms an image, from pixels to detections, {batch}"
+    return Predicted(table, predictions, about, evaluator, result.losses, run.folder, speed)
 
 
 def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.batch import pad_rows
+from toolkit.batch import pad_rows, send
 from toolkit.errors import BadInput
 from toolkit.scene_graphs.batch import MODES, RelationBatch, RelationOutput, relatedness_loss
 from toolkit.scene_graphs.frequency import FrequencyBias
@@ -156,11 +156,15 @@ class RunningMean(nn.Module):
         super().__init__()
         self.register_buffer("value", torch.zeros(dim))
 
-    def forward(self, rows: Tensor, from_averages: bool = False) -> Tensor:
-        """The rows, or as many of the mean in their place."""
+    def forward(self, rows: Tensor, from_averages: bool = False, counts: list[int] | None = None) -> Tensor:
+        """The rows, or as many of the mean in their place. counts: the mean moves once for each image, which has so
+        many rows; without, once for the batch."""
         if self.training and len(rows):
-            mean = rows.detach().float().mean(0)
-            self.value.mul_(1 - AVERAGE_RATIO).add_(mean, alpha=AVERAGE_RATIO)
+            counts = [count for count in counts or [len(rows)] if count]
+            sums = pad_rows(rows.detach().float(), counts).sum(1)
+            kept = (1 - AVERAGE_RATIO) ** torch.arange(len(counts) - 1, -1, -1)  # of each mean, after those behind it
+            weights = send(AVERAGE_RATIO * kept / torch.tensor(counts), rows.device)
+            self.value.mul_((1 - AVERAGE_RATIO) ** len(counts)).add_((sums * weights[:, None]).sum(0))
         return self.expanded(len(rows)) if from_averages else rows
 
     def expanded(self, count: int) -> Tensor:
@@ -168,9 +172,11 @@ class RunningMean(nn.Module):
         return self.value.expand(count, -1)
 
 
-def averaged(mean: RunningMean | None, rows: Tensor, from_averages: bool) -> Tensor:
+def averaged(
+    mean: RunningMean | None, rows: Tensor, from_averages: bool, counts: list[int] | None = None
+) -> Tensor:
     """`RunningMean` of a context that may do without."""
-    return rows if mean is None else mean(rows, from_averages)
+    return rows if mean is None else mean(rows, from_averages, counts)
 
 
 class ContextHead(nn.Module):

@@ -97,13 +97,16 @@ class PrototypeHead(nn.Module):
         prototypes = self.project(self.dropout(self.predicate_word(self.predicate_embed.weight).relu()))
         cosine = _unit(pairs) @ _unit(prototypes).T
         losses = self._losses(batch, pairs, prototypes) if self.training else {}
-        return RelationOutput(logits, cosine * self.logit_scale.exp(), labels, pairs.new_zeros(0), losses)
+        stay = self.object_out is None and batch.found_labels is not None
+        return RelationOutput(logits, cosine * self.logit_scale.exp(), labels, pairs.new_zeros(0), losses, stay)
 
     def _labels(self, batch: RelationBatch) -> tuple[Tensor, Tensor]:
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
         if self.object_out is None:
             logits = batch.logits.detach()
+            if batch.found_labels is not None:
+                return logits, batch.found_labels
         else:
             features = object_features(batch, self.embed_in, self.position, self.mode)
             logits = self.object_out(self.object_in(features))

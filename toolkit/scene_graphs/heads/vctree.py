@@ -171,7 +171,7 @@ class VCTreeContext(ObjectContext):
     def _labels(self, batch, decoder_input, forest, from_averages: bool) -> tuple[Tensor, Tensor]:
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
-        decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages)
+        decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages, batch.num_objects)
         clocks = clocks_of(batch, self.sizes.num_classes - 1) if self.training else None
         return self.decoder(decoder_input, forest, batch.image, clocks)
 
