@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--format", choices=FORMATS, default="auto", help="format of SRC; auto recognises it")
     images = "folder, archive or URL of the images, where SRC does not say it; may be repeated"
     parser.add_argument("--image-dir", action="append", help=images)
-    parser.add_argument("--val", type=float, help="fraction of the training images to hold out as split val")
+    parser.add_argument("--val", help="fraction of the training images to hold out as split val: 0.2, 20%% or 1/5")
     parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
     parser.add_argument("--link", action="store_true", help="hard-link images on the same disk instead of copying")
     options = parser.parse_args(arguments)
@@ -58,7 +58,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.val is not None and "val" in tables:
         raise BadInput(f"--val {options.val}: {options.source} has a split val already")
     if options.val is not None:
-        tables["train"], tables["val"] = hold_out(tables["train"], share_of(options.val))
+        if (share := share_of(options.val)) is None:
+            raise BadInput(f"--val {options.val}: expected a fraction between 0 and 1, or a fold such as 1/5")
+        tables["train"], tables["val"] = hold_out(tables["train"], share)
     for split, table in tables.items():
         write_folder(table, options.target, split, WRITTEN[options.to], link=options.link)
         left_out = sum(problem.severity == "error" for problem in table.problems)

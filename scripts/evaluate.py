@@ -7,6 +7,7 @@
     python scripts/evaluate.py runs/mine --path VOC2007 --split test --format voc      # of another format
     python scripts/evaluate.py runs/mine --split test-dev.json --save results.json     # COCO results, for a server too
     python scripts/evaluate.py results.json                                            # the numbers of such a file
+    python scripts/evaluate.py runs/fold_1 runs/fold_2 runs/fold_3                     # --data.val 1/3, 2/3, 3/3 as one
     python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model
     python scripts/evaluate.py runs/causal --head.effect tde                           # a choice at inference; so are
     python scripts/evaluate.py runs/sgg --model.prior_adjustment 0.5                   # --model.nms_threshold and more
@@ -19,6 +20,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 
 from accelerate import Accelerator
 
@@ -32,6 +34,7 @@ from toolkit.models.inference_settings import inference_flags
 from toolkit.text import ShortUsage
 from toolkit.trust import trust_files
 from toolkit.use.open import add_flags
+from toolkit.use.pooled import pool_folds
 from toolkit.use.predict_split import Predicted, SplitOptions, open_any
 
 
@@ -50,8 +53,12 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """Prints the table and returns whether every expected number was met."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
-    predicted = open_any(arguments.run, arguments.weights, options, accelerator, arguments.settings, arguments.backend)
+    how = (arguments.weights, options, accelerator, arguments.settings, arguments.backend)
+    parts = [open_any(run, *how) for run in arguments.run]
+    predicted = parts[0] if len(parts) == 1 else pool_folds(parts, accelerator.print)
     result = run_on_main(lambda: _measured(predicted, arguments.backend))  # the only process with the predictions
+    if len(parts) > 1:
+        accelerator.print(run_on_main(lambda: _each_fold(parts)))
     if accelerator.is_main_process:
         print(f"{predicted.about['detector']}, {len(predicted.table)} images\n{result.pop('table')}")
         if predicted.speed:
@@ -68,6 +75,12 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     for name, value in missed.items():
         accelerator.print(f"missed: {name} is {result[name]}, expected {value} - {arguments.tolerance}")
     return not missed
+
+
+def _each_fold(folds: list[Predicted]) -> str:
+    scores = [CocoEvaluator(fold.table, "toolkit").evaluate(fold.predictions)["bbox_AP"] or 0.0 for fold in folds]
+    each = ", ".join(f"{score:.4f}" for score in scores)
+    return f"AP of the folds {each}; mean {mean(scores):.4f}, standard deviation {stdev(scores):.4f}; all as one:"
 
 
 def _measured(predicted: Predicted, backend: str | None) -> dict:
@@ -91,7 +104,8 @@ def _number(value: float | None) -> str:
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
-    parser.add_argument("run", type=Path, help="run folder, checkpoint, exported model, or predictions file")
+    run = "run folder, checkpoint, exported model, or predictions file; several: the folds of a cross-validation"
+    parser.add_argument("run", type=Path, nargs="+", help=run)
     add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--trust")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")

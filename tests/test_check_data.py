@@ -19,9 +19,9 @@ from scripts import check_data
 from toolkit.data import inspection, near_duplicates
 from toolkit.data.formats import open_dataset
 from toolkit.data.inspection import near_boxes
-from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, groups, held_out, signatures_of
+from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, folds_of, groups, held_out, signatures_of
 from toolkit.data.shapes import draw_scene, make_shapes
-from toolkit.data.splits import hold_out, open_split, open_splits, share_of, share_that_came_out
+from toolkit.data.splits import Fold, hold_out, open_split, open_splits, share_of, share_that_came_out
 from toolkit.errors import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,6 +209,16 @@ def test_held_out_images_stay_when_others_are_added(share, order, fewer):
     assert 0 < sum(part) < len(part)
 
 
+@pytest.mark.parametrize("folds", [2, 3, 5])
+def test_folds_are_even_and_keep_what_looks_alike_together(folds):
+    fold = folds_of(FRAMES, folds)
+    assert all(fold[i] == fold[j] for i, j in alike_pairs(FRAMES))
+    sizes = np.bincount(fold, minlength=folds)
+    assert sizes.sum() == len(FRAMES) and sizes.min() >= len(FRAMES) / folds - 2 and sizes.max() - sizes.min() <= 4
+    with pytest.raises(BadInput, match="fold 1 would be empty|would be empty"):
+        folds_of(FRAMES, 81)
+
+
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)).filter(lambda pair: pair[0] < pair[1]), max_size=30))
 def test_groups_are_the_connected_parts(pairs):
@@ -302,7 +312,11 @@ def test_a_share_of_training_data_is_validation_data(clean, tmp_path):
     assert again.image_ids().tolist() == val.image_ids().tolist() and again.fingerprint == val.fingerprint
     assert hold_out(whole, 0.25, tmp_path / "cache")[0].fingerprint == train.fingerprint
     assert share_of("25%") == share_of(" 25 % ") == share_of(0.25) == 0.25 and share_of("val") is None
-    for wrong in ("1.5", "0", "-0.1", "nan", "150%", "0%"):
+    assert share_of("2/5") == (2, 5) and share_of("annotations/5") is None
+    held = [hold_out(whole, Fold(number, 3), tmp_path / "cache") for number in (1, 2, 3)]
+    assert sorted(key for _, part in held for key in part.image_ids()) == sorted(whole.image_ids())
+    assert all(len(rest) + len(part) == 24 for rest, part in held)
+    for wrong in ("1.5", "0", "-0.1", "nan", "150%", "0%", "0/5", "6/5", "1/1"):
         with pytest.raises(BadInput, match=r"data\.val"):
             share_of(wrong)
 

@@ -115,6 +115,24 @@ def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, who
     assert ended.code == 1 and "missed: bbox_AP" in ended.text
 
 
+def test_the_folds_of_a_cross_validation_are_judged_as_one(server, script, settings, tmp_path):
+    folds = []
+    for fold in ("1/2", "2/2"):
+        args = settings("--run.output_dir", tmp_path, "--run.name", f"fold{fold[0]}", "--run.max_steps", 1,
+                        "--data.val", fold)  # fmt: skip
+        folds.append(server.run(script, args, whole=True).ok().folder)
+    ended = server.run(EVALUATE, [*folds, "--save", tmp_path / "all.json"]).ok()
+    assert "AP of the folds" in ended.text and "18 images" in ended.text
+    *_, numbers, _ = ended.text.splitlines()
+    again = server.run(EVALUATE, [tmp_path / "all.json"]).ok()
+    again = json.loads(again.text.splitlines()[-1])
+    assert json.loads(numbers) == again and again["bbox_AR100"] > 0
+    for wrong, words in ((folds[:1] * 2, "fold 1 is given 2 times, fold 2 is given 0 times"),
+                         ([folds[0], tmp_path / "all.json"], "not judged on a fold")):  # fmt: skip
+        ended = server.run(EVALUATE, wrong)
+        assert ended.code == 2 and words in ended.text and "Traceback" not in ended.text
+
+
 @pytest.mark.slow  # tests/test_export.py exports every detector
 @pytest.mark.every_script
 @pytest.mark.parametrize("script", OF_ITS_OWN, indirect=True, ids=lambda script: script.name)

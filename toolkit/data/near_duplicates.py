@@ -175,6 +175,35 @@ def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
 
     Raises BadInput: nothing would be held out, or nothing left.
     """
+    member, fractions = _places(signatures, share)
+    chosen = {group for group, at in fractions.items() if at < share} or {min(fractions, key=fractions.get)}
+    if len(chosen) == len(fractions):
+        chosen.remove(max(fractions, key=fractions.get))
+    return np.array([group in chosen for group in member.tolist()])
+
+
+def folds_of(signatures: ImageSignatures, folds: int) -> np.ndarray:
+    """(N,) int64: the fold from 0 of each image, about as many images in each, a function of the images' bytes alone.
+
+    Images that look alike are in one fold. Raises BadInput: a fold would be empty.
+    """
+    member, fractions = _places(signatures, f"1/{folds}")
+    place = np.array([fractions[group] for group in member.tolist()])
+    order = np.lexsort((member, place))
+    starts = np.flatnonzero(np.r_[True, np.diff(member[order]) != 0])
+    sizes = np.diff(np.r_[starts, len(member)])
+    fold = np.empty(len(member), np.int64)
+    fold[order] = np.repeat((starts + sizes / 2) * folds // len(member), sizes)
+    if empty := sorted({*range(folds)} - {*fold.tolist()}):
+        raise BadInput(
+            f"data.val 1/{folds}: fold {empty[0] + 1} would be empty, because {len(signatures)} images make only "
+            f"{len(fractions)} groups that do not look alike; ask for fewer folds"
+        )
+    return fold
+
+
+def _places(signatures: ImageSignatures, val: object) -> tuple[np.ndarray, dict[int, float]]:
+    """The group (N,) of each image, and for each group a number in [0, 1)."""
     member = groups(len(signatures), alike_pairs(signatures))
     least: dict[int, bytes] = {}
     for index, group in enumerate(member.tolist()):
@@ -182,14 +211,10 @@ def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
         least[group] = min(digest, least.get(group, digest))
     if len(least) < 2:
         raise BadInput(
-            f"data.val {share}: all {len(signatures)} images look alike, so no share of them says anything about other "
+            f"data.val {val}: all {len(signatures)} images look alike, so no share of them says anything about other "
             "images; give validation data of its own"
         )
-    fractions = {group: _fraction(digest) for group, digest in least.items()}
-    chosen = {group for group, at in fractions.items() if at < share} or {min(fractions, key=fractions.get)}
-    if len(chosen) == len(fractions):
-        chosen.remove(max(fractions, key=fractions.get))
-    return np.array([group in chosen for group in member.tolist()])
+    return member, {group: _fraction(digest) for group, digest in least.items()}
 
 
 def _fraction(digest: bytes) -> float:

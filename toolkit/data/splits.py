@@ -1,21 +1,35 @@
 """Opens the splits of a data set by name on every rank, and checks that their classes agree."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import recognise, split_in
-from toolkit.data.near_duplicates import VERSION, held_out, signatures_of
+from toolkit.data.near_duplicates import VERSION, folds_of, held_out, signatures_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, open_table, write_selection
 from toolkit.distributed import first_on_each_machine, run_on_main
 from toolkit.errors import BadInput, all_faults
 
 Say = Callable[[str], None]
+
+
+class Fold(NamedTuple):
+    """Fold `number`, from 1, of `of` folds of the training data."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
 # Settings of the group `data` that are options of `open_dataset` under the same names.
 READING = "path image_dir format name on_error max_image_pixels streaming keep_images_without_relations".split()
 
@@ -26,7 +40,7 @@ def open_split(
     """`open_dataset` on every rank, one of each machine first, so that one validates and the others open the cache.
 
     Args:
-        source: as `open_dataset`; or a share between 0 and 1 of `part_of`, which `hold_out` holds out of it.
+        source: as `open_dataset`; or a share or fold of `part_of` (see `share_of`), which `hold_out` holds out of it.
         say: called with a line or two about the split, on every rank; `accelerator.print` prints them once.
         listing: file that the main process writes what was left out or repaired to, one problem a line.
         reading: options of `open_dataset`.
@@ -64,7 +78,7 @@ def open_splits(
     """Training and validation data with the same classes; what was wrong with them is listed in `folder`.
 
     Args:
-        val: as `train`, or a share between 0 and 1 of the training data, which is held out of it (`hold_out`).
+        val: as `train`, or a share or fold of the training data, which is held out of it (`hold_out`).
         say: as `open_split`.
         max_train_images: use the first so many images of the training data; None: all.
         overfit_images: train on the first so many, and evaluate on them; 0: all, and `val`.
@@ -91,23 +105,28 @@ def open_splits(
     return table, val_table
 
 
-def share_of(source: str | float) -> float | None:
-    """The share that `data.val` says, as a number or in percent; None: it names a split or a file."""
-    number = str(source).strip().removesuffix("%")
+def share_of(source: str | float) -> float | Fold | None:
+    """The share that `data.val` says, as a number, in percent or as a fold (2/5); None: it names a split or a file."""
+    text = str(source).strip()
+    expected = "a split, a file, a share of the training data between 0 and 1 (0.2 or 20%), or a fold (1/5 to 5/5)"
+    if fold := re.fullmatch(r"(\d{1,4})/(\d{1,4})", text):
+        share = Fold(int(fold[1]), int(fold[2]))
+        if not 1 <= share.number <= share.of or share.of < 2:
+            raise BadInput(f"data.val is {source}; expected {expected}")
+        return share
+    number = text.removesuffix("%")
     try:
-        share = float(number) / (100 if number != str(source).strip() else 1)
+        share = float(number) / (100 if number != text else 1)
     except ValueError:
         return None
     if not 0 < share < 1:
-        raise BadInput(
-            f"data.val is {source}; expected a split, a file, or a share of the training data between 0 and 1 (0.2 or "
-            "20%)"
-        )
+        raise BadInput(f"data.val is {source}; expected {expected}")
     return share
 
 
-def share_that_came_out(held: int, images: int, share: float) -> str:
+def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
     """Says how many of the images were held out, with a warning where that is far from the share that was asked for."""
+    share = 1 / share.of if isinstance(share, Fold) else share
     text = f"validation: {held} of these {images} images ({held / images:.0%}, asked for: {share:.0%}), held out by "
     text += f"their content; training: {images - held}"
     if not 2 / 3 < held / (images * share) < 1.5 and abs(held - images * share) >= 2:
@@ -117,16 +136,19 @@ def share_that_came_out(held: int, images: int, share: float) -> str:
 
 
 def hold_out(
-    table: DetectionTable, share: float, cache_dir: str | Path | None = None
+    table: DetectionTable, share: float | Fold, cache_dir: str | Path | None = None
 ) -> tuple[DetectionTable, DetectionTable]:
-    """(rest, about `share` of a table), cached. Near duplicates stay together; see `toolkit.data.near_duplicates`."""
-    name = f"{table.fingerprint}-{share:g}-{{}}-{VERSION}.json"
+    """(rest, about `share` or this fold of a table), cached. Near duplicates stay together: `data.near_duplicates`."""
+    is_fold = isinstance(share, Fold)
+    amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
+    name = f"{table.fingerprint}-{amount}-{{}}-{VERSION}.json"
     files = [cache_root(cache_dir) / "tables" / name.format(part) for part in ("rest", "held")]
     cached = [open_table(file) for file in files]
     if all(entry and entry[0].image_root == table.image_root for entry in cached):
         rest, part = (dataclasses.replace(opened, name=table.name) for opened, _ in cached)
     else:
-        held = held_out(signatures_of(table, cache_dir), share)
+        signatures = signatures_of(table, cache_dir)
+        held = folds_of(signatures, share.of) == share.number - 1 if is_fold else held_out(signatures, share)
         rest = write_selection(table, np.flatnonzero(~held), files[0], table.name)
         part = write_selection(table, np.flatnonzero(held), files[1], table.name)
     return rest, part

@@ -114,7 +114,7 @@ class DataConfig:
     """Training data: an annotation file, a folder, or the name of a split."""
     val: str | float = "val"
     """Validation data: an annotation file, a folder, the name of a split, or a fraction of the training data to hold
-    out (0.2 or 20%), chosen by image content."""
+    out (0.2 or 20%; 1/5 to 5/5: the folds of a cross-validation), chosen by image content."""
     image_dir: str | list[str] | None = None
     """Location of the images: a folder, a .zip or .tar archive (or a folder in one), an fsspec URL such as
     s3://bucket/folder, or a list of these; null: a folder is looked for beside the annotation file."""
