@@ -25,6 +25,7 @@ from toolkit.distributed import (
     world,
 )
 from toolkit.errors import BadInput
+from toolkit.runs.processes import RESTARTABLE
 from toolkit.step.losses import window_denominators
 
 STATE = {
@@ -263,3 +264,18 @@ def test_processes_look_for_unused_parameters_only_where_there_may_be_some(ranks
     for rank, (looks, quiet) in enumerate(run_on_ranks(as_prepared, ranks)):
         assert looks == (True, True, 0.0), "gradients are views of one bucket; buffers are those of the first process"
         assert quiet == (ranks > 2, True, float(rank)), "buffers are left alone"
+
+
+def test_a_restart_by_torchrun_does_not_see_what_the_processes_of_before_told_each_other(monkeypatch):
+    """Its store is the same one; by an address of before, the faster process would look for one that is gone."""
+    agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    of_agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": 0, "WORLD_SIZE": 2}
+    for name, value in (of_agent | {"TORCHELASTIC_USE_AGENT_STORE": True}).items():
+        monkeypatch.setenv(name, str(value))
+    found = []
+    for start in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        store, rank, world_size = next(torch.distributed.rendezvous(RESTARTABLE))
+        found.append((rank, world_size, store.check(["address of rank 1"])))
+        store.set("address of rank 1", "here")
+    assert found == [(0, 2, False)] * 2

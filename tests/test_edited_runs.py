@@ -1,8 +1,11 @@
 """Files of a run that were edited by hand: one sentence for every fault, exit code 2, before anything is computed."""
 
 import json
+import random
 import sys
+from collections import Counter
 from dataclasses import asdict
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
@@ -20,7 +23,7 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.report.facts import run_facts
 from toolkit.models import options_class
 from toolkit.runs.open_run import script_of, settings_beside
-from toolkit.runs.settings_file import NEEDED, load_config_dict, save_config
+from toolkit.runs.settings_file import GROUPS, NEEDED, load_config_dict, save_config
 
 REMOVED = object()
 # (group, key, value) of each edit -> what the sentences say
@@ -41,8 +44,38 @@ EDITS = {
          "data.scales is small; expected a list"]),
 }  # fmt: skip
 FILES = {b"": "it is empty", b"- 1\n": "expected the settings of a run", b"\xff\xfe": "cannot be read as the",
-         b"run: {name: [\n": "cannot be read as the settings of a run"}  # fmt: skip
+         b"run: {name: [\n": "cannot be read as the settings of a run",
+         b"run: {name: a}\nmodel: {}\nrun: {name: b}\n": "the key run stands twice",
+         b"model: &a [*a]\n": "it contains itself, or far too much",
+         b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1) if i else b"x"] * 9)) for i in range(12)):
+             "it contains itself, or far too much"}  # fmt: skip
 NOT_NEEDED_BY_ALL = ("no group", "no key")  # replay and resume use nothing of it
+PROGRAMS = {"evaluate", "export", "predict", "replay", "report", "resume"}
+DEFAULTS = asdict(train_detr.Config())
+HINTS = {name: get_type_hints(type(getattr(train_detr.Config(), name))) for name in GROUPS}
+PLACES = [(name, key) for name, hints in HINTS.items() for key in (*hints, *[None] * 5) if not get_args(hints.get(key))]
+CHANGED = {"gone": lambda value: REMOVED, "misspelt": None, "null": lambda value: None, "as text": str,
+           "in a list": lambda value: [value], "in a mapping": lambda value: {"a": value},
+           "NaN": lambda value: float("nan")}  # fmt: skip
+
+
+def drawn(number: int) -> tuple[str, list, set[str]]:
+    """An edit of a group, or of a setting of one plain type: its name, (group, key, value), who refuses it."""
+    change = list(CHANGED)[number % len(CHANGED)]
+    group, key = random.Random(number).choice(PLACES)
+    value, is_needed = DEFAULTS[group], group in NEEDED and key in (None, *NEEDED[group])
+    value = value if key is None else value[key]
+    if change == "misspelt":
+        wrong = (group + "s", None) if key is None else (group, key + "s")
+        edits = [(group, key, REMOVED), (*wrong, value)]
+    else:
+        edits = [(group, key, CHANGED[change](value))]
+    refused = PROGRAMS
+    if change == "gone":
+        refused = PROGRAMS - {"replay", "resume"} if is_needed else set()
+    elif change == "as text" and not isinstance(value, bool | dict):  # as YAML has 1e-3
+        refused = set()
+    return f"{number}: {group}.{key} {change}", edits, refused
 
 
 @pytest.fixture
@@ -64,8 +97,13 @@ def edit(run, edits):
 
 
 def said_by_all(run, monkeypatch, capsys, but=()):
-    """What every program says of the run, each with exit code 2 and one message."""
+    """What every program says of the run, by its name, each with exit code 2 and one message."""
+
+    def rebuilt(*_):
+        raise BadInput("the settings are read")
+
     monkeypatch.setattr(replay, "load_report", lambda folder: ({"categories": []}, [], {}, {}))  # read before
+    monkeypatch.setattr(replay, "rebuild_detector", rebuilt)
     folder, out = str(run), ["--out", str(run / "out")]
     arguments = {evaluate: [folder], predict: [folder, str(ROOT / "tests"), *out], report: [folder, *out],
                  export: [folder, *out], replay: [str(run / "nan" / "step_000001" / "rank0")]}  # fmt: skip
@@ -73,18 +111,19 @@ def said_by_all(run, monkeypatch, capsys, but=()):
         assert program.main(arguments[program]) == 2, program
         told = capsys.readouterr().err
         assert told.count("error: ") == 1 and "Traceback" not in told, told
-        yield told
+        yield program.__name__, told
     if "resume" not in but:
         with pytest.raises(BadInput) as error:
             settings_beside(run / "checkpoints" / "step_000001", train_detr.Config(), options_class)
-        yield str(error.value)
+            rebuilt()
+        yield "resume", str(error.value)
 
 
 @pytest.mark.parametrize("case", EDITS)
 def test_an_edit_of_the_settings_is_one_sentence_for_each_fault(run, monkeypatch, capsys, case):
     edits, words = EDITS[case]
     edit(run, edits)
-    for told in said_by_all(run, monkeypatch, capsys, ("replay", "resume") if case in NOT_NEEDED_BY_ALL else ()):
+    for _, told in said_by_all(run, monkeypatch, capsys, ("replay", "resume") if case in NOT_NEEDED_BY_ALL else ()):
         assert all(word in told for word in words), told
         assert told.count(f"{run / 'config.yaml'}: ") == len(words) - (case == "an unknown detector"), told
 
@@ -92,7 +131,21 @@ def test_an_edit_of_the_settings_is_one_sentence_for_each_fault(run, monkeypatch
 @pytest.mark.parametrize("content", FILES)
 def test_settings_that_are_none_are_one_sentence(run, monkeypatch, capsys, content):
     (run / "config.yaml").write_bytes(content)
-    assert all(FILES[content] in told for told in said_by_all(run, monkeypatch, capsys))
+    assert all(FILES[content] in told for _, told in said_by_all(run, monkeypatch, capsys))
+
+
+@pytest.mark.slow
+def test_54_edits_are_read_or_refused_by_every_program(run, monkeypatch, capsys):
+    written, counts = (run / "config.yaml").read_text(), Counter()
+    for name, edits, refused in map(drawn, range(54)):
+        (run / "config.yaml").write_text(written)
+        edit(run, edits)
+        said = dict(said_by_all(run, monkeypatch, capsys))
+        assert {program for program, told in said.items() if "config.yaml: " in told} == refused, (name, said)
+        counts.update("refused" if program in refused else "read" for program in said)
+    with capsys.disabled():
+        print(f"\n54 edits, {len(PROGRAMS)} programs: {dict(counts)}")
+    assert counts["refused"] > 150 and counts["read"] > 50
 
 
 def test_what_a_run_writes_is_read_as_it_is(run):

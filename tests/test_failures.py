@@ -14,8 +14,9 @@ import torch
 from toolkit.command_line import parse_config, run_script
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput, FailedElsewhere, says_bad_input
+from toolkit.files import waiting_aloud
 from toolkit.runs import processes
-from toolkit.runs.failures import as_sentences, attempt, waiting_aloud
+from toolkit.runs.failures import as_sentences, attempt
 from toolkit.runs.launcher import refuse
 from toolkit.runs.settings import OptimConfig, RunConfig
 from toolkit.runs.writer import RunWriter

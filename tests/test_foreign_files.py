@@ -321,7 +321,7 @@ def test_rows_settings_predictions_and_reports_nested_too_deeply_or_no_utf8_are_
             open_run(tmp_path, options_class)
         with pytest.raises(BadInput, match="config.yaml: cannot be read"):
             run_facts(tmp_path)
-        with pytest.raises(BadInput, match="config.yaml: no YAML"):
+        with pytest.raises(BadInput, match="config.yaml: cannot be read as YAML"):
             parse_config(Config, ["--config", str(tmp_path / "config.yaml")])
     (tmp_path / "config.yaml").write_text("model: {architecture: ssd}\n")
     (tmp_path / "pretrained_config.json").write_text(DEEP)

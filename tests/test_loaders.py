@@ -1,6 +1,7 @@
 """pytest tests/test_loaders.py"""
 
 import copy
+import fcntl
 import os
 import resource
 import signal
@@ -207,6 +208,27 @@ def test_a_broken_file_is_one_clear_error(tmp_path, workers):
     with pytest.raises(BadInput, match=r"^4\.jpg: image id 104 cannot be read: .*truncated$") as error:
         next(batches)
     assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETLEASE"), reason="Linux lets a process hold up those that open a file")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_disk_that_stalls_at_an_image_is_waited_for_and_that_is_said(tmp_path, workers, monkeypatch):
+    table, said = write_images(tmp_path, 4), []
+    loader = make_loader(DetectionDataset(table, TRANSFORM), EpochSampler(4, 2, shuffle=False), workers)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # with which the kernel asks for the file
+    with open(tmp_path / "0.jpg", "r+b") as file:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+
+        def answer(text):
+            if not said:
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            said.append(text)
+
+        monkeypatch.setattr("toolkit.files.STALLED_S", 0.01)
+        monkeypatch.setattr("toolkit.data.batches._say", answer)
+        assert [target["image_id"] for batch in loader for target in batch.targets] == [100, 101, 102, 103]
+    signal.signal(signal.SIGIO, before)
+    assert said[0].startswith("still waiting for the disk, for 0.01 s now: the next images, from ")
 
 
 def test_batches_in_flight_need_few_open_files(tmp_path):

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
+from toolkit.files import read_yaml
 from toolkit.models import ARCHITECTURES, options_class
 from toolkit.models.options import DetectorOptions
 from toolkit.runs.failures import as_sentences
@@ -216,12 +216,7 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
 
 def _read_yaml(path: str) -> dict:
     """Reads the mapping in a settings file. Raises BadInput."""
-    try:
-        content = yaml.safe_load(Path(path).expanduser().read_text())
-    except OSError as error:
-        raise BadInput(f"--config {path}: cannot be read ({error.strerror}).") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput(f"--config {path}: no YAML: {error}") from error
+    content = read_yaml(Path(path), f"--config {path}")
     if not isinstance(content, dict) or not all(isinstance(group, dict) for group in content.values()):
         raise BadInput(f"--config {path}: expected groups of settings, such as `run:` with `name: mine` below it.")
     return content

@@ -5,14 +5,19 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from toolkit.errors import BadInput
 
 MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
+MOST_YAML = 1_000_000  # letters and nodes of a YAML file, once its aliases are written out
+STALLED_S = 30.0  # then a wait for a disk is said
 _NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict JSON lacks
 
 
@@ -68,6 +73,45 @@ def read_json_object(path: Path) -> dict:
         return read_json(path)
     except BadInput:
         return {}
+
+
+def read_yaml(path: Path, where: str, what: str = "YAML"):
+    """Reads a YAML file, of which nothing can run. `where` it is and `what` it should be stand in the error.
+
+    Raises BadInput if it cannot be read, has a key twice, or has aliases that contain themselves or never seem to end.
+    """
+    try:
+        return yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise BadInput(f"{where}: cannot be read as {what}: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such day
+        raise BadInput(f"{where}: cannot be read as {what}: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what PyYAML takes without a word: a key that stands twice, and aliases that fill the memory when used."""
+
+    def __init__(self, stream):
+        super().__init__(stream)
+        self.sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent, index):
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if not is_alias:
+            parts = [p for entry in node.value for p in (entry if isinstance(entry, tuple) else (entry,))]
+            self.sizes[node] = 1 + sum(1 if isinstance(p, str) else self.sizes[p] for p in parts)
+        if self.sizes.get(node, math.inf) > MOST_YAML:
+            raise yaml.composer.ComposerError(None, None, "it contains itself, or far too much", node.start_mark)
+        return node
+
+    def compose_mapping_node(self, anchor):
+        node, keys = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if (name := (key.tag, str(key.value))) in keys:
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value} stands twice", key.start_mark)
+            keys.add(name)
+        return node
 
 
 def fsync_folder(folder: Path) -> None:
@@ -155,6 +199,20 @@ def decode_json(value):
             return float(value[_NONFINITE])
         return {key: decode_json(item) for key, item in value.items()}
     return [decode_json(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def waiting_aloud(what: str, say: Callable[[str], None], after_s: float | None = None) -> Iterator[None]:
+    """Says once what a block waits for, if it takes longer than `after_s` (None: `STALLED_S`), as on a stalled disk."""
+    after_s = STALLED_S if after_s is None else after_s
+    message = f"still waiting for the disk, for {after_s:g} s now: {what}; the run goes on when it answers"
+    timer = threading.Timer(after_s, say, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def usable_cores() -> int:

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from toolkit.distributed import gather_objects
 from toolkit.errors import BadInput
-from toolkit.runs.failures import attempt, waiting_aloud
+from toolkit.files import waiting_aloud
+from toolkit.runs.failures import attempt
 from toolkit.runs.writer import RunWriter
 from toolkit.step.compiling import GraphCount
 from toolkit.step.length import is_time

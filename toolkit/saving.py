@@ -9,9 +9,8 @@ from torch import Tensor
 from toolkit.data.sampling import epochs_after, steps_ahead
 from toolkit.distributed import run_on_main
 from toolkit.errors import BadInput
-from toolkit.files import fsync_folder
+from toolkit.files import fsync_folder, waiting_aloud
 from toolkit.runs.checkpoint import Checkpoint, bring_best, repair_latest, save_checkpoint
-from toolkit.runs.failures import waiting_aloud
 from toolkit.runs.settings_file import Change
 from toolkit.step.optim import load_state
 

@@ -1,10 +1,11 @@
 """A disk that is full, out of inodes, gone or read-only, at any moment: a sentence, exit 2, what was saved stays."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from launching import REPORT, assert_same_run
+from launching import REPORT, ROOT, assert_same_run, small_settings
 
 from toolkit.runs.checkpoint import newest_valid
 
@@ -32,6 +33,40 @@ def make_room(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     for path in disk.glob(".filler*"):
         path.unlink()
+
+
+@pytest.fixture
+def read_only(request):
+    """`read_only(folder)`: nobody can write to it any more."""
+
+    def mount(folder: Path) -> Path:
+        for options in (["--bind", str(folder)], ["-o", "remount,bind,ro"]):
+            done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"mounting a file system is not allowed here: {done.stderr}")
+            if "--bind" in options:
+                request.addfinalizer(lambda: subprocess.run(["umount", "--lazy", str(folder)], check=True))
+        return folder
+
+    return mount
+
+
+@pytest.mark.slow
+def test_a_run_and_data_that_are_read_only(server, script, settings, data, whole, tmp_path, read_only):
+    """What only reads them works; what writes to the run says so."""
+    run, pictures = read_only(shutil.copytree(whole, tmp_path / "old", symlinks=True)), tmp_path / "data"
+    read_only(shutil.copytree(data, pictures))
+    assert server.run(ROOT / "scripts" / "evaluate.py", [run]).code == 0
+    predicted = [run, pictures / "val", "--out", tmp_path / "found", "--format", "json"]
+    assert server.run(ROOT / "scripts" / "predict.py", predicted).code == 0
+    place = ["--run.output_dir", tmp_path, "--run.name"]
+    trained = small_settings(script, pictures, [*place, "new", "--run.max_steps", 1])
+    server.run(script, trained).ok()
+    again = small_settings(script, data, [*place, "old", "--run.resume", "latest"])
+    for program, args in (("report", [run]), ("export", [run]), ("publish", [run]), (script.name, again)):
+        ended = server.run(ROOT / "scripts" / f"{program}.py", args)
+        assert ended.code == 2 and ended.text.count("error: ") == 1 and "Traceback" not in ended.text, ended.text
+        assert "Read-only file system" in ended.text and str(run) in ended.text, ended.text
 
 
 @pytest.mark.parametrize(("how", "moment"), CASES)

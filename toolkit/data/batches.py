@@ -9,6 +9,7 @@ The sampler's `offset`, which a checkpoint stores, therefore moves only when the
 
 import os
 import re
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from toolkit.batch import Batch, Target
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.errors import BadInput
+from toolkit.files import waiting_aloud
 from toolkit.signals import ignore_in_worker, sigterm_held_back
 
 NAMED_IMAGES = 8  # of the batch of a worker that was killed
@@ -109,15 +111,23 @@ class _Loader(DataLoader):
             items = super().__iter__()  # the sampler is asked where it stands when iter() is called
             if self.num_workers:
                 _running.add(items)
-            return _raised(items)
+            return _raised(items, str(self.dataset.dataset.table.image_root or self.dataset.dataset.table.name))
 
 
-def _raised(items: Iterator[Batch | BadInput]) -> Iterator[Batch]:
+def _raised(items: Iterator[Batch | BadInput], place: str) -> Iterator[Batch]:
     with naming_killed_workers():
-        for item in items:
+        while True:
+            with waiting_aloud(f"the next images, from {place}", _say):
+                item = next(items, None)
+            if item is None:
+                return
             if isinstance(item, BadInput):
                 raise item
             yield item
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

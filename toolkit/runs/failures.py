@@ -1,6 +1,5 @@
 """Failures around a training: optional parts cost one line when they fail, errors of the system become sentences."""
 
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,19 +22,6 @@ def as_sentences() -> Iterator[None]:
         if problem is None:
             raise
         raise BadInput(f"{problem} Then go on with --run.resume latest; earlier checkpoints are untouched.") from error
-
-
-@contextmanager
-def waiting_aloud(what: str, say: Callable[[str], None], after_s: float = 30) -> Iterator[None]:
-    """Says once what a block waits for, if it takes longer than `after_s`, as on a disk that stalls."""
-    message = f"still waiting for the disk, for {after_s:g} s now: {what}; the run goes on when it answers"
-    timer = threading.Timer(after_s, say, [message])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[[str], None]) -> Any:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +25,22 @@ MEET_S = {"alone": 60, "launcher": 600}
 PREPARE_MIN = 120.0
 
 
+RESTARTABLE = "restartable://"  # an `init_method` of torch
+
+
+def _store_of_this_start(url: str, **options) -> Iterator[tuple[dist.Store, int, int]]:
+    """torchrun's store without the keys of earlier starts (`--max-restarts`), which it keeps: a process that is faster
+    than another one would connect to where that one was before. https://github.com/pytorch/pytorch/issues/135712
+
+    Several machines count their restarts differently, so that this is for one.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", **options))
+    yield dist.PrefixStore(f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store), rank, world_size
+
+
+dist.register_rendezvous_handler(RESTARTABLE.partition(":")[0], _store_of_this_start)
+
+
 def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     """Accelerate's view of the processes, once all of them are there.
 
@@ -42,6 +58,9 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     _refuse_absent_gpus()
     meet = MEET_S["launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "alone"]
     meeting = {"timeout": timedelta(seconds=meet)}
+    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ and on_one_machine:
+        meeting["init_method"] = RESTARTABLE
     if torch.cuda.is_available() and _has_accelerator() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meeting["backend"] = "cuda:nccl,cpu:gloo"  # what is on the CPU does not travel through the memory of a GPU
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(**meeting)]

@@ -12,7 +12,7 @@ import yaml
 
 from toolkit.detect import ROOT
 from toolkit.errors import BadInput
-from toolkit.files import read_json, read_json_object, write_text_atomic
+from toolkit.files import read_json, read_json_object, read_yaml, write_text_atomic
 from toolkit.runs.settings import (
     DataConfig,
     HubConfig,
@@ -95,10 +95,7 @@ def read_settings(path: Path) -> dict:
 
 def read_groups(path: Path) -> dict:
     """`read_settings` of a file that may say nothing of a model, or nothing at all."""
-    try:
-        groups = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8
-        raise BadInput(f"{path}: cannot be read as the settings of a run: {error}") from error
+    groups = read_yaml(path, str(path), "the settings of a run")
     if not isinstance(groups, dict | type(None)):
         raise BadInput(f"{path}: expected the settings of a run, a mapping of groups")
     return groups or {}

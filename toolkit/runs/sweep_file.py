@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from toolkit.errors import BadInput
+from toolkit.files import read_yaml
 
 METHODS = ("grid", "random", "bayes")
 DISTRIBUTIONS = "constant categorical uniform int_uniform q_uniform log_uniform_values q_log_uniform_values".split()
@@ -58,12 +59,7 @@ class Sweep:
 
 def read_sweep(path: Path) -> Sweep:
     """The sweep in a file. Raises BadInput with all that is wrong in it."""
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput(f"{path}: no YAML: {error}") from error
+    content = read_yaml(path, str(path))
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping with program, method, metric and parameters")
     problems = [f"no such key {key}; there are {', '.join(sorted(KEYS))}" for key in content if key not in KEYS]

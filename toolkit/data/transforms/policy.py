@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
@@ -22,6 +21,7 @@ from torchvision.transforms import v2
 from toolkit.batch import Target
 from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
 from toolkit.errors import BadInput
+from toolkit.files import read_yaml
 
 # Of whole batches, or away from uint8 images: the loader and the detector do that.
 NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()
@@ -99,12 +99,7 @@ def _from_v2(sample: Mapping[str, Tensor], target: Target) -> Sample:
 
 
 def _read(path: str) -> Any:
-    try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"data.augment {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput(f"data.augment {path}: no YAML: {error}") from error
+    content = read_yaml(Path(path), f"data.augment {path}")
     return content["augment"] if isinstance(content, Mapping) and "augment" in content else content
 
 
