@@ -78,13 +78,10 @@ def assert_equals_original(result: dict, case: dict[str, np.ndarray], dtype: tor
     if double:
         np.testing.assert_allclose(result["grad_logits"], case["grad_logits"], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(result["grad_boxes"], case["grad_boxes"], rtol=1e-6, atol=1e-9)
-    np.testing.assert_array_equal(result["match"], original_matches(case["match"]))
-
-
-def original_matches(match: np.ndarray) -> np.ndarray:
-    """`(layers, B, 2, T)` padded with -1 to our rows layer, image, query, target."""
+    match = case["match"]  # (layers, B, 2, T) padded with -1; ours has rows of layer, image, query, target
     layer, image, column = np.nonzero(match[:, :, 0] >= 0)
-    return np.stack([layer, image, match[layer, image, 0, column], match[layer, image, 1, column]])
+    rows = [layer, image, match[layer, image, 0, column], match[layer, image, 1, column]]
+    np.testing.assert_array_equal(result["match"], np.stack(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -1,7 +1,6 @@
 """A disk that is full, out of inodes, gone or read-only, at any moment: a sentence, exit 2, what was saved stays."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 from launching import REPORT, assert_same_run
@@ -28,12 +27,6 @@ CASES = [("full", "first checkpoint"), *(pytest.param(how, moment, marks=pytest.
 }.items() for moment in sorted(moments))]  # fmt: skip
 
 
-def make_room(disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-    for path in disk.glob(".filler*"):
-        path.unlink()
-
-
 @pytest.mark.parametrize(("how", "moment"), CASES)
 def test_the_run_ends_with_a_sentence_and_goes_on_when_there_is_room(server, script, resumable, mount, how, moment):
     (args, reference), disk = resumable(1), mount("size=512m,nr_inodes=400")
@@ -56,7 +49,9 @@ def test_the_run_ends_with_a_sentence_and_goes_on_when_there_is_room(server, scr
     newest, broken = newest_valid(disk / "run" / "checkpoints")
     assert broken == []
     assert newest is not None or how == "removed" or moment not in ("later checkpoint", "final", "report", "end")
-    make_room(disk)
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    for path in disk.glob(".filler*"):
+        path.unlink()
     again = server.run(script, args).ok()
     assert again.status["state"] == "done" and (again.folder / "final").is_dir()
     if how != "removed":  # the rows before are gone with the folder
