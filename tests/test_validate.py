@@ -101,6 +101,7 @@ def test_byte_order_mark_is_skipped_with_a_warning(tmp_path):
     table = read_coco(DIRTY / "broken" / "utf8_bom.json", DIRTY / "images", cache_dir=tmp_path)
     assert len(table) == 1 and table.num_boxes().tolist() == [2]
     assert "byte order mark" in table.problems[0].message and table.problems[0].severity == "warning"
+    assert "image files not listed in the annotation file" in table.problems[1].message, "many are one warning"
 
 
 @pytest.mark.parametrize(("list_", "entry", "words"), [
