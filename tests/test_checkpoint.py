@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from toolkit.errors import BadInput
@@ -81,6 +81,7 @@ json_values = st.recursive(
 )
 
 
+@example({"a": [math.nan, -math.inf, -0.0]})
 @given(json_values)
 def test_state_round_trips_exactly_through_strict_json(value):
     text = json.dumps(encode_json(value), allow_nan=False)

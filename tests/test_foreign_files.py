@@ -67,19 +67,16 @@ def ran(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def final_folder(folder: Path, model: dict) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"format": FORMAT, "model": model, "processor_size": None}))
-    (folder / "categories.json").write_text(json.dumps([{"label": 0, "id": 1, "name": "a"}]))
-    return folder
-
 BELOW = {"architecture": "scene_graph", "predicates": ["on"], "mode": "sgdet", "head": "motifs", "hidden_dim": 16,
          "embed_dim": 8, "detector_options": {"architecture": CLASS}}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", [{"architecture": CLASS}, BELOW], ids=["detector", "below a scene graph"])
 def test_a_class_that_a_file_names_is_not_imported(model, ran, tmp_path, capsys):
-    final = final_folder(tmp_path / "final", model)
+    final = tmp_path / "final"
+    final.mkdir()
+    (final / "config.json").write_text(json.dumps({"format": FORMAT, "model": model, "processor_size": None}))
+    (final / "categories.json").write_text(json.dumps([{"label": 0, "id": 1, "name": "a"}]))
     for opened in (lambda: open_predictor(final), lambda: open_predictor(final, settings={"score_threshold": 0.1}),
                    lambda: open_pretrained(str(final)), lambda: rebuild_detector({"model": model}, ["a"])):  # fmt: skip
         with pytest.raises(BadInput, match=f"{CLASS} is a class that a file names.*--trust"):

@@ -166,14 +166,11 @@ def test_resume_with_other_ranks(layout, other, data):
     seen = consumed + flat(batches[taken:])
     total = samplers[0].num_samples
     assert 0 <= total - len(seen) < max(layout[2], other[2])  # fewer than the ranks are passed over
-    assert len(set(seen)) == len(seen) and set(seen) <= set(ranks_order(num_samples, order))
+    plain = {name: value for name, value in order.items() if name not in ("groups", "blocks", "sizes")}
+    everything = flat(global_batches(ranks(num_samples, 1, 1, **plain)))
+    assert len(set(seen)) == len(seen) and set(seen) <= set(everything)
     if "groups" not in order and "blocks" not in order:
         assert seen == first[: len(seen)]
-
-
-def ranks_order(num_samples, order):
-    plain = {name: value for name, value in order.items() if name not in ("groups", "blocks", "sizes")}
-    return flat(global_batches(ranks(num_samples, 1, 1, **plain)))
 
 
 def test_resume_notes_in_words():

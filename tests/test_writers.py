@@ -140,7 +140,7 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
     assert repair_rows(path, 0) == [] and not path.exists()
 
 
-def test_rows_after_an_earlier_checkpoint_and_before_a_tracker_and_of_the_main_process_alone(tmp_path):
+def test_which_rows_are_kept_tracked_and_written(tmp_path):
     writer = RunWriter(tmp_path, trackers=["tensorboard"], is_main=False)
     writer.log(train_row(1))
     writer.show(evaluation(), step=1)

@@ -104,29 +104,20 @@ def head_sizes(head: str, data: dict[str, np.ndarray]) -> HeadSizes:
     name, axis = hidden_of.get(head, ("post_emb.weight", 1))
     pooling = {"imp": ("context_layer.edge_unary.weight", 1), "transformer": ("rel_compress.weight", 1)}
     pooled, pooled_axis = pooling.get(head, ("rel_compress.weight" if head == "motif" else "ctx_compress.weight", 1))
-    return HeadSizes(
-        num_classes,
-        num_predicates,
-        roi_dim=given["roi_features"].shape[1],
-        union_dim=given["union_features"].shape[1],
-        hidden_dim=state[name].shape[axis],
-        pooling_dim=state[pooled].shape[pooled_axis],
-        embed_dim=given["word_vectors_start_then_classes"].shape[1],
-    )
+    sizes = {"roi_dim": given["roi_features"].shape[1], "union_dim": given["union_features"].shape[1]}
+    sizes |= {"hidden_dim": state[name].shape[axis], "pooling_dim": state[pooled].shape[pooled_axis]}
+    embed_dim = given["word_vectors_start_then_classes"].shape[1]
+    return HeadSizes(num_classes, num_predicates, **sizes, embed_dim=embed_dim)
 
 
 def transformer_options(state: dict[str, np.ndarray]) -> dict:
     layers = [k for k in state if k.endswith("slf_attn.w_qs.weight")]
     first = layers[0].removesuffix("w_qs.weight")
     heads = 2  # the only size that no shape tells
-    return {
-        "object_layers": sum("context_obj" in k for k in layers),
-        "edge_layers": sum("context_edge" in k for k in layers),
-        "heads": heads,
-        "key_dim": len(state[f"{first}w_qs.weight"]) // heads,
-        "value_dim": len(state[f"{first}w_vs.weight"]) // heads,
-        "inner_dim": len(state[f"{layers[0].split('slf_attn')[0]}pos_ffn.w_1.weight"]),
-    }
+    inner = len(state[f"{layers[0].split('slf_attn')[0]}pos_ffn.w_1.weight"])
+    parts = {"object_layers": sum("context_obj" in k for k in layers), "inner_dim": inner, "heads": heads}
+    dims = {f"{name}_dim": len(state[f"{first}w_{name[0]}s.weight"]) // heads for name in ("key", "value")}
+    return parts | dims | {"edge_layers": sum("context_edge" in k for k in layers)}
 
 
 def build_head(head: str, mode: str, data: dict[str, np.ndarray]) -> torch.nn.Module:

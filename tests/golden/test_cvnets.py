@@ -213,21 +213,6 @@ def test_matching_and_offsets(ssd_case):
     torch.testing.assert_close(decoded, ssd_case["decoded_boxes_xyxy"], rtol=1e-5, atol=1e-6)
 
 
-def in_pixels(case: dict, objects: Objects) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
-    """Height and width, powers of two so that pixels are exact, and targets of such images with the case's boxes."""
-    hw = torch.tensor([64, 128])
-    pixels = hw.flip(0).repeat(2)
-    return hw, [
-        {"boxes": boxes[:n] * pixels, "labels": own[:n], "iscrowd": torch.zeros(n)}
-        for boxes, own, n in zip(objects.boxes, objects.labels, case["num_gt"].tolist(), strict=True)
-    ]
-
-
-def criterion_of(case: dict, label_smoothing: float) -> SsdCriterion:
-    names = ("iou_threshold", "center_variance", "size_variance")
-    return SsdCriterion(*(float(case[name]) for name in names), int(case["neg_pos_ratio"]), label_smoothing)
-
-
 def test_loss_mining_and_gradients(ssd_case):
     """Of the whole criterion, from boxes in pixels."""
     scores, regression = (ssd_case[name].requires_grad_() for name in ("scores", "box_regression"))
@@ -236,8 +221,11 @@ def test_loss_mining_and_gradients(ssd_case):
     used = mine_negatives(-scores.detach().log_softmax(-1)[..., 0], labels, ratio) | (labels > 0)
     assert used.equal(ssd_case["mining_mask"])
 
-    hw, targets = in_pixels(ssd_case, objects)
-    criterion = criterion_of(ssd_case, float(ssd_case["label_smoothing"])).train(bool(ssd_case["training"]))
+    hw = torch.tensor([64, 128])  # powers of two, so that pixels are exact
+    rows = zip(objects.boxes * hw.flip(0).repeat(2), objects.labels, ssd_case["num_gt"].tolist(), strict=True)
+    targets = [{"boxes": boxes[:n], "labels": own[:n], "iscrowd": torch.zeros(n)} for boxes, own, n in rows]
+    thresholds = (float(ssd_case[name]) for name in ("iou_threshold", "center_variance", "size_variance"))
+    criterion = SsdCriterion(*thresholds, ratio, float(ssd_case["label_smoothing"])).train(bool(ssd_case["training"]))
     anchors = ssd_case["anchors_cxcywh"]
     counts = criterion.denominators(anchors, targets, hw)
     (denominators,) = window_denominators([counts], "cpu", "original")

@@ -36,27 +36,18 @@ from toolkit.step.schedules import Schedule
 load, group = partial(golden_arrays, program="detr"), partial(golden_group, after="/")
 
 
-def targets_of(labels: np.ndarray, boxes_cxcywh: np.ndarray, counts: np.ndarray) -> list[dict]:
-    """Targets of images of 1x1 px, in which pixels are the fractions that the original's targets are given in."""
-    return [
-        {
-            "boxes": cxcywh_to_xyxy(torch.from_numpy(image_boxes[:n])),
-            "labels": torch.from_numpy(image_labels[:n]),
-            "size": torch.tensor([1, 1]),
-        }
-        for image_labels, image_boxes, n in zip(labels, boxes_cxcywh, counts, strict=True)
-    ]
-
-
-def run_case(case: dict[str, np.ndarray], dtype: torch.dtype, denominators: str = "original") -> dict:
+def run_case(case: dict[str, np.ndarray], dtype: torch.dtype) -> dict:
     """The criterion on one case: losses, metrics, total, gradients and matches, as the file names them."""
     logits = torch.tensor(case["logits"], dtype=dtype, requires_grad=True)
     boxes = torch.tensor(case["boxes"], dtype=dtype, requires_grad=True)
     costs = case["matcher_costs_class_bbox_giou"].tolist()
     criterion = DetrCriterion(int(case["num_classes"]), len(logits), float(case["eos_coef"]), costs)
-    targets = targets_of(case["target_labels"], case["target_boxes"], case["num_targets"])
+    rows = zip(case["target_labels"], case["target_boxes"], case["num_targets"], strict=True)
+    ones = {"size": torch.tensor([1, 1])}  # px, which are the fractions that the original's targets are given in
+    targets = [ones | {"labels": torch.from_numpy(own[:n]), "boxes": cxcywh_to_xyxy(torch.from_numpy(found[:n]))}
+               for own, found, n in rows]  # fmt: skip
     local = criterion.denominators(targets, logits.shape[2])
-    (shared,) = window_denominators([local], "cpu", denominators, averaged=("boxes",), dtype=dtype)
+    (shared,) = window_denominators([local], "cpu", "original", averaged=("boxes",), dtype=dtype)
     losses, metrics = criterion(logits, boxes, targets, shared)
     weights = LossWeights(criterion.loss_names, {}, {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0})
     total = weights(losses, step=0).total
@@ -87,13 +78,10 @@ def assert_equals_original(result: dict, case: dict[str, np.ndarray], dtype: tor
     if double:
         np.testing.assert_allclose(result["grad_logits"], case["grad_logits"], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(result["grad_boxes"], case["grad_boxes"], rtol=1e-6, atol=1e-9)
-    np.testing.assert_array_equal(result["match"], original_matches(case["match"]))
-
-
-def original_matches(match: np.ndarray) -> np.ndarray:
-    """`(layers, B, 2, T)` padded with -1 to our rows layer, image, query, target."""
+    match = case["match"]  # (layers, B, 2, T) padded with -1; ours has rows of layer, image, query, target
     layer, image, column = np.nonzero(match[:, :, 0] >= 0)
-    return np.stack([layer, image, match[layer, image, 0, column], match[layer, image, 1, column]])
+    rows = [layer, image, match[layer, image, 0, column], match[layer, image, 1, column]]
+    np.testing.assert_array_equal(result["match"], np.stack(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -369,15 +357,13 @@ def assert_trajectory(rows: list[dict[str, float]], detector: nn.Module, arrays:
     steps = group(arrays, "step")
     assert len(rows) == len(steps["loss"])
     names = ["loss", "grad_norm", *(f"{name}{kind}" for name in detector.loss_names for kind in ("", "_unscaled"))]
+    traces = {name: [row[f"train/{name}"] for row in rows] for name in (*names, *detector.metric_names)}
     for name in names:
-        trace = [row[f"train/{name}"] for row in rows]
-        np.testing.assert_allclose(trace, steps[name], rtol=ROUNDING, err_msg=name)
+        np.testing.assert_allclose(traces[name], steps[name], rtol=ROUNDING, err_msg=name)
     for name, exact in group(arrays, "step_f64").items() if detector.model.dtype == torch.float64 else ():
-        trace = [row[f"train/{name}"] for row in rows]
-        np.testing.assert_allclose(trace, exact, rtol=ROUNDING_FLOAT64, err_msg=f"{name}, in float64")
+        np.testing.assert_allclose(traces[name], exact, rtol=ROUNDING_FLOAT64, err_msg=f"{name}, in float64")
     for name in detector.metric_names:
-        trace = [row[f"train/{name}"] for row in rows]
-        np.testing.assert_allclose(trace, steps[f"{name}_unscaled"], atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(traces[name], steps[f"{name}_unscaled"], atol=1e-4, err_msg=name)
     assert_state(detector, arrays, "final", rtol=1e-6)
     for name, value in group(arrays, "final").items():
         np.testing.assert_allclose(detector.model.state_dict()[name], value, atol=1e-5, err_msg=name)

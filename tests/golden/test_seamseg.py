@@ -216,20 +216,16 @@ def sampled(detection: dict, key: str) -> np.ndarray:
     return np.concatenate([rows[:n] for rows, n in zip(detection[key], detection["roi/num_sampled"], strict=True)])
 
 
-def matched_objects(detection: dict, image: int) -> torch.Tensor:
-    """(n, 4) xyxy: the object of every sample of an image; any box for those that have none."""
-    boxes, _ = objects_of(detection, image)
-    match = torch.from_numpy(detection["roi/match"][image, : detection["roi/num_sampled"][image]])
-    return torch.cat((boxes, torch.ones(1, 4)))[match.where(match >= 0, len(boxes))]
-
-
 def test_box_losses_and_gradients(detection):
     classes = torch.from_numpy(sampled(detection, "roi/class_labels"))
     positive = classes > 0
-    objects = torch.cat([matched_objects(detection, i) for i in range(len(detection["num_gt"]))])
+    objects = []  # of every sample; any box for those that have none
+    for i, count in enumerate(detection["roi/num_sampled"]):
+        match, (boxes, _) = torch.from_numpy(detection["roi/match"][i, :count]), objects_of(detection, i)
+        objects.append(torch.cat((boxes, torch.ones(1, 4)))[match.where(match >= 0, len(boxes))])
     proposals = xy(sampled(detection, "roi/sampled_proposals_yxyx"))
     box_weights = detection["roi/bbx_reg_weights"].tolist()
-    targets = encode_boxes(objects, proposals, [box_weights[i] for i in (1, 0, 3, 2)])
+    targets = encode_boxes(torch.cat(objects), proposals, [box_weights[i] for i in (1, 0, 3, 2)])
     close(targets[positive], xy(detection["roi/box_targets_of_positives"]), atol=1e-6)
     logits = torch.from_numpy(detection["roi/cls_logits"]).requires_grad_()
     deltas = xy(detection["roi/box_logits"]).requires_grad_()

@@ -78,12 +78,8 @@ def scene_graphs(case: dict[str, np.ndarray]) -> tuple[list[dict], list[dict]]:
 def evaluator_case(golden: Path, name: str) -> tuple[dict[str, np.ndarray], str, dict]:
     data = arrays(golden, "evaluator")
     case = group(data, name)
-    options = {
-        "num_predicates": int(data["num_rel_classes_with_bg"]) - 1,
-        "iou_threshold": float(data["iou_threshold"]),
-        "top": tuple(data["K"].tolist()),
-        "zero_shot": case["zeroshot_triplets_sub_obj_pred"] - 1,
-    }
+    options = {"num_predicates": int(data["num_rel_classes_with_bg"]) - 1, "top": tuple(data["K"].tolist())}
+    options |= {"iou_threshold": float(data["iou_threshold"]), "zero_shot": case["zeroshot_triplets_sub_obj_pred"] - 1}
     return case, str(case.get("mode", name)), options
 
 
@@ -500,11 +496,9 @@ def vg_folder(golden, tmp_path_factory) -> Path:
 
 def split_options(name: str, data: dict[str, np.ndarray]) -> tuple[str, dict]:
     split, empty, overlap = name.split(".")
-    return split, {
-        "num_val_images": int(data["num_val_im"]),
-        "keep_images_without_relations": empty == "emptyrels_kept",
-        "drop_non_overlapping": split == "train" and overlap == "nonoverlap_dropped",
-    }
+    dropped = split == "train" and overlap == "nonoverlap_dropped"
+    options = {"num_val_images": int(data["num_val_im"]), "drop_non_overlapping": dropped}
+    return split, options | {"keep_images_without_relations": empty == "emptyrels_kept"}
 
 
 def test_dataset(golden, vg_folder, dataset_split):
@@ -582,7 +576,8 @@ def test_head_logits(golden, head):
             module.effect = effect[0] if effect else "none"
         image = None if images == "batch" else int(images.removeprefix("img"))
         with torch.no_grad():
-            output, together = (module(head_batch(data, mode, chosen)) for chosen in (image, None))
+            output = module(head_batch(data, mode, image))
+            together = module(head_batch(data, mode)) if image == 0 else output
         share = 1e-5 if not effect or effect[0] == "none" else 5e-4
         within(output.relation_logits, data[f"{case}.rel_dists"], share, case)
         within(output.object_logits, data[f"{case}.obj_dists"], 1e-5, case)

@@ -162,19 +162,12 @@ def test_losses_and_gradients(golden, loss_case):
     def losses_of(images: slice) -> dict[str, torch.Tensor]:
         inside = (image >= (images.start or 0)) & (image < (images.stop or len(objectness)))
         i, n = image[inside], index[inside]
-        assigned = Assignment(
-            image=i - (images.start or 0),
-            index=n,
-            kept=torch.ones_like(n, dtype=torch.bool),
-            ratio=objectness[i, n],
-            center=g["target_center"][i, n],
-            scale=g["target_scale"][i, n],
-            weight=g["target_weights"][i, n, 0],
-            boxes=torch.zeros(len(n), 4),
-            labels=labels[inside],
-            crowd=torch.zeros_like(n, dtype=torch.bool),
-            counts=(),
-        )
+        values = {"ratio": objectness, "weight": g["target_weights"][..., 0]}
+        values |= {name: g[f"target_{name}"] for name in ("center", "scale")}
+        boxes, crowd = torch.zeros(len(n), 4), torch.zeros_like(n, dtype=torch.bool)
+        boxes_of = {"boxes": boxes, "crowd": crowd, "kept": ~crowd, "labels": labels[inside], "counts": ()}
+        places = {"image": i - (images.start or 0), "index": n}
+        assigned = Assignment(**places, **boxes_of, **{name: value[i, n] for name, value in values.items()})
         return yolov3_losses(predictions[images], objectness[images], assigned, smoothing)
 
     for b in range(len(objectness)):

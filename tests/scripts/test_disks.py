@@ -29,12 +29,6 @@ CASES = [("full", "first checkpoint"), *(pytest.param(how, moment, marks=pytest.
 }.items() for moment in sorted(moments))]  # fmt: skip
 
 
-def make_room(disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-    for path in disk.glob(".filler*"):
-        path.unlink()
-
-
 @pytest.fixture
 def read_only(request):
     """`read_only(folder)`: nobody can write to it any more."""
@@ -91,7 +85,9 @@ def test_the_run_ends_with_a_sentence_and_goes_on_when_there_is_room(server, scr
     newest, broken = newest_valid(disk / "run" / "checkpoints")
     assert broken == []
     assert newest is not None or how == "removed" or moment not in ("later checkpoint", "final", "report", "end")
-    make_room(disk)
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    for path in disk.glob(".filler*"):
+        path.unlink()
     again = server.run(script, args).ok()
     assert again.status["state"] == "done" and (again.folder / "final").is_dir()
     if how != "removed":  # the rows before are gone with the folder
