@@ -6,7 +6,9 @@ import pickle
 import numpy as np
 import pytest
 import report_data
+import samples
 import torch
+from documents import box, document, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scene_graph_data import INNER, as_denominators, cut_objects, loader_of, shapes_table
@@ -97,16 +99,11 @@ def read_genome(folder, split="train", **options):
 
 
 def coco_of(folder, *, named=True, **ids):
-    annotations = [{"id": n + 1, "image_id": 1, "category_id": 1, "bbox": [0, 0, 9, 9]} for n in range(3)]
-    for annotation, key in zip(annotations, ("a", "b", "c"), strict=True):
-        if key in ids:
-            annotation["attribute_ids"] = ids[key]
-    document = {"images": [{"id": 1, "file_name": "1.jpg", "width": 20, "height": 20}], "annotations": annotations,
-                "categories": [{"id": 1, "name": "cat"}]}  # fmt: skip
-    if named:
-        document["attribute_categories"] = [{"id": 70, "name": "wet"}, {"id": 7, "name": "red"}]
-    (folder / "a.json").write_text(json.dumps(document))
-    return lambda **options: read_coco(folder / "a.json", folder, check_images=False, cache_dir=folder, **options)
+    """Three boxes; ids: `attribute_ids` of the first (a), second and third."""
+    boxes = [box(id=n, attribute_ids=ids.get(key, "absent")) for n, key in enumerate("abc", 1)]
+    names = [{"id": 70, "name": "wet"}, {"id": 7, "name": "red"}]
+    file = write(folder, document(annotations=boxes) | ({"attribute_categories": names} if named else {}))
+    return lambda **options: read_coco(file, folder, check_images=False, cache_dir=folder, **options)
 
 
 def test_all_wrong_ids_of_a_coco_file_are_named_at_once(tmp_path):
@@ -131,15 +128,9 @@ def test_shapes_have_the_texture_that_was_painted(tmp_path, monkeypatch):
     assert table.attributes == ATTRIBUTES and found == painted[: len(found)] and set(found) == set(ATTRIBUTES)
 
 
-def sample(count: int, side: int = 40):
+def sample(count: int):
     """Boxes of 10 pixels in a row; box k has the attribute k + 1."""
-    corners = torch.arange(count).float()[:, None] * torch.tensor([10.0, 0])
-    size, zeros = torch.tensor([side, side]), torch.zeros(count, dtype=torch.int64)
-    target = {"image_id": count, "boxes": torch.cat([corners, corners + 10], 1), "labels": torch.arange(count),
-              "area": torch.full((count,), 100.0), "iscrowd": zeros, "relations": torch.zeros(0, 3, dtype=torch.int64),
-              "attributes": torch.stack([torch.arange(count) + 1, zeros], 1), "orig_size": size,
-              "size": size.clone()}  # fmt: skip
-    return torch.zeros(3, side, side, dtype=torch.uint8), target
+    return samples.sample([[10 * k, 0, 10 * k + 10, 10] for k in range(count)], (40, 40))
 
 
 def test_transforms_keep_them_with_their_boxes():

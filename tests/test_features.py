@@ -56,16 +56,13 @@ def test_a_plain_transformer_gets_a_pyramid_and_weights_of_other_patches_are_res
     torch.testing.assert_close(own.answer, published.answer, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("backbone", "norm", "kind"),
-    [
-        ("resnet18d", "batch", nn.BatchNorm2d),
-        ("resnet18d", "frozen", FrozenBatchNorm2d),
-        ("mobilenetv3_small_050", "frozen", FrozenBatchNorm2d),
-        ("mobilenetv3_small_050", "group", nn.GroupNorm),
-        ("resnet18d", "sync", nn.SyncBatchNorm),
-    ],
-)
+@pytest.mark.parametrize(("backbone", "norm", "kind"), [
+    ("resnet18d", "batch", nn.BatchNorm2d),
+    ("resnet18d", "frozen", FrozenBatchNorm2d),
+    ("mobilenetv3_small_050", "frozen", FrozenBatchNorm2d),
+    ("mobilenetv3_small_050", "group", nn.GroupNorm),
+    ("resnet18d", "sync", nn.SyncBatchNorm),
+])  # fmt: skip
 def test_every_batch_norm_becomes_what_norm_says(backbone, norm, kind):
     features, _ = timm_features(backbone, strides=(8, 16), norm=norm)
     norms = [m for m in features.modules() if isinstance(m, (*BATCH_NORMS, FrozenBatchNorm2d, nn.GroupNorm))]
@@ -83,11 +80,7 @@ def test_a_group_norm_keeps_weights_activation_and_mode():
     expected = nn.functional.hardswish(nn.functional.group_norm(x, 12, norm.weight, norm.bias, 1e-3))
     torch.testing.assert_close(group(x), expected)
     assert not group.training and list(group.state_dict()) == ["weight", "bias"]
-
-
-@pytest.mark.parametrize(("channels", "groups"), [(1, 1), (2, 1), (7, 1), (16, 8), (24, 12), (64, 32), (256, 32)])
-def test_number_of_groups(channels, groups):
-    assert number_of_groups(channels) == groups
+    assert [number_of_groups(channels) for channels in (1, 2, 7, 16, 24, 64, 256)] == [1, 1, 1, 8, 12, 32, 32]
 
 
 def test_what_a_file_gives_is_said_and_without_a_whole_part_it_is_refused(tmp_path, capsys):
@@ -164,17 +157,14 @@ def test_a_file_that_holds_no_weights_is_one_sentence(tmp_path):
         assert "network" not in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"backbone": "resnet18dd"}, "similar names"),
-        ({"strides": (8, 64)}, r"strides \[2, 4, 8, 16, 32\]"),
-        ({"strides": (16, 8)}, "increasing"),
-        ({"strides": ()}, "increasing"),
-        ({"norm": "layer"}, "batch, frozen, group, sync"),
-        ({"pretrained_backbone": "no/such/file"}, "there is no file"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"backbone": "resnet18dd"}, "similar names"),
+    ({"strides": (8, 64)}, r"strides \[2, 4, 8, 16, 32\]"),
+    ({"strides": (16, 8)}, "increasing"),
+    ({"strides": ()}, "increasing"),
+    ({"norm": "layer"}, "batch, frozen, group, sync"),
+    ({"pretrained_backbone": "no/such/file"}, "there is no file"),
+])  # fmt: skip
 def test_faults_are_bad_input(options, words):
     with pytest.raises(BadInput, match=words):
         timm_features(**{"backbone": "resnet18d", "strides": (8, 16), **options})

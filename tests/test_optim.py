@@ -1,14 +1,20 @@
-"""Parameter groups and optimizers."""
+"""Parameter groups, optimizers and what they keep; norms of gradients; averages of weights."""
+
+import copy
 
 import pytest
 import timm
 import torch
 import torchvision
 import transformers
+from accelerate import Accelerator
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from toolkit.errors import BadInput
+from toolkit.step.ema import Ema
+from toolkit.step.gradients import drop_gradients, gradient_norm, gradient_table
+from toolkit.step.memory import state_stand_in
 from toolkit.step.optim import build_optimizer, is_norm, load_state, parameter_groups
 
 
@@ -218,3 +224,110 @@ def test_layer_decay_gives_each_backbone_layer_the_factor_that_timm_gives_it(nam
             assert group["lr"] == (1.0 if parameter.startswith("head") else pytest.approx(0.1 * scale)), parameter
     assert len({group["lr"] for group in groups}) > 4
     assert "backbone/layer-1" in by_group(groups)
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("adamw", 0.9), ("adam", 0.9), ("sgd", 0.9), ("sgd", 0.0)])
+def test_the_stand_in_is_as_large_as_the_state_and_changes_nothing(name, momentum):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1, bias=False))
+    model[1].weight.requires_grad_(False)
+    groups = [{"params": list(layer.parameters()), "lr": 0.1} for layer in model]
+    optimizer = build_optimizer(name, groups, momentum=momentum)
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    random, had = torch.get_rng_state(), copy.deepcopy(optimizer.state_dict())
+
+    found = state_stand_in(prepared.optimizer)
+    assert str(optimizer.state_dict()) == str(had) and all(p.grad is None for p in model.parameters())
+    found += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+    assert torch.get_rng_state().equal(random)
+
+    model(torch.rand(1, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
+    assert sorted(map(torch.Tensor.numel, found)) == sorted(map(torch.Tensor.numel, kept))
+    assert bool(kept) == (name != "sgd" or momentum > 0)
+
+
+def model_with_gradients(**values: list[float]) -> nn.ParameterDict:
+    parameters = nn.ParameterDict({name: nn.Parameter(torch.zeros(len(v))) for name, v in values.items()})
+    for name, value in values.items():
+        parameters[name].grad = torch.tensor(value)
+    return parameters
+
+
+def test_clips_to_the_norm_before_it():
+    model = model_with_gradients(a=[3.0, 0.0], b=[0.0, 4.0])
+    model["unused"] = nn.Parameter(torch.zeros(5))
+    parameters = list(model.parameters())
+    norm = gradient_norm(parameters)
+    assert float(norm) == 5.0 and float(gradient_norm(iter(parameters))) == 5.0
+    torch.nn.utils.clip_grads_with_norm_(parameters, 10.0, norm)
+    assert model["b"].grad.tolist() == [0.0, 4.0]
+    torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+    assert float(gradient_norm(parameters)) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_infinite_and_missing_gradients():
+    model = model_with_gradients(a=[float("inf"), 1.0])
+    assert gradient_norm(model.parameters()).isinf()
+    drop_gradients(model)
+    assert float(gradient_norm(model.parameters())) == 0.0
+    assert "no parameter has a gradient" in gradient_table(model.named_parameters())
+
+
+def test_table_names_the_largest_first():
+    model = model_with_gradients(small=[0.5], large=[2.0, 0.0], nan_free=[1.0])
+    lines = gradient_table(model.named_parameters(), max_norm=1.0, top=2).splitlines()
+    assert lines[0].startswith("---Total norm 2.29129 clip coef 0.43644")
+    assert [line.split()[0] for line in lines[1:-1]] == ["large", "nan_free"]
+    assert "2.00000, (torch.Size([2]))" in lines[1]
+    assert "clip" not in gradient_table(model.named_parameters())
+    assert "clip" not in gradient_table(model.named_parameters(), max_norm=0.0), "optim.max_norm 0: no clipping"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.tied = self.conv
+        self.register_buffer("counter", torch.tensor(0))
+        self.register_buffer("flag", torch.tensor(False))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("grid", torch.arange(3.0), persistent=False)
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_average_follows_the_formula_for_floats_and_copies_the_rest(warmup):
+    model, generator = Net().train(), torch.Generator().manual_seed(0)
+    ema, expected = Ema(model, 0.9, warmup), copy.deepcopy(model.state_dict())
+    for step in range(12):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn(parameter.shape, generator=generator)
+        model(torch.randn(2, 3, 5, 5, generator=generator))
+        model.counter += 3
+        model.flag.fill_(step % 2 == 0)
+        model.grid += 1
+        decay = min(0.9, (1 + step) / (10 + step)) if warmup else 0.9
+        ema.update(model)
+        for name, value in model.state_dict().items():
+            averaged = value.is_floating_point() and name != "mask"
+            expected[name] = decay * expected[name] + (1 - decay) * value if averaged else value.clone()
+    torch.testing.assert_close(dict(ema.module.state_dict()), dict(expected), rtol=1e-5, atol=1e-6)
+    assert ema.module.counter == 36 and ema.module.norm.num_batches_tracked == 12
+    assert torch.equal(ema.module.mask, model.mask) and torch.equal(ema.module.grid, model.grid)
+    assert not ema.module.training and model.training and ema.module.tied is ema.module.conv
+    assert not any(p.requires_grad for p in ema.module.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_frozen_parts_stay_what_they_are_to_the_bit():
+    model = Net()
+    ema = Ema(model, 0.7)
+    for step in range(50):
+        ema.update(model if step % 2 else copy.deepcopy(model))  # another one of the same weights
+    assert all(torch.equal(a, b) for a, b in zip(ema.module.parameters(), model.parameters(), strict=True))

@@ -1,15 +1,19 @@
-"""VRD, GQA, Open Images and SGG-Benchmark's COCO files in their published layouts."""
+"""Scene graphs read in the published layouts of other programs, and written in theirs."""
 
 import json
 
+import networkx
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.errors import BadInput
+from toolkit.evaluation.detections import relations_as_json, without_graph_constraint
 from toolkit.runs.settings import DataConfig
+from toolkit.scene_graphs.formats import SUFFIXES, graph_text
 
 
 def pictures(folder, names, size=(60, 40)):
@@ -29,32 +33,33 @@ def graph(table, row=0):
     return found["objects"]["bbox"].tolist(), found["objects"]["category"].tolist(), relations.tolist()
 
 
+CUP, TABLE = {"category": 1, "bbox": [5, 15, 10, 30]}, {"category": 0, "bbox": [10, 40, 0, 60]}
+ON, UNDER = ({"predicate": 1, "subject": CUP, "object": TABLE}, {"predicate": 0, "subject": TABLE, "object": CUP})
+
+
+def write_vrd(folder, **splits):
+    """splits: by name, the relations of each image by the name of its file."""
+    pictures(folder / "images", [name for images in splits.values() for name in images])
+    for split, images in splits.items():
+        (folder / f"annotations_{split}.json").write_text(json.dumps(images))
+    (folder / "objects.json").write_text('["table", "cup"]')
+    (folder / "predicates.json").write_text('["under", "on"]')
+
+
 def test_vrd(tmp_path):
-    pictures(tmp_path / "images", ["a.jpg", "b.jpg", "c.jpg"])
-    cup, table = {"category": 1, "bbox": [5, 15, 10, 30]}, {"category": 0, "bbox": [10, 40, 0, 60]}
-    rows = [{"predicate": 1, "subject": cup, "object": table}, {"predicate": 0, "subject": table, "object": cup}]
-    for name, images in (("train", ["a.jpg", "b.jpg"]), ("test", ["c.jpg"])):
-        (tmp_path / f"annotations_{name}.json").write_text(json.dumps(dict.fromkeys(images, rows)))
-    (tmp_path / "objects.json").write_text('["table", "cup"]')
-    (tmp_path / "predicates.json").write_text('["under", "on"]')
+    write_vrd(tmp_path, train=dict.fromkeys(["a.jpg", "b.jpg"], [ON, UNDER]), test={"c.jpg": [ON, UNDER]})
     tables = {split: opened(tmp_path, "vrd", split) for split in ("train:1", "val:1", "test")}
     assert [len(each) for each in tables.values()] == [1, 1, 1] and tables["test"].predicates == ("under", "on")
     expected = ([[10, 5, 30, 15], [0, 10, 60, 40]], [1, 0], [[0, 1, 1], [1, 0, 0]])
     assert graph(tables["test"]) == expected == graph(opened(tmp_path, "vrd", "test")), "from the cache too"
     assert [t.row(0)["file_name"] for t in tables.values()] == ["b.jpg", "a.jpg", "c.jpg"]
-    (tmp_path / "annotations_test.json").write_text(json.dumps({"c.jpg": [{"predicate": 1, "subject": cup}]}))
+    (tmp_path / "annotations_test.json").write_text(json.dumps({"c.jpg": [{"predicate": 1, "subject": CUP}]}))
     with pytest.raises(BadInput, match=r"image c.jpg: expected relations .*KeyError\('object'\)"):
         opened(tmp_path, "vrd", "test")
 
 
 def test_images_with_rare_predicates_come_more_often(tmp_path):
-    pictures(tmp_path / "images", [f"{n}.jpg" for n in range(9)])
-    cup, table = {"category": 1, "bbox": [5, 15, 10, 30]}, {"category": 0, "bbox": [10, 40, 0, 60]}
-    often, rare = ({"predicate": number, "subject": cup, "object": table} for number in (1, 0))
-    rows = {f"{n}.jpg": [often, rare] if n == 8 else [often] for n in range(9)}
-    (tmp_path / "annotations_test.json").write_text(json.dumps(rows))
-    (tmp_path / "objects.json").write_text('["table", "cup"]')
-    (tmp_path / "predicates.json").write_text('["under", "on"]')
+    write_vrd(tmp_path, test={f"{n}.jpg": [ON, UNDER] if n == 8 else [ON] for n in range(9)})
     found = opened(tmp_path, "vrd", "test")
     settings = DataConfig(image_size=32, batch_size_per_device=3, workers=0, predicate_repeat_factor=1.0)
     sampler, _ = loader_of_settings(found, settings, seed=0, stride=1)
@@ -116,3 +121,42 @@ def test_coco_files_of_sgg_benchmark(tmp_path):
     table = open_dataset(tmp_path / "train" / "_annotations.coco.json", cache_dir=tmp_path / "cache")
     assert graph(table) == ([[5, 5, 25, 35], [8, 0, 17, 9]], [0, 1], [[0, 1, 1]])
     assert table.predicates == ("above", "wearing")
+
+
+GRAPH = {
+    "file_name": 'a "b".jpg',
+    "detections": [{"category": 'cup "x" \\', "bbox": [1, 2, 3, 4], "score": 0.9, "category_id": 1},
+                   {"category": "table", "bbox": [0, 0, 9, 9], "score": 0.8, "category_id": 2}],
+    "relations": [{"subject": 0, "object": 1, "predicate": "on", "score": 0.7},
+                  {"subject": 0, "object": 1, "predicate": "near", "score": 0.2}],
+}  # fmt: skip
+
+
+def test_every_format_keeps_objects_and_relations():
+    texts = {name: graph_text(GRAPH, name) for name in SUFFIXES}
+    assert 'n0 [label="0 cup \\"x\\" \\\\"];' in texts["dot"] and 'n0 -> n1 [label="near 0.20"];' in texts["dot"]
+    read = networkx.node_link_graph(json.loads(texts["networkx"]), edges="edges")
+    assert isinstance(read, networkx.MultiDiGraph) and read.nodes[1]["category"] == "table"
+    assert [edge["predicate"] for edge in read[0][1].values()] == ["on", "near"]
+    linked = json.loads(texts["jsonld"])
+    ids = {node["@id"] for node in linked["objects"]}
+    assert all({each["rdf:subject"]["@id"], each["rdf:object"]["@id"]} <= ids for each in linked["relations"])
+    for name in SUFFIXES:
+        assert graph_text({"file_name": "a.jpg", "detections": [], "relations": []}, name)
+
+
+def test_without_constraint_a_pair_comes_with_several_predicates():
+    generator = torch.Generator().manual_seed(0)
+    found = {"scores": torch.rand(4, generator=generator), "pairs": torch.tensor([[0, 1], [1, 0], [2, 3]]),
+             "predicate_scores": torch.rand(3, 5, generator=generator)}  # fmt: skip
+    free = without_graph_constraint(found, count=7)
+    expected = sorted(
+        (float(p * found["scores"][s] * found["scores"][o]) for (s, o), row in
+         zip(found["pairs"].tolist(), found["predicate_scores"], strict=True) for p in row), reverse=True)  # fmt: skip
+    torch.testing.assert_close(free["triplet_scores"], torch.tensor(expected[:7]))
+    written = relations_as_json(free, list("abcde"), all_scores=True)
+    assert len({(r["subject"], r["object"], r["predicate"]) for r in written}) == 7 > len(found["pairs"])
+    assert all(list(r["predicate_scores"]) == sorted("abcde", key=r["predicate_scores"].get, reverse=True)
+               for r in written)  # fmt: skip
+    nothing = {"scores": torch.zeros(0), "pairs": torch.zeros(0, 2).long(), "predicate_scores": torch.zeros(0, 5)}
+    assert relations_as_json(without_graph_constraint(nothing), list("abcde")) == []

@@ -1,7 +1,8 @@
-"""The report of a run: curves, text, pictures."""
+"""The report of a run: curves, text, pictures; what ended a training and the flags that go on."""
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from report_data import found_of, table_of
 
 from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions, montage
 from toolkit.evaluation.report import plot_curves, series, smoothed, write_report
+from toolkit.evaluation.report.facts import command_that_goes_on, flags_that_go_on
+from toolkit.runs.settings import EvalConfig, RunConfig, ScheduleConfig
+from toolkit.runs.status import ENDINGS, in_words
 from toolkit.text import in_markdown
 
 
@@ -153,3 +157,39 @@ def test_the_same_images_every_time(tmp_path):
     nothing = dict.fromkeys(table.image_ids().tolist(), found_of([], [], []))
     first, second = (draw_predictions(table, nothing, 4, tmp_path / "out" / name) for name in ("1.png", "2.png"))
     assert first.read_bytes() == second.read_bytes()
+
+
+CONFIG = {"run": {"epochs": 100, "max_steps": None, "max_minutes": 4.75}, "eval": {"early_stopping_patience": 3}}
+NEW = "--run.resume latest --run.resume_schedule new"
+
+
+def test_every_ending_is_a_setting():
+    groups = {"run": RunConfig, "eval": EvalConfig, "schedule": ScheduleConfig}
+    for setting in ENDINGS:
+        group, _, key = setting.partition(".")
+        assert hasattr(groups[group](), key), setting
+    assert in_words([]) == ""
+    assert in_words(["run.max_steps", "schedule.max_decays"]) == (
+        "training ended by run.max_steps (all steps are made) and schedule.max_decays (the learning rate has fallen so "
+        "many times)")  # fmt: skip
+
+
+@pytest.mark.parametrize(("ended_by", "run", "step", "epochs", "flags"), [
+    (["run.max_minutes"], {}, 1279, 20, f"{NEW} --run.max_minutes 9.5"),
+    (["run.max_minutes"], {}, 1279, 71, f"{NEW} --run.epochs 142 --run.max_minutes 9.5"),  # its epochs were in the way
+    (["run.epochs"], {"max_minutes": None}, 1800, 100, f"{NEW} --run.epochs 200"),
+    (["run.max_steps"], {"max_steps": 40, "max_minutes": None}, 40, 2, f"{NEW} --run.max_steps 80"),
+    ([], {"max_steps": 90, "max_minutes": None}, 50, 60, f"{NEW} --run.epochs 120 --run.max_steps 100"),  # not known
+    (["eval.early_stopping_patience"], {}, 50, 60, "--run.resume latest --eval.early_stopping_patience 6"),
+    (["schedule.max_decays"], {"max_minutes": None}, 50, 10, NEW),  # the rates begin anew
+])  # fmt: skip
+def test_flags_train_for_as_long_again(ended_by, run, step, epochs, flags):
+    assert " ".join(flags_that_go_on(ended_by, CONFIG | {"run": CONFIG["run"] | run}, step, epochs)) == flags
+
+
+def test_a_notebook_is_told_the_flags_alone():
+    flags = ["--run.resume", "latest"]
+    for began in ([], ["/somewhere/ipykernel_launcher.py", "-f", "x.json"], ["-c"]):
+        assert command_that_goes_on(flags, began, Path("runs/a/config.yaml")) == "--run.resume latest"
+    command = command_that_goes_on(flags, ["my scripts/train_x.py", "--seed"], Path("runs/a/config_2.yaml"))
+    assert command == "accelerate launch 'my scripts/train_x.py' --config runs/a/config_2.yaml --run.resume latest"

@@ -13,7 +13,6 @@ from torchvision.ops import box_iou
 
 from toolkit.box_ops import cxcywh_to_xyxy
 from toolkit.distributed import all_reduce, world
-from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.ssd.criterion import (
     IGNORED,
@@ -336,18 +335,3 @@ def test_resolved_options_build_the_same_detector(architecture, norm):
     model = detector(architecture, **options)
     assert_resolved_options_build_it_again(model, NAMES)
     assert (model.nms_threshold, model.score_threshold) == (0.3, 0.2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strides": [16, 64, -1], "channels": [8] * 3, "aspect_ratios": [[2]] * 3}, "each twice"),
-        ({"strides": [-1, 16], "channels": [8] * 2, "aspect_ratios": [[2]] * 2}, "each twice"),
-        ({"strides": [64, 128], "channels": [8] * 2, "aspect_ratios": [[2]] * 2}, "some of these"),
-        ({"channels": [8]}, "4, 1 and 4 entries"),
-        ({"aspect_ratios": [[2], [0], [2], [2]]}, "positive"),
-    ],
-)
-def test_settings_that_cannot_be_built_are_bad_input(options, message):
-    with pytest.raises(BadInput, match=message):
-        detector(**options)

@@ -1,6 +1,5 @@
 """YOLOv3 beyond the numbers of the original (tests/golden/test_yolov3.py): edges, geometry, interfaces."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +7,12 @@ import pytest
 import timm
 import torch
 import yaml
-from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
+from contract import assert_resolved_options_build_it_again
+from documents import box, document, image, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_training import Taps
+from samples import sample
 from torch import nn
 from torchvision.io import write_png
 from torchvision.ops import box_iou
@@ -93,17 +94,14 @@ def test_losses_are_those_of_a_loop_over_boxes(targets, seed):
         torch.testing.assert_close(ours[name], loop[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("box", "cell_xy"),
-    [
-        ((0, 0, 0, 0), (0, 0)),  # a point in the corner
-        ((96, 64, 96, 64), (2, 1)),  # a point on the last corner: the last cell, not the first of the next row
-        ((32, 32, 32, 32), (1, 1)),  # on the corner of four cells: the lower right one
-        ((10, 5, 10, 50), (0, 0)),  # a line
-        ((-30, -30, 10, 10), None),  # a centre outside
-        ((90, 60, 200, 100), None),
-    ],
-)
+@pytest.mark.parametrize(("box", "cell_xy"), [
+    ((0, 0, 0, 0), (0, 0)),  # a point in the corner
+    ((96, 64, 96, 64), (2, 1)),  # a point on the last corner: the last cell, not the first of the next row
+    ((32, 32, 32, 32), (1, 1)),  # on the corner of four cells: the lower right one
+    ((10, 5, 10, 50), (0, 0)),  # a line
+    ((-30, -30, 10, 10), None),  # a centre outside
+    ((90, 60, 200, 100), None),
+])  # fmt: skip
 def test_border_and_empty_boxes_have_a_place(box, cell_xy):
     grid, detector = make_grid((64, 96), ANCHORS), tiny()
     a = assign_boxes([target([box])], torch.tensor([[64, 96]]), ANCHORS, grid)
@@ -158,15 +156,9 @@ def test_crowd_regions_are_ignored_and_never_assigned():
     torch.testing.assert_close(plain["loss_obj"] - crowd["loss_obj"], background, rtol=1e-4, atol=1e-4)
 
 
-def test_losses_are_divided_as_announced():
-    detector = tiny()
-    outputs = random_outputs(detector, [(64, 64)])
-    assert_losses_are_divided_as_announced(detector, outputs, [target([(8, 8, 40, 44)])])
-    assert detector.weighs_boxes, "the weight of each box by its share in mixup"
-
-
 def test_the_mixup_share_weighs_a_box_and_0_leaves_it_out():
     detector, box = tiny(), (8, 8, 40, 44)
+    assert detector.weighs_boxes
     outputs = random_outputs(detector, [(64, 64)])
     plain, half, none = (
         criterion(detector, outputs, [target([box], **share)]) for share in ({}, {"mixup": [0.5]}, {"mixup": [0.0]})
@@ -195,27 +187,6 @@ def test_an_image_counts_the_same_whatever_its_batch_is_padded_to():
     for name in ("boxes", "scores", "labels"):
         torch.testing.assert_close(found[0][name], single[0][name])
     assert (found[0]["boxes"].max(dim=0).values <= torch.tensor([64.0, 128.0, 64.0, 128.0])).all()
-
-
-def test_accumulated_micro_batches_equal_the_big_batch():
-    detector = tiny().double().eval()
-    pixels = torch.randn(5, 3, 64, 96, dtype=torch.float64)
-    targets = [target([(i, i, 20 + 5 * i, 30 + 5 * i)] * (i % 3), [i % 3] * (i % 3)) for i in range(5)]
-
-    def gradients(*groups: list[int]) -> list[torch.Tensor]:
-        detector.zero_grad()
-        for group in groups:
-            maps = detector.raw_maps(pixels[group])
-            outputs = {f"raw_stride{s}": m for s, m in zip(STRIDES, maps, strict=True)}
-            outputs["sizes"], chosen = torch.tensor([[64, 96]] * len(group)), [targets[i] for i in group]
-            assert detector.denominators(chosen) == {"images": len(group)}
-            losses = criterion(detector, outputs, chosen, images=5.0)
-            assert all(loss.dtype == torch.float64 for loss in losses.values())
-            sum(losses.values()).backward()
-        return [p.grad.clone() for p in detector.parameters()]
-
-    for a, b in zip(gradients([0, 1, 2, 3, 4]), gradients([0, 1], [2, 3], [4]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * a.abs().max().item())
 
 
 def test_bfloat16_maps_give_float32_losses_near_those_of_float32():
@@ -254,17 +225,16 @@ def test_postprocess_of_nothing():
     assert {k: tuple(v.shape) for k, v in found.items()} == {"boxes": (0, 4), "scores": (0,), "labels": (0,)}
     empty = {k: v[:0] for k, v in outputs.items()}
     assert detector.postprocess(empty, empty["sizes"], empty["sizes"]) == []
+    with pytest.raises(ValueError, match="multiples of 32"):
+        detector.raw_maps(torch.zeros(1, 3, 64, 80))
 
 
-@pytest.mark.parametrize(
-    ("norm", "of_backbone", "of_heads"),
-    [
-        ("batch", nn.BatchNorm2d, nn.BatchNorm2d),
-        ("frozen", FrozenBatchNorm2d, nn.BatchNorm2d),
-        ("group", nn.GroupNorm, nn.GroupNorm),
-        ("sync", nn.SyncBatchNorm, nn.SyncBatchNorm),
-    ],
-)
+@pytest.mark.parametrize(("norm", "of_backbone", "of_heads"), [
+    ("batch", nn.BatchNorm2d, nn.BatchNorm2d),
+    ("frozen", FrozenBatchNorm2d, nn.BatchNorm2d),
+    ("group", nn.GroupNorm, nn.GroupNorm),
+    ("sync", nn.SyncBatchNorm, nn.SyncBatchNorm),
+])  # fmt: skip
 def test_norms_of_backbone_and_heads(norm, of_backbone, of_heads):
     """The same random weights whatever the norm, and leaky ReLUs of the backbone keep YOLO's slope."""
     plain, detector = (build(norm=kind, objectness_prior=0.01) for kind in ("batch", norm))
@@ -291,23 +261,6 @@ def test_norms_of_backbone_and_heads(norm, of_backbone, of_heads):
 def build(backbone: str = "darknet17", **options) -> YOLOv3:
     torch.manual_seed(0)
     return build_detector("yolov3", class_names=["a", "b"], backbone=backbone, head_channels=[16, 12, 8], **options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"backbone": "vit_tiny_patch16_224"}, "8, 16, 32"),
-        ({"objectness_prior": 0.0}, "model.objectness_prior: 0.0"),
-        ({"anchors": [[[1, 2]], [[3, 4]]]}, "anchors"),
-        ({"anchors": [[[1, 0]], [[3, 4]], [[3, 4]]]}, "anchors"),
-        ({"anchors": [[[1, 5]], [[3, 4], [1, 1]], [[3, 4]]]}, "anchors"),
-    ],
-)
-def test_bad_input(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        build(**{**arguments})
-    with pytest.raises(ValueError, match="multiples of 32"):
-        tiny().raw_maps(torch.zeros(1, 3, 64, 80))
 
 
 def test_final_folder_gives_the_same_detector(tmp_path):
@@ -362,14 +315,8 @@ def test_kmeans_finds_the_sizes_that_are_there():
 
 def coco_file(folder: Path, boxes_xywh: list) -> Path:
     write_png(torch.zeros(3, 100, 200, dtype=torch.uint8), str(folder / "a.png"))
-    annotations = [
-        {"id": i + 1, "image_id": 1, "category_id": 1, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
-        for i, box in enumerate(boxes_xywh)
-    ]
-    images = [{"id": 1, "file_name": "a.png", "width": 200, "height": 100}]
-    content = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
-    (folder / "data.json").write_text(json.dumps(content))
-    return folder / "data.json"
+    boxes = [box(id=number, bbox=bbox) for number, bbox in enumerate(boxes_xywh, 1)]
+    return write(folder, document(images=[image(file_name="a.png", width=200, height=100)], annotations=boxes))
 
 
 def test_anchor_command(tmp_path, capsys):
@@ -383,23 +330,12 @@ def test_anchor_command(tmp_path, capsys):
         assert main([*command, *side, "--on-error", "drop"]) == 0
         assert yaml.safe_load(capsys.readouterr().out)["anchors"] == anchors
     assert tiny(anchors=anchors).predictions[0].out_channels == 8
-    assert main([*command, "32", "3"]) == BadInput.exit_code and "--image-size 64 32 3" in capsys.readouterr().err
+    for sides in (["32", "3"], ["0"]):
+        assert main([*command, *sides]) == BadInput.exit_code
+        assert f"--image-size 64 {' '.join(sides)}: expected" in capsys.readouterr().err
+    assert main([*command, "1", "--on-error", "drop"]) == 0
     assert main(["--annotations", str(coco_file(tmp_path, [[1, 1, 20, 10]]))]) == BadInput.exit_code
     assert "1 boxes" in capsys.readouterr().err
-
-
-def sample(size_hw, boxes: int, seed: int) -> tuple[torch.Tensor, dict]:
-    generator = torch.Generator().manual_seed(seed)
-    return pixels_of((1, *size_hw), seed)[0], {
-        "image_id": seed,
-        "boxes": torch.rand(boxes, 4, generator=generator),
-        "labels": torch.arange(boxes),
-        "area": torch.rand(boxes, generator=generator),
-        "iscrowd": torch.zeros(boxes, dtype=torch.int64),
-        "relations": torch.tensor([[0, boxes - 1, 5]]) if boxes else torch.zeros(0, 3, dtype=torch.int64),
-        "orig_size": torch.tensor(size_hw),
-        "size": torch.tensor(size_hw),
-    }
 
 
 @settings(max_examples=30, deadline=None)
@@ -410,13 +346,13 @@ def sample(size_hw, boxes: int, seed: int) -> tuple[torch.Tensor, dict]:
     st.floats(-0.5, 1.5),
 )
 def test_mixup(size1, size2, counts, lam):
-    first, second = sample(size1, counts[0], 1), sample(size2, counts[1], 2)
+    first, second = (sample([[0, 0, k + 1, k + seed] for k in range(n)], size_hw, [[0, n - 1, 5]] if n else ())
+                     for seed, (n, size_hw) in enumerate(zip(counts, (size1, size2), strict=True), 1))  # fmt: skip
+    second[1]["image_id"] = 2
     image, t = mixup(first, second, lam)
-    assert t["image_id"] == 1
-    assert image.dtype == torch.uint8
+    assert t["image_id"] == 7 and image.dtype == torch.uint8
     if lam >= 1:
-        assert torch.equal(image, first[0])
-        assert t["mixup"].tolist() == [1.0] * counts[0]
+        assert torch.equal(image, first[0]) and t["mixup"].tolist() == [1.0] * counts[0]
         return
     lam, total = max(lam, 0.0), sum(counts)
     assert image.shape == (3, max(size1[0], size2[0]), max(size1[1], size2[1]))

@@ -43,7 +43,7 @@ class Detector(nn.Module):
         buffers_steer_training: buffers that training changes, such as running statistics, have a part in its forward;
             every forward then gives all processes those of the first. Where they have none, an evaluation does so.
         leaves_unused: trained parameters may have no part in the losses of a step, as those of denoising on a batch
-            without boxes; several processes then look for them in each (tests/test_unused_parameters.py).
+            without boxes; several processes then look for them in each (tests/test_contract.py).
         class_tensors: tensors with rows per class, see `toolkit.models.weights.mapping`.
         slow_prefixes: prefixes of the parameters that the original program trains at a tenth of the learning rate.
         mean, std: of RGB values in [0, 1].
