@@ -10,6 +10,8 @@ import pytest
 import yaml
 from test_until_done import RUN
 
+pytest.importorskip("fcntl", reason="shell scripts: not on Windows")
+
 ROOT = Path(__file__).resolve().parents[1]
 STAND_INS = {
     "scontrol": '#!/bin/sh\necho "$@" >> "$LOG"\n[ "$1" = show ] && printf "node7\\nnode8\\n"\nexit 0\n',

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("fcntl", reason="a shell script: not on Windows")
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "runs" / "until_done.sh"
 
 # A run that notes each of its starts and does what its plan says of it: "state code [checkpoint]", or waits.

@@ -10,6 +10,8 @@ import pytest
 
 from toolkit.signals import stop_signals_raise
 
+pytest.importorskip("fcntl", reason="POSIX signals: not on Windows")
+
 PARENT = """
 import sys
 from pathlib import Path
