@@ -1,6 +1,7 @@
 # make train   set up and train a detector on the bundled data, minutes on two CPU cores
 # make test    set up and run the tests; make test-slow runs the long ones too
 # make lint    ruff;  make bench   ratios against plain programs, measured in one run
+# make gpu     the five scripts on a GPU, an hour or so; writes runs/gpu/table.md and rows.json, to send in
 # make docs    the site, into site/
 # make notebooks   opens them in JupyterLab;  make notebook-outputs   runs them and stores what they show
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test test-slow lint bench docs notebooks notebook-outputs clean
+.PHONY: train test test-slow lint bench gpu docs notebooks notebook-outputs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
@@ -33,6 +34,9 @@ lint: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python scripts/benchmark.py $(ARGS)
+
+gpu: .venv/installed
+	$(BIN)/python scripts/benchmark.py --only gpu --out runs/gpu $(ARGS)
 
 docs: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"

@@ -3,6 +3,7 @@
     python scripts/benchmark.py                       # everything: about 45 minutes on two CPU cores; `make bench`
     python scripts/benchmark.py --only loop startup   # some
     python scripts/benchmark.py --quick               # small sizes: shows that it runs, the figures mean nothing
+    python scripts/benchmark.py --only gpu --out runs/gpu   # on a GPU, an hour or so; `make gpu`
 
 Ratios are medians of interleaved rounds in one process; each has a line of ours (or of the plain program) against
 itself, which is the noise: a ratio that is no further from its requirement than that line is from 1 says nothing.
@@ -11,14 +12,16 @@ itself, which is the noise: a ratio that is no further from its requirement than
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from benches.augmentation import bench_augmentation
 from benches.criterion import bench_criterion
 from benches.evaluation import bench_evaluation
+from benches.gpu import bench_gpu
 from benches.loading import bench_loading
 from benches.loop import bench_loop
 from benches.predict import bench_predict
@@ -29,11 +32,16 @@ from benches.startup import bench_startup
 from benches.table import bench_table
 from benches.yolov3 import bench_yolov3_export, bench_yolov3_losses
 
+from toolkit.errors import says_bad_input
+from toolkit.files import replace_nonfinite, write_json_atomic
 from toolkit.runs.folder import PACKAGES, hardware
 from toolkit.text import ShortUsage
 
+FEW_STEPS = {"warm_up": 1, "steps": 2, "waited": 1, "most": 2}
+TINY = """--data.scales [] --data.image_size 128 --data.max_train_images 32 --data.workers 0
+--data.batch_size_per_device 2""".split()
 # name, function, arguments of --quick
-BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
+BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("loop", bench_loop, {"blocks": 1, "steps": 1, "narrow_blocks": 1, "narrow_steps": 2}),
     ("criterion", bench_criterion, {"batch_size": 2, "num_queries": 10, "boxes_per_image": 3, "repeats": 1}),
     ("loading", bench_loading, {"num_images": 4, "batch_size": 2, "repeats": 1}),
@@ -48,7 +56,9 @@ BENCHES: tuple[tuple[str, Callable[..., list[dict]], dict], ...] = (
     ("relation_heads", bench_relation_heads, {"num_images": 2, "num_objects": 4, "repeats": 1}),
     ("predict", bench_predict, {"images": 3, "side": 64, "size": 64, "rounds": 1}),
     ("ssd", bench_ssd, {"batch": 2, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
+    ("gpu", bench_gpu, {"modes": ("TF32",), "resumed": ("train_ssd",), "options": TINY} | FEW_STEPS),
 )
+ASKED_FOR = {"gpu"}  # not run unless named
 # What a row must reach; the others explain it.
 REQUIREMENTS = {
     "loop, DETR-R50, ours / bare": "≤ 1.03",
@@ -80,17 +90,31 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     """Runs the benches that `argv` names (default: the process's arguments), prints and returns their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     names = [name for name, _, _ in BENCHES]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    usual = [name for name in names if name not in ASKED_FOR]
+    parser.add_argument("--only", nargs="+", choices=names, default=usual, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the table there too: table.md and rows.json")
     arguments = parser.parse_args(argv)
     rows = []
     for name, bench, quick in BENCHES:
         if name in arguments.only:
             began = time.perf_counter()
-            rows += bench(**(quick if arguments.quick else {}))
+            for row in bench(**(quick if arguments.quick else {})):
+                rows.append(row)
+                if arguments.out is not None:
+                    keep(rows, arguments.out, arguments.quick)
+                    print(f"{row['name']}: {row['value']:.4g} {row['unit']}", file=sys.stderr, flush=True)
             print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     print(markdown(rows, arguments.quick))
     return rows
+
+
+def keep(rows: Sequence[dict], folder: Path, quick: bool) -> None:
+    """Writes what is there so far: whatever ends the run, it is kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(markdown(rows, quick) + "\n", encoding="utf-8")
+    document = {"machine": machine(), "hardware": hardware(), "quick": quick, "rows": rows}
+    write_json_atomic(folder / "rows.json", replace_nonfinite(document))
 
 
 def markdown(rows: Sequence[dict], quick: bool = False) -> str:
@@ -98,7 +122,7 @@ def markdown(rows: Sequence[dict], quick: bool = False) -> str:
     lines = [machine() + (" Quick run: sizes too small for the figures to mean anything." if quick else ""), ""]
     lines += ["| measured | value | unit | required |", "|---|---:|---|---|"]
     for row in rows:
-        required = REQUIREMENTS.get(row["name"], "")
+        required = row.get("required", REQUIREMENTS.get(row["name"], ""))
         lines.append(f"| {row['name']} | {row['value']:.4g} | {row['unit']} | {required} |")
     return "\n".join(lines)
 
@@ -118,5 +142,10 @@ def machine() -> str:
     )
 
 
-if __name__ == "__main__":
+@says_bad_input
+def command() -> None:
     main()
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -103,7 +103,7 @@ def data_settings(config: str, script: str | None = None):
     from toolkit.runs.settings import DataConfig
 
     try:
-        text = Path(config).read_text()
+        text = Path(config).read_text(encoding="utf-8")
         values = (yaml.safe_load(text) or {}).get("data", {})
         script_name = script or next(iter(re.findall(rf"\b({'|'.join(TRAINING)})\.py", text)), None)
         if script_name is None and "recipe" not in values:
@@ -163,15 +163,14 @@ def training_command(options: argparse.Namespace, tables: dict[str, DetectionTab
 
 def _recipe(script: str) -> tuple[str, str, str]:
     """(training script, its settings file for this machine, why that one), the files as seen from where we are."""
-    import torch  # here: `--help` does without
-
+    from toolkit.distributed import default_device  # here: `--help` does without torch
     from toolkit.models.weights.pretrained import hub_answers
 
     root, here = Path(__file__).resolve().parent.parent, Path.cwd()
     kind, why = script.removeprefix("train_"), ""
     small = root / "configs" / kind / "own_data_cpu.yaml"
     config = small.with_name("own_data.yaml")
-    if small.is_file() and not torch.cuda.is_available():
+    if small.is_file() and default_device().type == "cpu":
         config, why = small, " (there is no GPU: a small detector, from random weights)"
     elif small.is_file() and not hub_answers():
         config, why = small, " (no network for trained weights: a small detector, from random ones)"

@@ -13,15 +13,14 @@ Exit code 0: done, 2: bad input, or not even one image fits.
 """
 
 import argparse
-import resource
-import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import psutil
-import torch
 
+from toolkit.distributed import default_device
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.runs.settings_file import save_config
 from toolkit.runs.watch import WatchedRun, resolved_settings, steps_alone
@@ -36,23 +35,24 @@ GIB = 2**30
 def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> str:
     """Why training cannot make its first step with this batch; empty if it can. Raises BadInput where something else
     ends it."""
+    limit = None
+    if memory_bytes is not None:
+        import resource  # not on Windows
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-
+        limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     settings = {"data.batch_size_per_device": batch_size, "data.workers": 0}
     settings |= {"run.probe_memory": "true", "optim.accumulation_steps": 1}
     with tempfile.TemporaryDirectory() as scratch:
         folder, output = Path(scratch) / "run", Path(scratch) / "output"
         command = steps_alone(script, arguments, folder, 2, settings)
-        run = WatchedRun(command, folder, output, limit=None if memory_bytes is None else limit)
+        run = WatchedRun(command, folder, output, limit=limit)
         try:
             if any("train/loss" in row for row in run.rows()):
                 return ""
         finally:
-            run.stop(signal.SIGKILL)  # nothing of it is kept
+            run.stop(saving=False)  # nothing of it is kept
         text = output.read_text(errors="replace")
-    if run.process.returncode == -signal.SIGKILL or any(phrase in text for phrase in OUT_OF_MEMORY):
+    if run.process.returncode == -9 or any(phrase in text for phrase in OUT_OF_MEMORY):
         return "out of memory"
     if TOO_FEW_IMAGES in text:
         return "more than the data has"
@@ -61,10 +61,12 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     settings, largest, why = resolved_settings(arguments.script, rest), arguments.most, "not tried"
-    on_cpu = not torch.accelerator.is_available()
+    on_cpu = default_device().type == "cpu"
     if arguments.memory_gib is None and on_cpu:
         arguments.memory_gib = 0.8 * psutil.virtual_memory().available / GIB
     memory = int(arguments.memory_gib * GIB) if on_cpu else None
+    if on_cpu and sys.platform == "win32":
+        raise BadInput("Windows does not limit the memory of a process: without a GPU, choose the batch size yourself")
     while largest:
         print(f"{largest} images: ", end="", flush=True)
         refused = obstacle(arguments.script, rest, largest, memory)

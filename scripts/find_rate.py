@@ -14,7 +14,6 @@ Exit code 0: done, 2: bad input, or no rate at which the loss falls.
 
 import argparse
 import math
-import signal
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -84,7 +83,7 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
             rows = (row for row in run.rows() if "train/loss" in row)
             curve = follow(_until(rows, low, high, steps))
         finally:
-            run.stop(signal.SIGKILL)  # nothing of it is kept
+            run.stop(saving=False)  # nothing of it is kept
         if not curve:
             raise BadInput(f"the training did not make a step:\n{run.last_words(20)}")
     rate = proposal(curve)

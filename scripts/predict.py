@@ -37,11 +37,11 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
+from toolkit.distributed import default_device
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.evaluation.detections import without_graph_constraint
 from toolkit.evaluation.predictions import joined
@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-frames", type=int, help="stop a video or camera after so many frames")
     parser.add_argument("--batch-size", type=int, default=8, help="images per batch (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--device", default=default_device(), help="cpu, cuda:1, mps, … (default: the GPU, if any)")
     arguments, rest = parser.parse_known_args(argv)
     trust_files(arguments.trust)
     arguments.settings, rest = inference_flags(rest)

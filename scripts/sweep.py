@@ -13,7 +13,6 @@ Exit code 0: done, 2: bad input, 85: interrupted; the same command goes on.
 
 import argparse
 import csv
-import fcntl
 import itertools
 import math
 import sys
@@ -22,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
+
+from filelock import FileLock, Timeout
 
 from toolkit.errors import BadInput, Preempted
 from toolkit.files import write_json_atomic
@@ -71,10 +72,10 @@ def suggest(trial, name: str, p: Parameter):
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[bool]:
     """Lock a file for the block; the kernel releases it when this process dies. False: another process holds it."""
-    with open(path, "a") as file:
+    with ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
+            held.enter_context(FileLock(path, timeout=-1 if wait else 0, thread_local=False, fallback_to_soft=False))
+        except Timeout:
             yield False
             return
         yield True

@@ -1,9 +1,11 @@
 """The benches run, and both sides of each compute the same; no time is asserted."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
 
@@ -21,7 +23,7 @@ def benchmark():
 
 
 def test_quick_run_prints_every_row_and_equal_numbers(benchmark, capsys):
-    slow = {"loop", "reading", "startup", "yolov3_export"}
+    slow = {"loop", "reading", "startup", "yolov3_export", "gpu"}
     rows = benchmark.main(["--quick", "--only", *({name for name, _, _ in benchmark.BENCHES} - slow)])
     values = {row["name"]: row["value"] for row in rows}
     assert len(values) == len(rows)
@@ -49,6 +51,38 @@ def test_script_loop_and_bare_loop_compute_the_same(benchmark, script):
     values = {row["name"]: row["value"] for row in rows}
     assert values[f"{title}, largest difference of a loss"] < 1e-4
     assert {name for name in benchmark.REQUIREMENTS if name.startswith(f"{title},")} <= set(values)
+
+
+def test_rows_are_kept_while_they_come(benchmark, monkeypatch, tmp_path):
+    def two():
+        yield {"name": "gpu, a", "value": float("nan"), "unit": "out of memory"}
+        assert "| gpu, a | nan | out of memory |" in (tmp_path / "new" / "table.md").read_text(encoding="utf-8")
+        yield {"name": "gpu, b", "value": 2.0, "unit": "s", "required": "≤ 30"}
+
+    monkeypatch.setattr(benchmark, "BENCHES", (("gpu", two, {}),))
+    benchmark.main(["--only", "gpu", "--out", str(tmp_path / "new")])
+    rows = json.loads((tmp_path / "new" / "rows.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["value"] for row in rows] == [None, 2.0]
+    assert "| gpu, b | 2 | s | ≤ 30 |" in (tmp_path / "new" / "table.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_bench_says_so(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--only", "gpu"])
+    assert benchmark.command() == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_of_the_gpu_bench_on_a_cpu(benchmark, monkeypatch, tmp_path):
+    """By gloo: what it does with two GPUs by NCCL."""
+    from benches import gpu
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    few = ["--data.max_train_images", "32", "--data.workers", "0", "--data.image_size", "64"]
+    equal, killed = gpu.Bench(tmp_path).two_processes(few)
+    assert equal["value"] <= 1e-5 and 0 < killed["value"] <= 30
 
 
 @pytest.mark.slow

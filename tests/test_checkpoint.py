@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -33,6 +32,8 @@ from toolkit.runs.checkpoint import (
     resolve_resume,
     save_checkpoint,
 )
+
+resource = pytest.importorskip("resource", reason="mounts, kernel limits and users of POSIX: not on Windows")
 
 
 def save(folder: Path, step: int, value: float | None = None, **options) -> Path:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytest.importorskip("fcntl", reason="shell scripts: not on Windows")
+
 ROOT = Path(__file__).resolve().parents[1]
 STAND_INS = {
     "scontrol": '#!/bin/sh\necho "$@" >> "$LOG"\n[ "$1" = show ] && printf "node7\\nnode8\\n"\nexit 0\n',

@@ -286,6 +286,7 @@ def yolo_folder(root, settings, layout="{split}/images"):
         ({"path": ".", "train": "images/train", "val": "images/valid", "names": {0: "a", 1: "b"}}, "images/{split}"),
         ({"path": "/gone", "train": ["train/images"], "val": "valid", "names": {0: "a", 1: "b"}}, "{split}/images"),
         ({"train": "train.txt", "val": "valid.txt", "names": ["a", "b"]}, "images/{split}"),
+        ({"train": "..\\train\\images", "val": "valid\\images", "names": ["a", "b"]}, "{split}/images"),
         (None, "{split}/images"),
         (None, "images/{split}"),
     ],

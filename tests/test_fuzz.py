@@ -11,7 +11,6 @@ import csv
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -53,6 +52,8 @@ from toolkit.step.nan_report import diagnose, load_report, write_report
 from toolkit.use.image_files import given_boxes, image_ids_of
 from toolkit.use.open import open_predictor, report_thresholds
 from toolkit.use.video import Video, VideoWriter
+
+resource = pytest.importorskip("resource", reason="limits of the kernel: not on Windows")
 
 pytestmark = pytest.mark.slow
 CLASSES, PREDICATES = ("cup", "table"), ("on", "near")

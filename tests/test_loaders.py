@@ -3,7 +3,6 @@
 import copy
 import fcntl
 import os
-import resource
 import signal
 
 import numpy as np
@@ -24,6 +23,8 @@ from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import ResizeShorter, detr_train_transform, square_transform
 from toolkit.errors import BadInput
+
+resource = pytest.importorskip("resource", reason="limits of the kernel, and forked workers: not on Windows")
 
 COUNT = 13
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

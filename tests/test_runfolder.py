@@ -1,7 +1,6 @@
 """Run folders are made or refused in words; status.json and environment.json say what happened where."""
 
 import errno
-import fcntl
 import json
 import math
 import os
@@ -16,6 +15,8 @@ from toolkit.errors import BadInput
 from toolkit.files import write_json_atomic
 from toolkit.runs.folder import git_state, keep_staged, prepare_run_folder, staging, write_environment
 from toolkit.runs.status import EXIT_CODES, FolderLock, read_status, run_status, write_status
+
+fcntl = pytest.importorskip("fcntl", reason="POSIX locks: not on Windows")
 
 
 def test_a_run_that_never_began_does_not_stand_in_the_way(tmp_path):

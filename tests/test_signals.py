@@ -14,6 +14,8 @@ import torch
 from toolkit import signals
 from toolkit.signals import StopSignals, ignore_in_worker, signal_name, sigterm_held_back, stop_signals_raise
 
+pytest.importorskip("fcntl", reason="POSIX signals: not on Windows")
+
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_is_noted_and_handlers_come_back(name):

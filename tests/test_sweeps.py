@@ -18,6 +18,8 @@ from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.runs.sweep_file import Parameter, read_sweep
 
+pytest.importorskip("fcntl", reason="a program with POSIX locks and signals: not on Windows")
+
 ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
 # What a sweep sees of a training: rows, a status, and an end when it is asked for one.

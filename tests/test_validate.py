@@ -199,6 +199,17 @@ def test_names_that_leave_the_folder_are_unsafe():
         assert not unsafe_file_name(name), name
 
 
+def test_backslashes_between_folders_are_slashes(tmp_path):
+    """As programs on Windows write them; those that leave the folder are refused as ever."""
+    (tmp_path / "images" / "sub").mkdir(parents=True)
+    shutil.copy(DIRTY / "images" / "control.jpg", tmp_path / "images" / "sub" / "a.jpg")
+    entries = [image(id=i, file_name=name, width=64, height=48) for i, name in enumerate(("sub\\a.jpg", "..\\a.jpg"))]
+    file = write(tmp_path, document(images=entries, annotations=[]))
+    table = read_coco(file, on_error="drop", cache_dir=tmp_path / "cache")
+    assert [table.file_name(i) for i in range(len(table))] == ["sub/a.jpg"]
+    assert ["unsafe file_name" in problem.message for problem in table.problems] == [True]
+
+
 def test_symbolic_link_out_of_the_folder_is_refused(tmp_path):
     images = tmp_path / "images"
     images.mkdir()

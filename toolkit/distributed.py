@@ -1,6 +1,7 @@
 """Collectives on which several processes agree; with one process (torch.distributed not initialised) they work too.
 
-Every function here but `world`, `leave` and `seed_step` is a collective: all ranks call it, in the same order.
+Every function here but `world`, `leave`, `seed_step`, `asked_for_cpu` and `default_device` is a collective: all ranks
+call it, in the same order.
 """
 
 import os
@@ -252,6 +253,18 @@ def broadcast_buffers(module: torch.nn.Module) -> None:
 def agree_max(value: int) -> int:
     """The largest `value` of all ranks (a signal number, say: 0 where none came)."""
     return int(all_reduce(torch.tensor(value), "max"))
+
+
+def asked_for_cpu() -> bool:
+    """Whether ACCELERATE_USE_CPU says that accelerators are left alone."""
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+
+
+def default_device() -> torch.device:
+    """Where a model goes unless told otherwise, as Accelerate chooses it: CUDA, Apple's MPS or another accelerator,
+    else, or if `asked_for_cpu`, the CPU."""
+    accelerator = None if asked_for_cpu() else torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
 OUTSIDE_MICRO_BATCHES = 2**31  # a number that no micro-batch has

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")  # those that this platform has are caught
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK", "SIGINT")  # those that this platform has are caught
 # Some launchers hand one Ctrl-C on although the terminal has sent it to the whole group already.
 SAME_INTERRUPT_S = 0.25
 
@@ -129,7 +129,7 @@ def ignore_in_worker(worker_id: int = 0) -> None:
     its checkpoint is written. SIGINT, SIGHUP and SIGUSR1 are ignored; SIGTERM ends the worker only when its own trainer
     sends it, which is how DataLoader ends a worker that hangs. A worker whose trainer is gone ends by its watchdog.
     """
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1"):
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGBREAK"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS, where SIGTERM keeps torch's handler

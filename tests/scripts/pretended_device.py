@@ -25,6 +25,7 @@ import ctypes
 import importlib
 import re
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,11 +116,15 @@ class Log:
 
     project: str
     recording: bool = False
+    warns: bool = False  # of waits, as `torch.cuda.set_sync_debug_mode("warn")` has it
     events: list[Event] = field(default_factory=list)
     pinned: dict[int, StorageWeakRef] = field(default_factory=dict)
     kept: object = None
 
     def note(self, op: str, kind: str, pinned: bool = False) -> None:
+        if self.warns and kind == "wait":
+            file, _, line = self._places()[0].rpartition(":")
+            warnings.warn_explicit("called a synchronizing CUDA operation (pretended)", UserWarning, file, int(line))
         if self.recording:
             self.events.append(Event(op, kind, *self._places(), pinned))
 
@@ -292,7 +297,7 @@ def _refuse_mixed(packet, func, name, flat, on_device) -> None:
 
 
 def _tell(packet, func, name, args, kwargs, to_device) -> None:
-    if not _log.recording or packet in FREE or func.is_view:
+    if not (_log.recording or _log.warns) or packet in FREE or func.is_view:
         return
     if packet in COPIES:
         _tell_copy(packet, name, args, kwargs, to_device)
@@ -442,6 +447,7 @@ def _pretend_modules() -> None:
         "is_bf16_supported": gives(True), "is_current_stream_capturing": gives(False), "_is_compiled": gives(True),
         "get_rng_state": gives(torch.zeros(16, dtype=torch.uint8)), "set_rng_state": gives(None),
         "get_rng_state_all": gives([torch.zeros(16, dtype=torch.uint8)]), "set_rng_state_all": gives(None),
+        "set_sync_debug_mode": lambda mode: setattr(_log, "warns", mode == "warn"),
         "get_arch_list": gives(["sm_90"]), "_exchange_device": gives(0), "_maybe_exchange_device": gives(0),
     }  # fmt: skip
     for name, value in (same | own).items():

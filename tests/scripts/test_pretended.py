@@ -105,6 +105,36 @@ def test_the_whole_family_runs_on_a_device(settings, script, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_bench_of_a_gpu_from_its_first_line_to_the_table(tmp_path):
+    """`make gpu` with small sizes: in each of its processes the device is there from the start of Python."""
+    site = tmp_path / "site"
+    site.mkdir()
+    here = ROOT / "tests" / "scripts"
+    (site / "sitecustomize.py").write_text(
+        f"import pathlib, sys\nsys.path.append({str(here)!r})\nimport pretended_device\n"
+        f"pretended_device.install(pathlib.Path({str(ROOT)!r}))\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "ACCELERATE_USE_CPU"}
+    env |= {"PYTHONPATH": str(site), "DETECTION_TOOLKIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "scripts" / "benchmark.py", "--only", "gpu", "--quick", "--out", tmp_path / "gpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    rows = {row["name"]: row for row in json.loads((tmp_path / "gpu" / "rows.json").read_text())["rows"]}
+    assert not [row for row in rows.values() if row["value"] is None], ended.stderr[-6000:]
+    for script in STEP:
+        assert rows[f"gpu, {script}, TF32, speed"]["value"] > 0
+        # waits inside transformers are counted too
+        assert rows[f"gpu, {script}, TF32, waits"]["value"] <= STEP[script] + 1, rows[f"gpu, {script}, TF32, waits"]
+    assert {name for name in rows if "loop, speed" in name or "Trainer, speed" in name} == {
+        "gpu, train_detr, TF32, transformers' Trainer, speed",
+        "gpu, train_faster_rcnn, TF32, torchvision's reference loop, speed",
+    }
+    assert rows["gpu, train_ssd, resumed, tensors that differ, after a kill"]["value"] == 0
+    assert rows["gpu, CPU and GPU, CPU, GPU, CPU: largest difference of a loss"]["value"] <= 1e-4
+    assert "| gpu, train_sgg, TF32, speed |" in (tmp_path / "gpu" / "table.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
 def test_a_run_goes_from_the_cpu_to_a_device_back_behind_a_nan_and_to_the_cpu(server, script, settings, tmp_path):
     def args(steps):
         return settings("--run.output_dir", tmp_path, "--run.max_steps", steps, "--run.resume", "latest",

@@ -28,6 +28,12 @@ class ImageRow(NamedTuple):
     height: int
 
 
+def slashed(row: ImageRow) -> ImageRow:
+    """The row with "/" between the folders of its file, which any system opens; on Windows some write backslashes."""
+    name = row.file_name
+    return row._replace(file_name=name.replace("\\", "/")) if isinstance(name, str) and "\\" in name else row
+
+
 class Codes:
     """Maps ids of any type to consecutive integers from 0, in order of first appearance."""
 

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 import numpy as np
 
 from toolkit.boxes import Boxes, Relations
-from toolkit.data.annotations import Annotations, ImageRow, is_id, is_unicode
+from toolkit.data.annotations import Annotations, ImageRow, is_id, is_unicode, slashed
 from toolkit.data.box_checks import check_boxes, check_relations, fits_int64, is_side, wrong_id
 from toolkit.data.table import Category, Problem
 from toolkit.errors import BadInput
@@ -76,6 +76,7 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
             two kinds.
     """
     problems: list[Problem] = []
+    annotations.images = [slashed(row) for row in annotations.images]
     categories, labels = _categories(annotations.categories, file, "category", problems)
     rows, unusable = _images(annotations, file, max_image_pixels, problems)
     if wrong := format_fault(annotations, rows):

@@ -195,7 +195,7 @@ def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]
 def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None:
     """The cached table and its `checked`, or None when there is none of this version."""
     try:
-        info = json.loads(cache_file.read_text())
+        info = json.loads(cache_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # none, or nothing we wrote: the caller reads anew, and says so if it cannot write
         return None
     if info.get("version") != TABLE_VERSION or not cache_file.with_name(info["arrow"]).exists():

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.optim import Optimizer
 
-from toolkit.distributed import all_reduce
+from toolkit.distributed import all_reduce, asked_for_cpu, default_device
 from toolkit.errors import BadInput
 from toolkit.runs.launcher import asked_precision, find_launch
 
@@ -51,7 +51,7 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     """
     if precision in (None, "auto"):
         precision = asked_precision(find_launch(), os.environ) or "no"
-    if precision == "fp16" and not _has_accelerator():
+    if precision == "fp16" and default_device().type == "cpu":
         precision = "no"  # Accelerate would say fp16 and compute in float32
         if os.environ.get("RANK", "0") == "0":
             print("fp16 is not used on a CPU: everything is computed in float32; bf16 would be.", flush=True)
@@ -61,7 +61,7 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
     on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if "TORCHELASTIC_RESTART_COUNT" in os.environ and on_one_machine:
         meeting["init_method"] = RESTARTABLE
-    if torch.cuda.is_available() and _has_accelerator() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if default_device().type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         meeting["backend"] = "cuda:nccl,cpu:gloo"  # what is on the CPU does not travel through the memory of a GPU
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(**meeting)]
     if AcceleratorState._shared_state:
@@ -87,7 +87,7 @@ def _refuse_absent_gpus() -> None:
     """Raises BadInput where Accelerate's launcher was told to use several GPUs and there is none, instead of training
     on the CPU without a word."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if launched and not _on_cpu() and not torch.accelerator.is_available():
+    if launched and not asked_for_cpu() and not torch.accelerator.is_available():
         raise BadInput(
             "the launcher was told to use several GPUs (--multi_gpu, or its settings file), and there is none here. "
             "Choose another `accelerate config`, or start processes on the CPU with ACCELERATE_USE_CPU=true torchrun "
@@ -101,14 +101,6 @@ def wait_at_most(minutes: float) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that its name begins with an underline
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), dist.group.WORLD)
-
-
-def _on_cpu() -> bool:
-    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-
-
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available() and not _on_cpu()
 
 
 def _first_line(error: Exception) -> str:

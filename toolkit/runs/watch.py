@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import yaml
@@ -48,6 +48,7 @@ class WatchedRun:
         self.folder, self.output = Path(folder), Path(output)
         self.output.parent.mkdir(parents=True, exist_ok=True)
         system, parent = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
+        group = {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}  # Windows
 
         def begin() -> None:
             if system is not None:
@@ -64,8 +65,7 @@ class WatchedRun:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=os.environ | dict(environment or {}),
-                start_new_session=True,
-                preexec_fn=begin,
+                **({"start_new_session": True, "preexec_fn": begin} if os.name == "posix" else group),
             )
 
     def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
@@ -84,16 +84,19 @@ class WatchedRun:
                     return
                 time.sleep(POLL_S)
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Asks it to save and end, after a while without asking; its exit code."""
-        for signal_number in (number, signal.SIGKILL):
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal_number)
-                try:
-                    return self.process.wait(STOP_S)
-                except subprocess.TimeoutExpired:
-                    continue
+    def stop(self, saving: bool = True) -> int:
+        """Asks it to save and end, if it is to, and after a while without asking; its exit code."""
+        posix = os.name == "posix"
+        if saving and self.process.poll() is None:
+            self._send(signal.SIGTERM if posix else signal.CTRL_BREAK_EVENT)
+            with suppress(subprocess.TimeoutExpired):
+                return self.process.wait(STOP_S)
+        if self.process.poll() is None:
+            self._send(signal.SIGKILL if posix else signal.SIGTERM)  # on Windows SIGTERM asks nobody
         return self.process.wait()
+
+    def _send(self, number: int) -> None:
+        os.killpg(self.process.pid, number) if os.name == "posix" else self.process.send_signal(number)
 
     @property
     def state(self) -> str:

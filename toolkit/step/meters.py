@@ -6,7 +6,6 @@ no synchronisation.
 
 import math
 import platform
-import resource
 import sys
 import time
 from collections import deque
@@ -266,6 +265,10 @@ def peak_memory_mb() -> float:
     """Most memory in use so far, in MiB: allocated by torch on the CUDA device, else resident memory."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return getattr(psutil.Process().memory_info(), "peak_wset", 0) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB on Linux
 

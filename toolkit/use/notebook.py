@@ -45,7 +45,7 @@ def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> Mod
 
     Raises BadInput: a line is there never or several times.
     """
-    before = Path(import_script(name).__file__).read_text().splitlines(keepends=True)
+    before = Path(import_script(name).__file__).read_text(encoding="utf-8").splitlines(keepends=True)
     after = list(before)
     for start, added in below.items():
         at = [i for i, line in enumerate(after) if line.strip().startswith(start)]

@@ -75,7 +75,7 @@ def open_any(
     if kind == "predictions":
         return read_file(source, options, accelerator.print)
     folder, data, table = _data_of(source, {}, options, accelerator.print)
-    predictor = open_predictor(source)
+    predictor = open_predictor(source, device=accelerator.device)
     about = {"detector": predictor.source, "data": data}
     return Predicted(table, predict_table(predictor, table), about, run_folder=folder)
 

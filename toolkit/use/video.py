@@ -122,7 +122,7 @@ def predict_video(
     lines.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         video = stack.enter_context(Video(source))
-        text = stack.enter_context(lines.open("w"))
+        text = stack.enter_context(lines.open("w", encoding="utf-8"))
         writer = VideoWriter(drawn, video.rate) if drawn is not None else None
         if writer is not None:
             stack.callback(writer.close)

@@ -94,7 +94,7 @@ def _located(folder: Path, settings: dict, split: str) -> list[Path]:
     entry = _entry(settings, split)
     paths = []
     for text in entry if isinstance(entry, list) else [entry]:
-        text = str(text)
+        text = str(text).replace("\\", "/")
         bases = [folder / str(settings.get("path") or ""), folder]
         tails = [text, text.removeprefix("../"), str(Path(text) / "images"), *_ends(text)]
         candidates = [base / tail for base in bases for tail in tails]

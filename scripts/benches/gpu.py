@@ -1,0 +1,402 @@
+"""The five scripts on a GPU: speed, memory, waits, other loops on the same model, and whether resuming is exact there.
+
+    python scripts/benchmark.py --only gpu --out runs/gpu     # `make gpu`; an hour or so, runs/gpu/ is what to send in
+
+Models of the published recipes on random weights and the bundled pictures, enlarged to the recipes' sizes and at most
+mirrored. Each training is a process of its own: one that fails costs its own rows, and one row says why as its unit.
+"""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+import yaml
+
+from toolkit.data.shapes import ensure_shapes
+from toolkit.errors import BadInput
+from toolkit.files import usable_cores
+from toolkit.runs.metrics_log import read_metrics
+from toolkit.runs.watch import steps_alone
+
+from .measuring import row
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+WAIT = "called a synchronizing CUDA operation"  # as torch.cuda.set_sync_debug_mode says it
+RECIPES = {  # of the model of each script
+    "train_detr": "detr/rtdetr_v2_r18_coco",
+    "train_faster_rcnn": "faster_rcnn/faster_rcnn_r50_fpn_coco",
+    "train_ssd": "ssd/mobilevit_s_coco",
+    "train_yolov3": "yolov3/darknet53_coco",
+    "train_sgg": "sgg/vg150",
+}
+ON_SHAPES = """--data.format shapes --data.train train --data.val val --data.name null --data.image_dir null
+--data.augment null --data.multi_scale [] --data.photometric false --data.zoom_out 1 --data.iou_crop false
+--data.cache_images true --eval.test_split null""".split()
+BF16 = {"run.precision": "bf16", "run.tf32": "true"}
+MODES = {
+    "float32": {"run.precision": "no", "run.tf32": "false"},
+    "TF32": {"run.precision": "no", "run.tf32": "true"},
+    "bf16": BF16,
+    "fp16": BF16 | {"run.precision": "fp16"},
+    "bf16, compiled": BF16 | {"optim.compile": "true"},
+    "bf16, largest batch": BF16,
+}
+EXACT = MODES["float32"] | {"run.deterministic": "true", "schedule.name": "constant", "schedule.warmup_steps": 0}
+# One step of plain descent at rate 1, which moves the weights by their gradient, on images of one size
+ONE_STEP = """--optim.name sgd --optim.momentum 0 --optim.lr 1 --optim.weight_decay 0 --optim.max_norm 0
+--optim.ema_decay 0 --eval.metric_for_best bbox_AP --model.norm group""".split()
+TIMEOUT_S = 1200
+
+
+def bench_gpu(
+    scripts: Sequence[str] = tuple(RECIPES),
+    modes: Sequence[str] = tuple(MODES),
+    resumed: Sequence[str] = tuple(RECIPES),
+    warm_up: int = 15,
+    steps: int = 60,
+    waited: int = 5,
+    most: int = 256,
+    options: Sequence[str] = (),
+) -> Iterator[dict]:
+    """Rows with `name`, `value`, `unit`, some with `required`, as they are measured.
+
+    scripts, modes: whose steps are measured. resumed: scripts that are killed and resumed. warm_up, steps, waited:
+    steps that are not measured, that are timed, and whose waits are counted. most: the first batch size to try for the
+    largest one. options: further settings of every training.
+
+    Raises BadInput where there is no GPU that CUDA knows.
+    """
+    if not torch.cuda.is_available():
+        raise BadInput("no GPU: torch.cuda.is_available() is False. Run it where there is one, with a torch for it.")
+    ensure_shapes()
+    plan = {"warm_up": warm_up, "steps": steps, "waited": waited}
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(Path(scratch))
+        for script in scripts:
+            for mode in modes:
+                arguments = [*_recipe(script), *options], mode, plan, most
+                yield from bench.guarded(f"{script}, {mode}", bench.speed, script, *arguments)
+        for script in resumed:
+            yield from bench.guarded(f"{script}, resumed", bench.resumes, script, options)
+        yield from bench.guarded("CPU and GPU", bench.moves, options)
+        if torch.cuda.device_count() > 1:
+            yield from bench.guarded("two GPUs", bench.two_processes, options)
+        else:
+            print("one GPU: two processes, and a rank that is killed, were not tried", file=sys.stderr, flush=True)
+
+
+def _recipe(script: str) -> list[str]:
+    random = [] if script == "train_sgg" else ["--model.pretrained_backbone", "false"]  # it has no such setting
+    workers = ["--data.workers", str(max(1, min(8, usable_cores() - 1)))]
+    return ["--config", str(ROOT / "configs" / f"{RECIPES[script]}.yaml"), *ON_SHAPES, *random, *workers]
+
+
+class Bench:
+    """Starts the trainings in `scratch` and reads what they leave."""
+
+    def __init__(self, scratch: Path):
+        paths = os.pathsep.join([str(SCRIPTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": paths}
+        self.scratch = scratch
+
+    def guarded(self, title: str, measure: Callable[..., Iterator[dict]], *arguments) -> Iterator[dict]:
+        """The rows of `measure`, below the title; where it fails one more, whose unit is the end of what was said."""
+        try:
+            for each in measure(*arguments):
+                yield each | {"name": f"gpu, {title}, {each['name']}"}
+        except (RuntimeError, OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+            print(f"gpu, {title}: {error}", file=sys.stderr, flush=True)
+            last = " ".join(str(error).split())[-300:].replace("|", "/")
+            yield row(f"gpu, {title}, failed", float("nan"), last)
+
+    def speed(self, script: str, arguments: list[str], mode: str, plan: dict, most: int) -> Iterator[dict]:
+        """Of one mode, and of the other loops that train the same model in it."""
+        if mode == "bf16, largest batch":
+            arguments = [*arguments, *self._largest_batch(script, arguments, MODES[mode], most)]
+        ours = self._measured(script, arguments, MODES[mode], plan)
+        yield row("batch", ours["batch"], "images")
+        yield row("waiting for data", 100 * ours["data_share"], "%")
+        yield from _speed_rows("", ours)
+        for peer in [peer for peer, (of, _) in PEERS.items() if of == script and mode in ("TF32", "bf16")]:
+            other = self._measured(script, arguments, MODES[mode], plan | {"peer": peer})
+            yield from _speed_rows(f"{peer}, ", other)
+            yield row(f"ours / {peer}", ours["images_per_s"] / other["images_per_s"], "x")
+
+    def _measured(self, script: str, arguments: Sequence[str], settings: Mapping, plan: dict) -> dict:
+        total = plan["warm_up"] + plan["steps"] + plan["waited"] + 1
+        folder = self.train(script, arguments, {"run.max_steps": total, **settings}, plan)
+        return json.loads((folder / "measured.json").read_text())
+
+    def _largest_batch(self, script: str, arguments: Sequence[str], settings: Mapping, most: int) -> list[str]:
+        out = self.scratch / f"{script}.yaml"
+        command = [sys.executable, SCRIPTS / "find_batch_size.py", SCRIPTS / f"{script}.py", "--out", out]
+        self._run([*command, "--most", most, *arguments, *(f"--{key}={value}" for key, value in settings.items())])
+        batch = yaml.safe_load(out.read_text())["data"]["batch_size_per_device"]
+        return ["--data.batch_size_per_device", str(batch), "--optim.accumulation_steps", "1"]
+
+    def resumes(self, script: str, small: Sequence[str]) -> Iterator[dict]:
+        """Eight steps of the bundled configuration: twice in one go, and killed in the sixth and resumed."""
+        settings = EXACT | {"run.save_every": 4}
+        whole, again = (self.train(script, small, settings, {"until": 8}) / "run" for _ in range(2))
+        killed = self.train(script, small, settings, {"kill": 6}, ends=-signal.SIGKILL)
+        resumed = self.train(script, small, settings | {"run.resume": "latest"}, {"until": 8}, killed) / "run"
+        expected = _tensors(whole)
+        for name, folder, required in (("the same run twice", again, ""), ("after a kill", resumed, "as many, or 0")):
+            found = _tensors(folder)
+            count = sum(not torch.equal(value, found[key]) for key, value in expected.items())
+            yield row(f"tensors that differ, {name}", count, f"of {len(expected)} tensors") | {"required": required}
+
+    def moves(self, small: Sequence[str]) -> Iterator[dict]:
+        """SSD on the CPU alone, and on the CPU, the GPU and the CPU again."""
+        settings = EXACT | {"run.save_every": 2, "run.resume": "latest"}
+        on_cpu = {"ACCELERATE_USE_CPU": "true"}
+        alone = self.train("train_ssd", small, settings, {"until": 6}, environment=on_cpu)
+        folder = None
+        for until, where in ((2, on_cpu), (4, {}), (6, on_cpu)):
+            folder = self.train("train_ssd", small, settings, {"until": until}, folder, environment=where)
+        expected, losses = _losses(alone / "run"), _losses(folder / "run")
+        apart = max(abs(losses[step] / loss - 1) for step, loss in expected.items())
+        yield row("CPU, GPU, CPU: largest difference of a loss", apart, "relative") | {"required": "≤ 0.01"}
+
+    def two_processes(self, small: Sequence[str]) -> Iterator[dict]:
+        """SSD on two processes against one with the batch of both; and how soon one ends when the other is killed."""
+        arguments, weights = [*small, *ONE_STEP], []
+        for processes in (1, 2):
+            settings = EXACT | {"run.max_steps": 1, "data.batch_size_per_device": 8 // processes}
+            folder = self.train("train_ssd", arguments, settings, {}, processes=processes) / "run"
+            floats = {key: value for key, value in _tensors(folder).items() if value.is_floating_point()}
+            weights.append(torch.cat([floats[key].double().flatten() for key in sorted(floats) if "model/" in key]))
+            gradient = read_metrics(folder / "metrics.jsonl")[0]["train/grad_norm"]
+        apart = float((weights[0] - weights[1]).norm()) / gradient
+        yield row("difference of a gradient from one process", apart, "relative") | {"required": "≤ 1e-5"}
+        killed = self.train("train_ssd", small, EXACT, {"kill": 4, "rank": 1}, processes=2, ends=1) / "killed"
+        seconds = time.time() - killed.stat().st_mtime
+        yield row("from the kill of one to the end of the other", seconds, "s") | {"required": "≤ 30"}
+
+    def train(self, script: str, arguments: Sequence[str], settings: Mapping, plan: dict, folder: Path | None = None,
+              ends: int = 0, processes: int = 1, environment: Mapping[str, str] | None = None) -> Path:  # fmt: skip
+        """The folder whose `run/` a training under a plan, see `Driven`, made or went on with. Raises RuntimeError with
+        its last words where it ends otherwise than it should."""
+        folder = folder or Path(tempfile.mkdtemp(dir=self.scratch))
+        (folder / "plan.json").write_text(json.dumps(plan))
+        words = steps_alone(SCRIPTS / f"{script}.py", arguments, folder / "run", 1000, settings)[2:]
+        self._run([sys.executable, "-m", "benches.gpu", folder, script, *words], ends, processes, environment)
+        return folder
+
+    def _run(self, command: Sequence, ends: int = 0, processes: int = 1, environment: Mapping | None = None) -> None:
+        of_ranks = [{"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}]
+        if processes > 1:  # without a launcher, which would end the others itself
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+            shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+            of_ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        words, started = [str(word) for word in command], []
+        with ExitStack() as held:
+            for rank in of_ranks:
+                output = held.enter_context(tempfile.NamedTemporaryFile("w", dir=self.scratch))
+                env = self.environment | dict(environment or {}) | rank
+                started.append((subprocess.Popen(words, env=env, stdout=output, stderr=subprocess.STDOUT), output))
+            held.callback(lambda: [process.kill() for process, _ in started])
+            codes = [process.wait(TIMEOUT_S) for process, _ in started]
+            if codes[0] != ends:
+                said = "\n".join(Path(output.name).read_text(errors="replace")[-3000:] for _, output in started)
+                raise RuntimeError(f"{' '.join(words)} ended with {codes}:\n{said}")
+
+
+def _speed_rows(of: str, measured: Mapping) -> list[dict]:
+    waits = row(f"{of}waits", measured["waits"], "waits/step") | {"places": measured["places"]}
+    speed = row(f"{of}speed", measured["images_per_s"], "images/s")
+    return [speed, row(f"{of}memory", measured["peak_gib"], "GiB"), waits]
+
+
+def _tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Of the run's latest checkpoint, by file and name."""
+    from safetensors.torch import load_file
+
+    files = sorted((run / "checkpoints" / "latest").glob("*.safetensors"))
+    return {f"{file.stem}/{name}": value for file in files for name, value in load_file(file).items()}
+
+
+def _losses(run: Path) -> dict[int, float]:
+    return {each["step"]: each["train/loss"] for each in read_metrics(run / "metrics.jsonl") if "train/loss" in each}
+
+
+# ---- inside a training ----
+
+
+class Measured(Exception):
+    """All that was wanted of a training."""
+
+
+class Driven:
+    """Clock and counter of a training in this process.
+
+    plan: `kill`: the step (from 1) in which the process of `rank` (default 0) ends as by `kill -9`; `until`: steps
+    after which the training is left; or `warm_up`, `steps` and `waited`, see `bench_gpu`.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.plan, self.ticks = folder, json.loads((folder / "plan.json").read_text()), 0
+        self.images, self.began, self.data_s, self.measured, self.warned = 0, 0.0, 0.0, {}, []
+
+    def tick(self, done: int, images: int, data_s: float = 0.0) -> None:
+        """In front of each step. done: steps of the run so far. data_s: seconds that its batch was waited for."""
+        plan, self.ticks = self.plan, self.ticks + 1
+        if done + 1 == plan.get("kill") and int(os.environ.get("RANK", "0")) == plan.get("rank", 0):
+            (self.folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if done >= plan.get("until", done + 1):
+            raise Measured
+        if "steps" in plan:
+            self._measure(self.ticks - plan["warm_up"] - 1, images, data_s)
+
+    def _measure(self, timed: int, images: int, data_s: float) -> None:
+        if timed == 0:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.began = time.perf_counter()
+        if timed == self.plan["steps"]:
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - self.began
+            self.measured = {"images_per_s": self.images / seconds, "data_share": self.data_s / seconds}
+            self.measured |= {"batch": self.images / self.plan["steps"]}
+            self.measured |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda *warning, **_: self.warned.append(warning)  # message, class, file, line
+            torch.cuda.set_sync_debug_mode("warn")
+        if timed == self.plan["steps"] + self.plan["waited"]:
+            torch.cuda.set_sync_debug_mode("default")
+            waits = [f"{file}:{line}" for message, _, file, line, *_ in self.warned if WAIT in str(message)]
+            places = Counter(place.removeprefix(f"{ROOT}/").split("site-packages/")[-1] for place in waits)
+            self.measured |= {"waits": len(waits) / self.plan["waited"], "places": places}
+            (self.folder / "measured.json").write_text(json.dumps(self.measured))
+            raise Measured
+        if timed >= 0:
+            self.images, self.data_s = self.images + images, self.data_s + data_s
+
+    def windows(self, t, plain: Callable[[], Iterator]) -> Iterator:
+        """Those of the training, with a tick in front of each step."""
+        began = time.perf_counter()
+        for window in plain():
+            self.tick(t.step, sum(map(len, window)), time.perf_counter() - began)
+            yield window
+            began = time.perf_counter()
+
+
+def drive(folder: Path, script: str, arguments: list[str]) -> int:
+    """Runs a script in this process under the plan in `folder`; its exit code, 0 once everything is measured."""
+    from toolkit import session
+    from toolkit.command_line import run_script
+
+    sys.path.insert(0, str(SCRIPTS))
+    module, driven, make = importlib.import_module(script), Driven(folder), session.training
+
+    def training(*objects):
+        t = make(*objects)
+        if "peer" in driven.plan:
+            PEERS[driven.plan["peer"]][1](t, driven)
+        t.windows = partial(driven.windows, t, t.windows)
+        return t
+
+    session.training = training
+    try:
+        return run_script(module.main, module.Config, module.DEFAULT_CONFIG, arguments)
+    except Measured:
+        return 0
+
+
+# ---- other loops, on the same model, batches, precision and rate ----
+
+
+def torchvision_loop(t, driven: Driven) -> None:
+    """As torchvision's references train: its model and losses, all of them read for the log in every step. Pixels
+    become floats on the GPU; there they do so in the workers, and four times the bytes are copied."""
+    from torchvision.models.detection import FasterRCNN
+    from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+    from torchvision.ops import FrozenBatchNorm2d
+
+    frozen = {"norm_layer": FrozenBatchNorm2d, "trainable_layers": 3}
+    backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, **frozen)
+    device, count, done = t.accelerator.device, len(t.data["training"].class_names) + 1, 0
+    model = FasterRCNN(backbone, num_classes=count).to(device).train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4)
+    while True:
+        for batch in t.loader:
+            driven.tick(done, len(batch))
+            cropped = [image[:, :h, :w] for image, (h, w) in zip(batch.images, batch.sizes.tolist(), strict=True)]
+            images = [image.to(device).float() / 255 for image in cropped]
+            targets = [{"boxes": each["boxes"].to(device), "labels": each["labels"].to(device) + 1}
+                       for each in batch.targets]  # fmt: skip
+            with t.accelerator.autocast():
+                losses = model(images, targets)
+                total = sum(losses.values())
+            [loss.item() for loss in (total, *losses.values())]
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+            done += 1
+        t.sampler.set_epoch(t.sampler.epoch + 1)
+
+
+def transformers_loop(t, driven: Driven) -> None:
+    """transformers' Trainer on the model inside ours, with its own losses; samples of our data set, normalised in the
+    workers."""
+    from accelerate.state import AcceleratorState
+    from transformers import AutoModelForObjectDetection, Trainer, TrainerCallback, TrainingArguments
+
+    from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
+    from toolkit.data.sampling import SampleKey
+
+    dataset, batch = t.loader.dataset.dataset, len(next(iter(t.loader)))
+
+    def collate(keys: list[SampleKey]) -> dict:
+        samples = [dataset[key] for key in keys]
+        images = torch.stack([image for image, _ in samples]).float() / 255
+        size_hw = torch.tensor(images.shape[-2:])
+        labels = [
+            {"class_labels": target["labels"], "boxes": normalize_boxes(xyxy_to_cxcywh(target["boxes"]), size_hw)}
+            for _, target in samples
+        ]
+        return {"pixel_values": images, "labels": labels}
+
+    class Ticking(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs) -> None:
+            driven.tick(state.global_step, args.per_device_train_batch_size)
+
+    bf16 = t.accelerator.mixed_precision == "bf16"
+    AcceleratorState._reset_state()  # which would refuse another precision
+    arguments = TrainingArguments(
+        str(driven.folder / "trainer"), per_device_train_batch_size=batch, max_steps=10**6, logging_steps=10,
+        save_strategy="no", report_to="none", remove_unused_columns=False, dataloader_num_workers=t.loader.num_workers,
+        max_grad_norm=0.1, learning_rate=1e-4, disable_tqdm=True, bf16=bf16,
+    )  # fmt: skip
+    model = AutoModelForObjectDetection.from_config(t.detector.model.config)
+    keys = [SampleKey(0, index) for index in range(len(dataset))]
+    Trainer(model, arguments, collate, keys, callbacks=[Ticking()]).train()
+
+
+# name -> the script whose model it trains, and the loop
+PEERS = {
+    "torchvision's reference loop": ("train_faster_rcnn", torchvision_loop),
+    "transformers' Trainer": ("train_detr", transformers_loop),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(drive(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))
