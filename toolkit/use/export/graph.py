@@ -14,7 +14,6 @@ from toolkit.errors import BadInput
 from toolkit.models.detector import Detector
 
 MAX_BATCH, MAX_SIDE = 4096, 16384
-OF_DETECTORS = ("toolkit.models", "toolkit.scene_graphs", "transformers.models")  # modules
 
 
 class PixelsToBoxes(nn.Module):
@@ -135,7 +134,7 @@ def traceable(detector: nn.Module) -> Iterator[None]:
     cores = [detector, below, *(getattr(detector, part, None) for part in ("head", "union"))]
     cores += [getattr(below, "model", None), getattr(getattr(below, "model", None), "model", None)]
     names = {cls.__module__ for core in cores if core is not None for cls in type(core).__mro__}
-    modules = [sys.modules[name] for name in names if name.startswith(OF_DETECTORS)]
+    modules = [sys.modules[name] for name in names if name.startswith(("toolkit.", "transformers.models"))]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
         stack.enter_context(mock.patch.object(padding, "get_same_padding", same_padding))
