@@ -28,7 +28,7 @@ from toolkit.runs.settings import (
     SceneGraphEvalConfig,
     ScheduleConfig,
 )
-from toolkit.scene_graphs.options import SceneGraphOptions
+from toolkit.scene_graphs.options import SceneGraphOptions, without_detector
 
 if TYPE_CHECKING:
     from toolkit.training import Training
@@ -103,6 +103,8 @@ def main(config: Config) -> dict[str, float]:
         table, val_table = session.open_data(s)
         detector = session.make_detector(s, table, start_scene_graph)
         of_graphs = {key: getattr(e, key) for key in OF_GRAPHS}
+        if config.data.path and not s.checkpoint and (note := without_detector(config.model, config.data.path)):
+            s.say(note)
         evaluator = make_evaluator(detector, val_table, e.backend, **of_graphs)
         t = session.training(s, detector, table, val_table, evaluator)
         while not t.finished:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from PIL import Image
 from report_data import SIZE, table_of
+from scene_graph_data import shapes_table
 from timm.layers import Conv2dSame
 from timm.layers.padding import get_same_padding
 from timm.layers.pool2d_same import MaxPool2dSame
@@ -28,8 +29,9 @@ from toolkit.use.export import check_exportable, export_detector, export_final, 
 from toolkit.use.export.check import batches_agree, check_outputs, difference
 from toolkit.use.export.files import KEY, About, open_file, write_onnx
 from toolkit.use.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
+from toolkit.use.export.relations import PixelsToGraph, export_graph
 from toolkit.use.open import OwnDetector, open_predictor
-from toolkit.use.prediction import own_predict
+from toolkit.use.prediction import own_predict, predict_with
 
 CLASSES = ["a", "b", "c"]
 DETR = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32,
@@ -315,6 +317,97 @@ def test_what_needs_one_size_says_so_and_a_scene_graph_gives_its_detector(detect
     with pytest.raises(BadInput, match="my:Own cannot be exported"):
         check_exportable(foreign)
     check_exportable(detectors("scene_graph"))
+
+
+RELATIONS = {"predicates": ["on", "under", "in"], "detector_options": {"architecture": "rt_detr_v2"} | REAL_TIME}
+GRAPHS = {
+    "egtr": RELATIONS,
+    **{name: RELATIONS | {"mode": "sgdet", "head": name, "head_options": {"dim": 16}, "map_channels": 8,
+                          "hidden_dim": 8, "representation_size": 16, "embed_dim": 4,
+                          "detections_per_image": 7, "score_threshold": 0.001, "nms_threshold": 0.3,
+                          "prior_adjustment": 0.5} for name in ("react", "penet")},
+}  # fmt: skip
+
+
+def graph_detector(name: str):
+    """Random, with weights far enough apart that scores differ."""
+    torch.manual_seed(0)
+    detector = build_detector("egtr" if name == "egtr" else "scene_graph", class_names=CLASSES, **GRAPHS[name])
+    with torch.no_grad():
+        for parameter in detector.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+        detector.relation_counts += torch.randint(1, 9, detector.relation_counts.shape)
+    return detector.eval()
+
+
+def assert_same_graphs(found, expected):
+    """The same objects, and the same scores of the same pairs; pairs whose scores are equal to rounding may change
+    places, also at the cut."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        count = min(len(one["pairs"]), 100)
+        assert count > 5 and len(other["pairs"]) == len(other["triplet_scores"]) >= count
+        for key in ("boxes", "scores", "labels"):
+            torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(one["triplet_scores"][:count], other["triplet_scores"][:count], rtol=1e-4, atol=1e-5)
+        rows, others = ({tuple(pair): i for i, pair in enumerate(g["pairs"].tolist())} for g in (one, other))
+        both = [*dict(list(rows.items())[:count]).keys() & others.keys()]
+        assert len(both) >= 0.98 * count
+        for key in ("predicate_scores", "triplet_scores"):
+            here, there = one[key][[rows[pair] for pair in both]], other[key][[others[pair] for pair in both]]
+            torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_function_of_a_graph_gives_what_postprocess_gives(name):
+    detector, images = graph_detector(name), images_of(3, 64, 64)
+    assert detector.graph_obstacle() is None
+    with torch.no_grad():
+        outputs = [output.numpy() for output in PixelsToGraph(detector)(images)]
+    about = About(name, CATEGORIES, None, "fixed", 32, 0.3, 100, "here", predicates=RELATIONS["predicates"])
+    found = predict_with(lambda _: outputs, about)(list(images), 0.0)
+    assert_same_graphs(found, own_predict(detector, None)(list(images), 0.0))
+
+
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize("name", GRAPHS)
+def test_an_exported_graph_is_used_like_a_run(name, tmp_path):
+    detector, images = graph_detector(name), images_of(3, 64, 64)
+    what = {"categories": CATEGORIES, "size": {"height": 64, "width": 64}, "source": "here", "score_threshold": 0.3}
+    predictor = open_predictor(export_graph(detector, tmp_path, **what))
+    assert list(predictor.predicates) == RELATIONS["predicates"]
+    assert_same_graphs(predictor.predict(list(images), 0.0), own_predict(detector, None)(list(images), 0.0))
+    graph = predictor(images[0], 0.3)
+    assert (graph["scores"] > 0.3).all() and (graph["pairs"] < len(graph["boxes"])).all()
+    for entry in predictor.as_json(graph)["relations"]:
+        assert set(entry) == {"subject", "object", "predicate", "score"}
+
+
+def test_a_graph_that_cannot_be_exported_says_why(capsys):
+    options = {"predicates": ["on"], "backbone": "test_resnet", "hidden_dim": 16, "embed_dim": 8}
+    for words, more in (("of the heads only react and penet", {"mode": "sgdet", "head": "motifs"}),
+                        ("two stages", {"mode": "sgdet", "head": "react", "head_options": {"dim": 8}}),
+                        ("boxes that are given", {"mode": "predcls", "head": "imp"})):  # fmt: skip
+        detector = build_detector("scene_graph", class_names=CLASSES, **options | more)
+        assert words in detector.graph_obstacle()
+    trained = OwnDetector("here", detector, CATEGORIES, None)
+    arguments = export.parser().parse_args(["run", "--out", "there"])
+    assert export.write_relations(trained, None, 0.3, arguments, {}) == []
+    assert "the relations are not exported, the files have the detector alone: in predcls" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # a minute
+def test_an_exported_graph_is_judged_by_its_recall(tmp_path):
+    table = shapes_table(tmp_path, images=4)
+    options = RELATIONS | {"predicates": list(table.predicates)}
+    detector = build_detector("egtr", class_names=table.class_names, **options).eval()
+    trained = OwnDetector("here", detector, table.categories, {"height": 64, "width": 64})
+    arguments, problems = export.parser().parse_args(["run", "--out", str(tmp_path)]), {}
+    torch_line, file_line = export.write_relations(trained, table, 0.3, arguments, problems)
+    assert not problems and (tmp_path / "graph.onnx").is_file() and torch_line["R@100"] is not None
+    for name in ("R@20", "R@50", "R@100", "mR@100"):
+        assert file_line[name] == pytest.approx(torch_line[name], abs=0.02)
+    assert "graph.onnx" in export.graphs_as_table([torch_line, file_line]) and file_line["latency_ms"] > 0
 
 
 def labelled(predict, folder):

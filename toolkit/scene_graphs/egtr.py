@@ -7,7 +7,7 @@ its layers' features side by side; here they are summed as two products of matri
 1 / (layers + 1) of the memory. What else differs from it is listed in docs/differences.md.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -252,6 +252,19 @@ class EGTR(GraphDetector):
             above `score_threshold`; `pairs (P, 2)`, the `top_k` best of them, best first, `predicate_scores
             (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)`.
         """
+        graphs = []
+        fields = to_host(self._ranked(outputs, orig_sizes, score_threshold, top_k))
+        for kept, *objects, ends, predicate_scores, best, ranks in zip(*fields, strict=True):
+            rows = ranks >= 0
+            graph = dict(zip(("boxes", "labels", "scores"), (column[kept] for column in objects), strict=True))
+            graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
+            graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
+        return graphs
+
+    def _ranked(self, outputs: Mapping, orig_sizes: Tensor, score_threshold: float, top_k: int) -> list[Tensor]:
+        """Of all queries whether they score above the threshold, boxes, labels and scores; of the `top_k` best pairs of
+        these both queries, the scores of all predicates, the best one, and the score of the triplet, below 0 for no
+        pair."""
         logits = outputs["logits"]
         relations = outputs["predicates"].float()
         if self.prior_adjustment:
@@ -261,19 +274,21 @@ class EGTR(GraphDetector):
         sure, strong = logits.softmax(-1).amax(-1), scores > score_threshold
         best, predicates = relations.max(-1)
         triplets = best * sure[:, :, None] * sure[:, None]
-        asked = strong[:, :, None] & strong[:, None]
-        asked.diagonal(dim1=1, dim2=2).fill_(False)
+        itself = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
+        asked = strong[:, :, None] & strong[:, None] & ~itself
         values, order = largest_first(triplets.masked_fill(~asked, -1.0).flatten(1), top_k)
         boxes, count = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes), logits.shape[1]
         fields = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
-        fields += [rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
-        graphs = []
-        for kept, *objects, ends, predicate_scores, best, ranks in zip(*to_host(fields), strict=True):
-            rows = ranks >= 0
-            graph = dict(zip(("boxes", "labels", "scores"), (column[kept] for column in objects), strict=True))
-            graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
-            graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
-        return graphs
+        return [*fields, rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
+
+    def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
+        """See `GraphDetector.decode_graph`."""
+        outputs = self(images, sizes)
+        _, boxes, labels, scores, pairs, predicate_scores, _, values = self._ranked(outputs, sizes, 0.0, top_k)
+        return boxes, scores, labels, pairs, predicate_scores, values.clamp(min=0)
+
+    def graph_obstacle(self) -> str | None:
+        return None
 
 
 def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -283,6 +298,8 @@ def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     queries' pairs takes ten times as long.
     """
     width = values.shape[1]
+    if torch.compiler.is_exporting():  # ONNX's order is that of the columns
+        return values.topk(min(count, width), dim=1)
     after = torch.arange(width - 1, -1, -1, device=values.device)
     keys = (values.contiguous().view(torch.int32).long() << 32) + after  # the bits of such floats have their order
     columns = width - 1 - (keys.topk(min(count, width)).values & 0xFFFFFFFF)

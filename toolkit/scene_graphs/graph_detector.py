@@ -1,6 +1,6 @@
 """What scene graph detectors share: names, training statistics, and the detector they are built on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -80,6 +80,22 @@ class GraphDetector(Detector):
             phrase_detection=phrase_detection,
             trained_relations=self.relation_counts.sum((0, 1))[1:].cpu().numpy(),
         )
+
+    def graph_obstacle(self) -> str | None:
+        """Why `decode_graph` does not serve, in words; None: it does."""
+        raise NotImplementedError
+
+    def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
+        """The graphs of images in a form that exporters can trace, with the same number of rows for every image.
+
+        Args:
+            images, sizes: as of `forward`. top_k: number of relations.
+            pool: `toolkit.use.export.faster_rcnn.pool_where`, which pools boxes.
+
+        Returns:
+            the outputs of `toolkit.use.export.relations.PixelsToGraph`.
+        """
+        raise NotImplementedError
 
     def to_keep(self, prediction: Mapping) -> dict:
         """A graph without the scores of all predicates of all pairs: of VG150's test images they are 530 MB."""

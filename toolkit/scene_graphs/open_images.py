@@ -80,9 +80,12 @@ def _joined(parts: list[np.ndarray], dtype) -> np.ndarray:
 
 def _of_same_names(found: Mapping, true: Mapping) -> tuple[np.ndarray, np.ndarray]:
     """Row of a prediction and of a relation of its image, wherever both classes and the predicate are the same."""
-    columns = (np.column_stack([g["image"], g["labels"], g["predicate"]]) for g in (found, true))
-    _, keys = np.unique(np.concatenate(list(columns)), axis=0, return_inverse=True)
-    of_found, of_true = np.split(keys.reshape(-1), [len(found["image"])])
+    classes, predicates = (1 + max(g[name].max(initial=0) for g in (found, true)) for name in ("labels", "predicate"))
+    of_found, of_true = (
+        ((g["image"] * (classes + 1) + g["labels"][:, 0] + 1) * (classes + 1) + g["labels"][:, 1] + 1) * predicates
+        + g["predicate"]
+        for g in (found, true)
+    )  # one number for image, classes (-1: none) and predicate
     order = np.argsort(of_true, kind="stable")
     first, last = (np.searchsorted(of_true[order], of_found, side) for side in ("left", "right"))
     row = np.repeat(np.arange(len(of_found)), last - first)

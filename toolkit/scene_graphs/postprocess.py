@@ -16,32 +16,36 @@ PAIRS_AT_ONCE = 2**23  # boxes compared with boxes, of all classes: 32 MB of flo
 
 
 @torch.no_grad()
-def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int], threshold: float) -> Tensor:
+def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | int, threshold: float) -> Tensor:
     """(N,) int64 labels, chosen greedily so that overlapping objects of an image get different ones.
 
-    boxes_per_class: (N, C, 4), logits: (N, C). Over and over, the image's largest (object, class) probability gives
-    its object that label; the class is then struck off the objects whose box for it has IoU >= threshold (+1
-    widths). An object that lost all classes gets label 0. All images advance together, one object each per step.
+    boxes_per_class: (N, C, 4), logits: (N, C); num_objects: of each image, or of all images alike. Over and over, the
+    image's largest (object, class) probability gives its object that label; the class is then struck off the objects
+    whose box for it has IoU >= threshold (+1 widths). An object that lost all classes gets label 0. All images
+    advance together, one object each per step.
     """
-    most, num_classes = max(num_objects, default=0), logits.shape[1]
+    alike = isinstance(num_objects, int)
+    most, num_classes = num_objects if alike else max(num_objects, default=0), logits.shape[1]
     if not most:
         return torch.zeros(0, dtype=torch.int64, device=logits.device)
-    scores = logits.float().softmax(1)
-    scores[:, 0] = 0.0
-    scores = pad_rows(scores, num_objects).flatten(1)  # (B, N_max x C) cells; 0 is out of the question
+    scores, boxes = F.pad(logits.float().softmax(1)[:, 1:], (1, 0)), boxes_per_class
+    scores, boxes = (
+        column.unflatten(0, (-1, most)) if alike else pad_rows(column, num_objects) for column in (scores, boxes)
+    )
+    scores = scores.flatten(1)  # (B, N_max x C) cells; 0 is out of the question
     cells = torch.arange(most * num_classes, device=logits.device).view(most, num_classes)
     rivals = torch.cat([cells.T.repeat(most, 1), cells.repeat_interleave(num_classes, 0)], 1)  # its class, its object
-    overlaps = _overlaps(pad_rows(boxes_per_class, num_objects), threshold)
+    overlaps = _overlaps(boxes, threshold)
     struck = F.pad(overlaps, (0, num_classes), value=True)  # (B, N_max x C, N_max + C) of the rivals
-    image, winners = torch.arange(len(scores), device=logits.device), []
+    image, winners = torch.arange(scores.shape[0], device=logits.device), []
     for _ in range(most):
         winners.append(scores.max(1))
         best = winners[-1].indices
-        scores.scatter_(1, torch.where(struck[image, best], rivals[best], best[:, None]), 0.0)
+        scores = scores.scatter(1, torch.where(struck[image, best], rivals[best], best[:, None]), 0.0)
     values, best = (torch.stack(column, 1) for column in zip(*winners, strict=True))
-    labels = best.new_zeros(len(scores), most + 1)  # the last column is for what was found when all was out
-    labels.scatter_(1, torch.where(values > 0, best // num_classes, most), best % num_classes)
-    return unpad_rows(labels[:, :most], num_objects)
+    labels = best.new_zeros(scores.shape[0], most + 1)  # the last column is for what was found when all was out
+    labels = labels.scatter(1, torch.where(values > 0, best // num_classes, most), best % num_classes)[:, :most]
+    return labels.flatten() if alike else unpad_rows(labels, num_objects)
 
 
 def late_labels(batch: RelationBatch, logits: Tensor, threshold: float) -> Tensor:
@@ -57,7 +61,9 @@ def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
     that of another?"""
     _, count, classes, _ = boxes_per_class.shape
     parts = []
-    for boxes in boxes_per_class.transpose(1, 2).split(max(1, PAIRS_AT_ONCE // (count**2 * classes))):
+    boxes_per_class = boxes_per_class.transpose(1, 2)
+    at_once = max(1, PAIRS_AT_ONCE // (count**2 * classes))
+    for boxes in [boxes_per_class] if torch.compiler.is_exporting() else boxes_per_class.split(at_once):
         # As `iou_plus_one`, one coordinate at a time, which is several times faster on so many pairs.
         left, top, right, bottom = boxes.unbind(-1)  # (B, C, N)
         common = _common_length(left, right).mul_(_common_length(top, bottom))

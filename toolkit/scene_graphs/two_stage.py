@@ -6,7 +6,7 @@ pairs, losses and predictions. What differs from the original is listed in docs/
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,10 +40,12 @@ from toolkit.scene_graphs.sampling import (
     given_objects,
     sampled_pairs,
 )
+from toolkit.scene_graphs.traced import decode_graph
 from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes, hold_batch_norms, set_bn_momentum
 
+TRACED_HEADS = ("react", "penet")
 FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
 
 
@@ -249,6 +251,13 @@ class SceneGraph(GraphDetector):
             metrics["object_error"] = (100.0 * wrong.sum(), labelled.sum())
         return metrics
 
+    def graph_obstacle(self) -> str | None:
+        one_stage = isinstance(self.detector, DetectorBelow)
+        return _obstacle(self.mode, self.options["head"], one_stage, self.options["union_levels"])
+
+    def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
+        return decode_graph(self, images, sizes, top_k, pool)
+
     @torch.no_grad()
     def postprocess(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
@@ -283,6 +292,17 @@ class SceneGraph(GraphDetector):
                 {f"true_{name}": truth[name] for name in ("labels", "relations", "attributes") if name in truth}
             )
         return graphs
+
+
+def _obstacle(mode: str, head: str, on_one_stage: bool, levels: str) -> str | None:
+    """Why `traced.decode_graph` does not serve."""
+    if mode != "sgdet":
+        return f"in {mode} they are those of boxes that are given"
+    if head not in TRACED_HEADS:
+        return f"of the heads only {' and '.join(TRACED_HEADS)} can be traced, and this is {head}"
+    if not on_one_stage:
+        return "its detector has two stages, with another number of proposals in every image"
+    return "union features of all levels (model.union_levels) cannot be traced" if levels == "all" else None
 
 
 def _divisor(loss: str) -> str:

@@ -88,7 +88,8 @@ def open_predictor(
         return _open_transformers(source, device)
     run, about = open_file(path)
     thresholds = {"": about.score_threshold}
-    return Predictor(str(path), list(about.categories), predict_with(run, about), thresholds=thresholds)
+    predict = predict_with(run, about)
+    return Predictor(str(path), list(about.categories), predict, about.predicates, thresholds=thresholds)
 
 
 def open_own_detector(

@@ -194,13 +194,21 @@ def predict_with(run: Runner, about: About):
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
         outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
-        for boxes, scores, labels, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
+        for boxes, scores, labels, *relations, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
             height, width = (new / old for new, old in zip(size_hw, batch.shape[-2:], strict=True))
             keep = (labels >= 0) & (scores > score_threshold)
             boxes = boxes[keep] * torch.tensor([width, height, width, height])
-            yield {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
+            found = {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
+            yield found | (_relations_among(keep, *relations) if relations else {})
 
     return _loop(partial(resized, about.size), find)
+
+
+def _relations_among(keep: Tensor, pairs: Tensor, predicate_scores: Tensor, triplet_scores: Tensor) -> Found:
+    """The relations of an exported graph between the objects that are kept."""
+    rows = keep[pairs].all(1) & (triplet_scores > 0)
+    columns = {"pairs": (keep.cumsum(0) - 1)[pairs[rows]], "predicate_scores": predicate_scores[rows]}
+    return columns | {"predicates": predicate_scores[rows].argmax(1), "triplet_scores": triplet_scores[rows]}
 
 
 def transformers_predict(model: nn.Module, processor):
@@ -245,7 +253,17 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
     Raises:
         BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
     """
-    labels, predictions = labels_in(table, predictor.class_names, predictor.source), []
+    labels = labels_in(table, predictor.class_names, predictor.source)
+    predictions = [relabelled(detections, labels) for detections in predict_images(predictor, table)]
+    return joined(predictions, table.image_ids().tolist())
+
+
+def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Found]:
+    """Detections of any score in each image of a table, in the labels of the predictor, with the relations of graphs.
+
+    Raises:
+        BadInput: an image that cannot be read.
+    """
     bar = tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor() as pool:
         for start in range(0, len(table), IMAGES_AT_ONCE):
@@ -254,9 +272,8 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
                 images = list(pool.map(decode_image, map(table.image_source, rows)))
             except ImageError as error:
                 raise BadInput(f"{table.name}: {error}") from error
-            predictions += [relabelled(detections, labels) for detections in predictor.predict(images, 0.0)]
+            yield from predictor.predict(images, 0.0)
             bar.update(len(images))
-    return joined(predictions, table.image_ids().tolist())
 
 
 def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:

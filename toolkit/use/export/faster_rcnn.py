@@ -4,6 +4,7 @@ number of rows, where a score of 0 means that there is none; the second stage is
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.batch import normalize_images
 from toolkit.box_ops import clip_boxes
@@ -24,7 +25,7 @@ class FasterRcnnGraph(PixelsToBoxes):
         detector = self.detector
         features = detector.backbone(normalize_images(images, sizes, detector.mean, detector.std))
         proposals, objectness = self._proposals(features, sizes)
-        pooled = self._pool(features, proposals, objectness > 0)
+        pooled = pool_where(detector.box_pool, features, proposals, objectness > 0)
         logits, deltas = detector.roi_heads.box_predictor(detector.box_head(pooled))
         count, weights = proposals.shape[1], detector.roi_heads.box_coder.weights
         deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
@@ -54,19 +55,19 @@ class FasterRcnnGraph(PixelsToBoxes):
         boxes, scores, _ = best(boxes, scores, torch.zeros_like(scores, dtype=torch.int64), count)
         return boxes, scores
 
-    def _pool(self, features, boxes: Tensor, real: Tensor) -> Tensor:
-        """(B * P, C, 7, 7): each box from the map of its size, as torchvision's `MultiScaleRoIAlign`."""
-        pool = self.detector.box_pool
-        maps = [features[name] for name in pool.featmap_names]
-        batch, count = real.shape
-        image = torch.arange(batch, device=boxes.device)[:, None].expand(-1, count).flatten()
-        flat, real = boxes.flatten(0, 1), real.flatten()
-        level = pool.map_levels([flat])
-        pooled = [
-            roi_align_where(feature, flat, image, real & (level == i), scale, pool.output_size[0], pool.sampling_ratio)
-            for i, (feature, scale) in enumerate(zip(maps, pool.scales, strict=True))
-        ]
-        return sum(pooled[1:], start=pooled[0])
+
+def pool_where(pool: MultiScaleRoIAlign, features, boxes: Tensor, real: Tensor) -> Tensor:
+    """(B * P, C, 7, 7): each box of (B, P, 4) that is `real` (B, P) from the map of its size, as by `pool`; or 0."""
+    maps = [features[name] for name in pool.featmap_names]
+    batch, count = real.shape
+    image = torch.arange(batch, device=boxes.device)[:, None].expand(-1, count).flatten()
+    flat, real = boxes.flatten(0, 1), real.flatten()
+    level = pool.map_levels([flat]) if len(maps) > 1 else torch.zeros_like(image)
+    pooled = [
+        roi_align_where(feature, flat, image, real & (level == i), scale, pool.output_size[0], pool.sampling_ratio)
+        for i, (feature, scale) in enumerate(zip(maps, pool.scales, strict=True))
+    ]
+    return sum(pooled[1:], start=pooled[0])
 
 
 def _large(boxes: Tensor, side: float) -> Tensor:

@@ -19,8 +19,9 @@ from toolkit.imports import import_extra
 from toolkit.text import escaped
 from toolkit.trust import files_are_trusted
 
-Runner = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
+Runner = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 OUTPUTS = ("boxes", "scores", "labels")
+OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # outputs too, see `toolkit.use.export.relations`
 KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
 LARGEST_SIDE = 20_000  # pixels that an image may be resized to
 
@@ -34,7 +35,7 @@ class About:
         images keep their size.
     sides: images that the file takes, "any", "multiples" of `stride`, or "fixed": those of `size`.
     score_threshold: from which on detections are meant to be used.
-    top_k: rows of an image. source: what was exported.
+    top_k: rows of an image. source: what was exported. predicates: names, of a scene graph.
     """
 
     architecture: str
@@ -46,6 +47,11 @@ class About:
     top_k: int
     source: str
     image: str = "uint8 (B, 3, H, W), RGB"
+    predicates: Sequence[str] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (*OUTPUTS, *OF_GRAPHS) if self.predicates else OUTPUTS
 
     def to_text(self) -> str:
         """JSON."""
@@ -79,7 +85,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) 
     optimizer = import_extra("onnxscript", "onnx", "ONNX files").optimizer
     from toolkit.use.export.operators import TRANSLATIONS
 
-    names = {"input_names": ["images"], "output_names": list(OUTPUTS)}
+    names = {"input_names": ["images"], "output_names": list(about.outputs)}
     how = {"dynamo": True, "opset_version": 18, "custom_translation_table": TRANSLATIONS}
     exported = torch.onnx.export(program, **names, **how, verbose=False, optimize=False)
     # Not its patterns: a third of the time for a graph that runs as fast, and clamps that it joins wrongly.
@@ -149,7 +155,8 @@ def _held_to(about: About, run: Runner, path: Path) -> Runner:
 
     def checked(images: np.ndarray):
         try:
-            boxes, scores, labels = run(images)
+            outputs = run(images)
+            boxes, scores, labels = outputs[:3]
         except Exception as error:  # noqa: BLE001 - three programs that run files, each with errors of its own
             what = f"images {images.dtype} {images.shape}"
             raise BadInput(f"{path}: it does not run on {what}: {_first_line(error)}") from error
@@ -160,9 +167,20 @@ def _held_to(about: About, run: Runner, path: Path) -> Runner:
                 f"{path}: for {len(images)} images it gives boxes {shapes[0]}, scores {shapes[1]} and labels "
                 f"{shapes[2]} up to {largest}; expected (B, K, 4), (B, K) and (B, K) below {classes}"
             )
-        return boxes, scores, labels
+        _check_relations(path, outputs[3:], rows, about)
+        return outputs
 
     return checked
+
+
+def _check_relations(path: Path, relations: Sequence[np.ndarray], rows: tuple[int, ...], about: About) -> None:
+    if not about.predicates:
+        return
+    shapes = [np.shape(column) for column in relations]
+    count = shapes[0][1] if len(shapes[0]) > 1 else 0
+    expected = [(rows[0], count, 2), (rows[0], count, len(about.predicates)), (rows[0], count)]
+    if shapes != expected or not 0 <= np.min(relations[0], initial=0) <= np.max(relations[0], initial=0) < rows[1]:
+        raise BadInput(f"{path}: its relations {shapes} are not {expected} of its {rows[1]} boxes")
 
 
 def _first_line(error: Exception) -> str:
@@ -181,7 +199,7 @@ def _open_onnx(path: Path) -> tuple[Runner, About]:
     except Exception as error:  # noqa: BLE001 - its errors have no common class
         raise BadInput(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
     about = About.from_text(session.get_modelmeta().custom_metadata_map.get(KEY), path)
-    return lambda images: tuple(session.run(list(OUTPUTS), {"images": images})), about
+    return lambda images: tuple(session.run(list(about.outputs), {"images": images})), about
 
 
 def _open_program(path: Path) -> tuple[Runner, About]:

@@ -35,15 +35,19 @@ class PixelsToBoxes(nn.Module):
         """Outputs of the detector's `decode` for images whose sides are multiples of its stride."""
         return self.detector.decode(self.detector(images, sizes), sizes, sizes, 0.0, self.top_k)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def prepared(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Images with sides that are multiples of the detector's stride, and their sizes (B, 2) before."""
         height, width = images.shape[-2:]
         sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
         stride = self.detector.stride
-        if self.detector.exported_sides == "any" and stride > 1:
+        if self.sides == "any" and stride > 1:
             # of -height % stride SymPy simplifies nothing, and ONNX rounds the quotient of a negative number up
             rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
             images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
-        boxes, scores, labels = self.found(images, sizes)
+        return images, sizes
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        boxes, scores, labels = self.found(*self.prepared(images))
         boxes, scores, labels = best(boxes, scores.where(labels >= 0, 0), labels, self.top_k)
         return boxes, scores, labels.where(scores > 0, -1)
 
@@ -126,9 +130,11 @@ def traceable(detector: nn.Module) -> Iterator[None]:
     """
     from timm.layers import padding
 
-    cores = [detector, getattr(detector, "model", None), getattr(getattr(detector, "model", None), "model", None)]
+    below = detector_meant(detector)
+    cores = [detector, below, *(getattr(detector, part, None) for part in ("head", "union"))]
+    cores += [getattr(below, "model", None), getattr(getattr(below, "model", None), "model", None)]
     names = {cls.__module__ for core in cores if core is not None for cls in type(core).__mro__}
-    modules = [sys.modules[name] for name in names if name.startswith(("toolkit.models", "transformers.models"))]
+    modules = [sys.modules[name] for name in names if name.startswith(("toolkit.", "transformers.models"))]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
         stack.enter_context(mock.patch.object(padding, "get_same_padding", same_padding))
