@@ -40,12 +40,16 @@ def start_scene_graph(
         say: prints a text on the main process.
 
     Raises:
-        BadInput: a detector that cannot be had, is a scene graph itself, or knows other classes; `pretrained` graphs of
-            other classes, predicates or attributes; training data whose attributes are not those of the checkpoint;
-            what `start_detector` raises.
+        BadInput: training data without a single relation; a detector that cannot be had, is a scene graph itself, or
+            knows other classes; `pretrained` graphs of other classes, predicates or attributes; training data whose
+            attributes are not those of the checkpoint; what `start_detector` raises.
     """
     source, known = None, None
     if checkpoint is None:
+        if not len(table.labelled().relations):
+            remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"
+            what = f"there is not a single relation between the boxes of its {len(table)} images"
+            raise BadInput(f"{table.name}: {what}; {remedy}")
         if (options.detector_options or {}).get("pretrained_backbone"):
             remedy = "give them as model.pretrained_backbone"
             raise BadInput(f"model.detector_options: the weights of the backbone are not among them; {remedy}")
