@@ -79,8 +79,10 @@ SGB_SGDET = SGB_PREDCLS | {
     "data.batch_size_per_device": 8, "model.mode": "sgdet", "model.head": "transformer", "optim.lr": 0.001,
     "schedule.name": "multistep", "schedule.milestones": [10000, 16000], "run.max_steps": 16000,
 }  # fmt: skip
+PUBLISHED = {"model.pretrained": "model_0028000.pth", "data.scales": [600], "data.max_size": 1000}
+SGB_PUBLISHED = PUBLISHED | {"run.eval_only": True, "data.val": "test"}, PUBLISHED | {"model.mode": "predcls"}
 ORIGINALS = {"detr": (DETR, DETR_EVAL, DETR_DC5),
-             "scene_graph_benchmark": (SGB_DETECTOR, SGB_PREDCLS, SGB_SGCLS, SGB_SGDET)}  # fmt: skip
+             "scene_graph_benchmark": (*SGB_PUBLISHED, SGB_DETECTOR, SGB_PREDCLS, SGB_SGCLS, SGB_SGDET)}  # fmt: skip
 
 
 def translated(page: str) -> list[str]:

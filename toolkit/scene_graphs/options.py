@@ -57,6 +57,9 @@ class SceneGraphOptions(DetectorOptions):
     separate_spatial: bool = False
     """Keep the spatial features of a pair separate from the visual features of its union box; the head causal then
     multiplies its context with them."""
+    whole_pixels: bool = False
+    """Boxes of data and graphs end at their last pixel, as Scene-Graph-Benchmark takes those of Visual Genome; the
+    detector below is given boxes one pixel longer."""
     pairs_per_image: int = 1024
     """Number of object pairs sampled per image in training."""
     positive_fraction: float = 0.25
