@@ -81,6 +81,8 @@ SGB_SGDET = SGB_PREDCLS | {
     "data.batch_size_per_device": 8, "model.mode": "sgdet", "model.head": "transformer", "optim.lr": 0.001,
     "schedule.name": "multistep", "schedule.milestones": [10000, 16000], "run.max_steps": 16000,
 }  # fmt: skip
+PUBLISHED = {"model.pretrained": "model_0028000.pth", "data.scales": [600], "data.max_size": 1000}
+SGB_PUBLISHED = PUBLISHED | {"run.eval_only": True, "data.val": "test"}, PUBLISHED | {"model.mode": "predcls"}
 # Seamless: scripts/configurations/cityscapes_r50.ini over the defaults of detection.ini
 SEAMSEG = {
     "optim.name": "sgd", "optim.lr": 0.01, "optim.momentum": 0.9, "optim.nesterov": True, "optim.weight_decay": 1e-4,
@@ -126,7 +128,7 @@ CVNETS = {
 ORIGINALS = {
     "detr": (DETR, DETR_EVAL, DETR_DC5), "seamseg": (SEAMSEG,), "cvnets": (CVNETS,),
     "gluoncv": tuple(GLUONCV | dict.fromkeys(GLUONCV_SWITCHES, on) for on in (False, True)),
-    "scene_graph_benchmark": (SGB_DETECTOR, SGB_PREDCLS, SGB_SGCLS, SGB_SGDET),
+    "scene_graph_benchmark": (*SGB_PUBLISHED, SGB_DETECTOR, SGB_PREDCLS, SGB_SGCLS, SGB_SGDET),
 }  # fmt: skip
 
 

@@ -74,7 +74,8 @@ def test_what_the_dockerfile_and_the_workflow_name_is_there():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yaml").read_text())
     runs = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert "make lint test" in runs and all(set(run.split()[1:]) <= targets for run in runs)
+    made = [run.split()[1:] for run in runs if run.startswith("make ")]
+    assert ["lint", "test"] in made and all(set(words) <= targets for words in made)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Data sets of the `datasets` library."""
 
 import io
+import json
 
 import datasets
 import numpy as np
@@ -120,3 +121,48 @@ def test_without_network_one_clear_sentence(tmp_path, name, words):
     with pytest.raises(BadInput, match=words) as caught:
         open_dataset("train", name=name, cache_dir=tmp_path)
     assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
+
+
+def sgg_benchmark(folder, relations, names=True, **other):
+    """Rows as SGG-Benchmark publishes PSG, VG150 and IndoorVG: ids are the data set's, the names stand beside them."""
+    boxes = {7: (3, [1.0, 2.0, 3.0, 4.0]), 8: (0, [5.0, 5.0, 2.0, 2.0])}
+    objects = [{"id": id_, "category_id": label, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, "segmentation": []}
+               for id_, (label, box) in boxes.items()]  # fmt: skip
+    row = {"image": png(1), "image_id": 50, "width": 20, "height": 10, "file_name": "a.png", "objects": objects}
+    rows = [row | {"relations": relations}, row | {"image_id": 51, "objects": [], "relations": []}]
+    (folder / "set" / "data").mkdir(parents=True)
+    data = datasets.Dataset.from_list([row | other for row in rows]).cast_column("image", datasets.Image())
+    data.to_parquet(folder / "set" / "data" / "train-00000-of-00001.parquet")
+    if names:
+        told = {"categories": [{"id": 0, "name": "cell"}, {"id": 3, "name": "plate"}]}
+        told |= {"rel_categories": [{"id": 0, "name": "in"}, {"id": 5, "name": "beside"}]}
+        (folder / "set" / "categories.json").write_text(json.dumps(told))
+    return folder
+
+
+RELATION = {"id": 0, "subject_id": 8, "predicate_id": 5, "object_id": 7}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_relations_and_names_of_sgg_benchmark(tmp_path, streaming):
+    table = opened(sgg_benchmark(tmp_path, [RELATION]), streaming=streaming)
+    assert table.categories == (Category(0, "cell"), Category(3, "plate")) and table.predicates == ("in", "beside")
+    row = table.row(0)
+    assert row["objects"]["category"].tolist() == [1, 0] and row["objects"]["bbox"].tolist()[0] == [1, 2, 4, 6]
+    assert [row["relations"][key].tolist() for key in ("subject", "object", "predicate")] == [[1], [0], [1]]
+    assert len(table) == 2 and not table.problems
+
+
+def test_relations_without_names_or_with_other_keys_are_told(tmp_path):
+    table = opened(sgg_benchmark(tmp_path / "bare", [RELATION], names=False))
+    assert table.predicates == ("5",) and [category.name for category in table.categories] == ["0", "3"]
+    told = [problem.message for problem in table.problems]
+    assert len(told) == 2 and "categories.json; classes" in told[0] and "predicates are called by" in told[1]
+    table = opened(sgg_benchmark(tmp_path / "other", [{"from": 8, "to": 7}]))
+    assert not table.predicates and "`relations` without the keys subject_id" in table.problems[0].message
+    with pytest.raises(BadInput, match=r"predicate 9 is not defined"):
+        opened(sgg_benchmark(tmp_path / "unknown", [RELATION | {"predicate_id": 9}]))
+    wrong = sgg_benchmark(tmp_path / "wrong", [RELATION])
+    (wrong / "set" / "categories.json").write_text('{"categories": 3}')
+    with pytest.raises(BadInput, match="categories.json: `categories` is no list"):
+        opened(wrong)

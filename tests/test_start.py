@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from toolkit.data.formats import open_dataset
+from toolkit.data.formats.coco import read_coco
 from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
@@ -178,3 +179,12 @@ def test_settings_have_their_real_values(architecture):
     assert empty <= DERIVED
     if architecture not in ("scene_graph", "egtr", "fasterrcnn_resnet50_fpn_v2"):
         assert not empty & {"backbone", "freeze"}
+
+
+def test_graphs_are_not_trained_on_data_without_a_relation(tmp_path):
+    make_shapes(tmp_path, train_images=1, val_images=1, image_size=64)
+    file = tmp_path / "annotations" / "train.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rel_annotations": []}))
+    table = read_coco(file, tmp_path / "train", cache_dir=tmp_path / "cache")
+    with pytest.raises(BadInput, match="not a single relation between the boxes of its 1 images; give data with"):
+        start_scene_graph(SceneGraphOptions(**GRAPH), table, tmp_path, checkpoint=None, say=print)

@@ -22,7 +22,7 @@ from golden_files import (
     tensors,
     within,
 )
-from sgg_heads import build_head, head_batch, our_name
+from sgg_heads import build_head, head_batch
 
 from toolkit.batch import attribute_targets, pad_rows
 from toolkit.boxes import Boxes
@@ -30,6 +30,7 @@ from toolkit.errors import BadInput
 from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
 from toolkit.evaluation.matches import match_boxes
 from toolkit.models.weights.mapping import map_weights
+from toolkit.models.weights.scene_graph_benchmark import our_name
 from toolkit.scene_graphs import batch as losses
 from toolkit.scene_graphs import frequency, geometry, postprocess, sampling
 from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask

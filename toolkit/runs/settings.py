@@ -124,8 +124,8 @@ class DataConfig:
     """Format of the training and validation data; auto recognises it, shapes is the bundled data set. With `data.path`,
     shapes means auto."""
     name: str | None = None
-    """Hub name or local folder of a `datasets` data set, folder of the Visual Genome files, or path of psg.json;
-    `data.train` and `data.val` are then names of its splits."""
+    """Hub name or local folder of a `datasets` data set, folder of the Visual Genome files or one HDF5 file of it, or
+    path of psg.json; `data.train` and `data.val` are then names of its splits."""
     streaming: bool = False
     """Read the images of a `datasets` data set directly from its Parquet files, one row group at a time and different
     ones in each process, instead of copying them into the cache first."""

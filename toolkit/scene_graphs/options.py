@@ -57,6 +57,9 @@ class SceneGraphOptions(DetectorOptions):
     separate_spatial: bool = False
     """Keep the spatial features of a pair separate from the visual features of its union box; the head causal then
     multiplies its context with them."""
+    whole_pixels: bool = False
+    """Boxes of data and graphs end at their last pixel, as Scene-Graph-Benchmark takes those of Visual Genome; the
+    detector below is given boxes one pixel longer."""
     pairs_per_image: int = 1024
     """Number of object pairs sampled per image in training."""
     positive_fraction: float = 0.25
@@ -130,10 +133,10 @@ class EgtrOptions(DetectorOptions):
 GraphOptions = SceneGraphOptions | EgtrOptions
 
 
-def without_detector(options: GraphOptions, data_path: str) -> str:
+def without_detector(options: GraphOptions, data_path: str | None) -> str:
     """What a training without a trained detector lacks, and the two commands that have it, in a sentence; "" for a
-    model that has one."""
-    if options.detector or options.pretrained:
+    model that has one, and without a folder of data."""
+    if options.detector or options.pretrained or data_path is None:
         return ""
     detector, graphs = "train_faster_rcnn.py --config configs/faster_rcnn/own_data.yaml", "own_data.yaml"
     lacks, model = "begins with a detector of random weights", f"--model.mode {getattr(options, 'mode', 'sgdet')}"

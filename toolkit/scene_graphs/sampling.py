@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.batch import on_host
+from toolkit.box_ops import moved_ends
 from toolkit.scene_graphs.geometry import intersection_areas, iou_plus_one
 from toolkit.step.freezing import eval_mode
 
@@ -48,7 +49,7 @@ def given_objects(
     if "attributes" in truths[0]:
         fields["attributes"] = torch.cat([truth["attributes"] for truth in truths])
     if model.mode == "sgcls":
-        fields["logits"] = model.detector.class_logits(maps, boxes, pooled).detach()
+        fields["logits"] = model.detector.class_logits(maps, _behind(model, boxes), pooled).detach()
     return fields
 
 
@@ -56,10 +57,15 @@ def _looked_at(
     model: nn.Module, maps: Mapping, images_hw: Sequence, boxes: list[Tensor], on_host: list[Tensor]
 ) -> tuple[Tensor, dict]:
     """The pooled features of boxes, and the fields of a RelationBatch that every kind of boxes has."""
-    pooled = model.detector.box_pool(dict(maps), boxes, list(images_hw), on_host)
+    pooled = model.detector.box_pool(dict(maps), _behind(model, boxes), list(images_hw), _behind(model, on_host))
     counts = [len(image_boxes) for image_boxes in boxes]
     features = model.box_features(pooled)
     return pooled, {"boxes_xyxy": torch.cat(boxes), "num_objects": counts, "roi_features": features}
+
+
+def _behind(model: nn.Module, boxes: list[Tensor]) -> list[Tensor]:
+    """The boxes as the detector below takes them, which end behind their last pixel; see `whole_pixels`."""
+    return [moved_ends(image_boxes, model.last_pixel) for image_boxes in boxes] if model.last_pixel else boxes
 
 
 def detected_objects(
@@ -78,16 +84,18 @@ def detected_objects(
     the objects that have relations.
     """
     annotated = [truth["boxes"] for truth in truths] if model.training and model.add_annotated_boxes else None
+    annotated = None if annotated is None else _behind(model, annotated)
     with eval_mode(model.detector):
         detections = model.detector.detect_with_logits(
             maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated, outputs=outputs
         )
-    boxes = [image["boxes"] for image in detections]
-    boxes_on_host = [on_host(image)["boxes"] for image in detections]
+    boxes = [moved_ends(image["boxes"], -model.last_pixel) for image in detections]
+    boxes_on_host = [moved_ends(on_host(image)["boxes"], -model.last_pixel) for image in detections]
     fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)[1]
     for name in ("logits", "boxes_per_class"):
         fields[name] = torch.cat([image[name] for image in detections]).detach()
     fields["found_labels"] = torch.cat([image["labels"] for image in detections]) + 1
+    fields["boxes_per_class"] = moved_ends(fields["boxes_per_class"], -model.last_pixel)
     learned = {}
     if annotated_on_host is not None:
         images = zip(boxes_on_host, annotated_on_host, strict=True)

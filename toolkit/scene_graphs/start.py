@@ -1,7 +1,7 @@
 """Builds the model of a scene graph run, with its weights and the statistics of the training split."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +40,16 @@ def start_scene_graph(
         say: prints a text on the main process.
 
     Raises:
-        BadInput: a detector that cannot be had, is a scene graph itself, or knows other classes; `pretrained` graphs of
-            other classes, predicates or attributes; training data whose attributes are not those of the checkpoint;
-            what `start_detector` raises.
+        BadInput: training data without a single relation; a detector that cannot be had, is a scene graph itself, or
+            knows other classes; `pretrained` graphs of other classes, predicates or attributes; training data whose
+            attributes are not those of the checkpoint; what `start_detector` raises.
     """
     source, known = None, None
     if checkpoint is None:
+        if not len(table.labelled().relations):
+            remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"
+            what = f"there is not a single relation between the boxes of its {len(table)} images"
+            raise BadInput(f"{table.name}: {what}; {remedy}")
         if (options.detector_options or {}).get("pretrained_backbone"):
             remedy = "give them as model.pretrained_backbone"
             raise BadInput(f"model.detector_options: the weights of the backbone are not among them; {remedy}")
@@ -64,9 +68,13 @@ def start_scene_graph(
         raise BadInput(f"{differ}: resume it on its own data")
     if checkpoint is not None:
         model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
-    elif not options.pretrained:
-        model.learn_counts(*run_on_main(lambda: count_table(table, model.counts_pairs_apart)))
-        if getattr(options, "word_vectors", None):  # EGTR has no class vectors
+    elif not options.pretrained or not model.seen_triplets.any():  # published weights come without counts
+        counts = run_on_main(lambda: count_table(table, model.counts_pairs_apart))
+        if options.pretrained:
+            GraphDetector.learn_counts(model, *counts)  # and keep the frequencies that were learnt with the weights
+        else:
+            model.learn_counts(*counts)
+        if not options.pretrained and getattr(options, "word_vectors", None):  # EGTR has no class vectors
             _start_from_words(model, options, table, say)
     if source is not None:
         loaded = model.load_detector_weights(source.tensors)
@@ -174,9 +182,19 @@ def _other_settings(options: GraphOptions, source: Pretrained) -> list[str]:
     return [name for name, value in given.items() if source_settings.get(name, value) not in (None, value)]
 
 
+def _detector_of(source: Pretrained) -> Pretrained:
+    """The detector below a published scene graph."""
+    prefix = "detector."
+    tensors = {name[len(prefix) :]: value for name, value in source.tensors.items() if name.startswith(prefix)}
+    options = dict(source.options["detector_options"])
+    return replace(source, architecture=options.pop("architecture"), options=options, tensors=tensors)
+
+
 def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     name = options.detector
     source = open_pretrained(name)
+    if source.architecture == "scene_graph" and Path(name).expanduser().is_file():
+        source = _detector_of(source)
     problems = []
     if source.architecture in GRAPHS:
         problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")

@@ -96,7 +96,9 @@ class SceneGraph(GraphDetector):
         self.box_features = copy.deepcopy(box_head)
         pool, box_head = copy.deepcopy(below.box_pool), copy.deepcopy(box_head)
         pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
-        self.union = UnionFeatures(pool, box_head, channels, separate_spatial=width if o.separate_spatial else 0)
+        self.last_pixel = float(o.whole_pixels)
+        spatial = {"separate_spatial": width if o.separate_spatial else 0, "last_pixel": self.last_pixel}
+        self.union = UnionFeatures(pool, box_head, channels, **spatial)
         if holds_detector:
             freeze_module(_detector_of(below))
         elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # nothing asks or may train them

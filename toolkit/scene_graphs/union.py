@@ -67,11 +67,16 @@ class UnionFeatures(nn.Module):
 
     pool: torchvision's MultiScaleRoIAlign or the like. head: (R, channels, resolution, resolution) -> (R, U).
     separate_spatial: U; the rectangles go through two layers of their own instead of the box head; 0: they do not.
+    last_pixel: what the pool's boxes end behind the given ones.
     """
 
-    def __init__(self, pool: nn.Module, head: nn.Module, channels: int, resolution: int = 7, separate_spatial: int = 0):
+    def __init__(
+        self, pool: nn.Module, head: nn.Module, channels: int, resolution: int = 7, separate_spatial: int = 0,
+        last_pixel: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
         self.pool, self.head, self.rectangles = pool, head, RectangleFeatures(channels, resolution)
+        self.last_pixel = last_pixel
         self.spatial = None
         if separate_spatial:
             inner = fc(channels * resolution**2, separate_spatial // 2)
@@ -100,6 +105,7 @@ class UnionFeatures(nn.Module):
         unions = [union_boxes(subjects, objects)]
         if on_host is not None:
             unions.append(union_boxes(*(on_host[0][rows] for rows in on_host[1].unbind(1))))
+        unions = [moved_ends(boxes, self.last_pixel) for boxes in unions]
         unions, *unions_on_host = ([*boxes.split(list(num_pairs))] for boxes in unions)
         pooled = self.pool(dict(feature_maps), unions, shapes, *unions_on_host)
         if self.spatial is not None:

@@ -21,7 +21,8 @@ from toolkit.models import build_detector, options_class
 from toolkit.models.detector import Detector
 from toolkit.models.final import load_detector_folder, load_weights
 from toolkit.models.inference_settings import with_inference_settings
-from toolkit.models.weights.pretrained import cached_when_offline
+from toolkit.models.start import load_pretrained
+from toolkit.models.weights.pretrained import cached_when_offline, open_pretrained
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.trust import TRUST
@@ -38,6 +39,7 @@ FLAGS = {
     "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
     "--trust": {"action": "store_true", "help": TRUST},
 }
+PUBLISHED = (".pth", ".pt")  # files of weights that another program trained
 REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
 
@@ -66,7 +68,8 @@ def open_predictor(
 
     Args:
         source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; `.onnx`, `.pt2` or `.xml`
-            of scripts/export.py, which run on the CPU; folder or hub name of a transformers model.
+            of scripts/export.py, which run on the CPU; folder or hub name of a transformers model; `.pth` of a scene
+            graph of Scene-Graph-Benchmark.
         weights: "model" or "ema", of a run; None: those that the run's metric for best goes by, as in `final/`.
         settings: of the model, in place of its own; see `with_inference_settings`.
 
@@ -97,6 +100,8 @@ def open_own_detector(
 ) -> OwnDetector | None:
     """As `open_predictor`, for detectors built by this project; None: `source` is a model of transformers, if any."""
     path, kind = Path(source).expanduser(), kind_of(source)
+    if kind == "file" and path.suffix in PUBLISHED and weights is None:
+        return _open_published(path, settings)
     if kind not in ("final", "transformers"):
         run = with_settings(open_run(path, options_class), settings)
         name, data = chosen_weights(run, weights), run.config["data"]
@@ -154,6 +159,19 @@ def report_thresholds(path: Path) -> dict[str, float] | None:
         if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
             break
     return None
+
+
+def _open_published(path: Path, settings: Mapping) -> OwnDetector:
+    """Of a file of published weights, which says what images are resized to."""
+    source = open_pretrained(str(path))
+    if source.size is None:
+        remedy = "give them to a training script as --model.pretrained, with run.max_steps 1"
+        raise BadInput(f"{path}: these weights do not say what images are resized to; {remedy}, and open that run")
+    options = {"architecture": source.architecture, "pretrained_backbone": False, **source.options}
+    detector = build_detector(**with_inference_settings(options, settings), class_names=source.class_names)
+    load_pretrained(detector, source, source.class_names)
+    categories = [Category(number + 1, name) for number, name in enumerate(source.class_names)]
+    return OwnDetector(str(path), detector.eval(), categories, source.size)
 
 
 # ---- a run, rebuilt from its folder ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 cached table, or with the images streamed from their Parquet files."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 import datasets
 import fsspec
 from datasets.exceptions import DatasetsError
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
@@ -21,21 +24,30 @@ from toolkit.data.image_sources import ImageSources, Shards, open_shard
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 from toolkit.errors import BadInput
+from toolkit.files import read_json
 
 CATEGORY_KEYS = ("category", "categories", "category_id", "label", "labels")
 ID_KEYS = ("id", "bbox_id", "ids")
+NAMES_FILE = "categories.json"  # beside the rows of SGG-Benchmark's data sets
+TRIPLET = ("subject_id", "object_id", "predicate_id")
 CONVERT = "scripts/convert.py --to parquet"
 Make = Callable[[Path], DetectionTable]  # writes the table to the cache file that it is given
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Where a data set keeps what we need: names of columns, and of keys in `objects` (None: it has none)."""
+    """Where a data set keeps what we need: names of columns, and of keys in `objects` (None: it has none).
+
+    categories, predicates: {"id", "name"} of classes and predicates; None: only their ids are known.
+    relations: whether there are any.
+    """
 
     image: str
     category: str
     id: str | None
-    class_names: tuple[str, ...] | None  # None: labels are not a ClassLabel
+    categories: Sequence[dict] | None
+    predicates: Sequence[dict] | None
+    relations: bool
 
 
 def open_hub(
@@ -44,8 +56,9 @@ def open_hub(
     """Reads a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
 
     Expected: an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd]}`; `image_id`, `width`
-    and `height` are used when there. Class names come from the ClassLabel feature. The encoded images are copied into
-    the cached table. Validation and options as in `read_coco`.
+    and `height` are used when there. Class names come from the ClassLabel feature; in SGG-Benchmark's layout they are
+    in `categories.json` beside the data, with those of the column `relations {subject_id, object_id, predicate_id}`.
+    The encoded images are copied into the cached table. Validation and options as in `read_coco`.
 
     streaming: of Parquet files; the images are read there when they are asked for. None is looked at before, so
         `width`, `height` and class names (ClassLabel) are needed, and `check_images` has no effect.
@@ -64,7 +77,7 @@ def open_hub(
 def _copied(name: str, split: str, source: str, check_images: bool | str, max_pixels: int) -> tuple[list, Make]:
     """What the cache goes by, and what makes the table, of data whose images are copied."""
     rows = _load(name, split)
-    columns = columns_of(rows.features, name)
+    columns = columns_of(rows.features, name, rows.info.description)
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
     stats = [os.stat(file["filename"]) for file in rows.cache_files]
     states = [(status.st_size, status.st_mtime_ns) for status in stats]
@@ -81,7 +94,7 @@ def _copied(name: str, split: str, source: str, check_images: bool | str, max_pi
         encoded = (_encoded(rows[positions[row.image_id]][columns.image], max_pixels) for row in good.images)
         return write_table(**good.columns(), cache_file=cache_file, encoded=encoded, name=source)
 
-    return ["hub", source, check_images, rows._fingerprint, rows.cache_files, states], make
+    return ["hub", source, check_images, rows._fingerprint, rows.cache_files, states, columns], make
 
 
 def _look(
@@ -110,13 +123,14 @@ def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list
         features = datasets.Features.from_arrow_schema(first.schema_arrow)
     columns = columns_of(features, name)
     missing = [f"column {key!r}" for key in ("width", "height") if key not in features]
-    missing += ["class names (a ClassLabel)"] if columns.class_names is None else []
+    missing += ["class names (a ClassLabel)"] if columns.categories is None else []
     if missing:
         why = "since images are not read before training; leave data.streaming out, or write the data"
         raise BadInput(f"{name}: data.streaming needs {' and '.join(missing)}, {why} by {CONVERT}")
 
     def make(cache_file: Path) -> DetectionTable:
-        annotations = Annotations(numbered(columns.class_names))
+        annotations = Annotations(columns.categories)
+        annotations.predicates = list(columns.predicates or ())
         for group, rows in _parts(files, root, columns):
             for number, row in enumerate(rows):
                 add_row(annotations, row, f"{group}/{number}", columns)
@@ -124,7 +138,7 @@ def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list
         good = check(annotations, source, max_pixels)
         return write_table(**good.columns(), cache_file=cache_file, image_root=shards, name=source)
 
-    return ["shards", source, *map(_state, files)], make
+    return ["shards", source, *map(_state, files), columns], make
 
 
 @contextmanager
@@ -158,26 +172,58 @@ def _load(name: str, split: str) -> datasets.Dataset:
     return loaded
 
 
-def columns_of(features: datasets.Features, name: str) -> Columns:
-    """Where a data set of these features keeps what we need. Raises BadInput for one without images or objects."""
+def columns_of(features: datasets.Features, name: str, description: str = "") -> Columns:
+    """Where a data set of these features keeps what we need; description: its own, which may be JSON with names.
+
+    Raises BadInput for one without images or objects, or with names that are no lists.
+    """
     available = f"the columns are {', '.join(features)}"
     images = [key for key, feature in features.items() if isinstance(feature, datasets.Image)]
     if not images:
         raise BadInput(f"{name}: no image column; {available}")
     if "objects" not in features:
         raise BadInput(f"{name}: no `objects` column; {available}")
-    objects = features["objects"]
-    feature = getattr(objects, "feature", objects)  # List({...}) or {...: List(...)}
-    feature = feature[0] if isinstance(feature, list) else feature
-    keys = list(feature) if isinstance(feature, Mapping) else []
-    category = next((key for key in CATEGORY_KEYS if key in keys), None)
-    if category is None or "bbox" not in keys:
-        raise BadInput(f"{name}: `objects` has the keys {', '.join(keys) or 'none'}; expected `bbox` and `category`")
+    feature = _items(features["objects"])
+    category = next((key for key in CATEGORY_KEYS if key in feature), None)
+    if category is None or "bbox" not in feature:
+        raise BadInput(f"{name}: `objects` has the keys {', '.join(feature) or 'none'}; expected `bbox` and `category`")
     label = feature[category]
     label = getattr(label, "feature", label)
-    names = tuple(label.names) if isinstance(label, datasets.ClassLabel) else None
+    known = numbered(label.names) if isinstance(label, datasets.ClassLabel) else None
+    triplet = _items(features["relations"]) if "relations" in features else {}
+    relations = set(TRIPLET) <= set(triplet)
+    told = _told_names(name, description) if known is None or relations else {}
     image = "image" if "image" in images else images[0]
-    return Columns(image, category, next((key for key in ID_KEYS if key in keys), None), names)
+    id_key = next((key for key in ID_KEYS if key in feature), None)
+    predicates = told.get("rel_categories") if relations else ()
+    return Columns(image, category, id_key, known or told.get("categories"), predicates, relations)
+
+
+def _items(feature: object) -> Mapping:
+    """The features of List({...}) or {...: List(...)}; none of other ones."""
+    feature = getattr(feature, "feature", feature)
+    feature = feature[0] if isinstance(feature, list) else feature
+    return feature if isinstance(feature, Mapping) else {}
+
+
+def _told_names(name: str, description: str) -> dict:
+    """`categories` and `rel_categories` of the file beside the rows, in a folder or on the hub, or of the description;
+    none where neither names them."""
+    file = Path(name).expanduser() / NAMES_FILE
+    if not file.parent.is_dir():
+        try:
+            file = Path(hf_hub_download(name, NAMES_FILE, repo_type="dataset"))
+        except (OSError, ValueError, EntryNotFoundError):  # it has none, or the hub cannot be reached
+            file = None
+    if file is not None and file.is_file():
+        told = read_json(file)
+        if wrong := [key for key in ("categories", "rel_categories") if not isinstance(told.get(key, []), list)]:
+            raise BadInput(f"{file}: `{wrong[0]}` is no list; expected [{{id, name}}, ...]")
+        return told
+    try:
+        return json.loads(description)
+    except ValueError:  # a description in words
+        return {}
 
 
 def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple[Annotations, list[Problem]]:
@@ -185,13 +231,20 @@ def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple
     annotations = Annotations()
     for index, row in enumerate(rows.remove_columns(columns.image)):  # no image bytes in this pass
         add_row(annotations, row, f"row {index}", columns)
-    if columns.class_names is not None:
-        annotations.categories = numbered(columns.class_names)
-        return annotations, []
-    values = [value for value in annotations.category_ids.values if value is not None]
-    annotations.categories = [{"id": value, "name": str(value)} for value in values]
-    note = Problem("warning", source, None, None, "the labels are no ClassLabel; classes are called by their values")
-    return annotations, [note]
+    notes, relations = [], annotations.relations
+    if "relations" in rows.features and not columns.relations:
+        unread = f"column `relations` without the keys {', '.join(TRIPLET)}; not read"
+        notes.append(Problem("warning", source, None, None, unread))
+    for kind, told, codes in (
+        ("classes", columns.categories, annotations.category_ids),
+        ("predicates", columns.predicates, relations.predicate_ids),
+    ):
+        names = told or [{"id": value, "name": str(value)} for value in codes.values if value is not None]
+        setattr(annotations, "categories" if kind == "classes" else "predicates", list(names))
+        if told is None and (kind == "classes" or names):
+            why = f"the labels are no ClassLabel, and there is no {NAMES_FILE}"
+            notes.append(Problem("warning", source, None, None, f"{why}; {kind} are called by their values"))
+    return annotations, notes
 
 
 def numbered(names: Sequence[str]) -> list[dict]:
@@ -200,17 +253,22 @@ def numbered(names: Sequence[str]) -> list[dict]:
 
 
 def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Columns) -> None:
-    """A row of a data set, whose `objects` are a dict of lists or a list of dicts."""
+    """A row of a data set, whose `objects` and `relations` are a dict of lists or a list of dicts."""
     image_id = len(annotations.images) if row.get("image_id") is None else row["image_id"]
     size = {key: row.get(key) for key in ("width", "height")}
     annotations.add_image({"id": image_id, "file_name": file_name} | size)
-    objects = row["objects"] or []
-    if isinstance(objects, Mapping):
-        objects = [dict(zip(objects, values, strict=True)) for values in zip(*objects.values(), strict=True)]
     keys = {"bbox": "bbox", "area": "area", "iscrowd": "iscrowd", columns.id: "id", columns.category: "category_id"}
-    for item in objects:
+    for item in _listed(row["objects"]):
         fields = {keys[key]: value for key, value in item.items() if key in keys and value is not None}
         annotations.add({"id": len(annotations) + 1, "image_id": image_id} | fields)
+    for item in _listed(row["relations"]) if columns.relations else ():
+        annotations.relations.add({key: item[key] for key in TRIPLET} | {"image_id": image_id})
+
+
+def _listed(items: Mapping | Sequence[dict] | None) -> Sequence[dict]:
+    if not isinstance(items, Mapping):
+        return items or []
+    return [dict(zip(items, values, strict=True)) for values in zip(*items.values(), strict=True)]
 
 
 def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
@@ -251,7 +309,8 @@ def _parts(files: list[str], root: str, columns: Columns) -> Iterator[tuple[str,
     """(`<file>/<row group>`, its rows without images) of each row group."""
     for url in files:
         with open_shard(url) as file:
-            kept = [key for key in ("image_id", "width", "height", "objects") if key in file.schema_arrow.names]
+            wanted = ("image_id", "width", "height", "objects", "relations")
+            kept = [key for key in wanted if key in file.schema_arrow.names]
             for group in range(file.num_row_groups):
                 rows = file.read_row_group(group, columns=kept).to_pylist()
                 yield f"{url[len(root) + 1 :]}/{group}", rows

@@ -26,6 +26,14 @@ VG_150 = (
     "wing wire woman zebra"
 ).split()
 
+VG_50 = (
+    "above, across, against, along, and, at, attached to, behind, belonging to, between, carrying, covered in, "
+    "covering, eating, flying in, for, from, growing on, hanging from, has, holding, in, in front of, laying on, "
+    "looking at, lying on, made of, mounted on, near, of, on, on back of, over, painted on, parked on, part of, "
+    "playing, riding, says, sitting on, standing on, to, under, using, walking in, walking on, watching, wearing, "
+    "wears, with"
+).split(", ")
+
 
 def coco_by_id(first: int, last: int = 90) -> list[str]:
     """COCO's classes where rows are its ids, from `first`; ids that no class has are called `no class 12`."""
@@ -38,3 +46,8 @@ def named(rows: int) -> list[str]:
     """Names for a classifier of `rows` classes, background not counted; numbered where the data set is not known."""
     by_rows = {80: COCO_80, 90: coco_by_id(1), 91: coco_by_id(0), 20: VOC_20, 150: VG_150}
     return list(by_rows.get(rows) or [f"class {i}" for i in range(rows)])
+
+
+def named_predicates(rows: int) -> list[str]:
+    """Names for `rows` predicates, "no relation" not counted; numbered where the data set is not known."""
+    return list(VG_50) if rows == 50 else [f"predicate {i}" for i in range(rows)]

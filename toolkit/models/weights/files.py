@@ -17,15 +17,17 @@ from toolkit.models.weights.detr import CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_D
 from toolkit.models.weights.maskrcnn_benchmark import MASKRCNN_BENCHMARK
 from toolkit.models.weights.names import Description
 from toolkit.models.weights.rt_detr import D_FINE, RT_DETR
+from toolkit.models.weights.scene_graph_benchmark import SCENE_GRAPH_BENCHMARK
 
-BY_NAMES = (MASKRCNN_BENCHMARK, DETR, CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, D_FINE, RT_DETR)
+OF_DETR = (DETR, CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, D_FINE, RT_DETR)
+BY_NAMES = (SCENE_GRAPH_BENCHMARK, MASKRCNN_BENCHMARK, *OF_DETR)
 PUBLISHERS = (torchvision, *BY_NAMES, darknet, gluoncv)  # modules have the methods of a `Publisher` as functions
 # Where programs keep the weights in what they save; averaged ones go first.
 INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("state_dict_ema",), ("model",), ("state_dict",))
 KNOWN = (
     "torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
     "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
-    "maskrcnn-benchmark, Scene-Graph-Benchmark, Darknet's and GluonCV's YOLOv3"
+    "maskrcnn-benchmark, Scene-Graph-Benchmark (scene graphs too), Darknet's and GluonCV's YOLOv3"
 )
 
 
@@ -33,7 +35,7 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
     """What a file of published weights says of its detector, and its tensors under our names.
 
     A file `<the same name>.names` beside it, one class a line, says what the classes are called where it is not those
-    of COCO, Pascal VOC or VG150.
+    of COCO, Pascal VOC or VG150; for scene graphs a file `.predicates` likewise.
 
     Raises:
         BadInput: it cannot be read, or the names of its tensors are nobody's.
@@ -47,14 +49,22 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
             f"known: {KNOWN}. A folder of this toolkit or of transformers is given as a folder"
         )
     description = publisher.described(state, path.name)
-    names = path.with_suffix(".names")
-    if names.is_file():
-        class_names = [line.strip() for line in names.read_text().splitlines() if line.strip()]
-        if len(class_names) != len(description.class_names):
-            expected = len(description.class_names)
-            raise BadInput(f"{names}: {len(class_names)} names, but {path.name} has {expected} classes")
-        description.class_names = class_names
+    description.class_names = _names_beside(path, ".names", description.class_names)
+    if "predicates" in description.options:
+        description.options["predicates"] = _names_beside(path, ".predicates", description.options["predicates"])
     return description, publisher.ours_from(state)
+
+
+def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
+    """The lines of the file beside `path`, of which there must be as many as names that are known; without it these."""
+    file = path.with_suffix(suffix)
+    if not file.is_file():
+        return known
+    names = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    if len(names) != len(known):
+        what = "classes" if suffix == ".names" else "predicates"
+        raise BadInput(f"{file}: {len(names)} names, but {path.name} has {len(known)} {what}")
+    return names
 
 
 def read(path: Path) -> dict[str, Tensor]:

@@ -14,13 +14,15 @@ class Description:
     """The detector that a file of published weights belongs to.
 
     architecture and options: of `build_detector`. class_names: in the order of the rows. notes: what a user should know
-    because the file itself cannot tell it, and the flag that says otherwise.
+    because the file itself cannot tell it, and the flag that says otherwise. size: what images are resized to, as the
+    program does it, see `toolkit.data.pipeline.processor_size`; None: not known.
     """
 
     architecture: str
     options: dict
     class_names: list[str]
     notes: list[str] = field(default_factory=list)
+    size: dict[str, int] | None = None
 
 
 @dataclass

@@ -47,7 +47,7 @@ PROBE_S = 5.0  # seconds that the hub has to answer
 @dataclass
 class Pretrained:
     """Trained weights. options: keywords of `build_detector` for the detector that they are of. notes: what they cannot
-    tell themselves, with the flag that says otherwise."""
+    tell themselves, with the flag that says otherwise. size: as in `Description`."""
 
     name: str
     architecture: str
@@ -55,6 +55,7 @@ class Pretrained:
     class_names: list[str]
     tensors: dict[str, Tensor]
     notes: list[str] = field(default_factory=list)
+    size: dict[str, int] | None = None
 
 
 def open_pretrained(name: str) -> Pretrained:
@@ -71,7 +72,7 @@ def open_pretrained(name: str) -> Pretrained:
         return _from_transformers(name, name)
     if path.is_file():
         about, tensors = open_file(path)
-        return Pretrained(name, about.architecture, about.options, about.class_names, tensors, about.notes)
+        return Pretrained(name, about.architecture, about.options, about.class_names, tensors, about.notes, about.size)
     try:
         kind = kind_of(path)
     except BadInput as error:

@@ -1,8 +1,8 @@
-"""Visual Genome in the layout of Scene-Graph-Benchmark (VG150 and its relatives): HDF5 graphs and two JSON files.
+"""Data in the layout of Visual Genome as Scene-Graph-Benchmark has it (VG150 and its relatives).
 
-`VG-SGG-with-attri.h5` holds boxes and relations, `VG-SGG-dicts-with-attri.json` the names, `image_data.json` the image
-sizes. Classes, predicates and attributes are counted from 1 in the files; the arrays here keep that, the table counts
-classes and predicates from 0. Where no attributes are named, none are read.
+An HDF5 file holds boxes and relations, a JSON file the names, another one the image sizes. Classes, predicates and
+attributes are counted from 1 in the files; the arrays here keep that, the table counts classes and predicates from 0.
+Where no attributes are named, none are read.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,11 @@ from toolkit.data.table_cache import columns_of_rows
 from toolkit.errors import BadInput
 from toolkit.files import read_json
 from toolkit.scene_graphs.readers.graphs import read_graphs
+from toolkit.scene_graphs.readers.visual_genome_files import find_files
 
-FILES = ("VG-SGG-with-attri.h5", "VG-SGG-dicts-with-attri.json", "image_data.json")
 BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
-CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in image_data.json, left out of the graphs
+CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in Visual Genome's image_data.json, left out of its graphs
+SUFFIXES = (".jpg", ".png", ".jpeg", ".tif")  # of image files, which are called by their ids
 NUM_ATTRIBUTE_COLUMNS = 10
 NUM_VAL_IMAGES = 5000
 PER_IMAGE = ("split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last")))
@@ -115,25 +116,37 @@ def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]
 
 
 def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources, num_images: int) -> list[dict]:
-    """The entries {image_id, width, height} of image_data.json that the rows of the HDF5 file stand for, in order.
+    """The entries {image_id, width, height, file_name} of image_data.json that the rows of the HDF5 file stand for, in
+    order.
 
-    The four corrupted images are left out. If the count still differs from `num_images`, the images without a file
-    are left out too (as the original always does). Raises BadInput when that does not fit either.
+    All of them, where their count is `num_images`; else without the four corrupted images of Visual Genome; else those
+    with a file (as the original always does). Raises BadInput when none of these fits.
     """
     entries = read_json(Path(image_data_file), list)
     if wrong := [entry for entry in entries if not _is_image(entry)]:
         expected = "a list of objects, each with image_id and, as whole numbers, width and height"
         raise BadInput([f"{image_data_file}: {str(entry)[:80]}; expected {expected}" for entry in wrong[:20]])
-    entries = [entry for entry in entries if entry["image_id"] not in CORRUPTED_IMAGES]
-    if len(entries) == num_images:
-        return entries
-    there = [entry for entry in entries if is_there(image_dir / f"{entry['image_id']}.jpg")]
+    suffix = _suffix(entries, image_dir)
+    entries = [entry | {"file_name": f"{entry['image_id']}{suffix}"} for entry in entries]
+    sound = [entry for entry in entries if entry["image_id"] not in CORRUPTED_IMAGES]
+    for candidates in (entries, sound):
+        if len(candidates) == num_images:
+            return candidates
+    there = [entry for entry in sound if is_there(image_dir / entry["file_name"])]
     if len(there) == num_images:
         return there
     raise BadInput(
         f"{image_data_file}: {len(entries)} images are listed, {len(there)} of them are in {image_dir}, but the graphs "
         f"are of {num_images} images; the files do not belong together or images are missing"
     )
+
+
+def _suffix(entries: list[dict], image_dir: Path | ImageSources) -> str:
+    """Of the image files, by those of the first entries."""
+    for suffix in SUFFIXES:
+        if any(is_there(image_dir / f"{entry['image_id']}{suffix}") for entry in entries[:20]):
+            return suffix
+    return SUFFIXES[0]
 
 
 def _is_image(entry: object) -> bool:
@@ -173,13 +186,12 @@ def read_visual_genome(
 ) -> DetectionTable:
     """One split as a memory-mapped DetectionTable, cached by the content of the three files and the options.
 
-    Options as in `load_graphs`; `checking` as in `read_coco`. Boxes that clipping leaves without width or height are
-    dropped from train, with their relations; val and test keep them. Repeated relations stay.
+    folder: as in `find_files`. Options as in `load_graphs`; `checking` as in `read_coco`. Boxes that clipping leaves
+    without width or height are dropped from train, with their relations; val and test keep them. Repeated relations
+    stay.
     """
-    files = [Path(folder) / name for name in FILES]
+    files = find_files(Path(folder))
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
-    if missing := [f"{file}: no such file" for file in files if not file.is_file()]:
-        raise BadInput(missing)
 
     def read(images: Path | ImageSources) -> Checked:
         return _checked(load_graphs(files[0], *options), files, images, split)
@@ -198,7 +210,7 @@ def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSourc
         problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
         if not any(severity == "error" for severity, _ in faults):
             rows.append(_row(graphs, position, images[image], drop=split == "train", attributes=bool(attributes)))
-    listed = {f"{entry['image_id']}.jpg" for entry in images}
+    listed = {entry["file_name"] for entry in images}
     categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
     return Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
 
@@ -237,13 +249,13 @@ def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: boo
     if attributes:
         objects["attributes"] = of_objects.tolist()
     ends = zip(("subject", "object", "predicate"), (relations - [0, 0, 1]).T.tolist(), strict=True)
-    row = {"image_id": entry["image_id"], "file_name": f"{entry['image_id']}.jpg"}
+    row = {key: entry[key] for key in ("image_id", "file_name")}
     return row | {"width": size_wh[0], "height": size_wh[1], "objects": objects, "relations": dict(ends)}
 
 
 def _read_h5(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of the file, int64, those with a row for each image (I,), the others with as many columns as `WIDTHS`
-    says."""
+    """The arrays of the file: those with a row for each image (I,), the others with as many columns as `WIDTHS` says.
+    They are integers, but for boxes, which may be fractions."""
     if not path.is_file():
         raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
     try:
@@ -262,9 +274,10 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
         width = 1 if key in PER_IMAGE else WIDTHS.get(key, values.shape[-1])
         rows = values.reshape(len(values), np.prod(values.shape[1:], dtype=int))
         fits = rows.shape[1] == width and values.ndim <= 2 and (key not in PER_IMAGE or len(values) == images)
-        if not fits or values.dtype.kind not in "iu":
-            expected = f"({images},)" if key in PER_IMAGE else f"(N, {width})"
-            faults.append(f"{path}: data set `{key}` is {values.dtype} {values.shape}; expected integers {expected}")
+        if not fits or values.dtype.kind not in ("iuf" if key == "boxes_1024" else "iu"):
+            expected = f"({images},)" if key in PER_IMAGE else f"(N, {width})" + " or (N,)" * (width == 1)
+            kind = "numbers" if key == "boxes_1024" else "integers"
+            faults.append(f"{path}: data set `{key}` is {values.dtype} {values.shape}; expected {kind} {expected}")
         data[key] = rows[:, 0] if key in PER_IMAGE else rows
     if faults:
         raise BadInput(faults)
@@ -275,7 +288,8 @@ def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> Non
     """Checks that the arrays of the file are consistent; the original asserts the same."""
     faults = []
     centre_wh = data["boxes_1024"]
-    for row in np.flatnonzero((centre_wh[:, :2] < 0).any(1) | (centre_wh[:, 2:] <= 0).any(1))[:20]:
+    sound = np.isfinite(centre_wh).all(1) & (centre_wh[:, :2] >= 0).all(1) & (centre_wh[:, 2:] > 0).all(1)
+    for row in np.flatnonzero(~sound)[:20]:
         faults.append(f"{path}: box row {row} is centre x, y, w, h = {centre_wh[row].tolist()}; expected w, h > 0")
     for first, second in (("relationships", "predicates"), ("boxes_1024", "labels"), ("boxes_1024", "attributes")):
         if len(data[first]) != len(data[second]):
