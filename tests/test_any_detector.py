@@ -5,11 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from contract import assert_resolved_options_build_it_again
+from scene_graph_data import cut_objects, losses_of, shapes_table
 
 from toolkit.box_ops import pairwise_iou
-from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.shapes import make_shapes
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector, check_contract
@@ -48,9 +47,7 @@ all_of_them = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes") / "data"
-    make_shapes(folder, train_images=4, val_images=1, image_size=64)
-    return open_dataset(folder / "annotations" / "train.json", cache_dir=folder.parent / "cache")
+    return shapes_table(tmp_path_factory.mktemp("shapes"), images=4)
 
 
 def batch_of(table, architecture):
@@ -58,8 +55,7 @@ def batch_of(table, architecture):
     transform = val_transform(SIZES.get(architecture, 64), [], 0)
     loader = validation_loader(table, transform, batch_size=2, workers=0, stride=1)
     batch = next(iter(loader))
-    empty = batch.targets[1]
-    empty.update({key: empty[key][:0] for key in ("boxes", "labels", "area", "iscrowd", "attributes", "relations")})
+    cut_objects(batch.targets[1], 0)
     return batch
 
 
@@ -72,19 +68,13 @@ def model_of(table, architecture, **options):
     return model
 
 
-def losses_of(model, batch):
-    denominators = model.denominators(batch.targets)
-    denominators = {name: torch.tensor(max(value, 1.0)) for name, value in denominators.items()}
-    return model.criterion(model(batch.images, batch.sizes, batch.targets), batch.targets, denominators)[0]
-
-
 @all_of_them
 def test_graphs_are_trained_on_it_and_found(table, tmp_path, architecture):
     """Every mode, on a frozen detector and on one that is trained too; saved, and loaded again."""
     batch = batch_of(table, architecture)
     for mode, freeze in (("predcls", "detector"), ("sgcls", "detector"), ("sgdet", "detector"), ("sgdet", "none")):
         model = model_of(table, architecture, mode=mode, freeze=freeze).train()
-        losses = losses_of(model, batch)
+        losses = losses_of(model, batch)[0]
         assert losses.keys() <= set(model.loss_names) and all(loss.isfinite() for loss in losses.values())
         sum(losses.values()).backward()
         trained = {name.split(".")[0] for name, p in model.detector.named_parameters() if p.grad is not None}
@@ -177,15 +167,12 @@ def test_a_detector_without_maps_is_refused(table):
                        detector_options={"architecture": f"{__name__}:Blind"})  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("announced", "problems"),
-    [
-        ({}, []),
-        ({"forward": Detector.forward, "postprocess": Detector.postprocess}, ["has no forward()", "has no decode()"]),
-        ({"loss_names": (), "divided_by": {}, "stride": 0}, ["no loss_names", "no divided_by", "stride is 0"]),
-        ({"loss_names": ("loss", "other"), "divided_by": {"loss": "images"}}, ["names no denominator for other"]),
-    ],
-)
+@pytest.mark.parametrize(("announced", "problems"), [
+    ({}, []),
+    ({"forward": Detector.forward, "postprocess": Detector.postprocess}, ["has no forward()", "has no decode()"]),
+    ({"loss_names": (), "divided_by": {}, "stride": 0}, ["no loss_names", "no divided_by", "stride is 0"]),
+    ({"loss_names": ("loss", "other"), "divided_by": {"loss": "images"}}, ["names no denominator for other"]),
+])  # fmt: skip
 def test_everything_that_breaks_the_contract_is_named_at_once(announced, problems):
     detector = type("Broken", (Blind,), announced)(["a"], None)
     with pytest.raises(BadInput) if problems else nullcontext() as error:

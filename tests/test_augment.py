@@ -65,21 +65,18 @@ def test_exact_geometry(x, y, width, height, seed):
     assert got["boxes"].tolist() == shown
 
 
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        (["RandomHorizontalFlp"], "did you mean RandomHorizontalFlip"),
-        ([{"RandomZoomOut": {"fil": 0}}], "fil"),
-        ([{"RandomRotation": {"degrees": "far"}}], "entry 1"),
-        (["Normalize"], "no transform"),
-        ([{"RandomHorizontalFlip": {}, "Pad": {}}], "one name"),
-        ([{"RandomHorizontalFlip": [0.5]}], "by name"),
-        ([{"RandomApply": {"transforms": ["Nothing"]}}], "Nothing"),
-        (["Grayscale"], "shape"),
-        ("none.yaml", "none.yaml"),
-        ({"Pad": {}}, "expected a list"),
-    ],
-)
+@pytest.mark.parametrize(("entries", "words"), [
+    (["RandomHorizontalFlp"], "did you mean RandomHorizontalFlip"),
+    ([{"RandomZoomOut": {"fil": 0}}], "fil"),
+    ([{"RandomRotation": {"degrees": "far"}}], "entry 1"),
+    (["Normalize"], "no transform"),
+    ([{"RandomHorizontalFlip": {}, "Pad": {}}], "one name"),
+    ([{"RandomHorizontalFlip": [0.5]}], "by name"),
+    ([{"RandomApply": {"transforms": ["Nothing"]}}], "Nothing"),
+    (["Grayscale"], "shape"),
+    ("none.yaml", "none.yaml"),
+    ({"Pad": {}}, "expected a list"),
+])  # fmt: skip
 def test_mistakes_are_told_before_the_first_step(entries, words):
     with pytest.raises(BadInput, match=words):
         policy_of(entries)

@@ -25,20 +25,17 @@ def verdicts(after: dict, keep_schedule: bool = True, **options) -> dict:
     return {change.key: change.verdict for change in changes(BEFORE, merged, keep_schedule, **options)}
 
 
-@pytest.mark.parametrize(
-    ("after", "saved", "new"),
-    [
-        ({"optim": {"lr": 1e-2}}, "ignored", "used"),
-        ({"schedule": {"name": "linear"}}, "ignored", "used"),
-        ({"run": {"max_steps": 9}}, "ignored", "used"),
-        ({"run": {"seed": 9}}, "ignored", "ignored"),
-        ({"run": {"keep": 9}}, "used", "used"),
-        ({"optim": {"max_norm": 0.0}}, "used", "used"),
-        ({"model": {"d_model": 64}}, "used", "used"),
-        ({"optim": {"name": "sgd"}}, "refused", "refused"),
-        ({"model": {"architecture": "ssdlite"}}, "refused", "refused"),
-    ],
-)
+@pytest.mark.parametrize(("after", "saved", "new"), [
+    ({"optim": {"lr": 1e-2}}, "ignored", "used"),
+    ({"schedule": {"name": "linear"}}, "ignored", "used"),
+    ({"run": {"max_steps": 9}}, "ignored", "used"),
+    ({"run": {"seed": 9}}, "ignored", "ignored"),
+    ({"run": {"keep": 9}}, "used", "used"),
+    ({"optim": {"max_norm": 0.0}}, "used", "used"),
+    ({"model": {"d_model": 64}}, "used", "used"),
+    ({"optim": {"name": "sgd"}}, "refused", "refused"),
+    ({"model": {"architecture": "ssdlite"}}, "refused", "refused"),
+])  # fmt: skip
 def test_each_setting_is_used_ignored_or_refused(after, saved, new):
     assert [*verdicts(after).values()] == [saved] and [*verdicts(after, keep_schedule=False).values()] == [new]
 

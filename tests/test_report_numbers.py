@@ -1,18 +1,17 @@
 """What a report counts, against hand-worked cases and other programs."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
-from torchvision.ops import box_iou
 
+from toolkit.box_ops import pairwise_iou
 from toolkit.boxes import COLUMNS
-from toolkit.data.formats import open_dataset
 from toolkit.errors import BadInput
+from toolkit.evaluation import matches
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
 from toolkit.evaluation.matches import match
@@ -24,9 +23,7 @@ from toolkit.evaluation.report.comparison import compare
 from toolkit.evaluation.report.errors import KINDS, strata, tide_errors
 from toolkit.evaluation.report.judgement import as_json, judge
 from toolkit.evaluation.report.thresholds import calibration, confusion_matrix, sweep
-
-BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
-needs_bccd = pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
+from toolkit.evaluation.voc import voc_metrics
 
 
 def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):
@@ -180,32 +177,22 @@ def test_what_is_found_by_what_the_object_is_like(tmp_path):
     }
 
 
-@needs_bccd
 def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
-    """5 % of the boxes of BCCD removed, moved or relabelled; a simulated detector with 2 % misses and confusions."""
-    table = open_dataset(BCCD / "annotations" / "val.json", cache_dir=tmp_path / "cache")
-    rng = np.random.default_rng(0)
+    """5 % of 1,440 boxes removed, moved or relabelled; a simulated detector with 2 % misses and confusions."""
+    rng, table = np.random.default_rng(0), table_of(tmp_path, apart(480), ("a", "b", "c"), draw=False)
     found, images, planted, of_detector = {}, [], [], []
-    for i, p in enumerate(ground_truth_as_predictions(table).values()):
-        boxes, labels = np.asarray(p["boxes"]), np.asarray(p["labels"])
-        seen = rng.random(len(boxes)) > 0.02
-        sides = np.tile(boxes[:, 2:] - boxes[:, :2], 2)
-        predicted = np.where(rng.random(len(boxes)) < 0.98, labels, rng.integers(0, 3, len(boxes)))
-        found[i + 10] = {
-            "boxes": (boxes + rng.normal(0, 0.04, boxes.shape) * sides)[seen],
-            "labels": predicted[seen],
-            "scores": rng.beta(12, 2, len(boxes))[seen],
-        }
-        of_detector += [(i, box) for box in boxes[~seen | (predicted != labels)].tolist()]
-        objects = []
-        for box, label in zip(boxes.tolist(), labels.tolist(), strict=True):
+    for i, (image_id, p) in enumerate(ground_truth_as_predictions(table).items()):
+        boxes, labels, objects = np.asarray(p["boxes"]), np.asarray(p["labels"]), []
+        sides, seen = np.tile(boxes[:, 2:] - boxes[:, :2], 2), rng.random(3) > 0.02
+        predicted = np.where(rng.random(3) < 0.98, labels, rng.integers(0, 3, 3))
+        found[image_id] = {"boxes": (boxes + rng.normal(0, 0.04, boxes.shape) * sides)[seen],
+                           "labels": predicted[seen], "scores": rng.beta(12, 2, 3)[seen]}  # fmt: skip
+        of_detector += [(i, box) for box in boxes[~seen | (predicted != labels)]]
+        for box, side, label in zip(boxes, sides, labels, strict=True):
             kind = rng.choice(["", "removed", "moved", "relabelled"], p=[0.95, 0.02, 0.015, 0.015])
-            if kind:
-                planted.append((i, box))
-            if kind == "moved":
-                box = (np.array(box) + np.tile(np.subtract(box[2:], box[:2]) * rng.choice([-0.6, 0.6], 2), 2)).tolist()
+            planted += [(i, box)] if kind else []
             if kind != "removed":
-                objects.append((box, (label + 1) % 3 if kind == "relabelled" else label))
+                objects.append((box + 0.4 * side * (kind == "moved"), (label + (kind == "relabelled")) % 3))
         images.append(objects)
     m = match(found, table_of(tmp_path / "wrong", images, table.class_names, draw=False))
     listed = suspects(m)
@@ -214,21 +201,17 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
         """Numbers of the mistakes that the suspect's prediction or box overlaps."""
         boxes = [b[at] for b, at in ((m.found.xyxy, suspect.det), (m.truth.xyxy, suspect.gt)) if at >= 0]
         there = [n for n, (image, _) in enumerate(mistakes) if image == suspect.image]
-        return {n for n in there if pairwise(boxes, [mistakes[n][1]]).max() > 0.15}
+        overlaps = pairwise_iou(torch.tensor(np.array(boxes)), torch.tensor(np.array([box for _, box in mistakes])))
+        return {n for n in there if overlaps[:, n].max() > 0.15}
 
     hits = [near(suspect, planted) for suspect in listed]
-    right = [bool(numbers) for numbers in hits]
-    with_prediction = [suspect.det >= 0 for suspect in listed]
+    right, with_prediction = [bool(numbers) for numbers in hits], [suspect.det >= 0 for suspect in listed]
     assert with_prediction == sorted(with_prediction, reverse=True)
     assert len(set().union(*hits)) / len(planted) > 0.9 and np.mean(right) > 0.5
     assert np.mean(right[: sum(with_prediction)]) > 0.75
     # All that is listed beside them are the detector's own misses, which come last, and confusions.
     assert all(good or near(suspect, of_detector) for suspect, good in zip(listed, right, strict=True))
     assert 20 < len(of_detector) < 80
-
-
-def pairwise(a, b) -> np.ndarray:
-    return box_iou(*(torch.tensor(np.array(boxes, np.float64)) for boxes in (a, b))).numpy()
 
 
 def test_a_predictions_file_comes_back(tmp_path):
@@ -335,3 +318,44 @@ def test_a_paired_difference_sees_what_intervals_of_each_do_not(tmp_path):
     other = judge("x", *reversed(random_case(tmp_path / "o")), draws=5)
     with pytest.raises(BadInput, match="same data"):
         compare([judged[0], other])
+
+
+GOLDEN = Path(__file__).parent / "golden" / "data" / "gluoncv_voc.json"  # by VOC07MApMetric and VOCMApMetric
+
+
+@pytest.mark.parametrize("case", json.loads(GOLDEN.read_text()))
+def test_the_numbers_are_those_of_gluoncv(tmp_path, case):
+    """Crowds stand for GluonCV's difficult boxes; several predictions of a box, boxes without predictions."""
+    images = case["images"]
+    truth = [list(zip(i["gt"], i["labels"], i["difficult"], strict=True)) for i in images]
+    table = table_of(tmp_path, truth, case["classes"], draw=False)
+    found = [list(zip(i["boxes"], i["found"], i["scores"], strict=True)) for i in images]
+    result = voc_metrics(match(predictions_of(table, found), table))
+    for year, expected in case["expected"].items():
+        assert result[f"{year}_mAP"] == pytest.approx(expected.pop("mAP"), abs=1e-12)
+        assert {name: result[f"{year}/{name}"] for name in expected} == pytest.approx(expected, abs=1e-12)
+
+
+def test_by_hand(tmp_path):
+    box, far = [0, 0, 40, 40], [60, 60, 100, 100]
+    table = table_of(tmp_path, [[(box, 0), (far, 0)], [(box, 0, True)]], draw=False)
+    found = [[(box, 0, 0.9), (box, 0, 0.8), (far, 0, 0.7)], [(box, 0, 0.95)]]  # right, again, right; difficult
+    result = voc_metrics(match(predictions_of(table, found), table))
+    assert result["voc12/cat"] == pytest.approx(0.5 + 0.5 * 2 / 3)
+    assert result["voc07/cat"] == pytest.approx((6 + 5 * 2 / 3) / 11)
+    assert result["voc12/dog"] is None and result["voc12_mAP"] == result["voc12/cat"]
+    nothing = voc_metrics(match(predictions_of(table, [[], []]), table))
+    assert nothing["voc07_mAP"] == nothing["voc12_mAP"] == 0
+    empty = table_of(tmp_path / "empty", [[]], draw=False)
+    assert voc_metrics(match(predictions_of(empty, [[(box, 0, 0.5)]]), empty))["voc12_mAP"] is None
+
+
+def test_a_perfect_detector_an_evaluation_in_training_and_small_blocks(tmp_path, monkeypatch):
+    """`eval.metric_for_best voc07_mAP` is GluonCV's best by `mean_ap[-1]`."""
+    table, predictions = random_case(tmp_path, crowd=0)
+    assert voc_metrics(match(ground_truth_as_predictions(table), table))["voc12_mAP"] == 1
+    expected = voc_metrics(match(predictions, table))
+    row = CocoEvaluator(table).evaluate(predictions)
+    assert all(row[f"{year}_mAP"] == expected[f"{year}_mAP"] for year in ("voc07", "voc12"))
+    monkeypatch.setattr(matches, "PAIRS_AT_ONCE", 7)
+    assert voc_metrics(match(predictions, table)) == expected
