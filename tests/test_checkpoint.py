@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from audit import at_events
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -405,23 +407,12 @@ def check_after_kill(folder: Path, possible: set[float]) -> float:
     return value
 
 
-CALLS = {"open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree"}
-
-
-def kill_at_call(folder: Path, number: int) -> bool:
+def kill_at_write(folder: Path, number: int) -> bool:
     """In a forked child: save twice, SIGKILL before its `number`-th change of the file system. True if it got there."""
     child = os.fork()
     if child == 0:
-        count = 0
-
-        def kill(event, arguments):
-            nonlocal count
-            if event in CALLS and (event in ("os.remove", "os.rmdir") or str(folder) in str(arguments[0])):
-                count += 1
-                if count == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(kill)
+        writes = itertools.count(1)
+        at_events("write *", lambda path: next(writes) == number and os.kill(os.getpid(), signal.SIGKILL))
         save(folder, 2, keep=1)  # a new step, after which step 1 is deleted
         save(folder, 2, value=20.0, keep=1)  # in the place of that one
         os._exit(0)
@@ -434,11 +425,11 @@ def every_call(folder: Path) -> None:
         number += 1
         shutil.rmtree(folder, ignore_errors=True)
         save(folder, 1)
-        killed = kill_at_call(folder, number)
+        killed = kill_at_write(folder, number)
         seen.add(check_after_kill(folder, {1.0, 2.0, 20.0}))
         if not killed:
             break
-    print(f"killed before each of {number - 1} calls")
+    print(f"killed before each of {number - 1} writes")
     assert number > 30 and seen == {1.0, 2.0, 20.0}
 
 

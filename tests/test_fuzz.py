@@ -26,6 +26,7 @@ import pytest
 import timm
 import torch
 import yaml
+from audit import written
 from documents import row_of
 from launching import CPU, ROOT
 from PIL import Image
@@ -415,12 +416,9 @@ def _watch(event: str, arguments: tuple) -> None:
         return
     if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
         _watched["seen"].append(f"{event} {arguments[0]}")
-    writes = event in ("os.mkdir", "os.rename", "os.symlink", "os.remove") or (
-        event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"))  # fmt: skip
-    if writes and isinstance(arguments[0], str | os.PathLike | bytes):
-        path = os.path.realpath(os.fsdecode(arguments[0]))
-        if not path.startswith((str(_watched["folder"]), "/dev/", "/proc/")):
-            _watched["seen"].append(f"{event} {path}")
+    path = written(event, arguments)
+    if path is not None and not os.path.realpath(path).startswith((str(_watched["folder"]), "/dev/", "/proc/")):
+        _watched["seen"].append(f"{event} {os.path.realpath(path)}")
 
 
 @pytest.fixture(scope="session")

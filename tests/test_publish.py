@@ -1,17 +1,15 @@
 """The model card of a final folder, and its way to a hub on loopback."""
 
-import base64
 import json
 import shutil
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
 from launching import ROOT, SCRIPTS, finish, small_settings, start
+from local_hub import local_hub
 from safetensors.torch import load, load_file
 
 from toolkit.data.shapes import make_shapes
@@ -107,75 +105,16 @@ def test_torchvision_loads_its_own_detector_by_the_card(tmp_path):
     assert model.load_state_dict(load_file(tmp_path / "model.safetensors")) and "boxes" in found["it"][0]
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's API as an upload needs; `files` holds what was committed."""
-
-    files: dict
-    created: list
-
-    def log_message(self, *_):
-        pass
-
-    def answer(self, document, status: int = 200):
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def content(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
-
-    def do_GET(self):
-        if self.path == "/api/whoami-v2":
-            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            roles = {"hf_test": "write", "hf_reads": "read"}
-            if token not in roles:
-                return self.answer({"error": "Invalid username or password."}, 401)
-            auth = {"accessToken": {"role": roles[token]}}
-            return self.answer({"type": "user", "name": "me", "orgs": [{"name": "lab"}], "auth": auth})
-        return self.answer({"id": "me/cups", "sha": "0" * 40, "siblings": [], "modelId": "me/cups", "tags": []})
-
-    def do_POST(self):
-        content, here = self.content(), f"http://{self.headers['Host']}"
-        if self.headers.get("Authorization") != "Bearer hf_test":
-            self.answer({"error": "Invalid username or password."}, 401)
-        elif self.path == "/api/repos/create":
-            self.created.append(json.loads(content))
-            self.answer({"url": f"{here}/me/cups", "id": "me/cups", "name": "me/cups"})
-        elif "/preupload/" in self.path:
-            plain = {"shouldIgnore": False, "oid": None, "uploadMode": "regular"}
-            self.answer({"files": [{"path": file["path"], **plain} for file in json.loads(content)["files"]]})
-        elif "/commit/" in self.path:
-            entries = [entry["value"] for entry in map(json.loads, content.splitlines()) if entry["key"] == "file"]
-            self.files.update({entry["path"]: base64.b64decode(entry["content"]) for entry in entries})
-            self.answer({"commitOid": "1" * 40, "commitUrl": f"{here}/me/cups/commit/1", "success": True})
-        else:  # validate-yaml and whatever only warns
-            self.answer({"errors": [], "warnings": []})
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    handler = type("OneHub", (Hub,), {"files": {}, "created": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    here = f"http://127.0.0.1:{server.server_port}"
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", here)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_ENDPOINT", here)
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    yield handler
-    server.shutdown()
+    with local_hub() as (hub, constants, env):
+        for name, value in constants.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        yield hub
 
 
 def test_the_folder_arrives_whole(run, hub):

@@ -3,32 +3,33 @@
     {"signal": "SIGKILL", "at": "toolkit.training:Training.decide", "call": 2, "rank": 0}
         SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
     {..., "at": "os.symlink step_*"}    before the n-th audit event of Python whose path matches
+    {..., "at": "write *"}    before the n-th file or folder that is written, renamed or removed
+    {"list": FILE, "at": "write *"}    the paths of all these, a line each, into a file
     {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
     {"skip": "toolkit.session:report_and_card"}    leave a slow function out
+    {"set": "huggingface_hub.constants:ENDPOINT", "to": VALUE}    another value of a constant
     {"disk": "full" | "inodes" | "removed" | "read-only", "folder": FOLDER, "at": ..., "call": ...}
         what becomes of a disk then
     {"cwd": FOLDER, "rank": 1}    start in another folder, as on a machine with a disk of its own
     {"float64": True}    the detector in double precision
-    {"kill_at_write": 7}    SIGKILL before the seventh file or folder that is written, renamed or removed
-    {"count_writes": FILE}    how many there are, into a file
 """
 
 import atexit
 import importlib
+import itertools
 import math
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
-from fnmatch import fnmatch
 from functools import partial, wraps
 from pathlib import Path
 
 import torch
+from audit import at_events
 
 
 def install(faults: list[dict], rank: int) -> None:
@@ -39,12 +40,14 @@ def install(faults: list[dict], rank: int) -> None:
             _before(fault["at"], fault["call"], partial(_send, **fault))
         if "disk" in fault:
             _before(fault["at"], fault["call"], partial(_spoil_disk, fault["disk"], Path(fault["folder"])))
-        if "kill_at_write" in fault or "count_writes" in fault:
-            _watch_writes(fault.get("kill_at_write"), fault.get("count_writes"))
+        if "list" in fault:
+            _list(fault["at"], Path(fault["list"]))
         if "cwd" in fault:
             os.chdir(fault["cwd"])
         if "skip" in fault:
             setattr(*_find(fault["skip"]), lambda *args, **kwargs: None)
+        if "set" in fault:
+            setattr(*_find(fault["set"]), fault["to"])
         if "float64" in fault:
             _wrap_build(_double)
         nans += [fault] * ("nan" in fault)
@@ -77,17 +80,14 @@ def _find(name: str) -> tuple[object, str]:
 
 def _before(at: str, call: int, act) -> None:
     """Calls `act` before call number `call` of a function, or before that audit event."""
-    calls = 0
+    calls = itertools.count(1)
 
     def count() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
+        if next(calls) == call:
             act()
 
-    event, _, pattern = at.partition(" ")
-    if pattern:
-        sys.addaudithook(lambda name, args: count() if name == event and fnmatch(str(args[0]), pattern) else None)
+    if " " in at:
+        at_events(at, lambda path: count())
         return
     owner, name = _find(at)
     original = getattr(owner, name)
@@ -109,26 +109,10 @@ def _send(at: str, call: int, wait_s: float = 0.0, **fault) -> None:
     os.kill(os.getpid(), number)
 
 
-_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")
-
-
-def _watch_writes(kill_at: int | None, count_into: str | None) -> None:
-    """Counts them by audit events, in whatever library they are."""
-    writes = 0
-
-    def hook(event: str, arguments: tuple) -> None:
-        nonlocal writes
-        if event not in _CHANGES and (event != "open" or not arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-            return
-        if str(arguments[0]).startswith(("/dev/", "/proc/")) or isinstance(arguments[0], int):
-            return
-        writes += 1
-        if writes == kill_at:
-            os.killpg(0, signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    if count_into:
-        atexit.register(lambda: Path(count_into).write_text(str(writes)))
+def _list(at: str, into: Path) -> None:
+    paths: list[str] = []
+    at_events(at, paths.append)
+    atexit.register(lambda: into.write_text("".join(f"{path}\n" for path in paths)))
 
 
 def _spoil_disk(how: str, folder: Path) -> None:
