@@ -73,7 +73,7 @@ def drawn(number: int) -> tuple[str, list, set[str]]:
     refused = PROGRAMS
     if change == "gone":
         refused = PROGRAMS - {"replay", "resume"} if is_needed else set()
-    elif change == "as text" and not isinstance(value, bool | dict):  # as YAML has 1e-3
+    elif change == "as text" and not isinstance(value, dict):  # as YAML has 1e-3
         refused = set()
     return f"{number}: {group}.{key} {change}", edits, refused
 
