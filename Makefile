@@ -6,7 +6,7 @@
 # make notebooks   opens them in JupyterLab;  make notebook-outputs   runs them and stores what they show
 
 PYTHON ?= python3
-BIN := .venv/bin
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ARGS ?=
 
 .PHONY: train test test-slow lint bench gpu docs notebooks notebook-outputs clean

@@ -37,7 +37,7 @@ from toolkit.files import replace_nonfinite, write_json_atomic
 from toolkit.runs.folder import PACKAGES, hardware
 from toolkit.text import ShortUsage
 
-FEW_STEPS = {"warm_up": 1, "steps": 2, "waited": 1, "most": 2}
+FEW_STEPS = {"warm_up": 0, "steps": 1, "waited": 1, "most": 2}
 TINY = """--data.scales [] --data.image_size 128 --data.max_train_images 32 --data.workers 0
 --data.batch_size_per_device 2""".split()
 # name, function, arguments of --quick
