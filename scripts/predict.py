@@ -197,7 +197,8 @@ def score_or_auto(text: str) -> float | str:
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
-    parser.add_argument("model", help="run, checkpoint, final/ folder, .onnx, .pt2, .xml, or model of transformers")
+    kinds = "run, checkpoint, final/ folder, .onnx, .pt2, .xml, .pth of Scene-Graph-Benchmark, or model of transformers"
+    parser.add_argument("model", help=kinds)
     parser.add_argument("images", nargs="*", help="files, folders, quoted patterns, URLs, videos; - reads a list")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier prediction in that folder")

@@ -95,6 +95,7 @@ def table(tmp_path_factory):
         "images": [{"id": 1, "file_name": "a.jpg", "width": 192, "height": 128}],
         "categories": [{"id": i, "name": name} for i, name in enumerate(CLASSES)],
         "annotations": [{"id": i, "image_id": 1, "category_id": i % 4, "bbox": box} for i, box in enumerate(boxes)],
+        "attribute_categories": [{"id": 1, "name": "red"}],
         "rel_categories": [{"id": i, "name": name} for i, name in enumerate(PREDICATES)],
         "rel_annotations": [{"image_id": 1, "subject_id": i, "object_id": i + 1, "predicate_id": i} for i in (0, 1)],
     }
@@ -118,6 +119,7 @@ def test_training_goes_on_from_a_published_scene_graph(table, tmp_path):
     assert model.mode == "predcls" and model.relation_counts.sum() == 2 and model.seen_triplets.sum() == 2
     learnt = source.tensors["head.frequency.table.weight"]
     assert torch.equal(model.head.frequency.table.weight, learnt), "not counted anew: it was trained"
+    assert model.attributes == ("red",) and "new     attribute_predictor" in said[0]
     assert "mode sgdet, unless --model.mode" in said[0] and "unused  roi_heads.relation.predictor" in said[0]
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     assert "head.frequency.table.weight" in trained and not any(name.startswith("detector.") for name in trained)

@@ -150,7 +150,9 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
 
 def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
     """A head's tensors combine classes and predicates, so its rows fit no other names: they must be the same."""
-    trained = {"classes": source.class_names} | {k: source.options.get(k, []) for k in ("predicates", "attributes")}
+    trained = {"classes": source.class_names, "predicates": source.options.get("predicates", [])}
+    if "attributes" in source.options:  # published weights have no such classifier: a new one is trained
+        trained["attributes"] = source.options["attributes"]
     given = {"classes": table.class_names, "predicates": list(table.predicates), "attributes": list(table.attributes)}
     faults = [
         f"model.pretrained {source.name} knows the {kind} {trained[kind]}, the data {given[kind]}: give data of the "

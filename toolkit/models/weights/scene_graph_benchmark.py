@@ -209,7 +209,6 @@ class _SceneGraphs:
             "separate_spatial": SPATIAL in state,
             "whole_pixels": True,
             "predicates": named_predicates(num_predicates),
-            "attributes": [],
             "freeze": "detector",
             "detector_options": {"architecture": detector.architecture, **detector.options, **DETECTOR},
         }
