@@ -103,7 +103,7 @@ def main(config: Config) -> dict[str, float]:
         table, val_table = session.open_data(s)
         detector = session.make_detector(s, table, start_scene_graph)
         of_graphs = {key: getattr(e, key) for key in OF_GRAPHS}
-        if config.data.path and not s.checkpoint and (note := without_detector(config.model, config.data.path)):
+        if not s.checkpoint and (note := without_detector(config.model, config.data.path)):
             s.say(note)
         evaluator = make_evaluator(detector, val_table, e.backend, **of_graphs)
         t = session.training(s, detector, table, val_table, evaluator)

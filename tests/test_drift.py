@@ -23,7 +23,7 @@ ALLOWED = {
             "- detector = session.make_detector(s, table)",
             "- t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))",
             "+ detector = session.make_detector(s, table, start_scene_graph)",
-            "+ if config.data.path and (not s.checkpoint) and (note := without_detector(config.model, config.data.path)):",
+            "+ if not s.checkpoint and (note := without_detector(config.model, config.data.path)):",
             "+ s.say(note)",
             "+ of_graphs = {key: getattr(e, key) for key in OF_GRAPHS}",
             "+ evaluator = make_evaluator(detector, val_table, e.backend, **of_graphs)",

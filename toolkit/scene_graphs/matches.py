@@ -193,7 +193,8 @@ class Chunk:
             self.pair_scores = _flat([np.asarray(p["scores"]) for p in predictions], (0,))[self.pairs].prod(1)
         self.stands_for = None
         if one_box_each and not self.union:
-            graphs = zip(truths, map(_given, truths) if mode == "predcls" else predictions, strict=True)
+            given = [{**truth, "scores": np.ones(len(truth["boxes"]))} for truth in truths if mode == "predcls"]
+            graphs = zip(truths, given or predictions, strict=True)
             self.stands_for = _flat([boxes_of_objects(*both, iou_threshold) for both in graphs], (0,))
         self.candidates = self._box_matches(0), self._box_matches(1)
 
@@ -301,11 +302,6 @@ class Chunk:
         predicted = union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
         true = self.end_boxes[self.pair_image[pair], slot]
         return iou_plus_one(predicted, union_boxes(true[:, 0], true[:, 1])) >= self.threshold
-
-
-def _given(truth: Mapping) -> dict[str, np.ndarray]:
-    """The annotated boxes as predicted ones, all as sure."""
-    return {"boxes": truth["boxes"], "labels": truth["labels"], "scores": np.ones(len(truth["boxes"]))}
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
