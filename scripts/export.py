@@ -160,9 +160,8 @@ def recall_of(predictor: Predictor, detector, table) -> dict[str, float | None]:
 
 def latency(predictor: Predictor, table) -> float:
     """Milliseconds of one image of the data, or of noise, resizing included: the median of some."""
-    image = torch.randint(0, 256, (3, 480, 640), dtype=torch.uint8)
-    if table is not None:
-        image = decode_image(table.image_source(table.row(0)))
+    noise = torch.randint(0, 256, (3, 480, 640), dtype=torch.uint8)
+    image = noise if table is None else decode_image(table.image_source(table.row(0)))
     return speed(lambda images: predictor.predict([*torch.from_numpy(images)], 0.0), image[None].numpy())["latency_ms"]
 
 
@@ -253,12 +252,9 @@ def as_table(lines: list[Line]) -> str:
 
 
 def graphs_as_table(graphs: list[dict]) -> str:
-    names = [name for name in ("R@20", "R@50", "R@100", "mR@100") if name in graphs[0]]
-    rows = [f"| graphs | {' | '.join([*names, 'one image, ms'])} |", "|---" * (len(names) + 2) + "|"]
-    for line in graphs:
-        numbers = ["-" if line[name] is None else f"{line[name]:.4f}" for name in names]
-        rows.append(f"| {line['file']} | {' | '.join([*numbers, format(line['latency_ms'], '.1f')])} |")
-    return "\n".join(rows)
+    rows = [[*graphs[0]], ["---"] * len(graphs[0])]
+    rows += [[f"{value:.4f}" if isinstance(value, float) else str(value) for value in line.values()] for line in graphs]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def parser() -> argparse.ArgumentParser:

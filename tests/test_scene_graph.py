@@ -222,6 +222,7 @@ def test_a_compact_graph_measures_the_same():
     predictions.append(prediction([], [], 7))
     compact = [compact_graph(each, 100) for each in predictions]
     assert all("predicate_scores" not in each and len(each["combinations"]) <= 100 for each in compact)
+    assert all(each["two_scores"].shape == each["two_predicates"].shape == (len(each["pairs"]), 2) for each in compact)
     for mode in ("sgcls", "sgdet", "phrdet"):
         whole, small = (evaluate_scene_graphs(truths, found, mode, 7, unseen) for found in (predictions, compact))
         assert whole.as_row() == small.as_row()

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +29,7 @@ from toolkit.scene_graphs.draw import correct_triplets
 from toolkit.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
 from toolkit.scene_graphs.frequency import log_frequencies
 from toolkit.scene_graphs.heads import HEADS
-from toolkit.scene_graphs.options import SceneGraphOptions
+from toolkit.scene_graphs.options import EgtrOptions, SceneGraphOptions, without_detector
 from toolkit.scene_graphs.sampling import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
 from toolkit.scene_graphs.start import count_table, load_word_vectors, start_from_words, start_scene_graph
 from toolkit.step.losses import LossWeights
@@ -288,6 +291,17 @@ def test_the_best_pairs_and_the_annotated_ones_are_all_that_metrics_need(table):
     assert all(rows[1][f"A@{k}"] == rows[999][f"A@{k}"] for k in (20, 50, 100))
     assert rows[20]["R@20"] == rows[999]["R@20"] and rows[20]["ngR@20"] == rows[999]["ngR@20"]
     assert rows[999]["bbox_AP"] is not None and rows[999]["zR@20"] is None
+
+
+def test_two_commands_find_objects_on_own_data():
+    """Of modes and EGTR; each names files that there are. None where there is a detector, or the data are bundled."""
+    for options in (SceneGraphOptions(), SceneGraphOptions(mode="sgcls"), EgtrOptions()):
+        words = without_detector(options, "my/data")
+        assert words.count("accelerate launch ") == words.count("--data.path my/data") == 2
+        files = re.findall(r"\w+/[\w/]+\.(?:py|yaml)", words)
+        assert len(files) == 4 and all((Path(__file__).parents[1] / file).is_file() for file in files)
+        assert "finds none" in words or "random weights" in words
+        assert without_detector(replace(options, detector="runs/x"), "my/data") == without_detector(options, None) == ""
 
 
 def test_phrase_detection_compares_unions(table):

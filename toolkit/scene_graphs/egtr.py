@@ -287,9 +287,6 @@ class EGTR(GraphDetector):
         _, boxes, labels, scores, pairs, predicate_scores, _, values = self._ranked(outputs, sizes, 0.0, top_k)
         return boxes, scores, labels, pairs, predicate_scores, values.clamp(min=0)
 
-    def graph_obstacle(self) -> str | None:
-        return None
-
 
 def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row of (B, N) float32, 0 or more, and their columns; values below 0 come last.

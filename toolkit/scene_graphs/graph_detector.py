@@ -83,18 +83,11 @@ class GraphDetector(Detector):
 
     def graph_obstacle(self) -> str | None:
         """Why `decode_graph` does not serve, in words; None: it does."""
-        raise NotImplementedError
+        return None
 
     def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
-        """The graphs of images in a form that exporters can trace, with the same number of rows for every image.
-
-        Args:
-            images, sizes: as of `forward`. top_k: number of relations.
-            pool: `toolkit.use.export.faster_rcnn.pool_where`, which pools boxes.
-
-        Returns:
-            the outputs of `toolkit.use.export.relations.PixelsToGraph`.
-        """
+        """The outputs of `toolkit.use.export.relations.PixelsToGraph`, with as many rows for every image, as exporters
+        trace them. images, sizes: as of `forward`; pool: `toolkit.use.export.faster_rcnn.pool_where`."""
         raise NotImplementedError
 
     def to_keep(self, prediction: Mapping) -> dict:

@@ -62,7 +62,7 @@ def match_relations(
     chunks, start = [], 0
     for lo in range(0, len(truths), CHUNK_IMAGES):
         hi = lo + CHUNK_IMAGES
-        chunk = Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
+        chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
     return Matches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in Matches.__annotations__))
@@ -103,13 +103,9 @@ def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
     where there is but one."""
     if "two_predicates" in prediction:
         return np.asarray(prediction["two_predicates"]), np.asarray(prediction["two_scores"])
-    scores = torch.as_tensor(np.require(prediction["predicate_scores"], requirements="W"))
-    best, first = scores.max(1, keepdim=True) if scores.numel() else (scores[:, :1], scores[:, :1].long())
-    others = scores.scatter(1, first, -torch.inf)
-    if scores.shape[1] < 2 or not len(scores):
-        return first.numpy(), best.numpy()
-    second = others.max(1, keepdim=True)
-    return torch.cat([first, second.indices], 1).numpy(), torch.cat([best, second.values], 1).numpy()
+    scores = torch.from_numpy(np.require(prediction["predicate_scores"], requirements="W"))
+    ranked = scores.sort(dim=1, descending=True, stable=True)
+    return ranked.indices[:, :2].numpy(), ranked.values[:, :2].numpy()
 
 
 def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, keep: int) -> np.ndarray:
@@ -157,7 +153,7 @@ def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float =
     return found
 
 
-class Chunk:
+class _Chunk:
     """Flat arrays of some images; `slots` is the largest number of annotated relations of an image."""
 
     def __init__(
@@ -193,7 +189,8 @@ class Chunk:
             self.pair_scores = _flat([np.asarray(p["scores"]) for p in predictions], (0,))[self.pairs].prod(1)
         self.stands_for = None
         if one_box_each and not self.union:
-            graphs = zip(truths, map(_given, truths) if mode == "predcls" else predictions, strict=True)
+            given = [{**truth, "scores": np.ones(len(truth["boxes"]))} for truth in truths if mode == "predcls"]
+            graphs = zip(truths, given or predictions, strict=True)
             self.stands_for = _flat([boxes_of_objects(*both, iou_threshold) for both in graphs], (0,))
         self.candidates = self._box_matches(0), self._box_matches(1)
 
@@ -301,11 +298,6 @@ class Chunk:
         predicted = union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
         true = self.end_boxes[self.pair_image[pair], slot]
         return iou_plus_one(predicted, union_boxes(true[:, 0], true[:, 1])) >= self.threshold
-
-
-def _given(truth: Mapping) -> dict[str, np.ndarray]:
-    """The annotated boxes as predicted ones, all as sure."""
-    return {"boxes": truth["boxes"], "labels": truth["labels"], "scores": np.ones(len(truth["boxes"]))}
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

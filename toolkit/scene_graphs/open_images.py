@@ -25,9 +25,11 @@ def open_images_metrics(
     the area below the envelope of precision; predicates weigh as many as there are annotated of them. micro_R@50 is
     the share of all relations that the 50 best of their images overlap by half or more.
     """
-    true, found = _relations(truths), _predictions(predictions)
-    if not len(true["predicate"]):
+    relations = [np.asarray(truth["relations"], np.int64).reshape(-1, 3) for truth in truths]
+    if not sum(map(len, relations)):
         return dict.fromkeys(("wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd"))
+    true = _columns(truths, [rows[:, :2] for rows in relations], [rows[:, 2] for rows in relations])
+    found = _predictions(predictions)
     row, relation = _of_same_names(found, true)
     subject, object_ = (iou_plus_one(found["boxes"][row, end], true["boxes"][relation, end]) for end in (0, 1))
     both = np.minimum(subject, object_)
@@ -39,12 +41,6 @@ def open_images_metrics(
     recall = len(np.unique(relation[in_time])) / len(true["predicate"])
     score = 0.4 * rel + 0.4 * phr + 0.2 * recall
     return {"wmAP_rel": rel, "wmAP_phr": phr, "micro_R@50": recall, "score_wtd": score}
-
-
-def _relations(truths: Sequence[Mapping]) -> dict[str, np.ndarray]:
-    """Columns of all annotated relations, `boxes` (R, 2, 4) and `labels` (R, 2) of subject and object."""
-    relations = [np.asarray(truth["relations"], np.int64).reshape(-1, 3) for truth in truths]
-    return _columns(truths, [rows[:, :2] for rows in relations], [rows[:, 2] for rows in relations])
 
 
 def _predictions(predictions: Sequence[Mapping]) -> dict[str, np.ndarray]:
@@ -59,33 +55,24 @@ def _predictions(predictions: Sequence[Mapping]) -> dict[str, np.ndarray]:
         pairs.append(ends[order // max(of_pair.shape[1], 1)])
         predicates.append(of_pair.ravel()[order])
         scores.append(values[order])
-    rank = [np.arange(len(part)) for part in scores]
-    return _columns(predictions, pairs, predicates) | {"rank": _joined(rank, np.int64), "score": _joined(scores, float)}
+    rank = np.concatenate([np.arange(len(part)) for part in scores])
+    return _columns(predictions, pairs, predicates) | {"rank": rank, "score": np.concatenate(scores).astype(float)}
 
 
 def _columns(graphs: Sequence[Mapping], ends: list[np.ndarray], predicates: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Of all images together: `image`, `boxes` (R, 2, 4) and `labels` (R, 2) of subject and object, `predicate`."""
     boxes = [np.asarray(graph["boxes"], np.float32)[rows] for graph, rows in zip(graphs, ends, strict=True)]
     labels = [np.asarray(graph["labels"], np.int64)[rows] for graph, rows in zip(graphs, ends, strict=True)]
-    return {
-        "image": np.repeat(np.arange(len(ends)), [len(rows) for rows in ends]),
-        "boxes": _joined(boxes, np.float32).reshape(-1, 2, 4),
-        "labels": _joined(labels, np.int64).reshape(-1, 2),
-        "predicate": _joined(predicates, np.int64),
-    }
-
-
-def _joined(parts: list[np.ndarray], dtype) -> np.ndarray:
-    return np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.zeros(0, dtype)
+    image = np.repeat(np.arange(len(ends)), [len(rows) for rows in ends])
+    columns = {"boxes": boxes, "labels": labels, "predicate": predicates}
+    return {"image": image} | {name: np.concatenate(parts) for name, parts in columns.items()}
 
 
 def _of_same_names(found: Mapping, true: Mapping) -> tuple[np.ndarray, np.ndarray]:
     """Row of a prediction and of a relation of its image, wherever both classes and the predicate are the same."""
-    classes, predicates = (1 + max(g[name].max(initial=0) for g in (found, true)) for name in ("labels", "predicate"))
-    of_found, of_true = (
-        ((g["image"] * (classes + 1) + g["labels"][:, 0] + 1) * (classes + 1) + g["labels"][:, 1] + 1) * predicates
-        + g["predicate"]
-        for g in (found, true)
-    )  # one number for image, classes (-1: none) and predicate
+    rows = [np.column_stack([g["image"], g["labels"] + 1, g["predicate"]]) for g in (found, true)]  # class 0: none
+    sizes = 1 + np.max([part.max(0, initial=0) for part in rows], axis=0)
+    of_found, of_true = (np.ravel_multi_index(tuple(part.T), sizes) for part in rows)
     order = np.argsort(of_true, kind="stable")
     first, last = (np.searchsorted(of_true[order], of_found, side) for side in ("left", "right"))
     row = np.repeat(np.arange(len(of_found)), last - first)

@@ -134,17 +134,17 @@ GraphOptions = SceneGraphOptions | EgtrOptions
 
 
 def without_detector(options: GraphOptions, data_path: str | None) -> str:
-    """What a training without a trained detector lacks, and the two commands that have it, in a sentence; "" for a
-    model that has one, and without a folder of data."""
-    if options.detector or options.pretrained or data_path is None:
+    """The two commands of a model that finds objects on these data, in a sentence; "" for one with a trained detector,
+    and without a path, as of the bundled data."""
+    if options.detector or options.pretrained or not data_path:
         return ""
-    detector, graphs = "train_faster_rcnn.py --config configs/faster_rcnn/own_data.yaml", "own_data.yaml"
-    lacks, model = "begins with a detector of random weights", f"--model.mode {getattr(options, 'mode', 'sgdet')}"
+    lacks, data = "begins with a detector of random weights", f"--data.path {data_path}"
+    first, second = "faster_rcnn.py --config configs/faster_rcnn/own_data.yaml", "own_data.yaml --model.mode sgdet"
     if isinstance(options, EgtrOptions):
-        detector, graphs, model = "train_detr.py --config configs/detr/shapes.yaml", "shapes_egtr.yaml", ""
+        first, second = "detr.py --config configs/detr/shapes.yaml", "shapes_egtr.yaml"
     elif options.mode == "predcls":
-        lacks, model = "describes boxes that are given and finds none", "--model.mode sgdet"
-    model += "" if graphs == "shapes_egtr.yaml" else " --model.detector_options null "
-    first = f"`accelerate launch scripts/{detector} --data.path {data_path} --run.name detector`"
-    second = f"`accelerate launch scripts/train_sgg.py --config configs/sgg/{graphs} --data.path {data_path} {model}"
-    return f"without model.detector, this run {lacks}; with one: {first}, then {second}--model.detector runs/detector`"
+        lacks = "describes boxes that are given and finds none"
+    first = f"`accelerate launch scripts/train_{first} {data} --run.name detector`"
+    second = f"`accelerate launch scripts/train_sgg.py --config configs/sgg/{second} {data}"
+    chosen = "--model.detector runs/detector --model.detector_options null"
+    return f"this run {lacks}; to find objects: {first}, then {second} {chosen}`"

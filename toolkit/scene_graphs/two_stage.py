@@ -45,7 +45,6 @@ from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes, hold_batch_norms, set_bn_momentum
 
-TRACED_HEADS = ("react", "penet")
 FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
 
 
@@ -254,8 +253,13 @@ class SceneGraph(GraphDetector):
         return metrics
 
     def graph_obstacle(self) -> str | None:
-        one_stage = isinstance(self.detector, DetectorBelow)
-        return _obstacle(self.mode, self.options["head"], one_stage, self.options["union_levels"])
+        obstacles = {
+            f"in {self.mode} they are those of boxes that are given": self.given_boxes,
+            "of the heads only react and penet can be traced": self.options["head"] not in ("react", "penet"),
+            "its detector has two stages, whose proposals vary": not isinstance(self.detector, DetectorBelow),
+            "union features of all levels cannot be traced": self.options["union_levels"] == "all",
+        }
+        return next((words for words, is_one in obstacles.items() if is_one), None)
 
     def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
         return decode_graph(self, images, sizes, top_k, pool)
@@ -294,17 +298,6 @@ class SceneGraph(GraphDetector):
                 {f"true_{name}": truth[name] for name in ("labels", "relations", "attributes") if name in truth}
             )
         return graphs
-
-
-def _obstacle(mode: str, head: str, on_one_stage: bool, levels: str) -> str | None:
-    """Why `traced.decode_graph` does not serve."""
-    if mode != "sgdet":
-        return f"in {mode} they are those of boxes that are given"
-    if head not in TRACED_HEADS:
-        return f"of the heads only {' and '.join(TRACED_HEADS)} can be traced, and this is {head}"
-    if not on_one_stage:
-        return "its detector has two stages, with another number of proposals in every image"
-    return "union features of all levels (model.union_levels) cannot be traced" if levels == "all" else None
 
 
 def _divisor(loss: str) -> str:

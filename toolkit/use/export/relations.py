@@ -47,8 +47,8 @@ def export_graph(
     architecture = detector.options["architecture"]
     say(f"tracing {architecture} with its relations")
     program = trace(graph, trace_hw(graph.sides, detector.stride, size, architecture))
-    about = About(architecture, categories, size, graph.sides, detector.stride, score_threshold, graph.top_k, source)
-    about.predicates = list(detector.predicates)
+    about = About(architecture, categories, size, graph.sides, detector.stride, score_threshold, RELATIONS, source,
+                  predicates=list(detector.predicates))  # fmt: skip
     path = Path(folder) / "graph.onnx"
     say(f"writing {path}")
     write_onnx(program, path, about)
