@@ -50,7 +50,8 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """Prints the table and returns whether every expected number was met."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
-    predicted = open_any(arguments.run, arguments.weights, options, accelerator, arguments.settings, arguments.backend)
+    how = {key: getattr(arguments, key) for key in ("settings", "backend", "max_detections")}
+    predicted = open_any(arguments.run, arguments.weights, options, accelerator, **how)
     result = run_on_main(lambda: _measured(predicted, arguments.backend))  # the only process with the predictions
     if accelerator.is_main_process:
         print(f"{predicted.about['detector']}, {len(predicted.table)} images\n{result.pop('table')}")
@@ -89,7 +90,7 @@ def _number(value: float | None) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("run", type=Path, help="run folder, checkpoint, exported model, or predictions file")
-    add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--trust")
+    add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--max-detections", "--trust")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")
