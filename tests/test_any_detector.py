@@ -37,7 +37,7 @@ SMALL = {
     "ssdlite320_mobilenet_v3_large": {},
 }
 FAST = ("yolov3", "rt_detr_v2")
-SIZES = {"rf_detr": [112, 56], "ssd300_vgg16": [300, 260], "ssdlite320_mobilenet_v3_large": [256, 320]}
+SIZES = {"rf_detr": [112, 56], "ssd300_vgg16": [300, 340], "ssdlite320_mobilenet_v3_large": [256, 320]}
 OPTIONS = {"hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16, "detections_per_image": 5, "map_channels": 8,
            "representation_size": 16, "score_threshold": 0.0}  # fmt: skip
 
