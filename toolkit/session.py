@@ -49,6 +49,7 @@ from toolkit.runs.watchdog import watchdog
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
+from toolkit.step.checkpointing import checkpoint_in_place
 from toolkit.step.compiling import be_deterministic, compile_in_place
 from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
@@ -211,6 +212,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     total_steps, limit = min((all_steps, "run.epochs"), (run.max_steps or all_steps, "run.max_steps"))
     pace, kept = _pace(c, per_epoch), c.eval.max_detections or detector.max_detections
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
+    checkpoint_in_place(detector, optim.checkpointing, optim.compile)
     compile_in_place(detector, optim.compile)
     one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
     model, optimizer = prepare(s.accelerator, detector, _optimizer(s, detector, weights), run.tf32, one_size)

@@ -262,6 +262,10 @@ class OptimConfig:
     unchanged."""
     gradient_table_every: NonNegativeInt = 0
     """Interval, in optimizer steps, at which a table of the largest gradients is printed; 0 disables it."""
+    checkpointing: bool = False
+    """Gradient checkpointing: the repeated blocks of the model (layers of a transformer, blocks of a backbone) keep
+    their inputs alone and compute the rest again in the backward pass, which needs less memory and more time; the
+    results are the same to the bit."""
     compile: bool | str | None = None
     """Compile the repeated blocks of the model with torch.compile: true, or the name of a backend. It needs a C++
     compiler and a minute or two at the start, less with its cache. null: `--dynamo_backend` of `accelerate launch`,
