@@ -8,9 +8,7 @@ import yaml
 from launching import ROOT, rows
 from PIL import Image
 
-from toolkit.use.export.files import open_file
-
-PREDICT, EVALUATE, EXPORT = (ROOT / "scripts" / f"{name}.py" for name in ("predict", "evaluate", "export"))
+PREDICT, EVALUATE = (ROOT / "scripts" / f"{name}.py" for name in ("predict", "evaluate"))
 SIZES = ("--data.image_size", "[96, 64]", "--data.multi_scale", "[[96, 64], [128, 96]]")
 
 
@@ -44,17 +42,7 @@ def test_trained_evaluated_and_found_on_images_that_are_not_square(server, wide,
         assert x + width > 0 and y + height > 0 and x < 120 and y < 200
 
 
-@pytest.mark.slow
-@pytest.mark.every_script
-def test_exported_for_images_that_are_not_square(server, wide, tmp_path):
-    server.run(EXPORT, [wide, "--out", tmp_path / "out"])  # its AP after two steps is left to chance
-    files = [path for path in (tmp_path / "out").iterdir() if path.name.startswith("model.onnx")]
-    about = open_file(files[0].rename(tmp_path / "model.onnx"))[1]
-    assert about.size == {"height": 96, "width": 64}
-
-
-def test_a_wide_file_finds_what_the_run_finds(server, wide, picture, tmp_path):
-    """And gives as many rows as are asked for, or says how to get more."""
+def test_prediction_keeps_as_many_as_asked(server, wide, picture, tmp_path):
     counts = {}
     for number in (None, 3):
         out = tmp_path / f"found{number}"
