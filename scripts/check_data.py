@@ -29,6 +29,7 @@ from toolkit.data.formats.annotated import ALL, split_of
 from toolkit.data.formats.folders import recognise
 from toolkit.data.inspection import Finding, Inspection, clean_copy, inspect_tables
 from toolkit.data.table import DetectionTable
+from toolkit.data.transforms.geometry import pair_hw
 from toolkit.errors import BadInput, says_bad_input
 from toolkit.text import ShortUsage
 
@@ -181,28 +182,30 @@ def _recipe(script: str) -> tuple[str, str, str]:
 @says_bad_input
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if len(options.image_size or []) == 1:
+        options.image_size = options.image_size[0]
+    size_hw = pair_hw(options.image_size or 640)
     logging.disable(logging.WARNING)  # its summary is in the report
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
     options.check_images = CHECK_IMAGES.get(options.check_images, options.check_images)
     tables = open_all(options)
-    size = options.image_size or 640
     decoded = all(depth(options.check_images, len(table), table.name)[0] for table in tables.values())
-    inspection = inspect_tables(tables, size, compare=decoded)
+    inspection = inspect_tables(tables, size_hw, compare=decoded)
     print(report(tables, inspection))
     first = next(iter(tables.values()))
     if options.anchors:
         from toolkit.use.anchors import anchors_report  # here: it imports the detectors
 
-        print(anchors_report(first, (size, size), per_level=3, seed=0))
+        print(anchors_report(first, size_hw, per_level=3, seed=0))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(inspection.to_json(), encoding="utf-8")
     if options.pictures:
         from toolkit.use.data_pictures import draw_data  # here: it imports matplotlib
 
-        print(f"pictures: {len(draw_data(tables, size, options.pictures))} in {options.pictures}")
+        print(f"pictures: {len(draw_data(tables, size_hw, options.pictures))} in {options.pictures}")
     if options.augment:
         file = (options.pictures or Path("found")) / "augmented.jpg"
         print(f"pictures: {draw_augmented(options.augment, options.script, first, file)}")
@@ -232,8 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
     depths += "header reads sizes and ends of files; none opens no image"
     parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
-    side = "image side in pixels in training (default: 640, for statistics of box sizes)"
-    parser.add_argument("--image-size", type=int, help=side)
+    side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: 640, for statistics of box sizes)"
+    parser.add_argument("--image-size", type=int, nargs="+", help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
     pictures = "write pictures to this folder: samples of classes, positions, sizes, shapes"
     parser.add_argument("--pictures", type=Path, help=pictures)

@@ -53,8 +53,8 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """Prints the table and returns whether every expected number was met."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
-    how = (arguments.weights, options, accelerator, arguments.settings, arguments.backend)
-    parts = [open_any(run, *how) for run in arguments.run]
+    how = {key: getattr(arguments, key) for key in ("settings", "backend", "max_detections")}
+    parts = [open_any(run, arguments.weights, options, accelerator, **how) for run in arguments.run]
     predicted = parts[0] if len(parts) == 1 else pool_folds(parts, accelerator.print)
     result = run_on_main(lambda: _measured(predicted, arguments.backend))  # the only process with the predictions
     if len(parts) > 1:
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     run = "run folder, checkpoint, exported model, or predictions file; several: the folds of a cross-validation"
     parser.add_argument("run", type=Path, nargs="+", help=run)
-    add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--trust")
+    add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--max-detections", "--trust")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")

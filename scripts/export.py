@@ -97,6 +97,7 @@ def write_and_check(
     """The table of the files beside PyTorch, and what is wrong with those that are renamed, by name."""
     formats, out = arguments.formats, arguments.out
     what = {"categories": trained.categories, "size": trained.size, "source": trained.source}
+    what["max_detections"] = trained.max_detections
     how = {"top_k": arguments.top_k, "score_threshold": score_threshold}
     asked = ["torch", "onnx"] if "torch" in formats else ["onnx"]
     written, graph = export_detector(trained.detector, out, asked, **what, **how)
@@ -109,7 +110,8 @@ def write_and_check(
     if "onnx" not in formats:
         written.pop("onnx").unlink()
     images, run = example_images(table, trained, graph), runner_of(graph)
-    expected = Predictor("PyTorch", trained.categories, predict_with(run, about))
+    kept = {"max_detections": trained.max_detections}
+    expected = Predictor("PyTorch", trained.categories, predict_with(run, about), **kept)
     lines, problems = [Line("PyTorch", ap_of(expected, table), **speed(run, images))], {}
     for name, path in written.items():
         print(f"comparing {path} with PyTorch")
@@ -180,7 +182,8 @@ class Line:
 def check(name: str, path: Path, graph, images: np.ndarray, expected: float | None, table, arguments):
     """The file's row of the table, and what is wrong with it (None: nothing)."""
     run, about = open_file(path, trusted=True)  # written a moment ago
-    ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about)), table)
+    kept = {"max_detections": about.max_detections}
+    ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about), **kept), table)
     row, problem = Line(path.name, ap, **speed(run, images)), None
     if name != "int8":  # which is another detector, by design
         try:
@@ -264,7 +267,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["onnx", "torch"], help="default: onnx torch")
     add_flags(parser, "--weights", "--trust")
     parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize images to this size")
-    parser.add_argument("--top-k", type=int, default=300, help="maximum number of detections per image (default 300)")
+    rows = "maximum number of detections per image (default 300, or as many as the run evaluates where that is more)"
+    parser.add_argument("--top-k", type=int, help=rows)
     parser.add_argument("--split", help="annotation file to compare AP on, instead of the run's validation data")
     parser.add_argument("--image-dir", action="append", help="folder, archive or URL of its images; may be repeated")
     parser.add_argument("--format", default="coco", help="its format (default coco)")

@@ -92,7 +92,9 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def chosen_predictor(arguments: argparse.Namespace) -> tuple[Predictor, float]:
     """The predictor with all options applied, and the score threshold."""
-    predictor = open_predictor(arguments.model, arguments.weights, arguments.device, arguments.settings)
+    predictor = open_predictor(
+        arguments.model, arguments.weights, arguments.device, arguments.settings, arguments.max_detections
+    )
     if arguments.flip:
         predictor = flipped(predictor)
     if arguments.tile is not None:
@@ -211,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     least = "minimum score of a drawn relation (default 0.0); the files list the 100 best in any case"
     parser.add_argument("--relation-score", type=float, default=0.0, help=least)
     parser.add_argument("--image-ids", type=Path, help="COCO file to take image ids from (default: 1, 2, 3, ...)")
-    add_flags(parser, "--weights", "--trust")
+    add_flags(parser, "--weights", "--max-detections", "--trust")
     least = "minimum score (default 0.3); auto: thresholds of the report"
     parser.add_argument("--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD, help=least)
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep only these classes")

@@ -36,7 +36,7 @@ SMALL = {
     "ssdlite320_mobilenet_v3_large": {},
 }
 FAST = ("yolov3", "rt_detr_v2")
-SIZES = {"rf_detr": 56, "ssd300_vgg16": 300, "ssdlite320_mobilenet_v3_large": 320}
+SIZES = {"rf_detr": [112, 56], "ssd300_vgg16": [300, 340], "ssdlite320_mobilenet_v3_large": [256, 320]}
 OPTIONS = {"hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16, "detections_per_image": 5, "map_channels": 8,
            "representation_size": 16, "score_threshold": 0.0}  # fmt: skip
 
@@ -52,7 +52,7 @@ def table(tmp_path_factory):
 
 def batch_of(table, architecture):
     """Two images; the second without an object."""
-    transform = val_transform(SIZES.get(architecture, 64), [], 0)
+    transform = val_transform(SIZES.get(architecture, [64, 96]), [], 0)
     loader = validation_loader(table, transform, batch_size=2, workers=0, stride=1)
     batch = next(iter(loader))
     cut_objects(batch.targets[1], 0)

@@ -216,7 +216,7 @@ def test_deformable_attention_starts_as_a_star_and_boxes_at_an_eighth():
 
 
 @pytest.mark.parametrize(("name", "options", "hw", "words"), [
-    ("rf_detr", {}, (64, 80), "squares.*multiple of 16"),
+    ("rf_detr", {}, (64, 72), "64x72 px.*multiples of 16"),
     ("rf_detr", {"num_queries": 5}, (16, 16), "num_queries 5.*only 4 positions"),
     ("deformable_detr++", {"num_queries": 23}, (32, 32), "num_queries 23.*only 22 positions"),
     ("yolos", {}, (64, 90), "multiples of 16"),

@@ -108,7 +108,7 @@ def images_of(batch: int, height: int, width: int, seed: int = 0) -> torch.Tenso
 def test_the_function_gives_what_postprocess_gives(detectors, name):
     detector = detectors(name)
     graph, side = make_graph(detector, 100), side_of(name)
-    height = side + {"fixed": 0, "multiples": 32, "any": 21}[graph.sides]
+    height = side + {"fixed": max(32, detector.stride), "multiples": 32, "any": 21}[graph.sides]
     images, sizes = images_of(3, height, side), torch.tensor([[height, side]] * 3)
     with torch.no_grad():
         boxes, scores, labels = graph(images)
@@ -426,7 +426,8 @@ def test_every_detector_as_every_file(detectors, tmp_path, name):
     """The table of docs/export.md: `-s` prints its rows."""
     detector, side = detectors(name), side_of(name)
     graph = make_graph(detector, 100)
-    size = {"shortest_edge": 70, "longest_edge": 200} if graph.sides == "any" else {"height": side, "width": side}
+    wide = {"height": side, "width": side + max(32, graph.detector.stride)}
+    size = {"shortest_edge": 70, "longest_edge": 200} if graph.sides == "any" else wide
     table = labelled(own_predict(graph.detector, size), tmp_path / "images")
     more = ["openvino"] if importlib.util.find_spec("openvino") else []
     arguments = ["x", "--out", str(tmp_path / "out"), "--top-k", "100", "--formats", "onnx", "torch", *more]

@@ -21,7 +21,7 @@ from toolkit.data.dataset import DetectionDataset, sample_generator
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.data.transforms.geometry import ResizeShorter, detr_train_transform, square_transform
+from toolkit.data.transforms.geometry import ResizeShorter, detr_train_transform, exact_transform
 from toolkit.errors import BadInput
 
 resource = pytest.importorskip("resource", reason="limits of the kernel, and forked workers: not on Windows")
@@ -192,7 +192,7 @@ def test_batches_do_not_depend_on_workers_or_on_resuming(table):
 
 
 def test_evaluation_with_an_empty_rank(table):
-    dataset = DetectionDataset(table, square_transform(32))
+    dataset = DetectionDataset(table, exact_transform(32))
     for count, images in ((3, 1), (2, 0)):
         loader = make_loader(dataset, EvalSampler(count, 2, rank=2, world_size=3), 1, stride=32)
         assert [(len(batch), batch.images.shape) for batch in loader] == [(images, (images, 3, 32, 32))]
@@ -235,7 +235,7 @@ def test_a_disk_that_stalls_at_an_image_is_waited_for_and_that_is_said(tmp_path,
 def test_batches_in_flight_need_few_open_files(tmp_path):
     """Sent one by one, the 7 tensors of each target would hold 3360 files open here."""
     table = write_images(tmp_path, 8)
-    dataset = DetectionDataset(table, square_transform(8), cache_images=True)
+    dataset = DetectionDataset(table, exact_transform(8), cache_images=True)
     loader = make_loader(dataset, [[SampleKey(0, i) for i in range(8)]] * 60, workers=1)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))

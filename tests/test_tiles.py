@@ -6,6 +6,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from toolkit.evaluation.matches import match
 from toolkit.evaluation.report.errors import tide_errors
 from toolkit.use.open import open_predictor
 from toolkit.use.prediction import Predictor
-from toolkit.use.tiles import flipped, merged, starts, tiled
+from toolkit.use.tiles import flipped, merged, starts, tile_hw, tiled
 
 CLASSES = [Category(0, "red"), Category(1, "green"), Category(2, "blue")]
 
@@ -90,6 +91,22 @@ def test_every_object_is_found_once_wherever_tiles_end(seed, off):
     assert (overlaps.sum(1) == 1).all()
     assert len(found["labels"]) == len(expected["labels"])
     assert torch.equal(found["labels"][overlaps.long().argmax(1)], expected["labels"])
+
+
+def test_tiles_have_the_aspect_of_the_images_that_the_detector_was_trained_on():
+    assert tile_hw(640, None) == tile_hw(640, {"shortest_edge": 800, "longest_edge": 1333}) == (640, 640)
+    assert tile_hw(640, {"height": 384, "width": 640}) == (384, 640)
+    assert tile_hw(100, {"height": 64, "width": 32}) == (100, 50)
+    seen = []
+
+    def note(images, _):
+        seen.extend(tuple(image.shape[-2:]) for image in images)
+        return oracle().predict(images, 0)
+
+    image = scene(500, 640, 60, 3, side=20)
+    predictor = replace(oracle(), predict=note, size={"height": 96, "width": 160})
+    found = tiled(predictor, 160, overlap=0.25).predict([image], 0)[0]
+    assert set(seen) == {(96, 160)} and len(found["labels"]) == len(oracle().predict([image], 0)[0]["labels"])
 
 
 def test_an_object_larger_than_the_overlap_keeps_its_largest_part_only():

@@ -17,13 +17,13 @@ from toolkit.data.transforms.geometry import (
     ResizeShorter,
     crop,
     detr_train_transform,
+    exact_transform,
     flip,
     mirrored_predicates,
     recheck_boxes,
     resize,
     resize_target,
     shorter_side_size,
-    square_transform,
 )
 from toolkit.errors import BadInput
 
@@ -129,7 +129,7 @@ def test_resize_is_pillows():
 
 def test_choice_and_flip_frequencies():
     (image, target), source = sample([[0, 0, 2, 2]], (8, 8)), generator()
-    choice = RandomChoice((RandomFlip(0.0), RandomFlip(1.0), square_transform(4)))
+    choice = RandomChoice((RandomFlip(0.0), RandomFlip(1.0), exact_transform(4)))
     outs = [choice(image, target, source) for _ in range(600)]
     outcomes = [(out.shape[-1], moved["boxes"][0, 0].item()) for out, moved in outs]
     for outcome in ((8, 0.0), (8, 6.0), (4, 0.0)):

@@ -49,6 +49,7 @@ from toolkit.runs.watchdog import watchdog
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
+from toolkit.step.checkpointing import checkpoint_in_place
 from toolkit.step.compiling import be_deterministic, compile_in_place
 from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
@@ -61,7 +62,7 @@ from toolkit.step.schedules import schedule_of_settings
 from toolkit.training import Training, raise_trouble
 from toolkit.use.export import check_exportable, export_final
 from toolkit.use.publish import check_push, push, report_and_card
-from toolkit.validation import Validation, check_metric, evaluate_test_split, finish, validate
+from toolkit.validation import Validation, check_metric, evaluate_test_split, finish, validate, warn_of_crowds
 
 
 @dataclass
@@ -187,10 +188,9 @@ def make_detector(s: Session, table: DetectionTable, start: Callable | None = No
     if detector.fixed_size:
         pipeline.check_one_size(detector.stride, [c.image_size, *c.multi_scale], c.scales)
     if c.mixup and not detector.weighs_boxes:
-        architecture = detector.options["architecture"]
         raise BadInput(
-            f"data.mixup: the losses of {architecture} do not weigh boxes by their image's share; leave it out, or use "
-            "data.mosaic"
+            f"data.mixup: the losses of {detector.options['architecture']} do not weigh boxes by their image's share; "
+            "leave it out, or use data.mosaic"
         )
     if s.config.run.export:
         check_exportable(detector)
@@ -210,15 +210,16 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
     per_epoch = max(1, round(all_steps / run.epochs))  # on average
     total_steps, limit = min((all_steps, "run.epochs"), (run.max_steps or all_steps, "run.max_steps"))
-    pace = _pace(c, per_epoch)
+    pace, kept = _pace(c, per_epoch), c.eval.max_detections or detector.max_detections
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
+    checkpoint_in_place(detector, optim.checkpointing, optim.compile)
     compile_in_place(detector, optim.compile)
     one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
     model, optimizer = prepare(s.accelerator, detector, _optimizer(s, detector, weights), run.tf32, one_size)
     t = Training(
         accelerator=s.accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer, ema=ema,
         schedule=schedule_of_settings(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
-        validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, c.eval.pictures),
+        validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, kept, c.eval.pictures),
         guard=NanGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
         best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=pace,
         log=Log(s.is_main, run.meters, per_epoch, run.log_every), signals=s.signals, folder=s.folder, seed=run.seed,
@@ -227,6 +228,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     )  # fmt: skip
     if not run.eval_only:
         t.warn_of_length()
+        warn_of_crowds(t)
     _begin(s, t, table)
     wait_at_most(run.hang_minutes)
     return t
@@ -268,21 +270,20 @@ def stop_if_asked(s: Session, when: str) -> None:
 
 
 def _write_final(s: Session, t: Training) -> None:
-    c, folder, categories = s.config.data, s.folder / "final", t.validation.table.categories
+    c, folder, v = s.config.data, s.folder / "final", t.validation
     size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
     with as_sentences():
-        t.detector.save_final(folder, categories, size)
+        t.detector.save_final(folder, v.table.categories, size)
         if s.config.run.export:
-            images = next(iter(t.validation.loader)).images[:4]
-            t.log.say(export_final(t.detector, folder, images, categories, size, t.log.say))
+            images = next(iter(v.loader)).images[:4]
+            t.log.say(export_final(t.detector, folder, images, v.table.categories, size, t.log.say, v.max_detections))
 
 
 def _evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:
     c, images = s.config.data, s.config.eval.batch_size_per_device
     transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
-    return pipeline.validation_loader(
-        table, transform, batch_size=images, workers=c.workers, stride=detector.stride, pin=s.pins
-    )
+    how = {"batch_size": images, "workers": c.workers, "stride": detector.stride, "pin": s.pins}
+    return pipeline.validation_loader(table, transform, **how)
 
 
 def _loaders(

@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 JOINERS = "\u200c\u200d"  # invisible, and part of words and emoji
 RIGHT_TO_LEFT = ("R", "AL", "AN")
@@ -145,3 +145,8 @@ def _first(text: str, limit: int) -> str:
         if used > limit:
             return text[:position]
     return text[: 3 * limit]
+
+
+def size_text(size_hw: Sequence[int]) -> str:
+    """A size (h, w) as people write it: 640, or 384 x 640."""
+    return str(size_hw[0]) if size_hw[0] == size_hw[1] else f"{size_hw[0]} x {size_hw[1]}"

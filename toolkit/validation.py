@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.errors import Preempted, StoppedByGuard
-from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
+from toolkit.evaluation.coco import OF_GRAPHS, crowded_notes, make_evaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions_file import write_predictions
@@ -36,13 +36,15 @@ class Validation:
     """The validation data and evaluator of a run.
 
     evaluator: what measures predictions on `table`, such as `CocoEvaluator`; None: there is no table to measure on.
-    score_threshold: scores below it are left out. pictures: images drawn at each evaluation.
+    score_threshold: scores below it are left out. max_detections: of an image, over all classes. pictures: images drawn
+    at each evaluation.
     """
 
     table: DetectionTable
     loader: DataLoader | None
     evaluator: Any
     score_threshold: float = 0.0
+    max_detections: int = 100
     pictures: int = 8
 
 
@@ -94,6 +96,7 @@ def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, d
         autocast=t.accelerator.autocast,
         stop=lambda: t.signals.received,
         score_threshold=score_threshold,
+        top_k=t.validation.max_detections,
         description=description,
         say=t.log.say,
     )
@@ -119,6 +122,15 @@ def check_metric(t) -> None:
         metrics += [f"ema/{name}" for name in metrics]
     if t.best.metric not in metrics:
         raise no_such_metric(t.best.metric, metrics, t.ema is not None)
+
+
+def warn_of_crowds(t) -> None:
+    """Says how many images have more objects than the detector can find, or than are kept of what it finds."""
+    limits, kept = dict(t.detector.object_limits), {"eval.max_detections": t.validation.max_detections}
+    is_graph = bool(getattr(t.detector, "predicates", ()))  # of which pairs are kept
+    for name, wanted in (("training", limits), ("validation", limits if is_graph else limits | kept)):
+        for note in crowded_notes(name, t.data[name], wanted):
+            t.log.say(note)
 
 
 def finish(t) -> None:

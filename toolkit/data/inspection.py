@@ -16,6 +16,7 @@ from toolkit.data.formats.annotated import names_by_content
 from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
+from toolkit.text import size_text
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # shorter side of a box, at the input size
@@ -68,18 +69,21 @@ class Inspection:
 
 
 def inspect_tables(
-    tables: Mapping[str, DetectionTable], image_size: int, cache_dir: str | Path | None = None, compare: bool = True
+    tables: Mapping[str, DetectionTable],
+    image_hw: tuple[int, int],
+    cache_dir: str | Path | None = None,
+    compare: bool = True,
 ) -> Inspection:
     """Inspects all splits of a data set together.
 
     Args:
         tables: by the name of the split; read with on_error "drop", so that they carry their problems.
-        image_size: side in pixels that images are trained at, for the sizes of boxes.
+        image_hw: height and width in pixels that images are trained at, for the sizes of boxes.
         compare: decode the images to find those that are the same or look alike.
     """
     result = Inspection()
     for split, table in tables.items():
-        result.splits[split] = _walk(split, table, image_size, result)
+        result.splits[split] = _walk(split, table, image_hw, result)
     result.findings += [*_problems(tables), *_classes(tables, result.splits)]
     if compare:
         _compare(tables, cache_dir, result)
@@ -91,7 +95,7 @@ def inspect_tables(
     return result
 
 
-def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection) -> SplitSummary:
+def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: Inspection) -> SplitSummary:
     """Counts, sizes, boxes given twice."""
     truth, names = table.boxes(), table.rows["file_name"].to_pylist()
     plain, classes = truth[~truth.iscrowd], len(table.categories)
@@ -99,13 +103,13 @@ def _walk(split: str, table: DetectionTable, image_size: int, result: Inspection
         message = f"{split}: {len(twice)} boxes of one class that overlap by an IoU above {NEAR_BOX_IOU}"
         result.findings.append(Finding("warning", "box given twice", message, twice))
     sizes_wh = table.sizes_hw()[plain.image_index, ::-1].astype(np.float32)
-    sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * image_size / sizes_wh
+    sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * np.float32(image_hw[::-1]) / sizes_wh
     is_small = sides.min(axis=1, initial=np.inf) < SMALL_PX
     if num_small := int(is_small.sum()):
         few = np.bincount(plain.image_index[is_small])
         small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
         message = f"{split}: {num_small} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input "
-        result.findings.append(Finding("note", "small boxes", f"{message}size of {image_size} px", small))
+        result.findings.append(Finding("note", "small boxes", f"{message}size of {size_text(image_hw)} px", small))
     sizes = np.sqrt(sides.prod(axis=1))
     quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
     boxes = np.bincount(plain.labels, minlength=classes)

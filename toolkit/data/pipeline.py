@@ -20,7 +20,8 @@ from toolkit.data.transforms.geometry import (
     ThenResize,
     Transform,
     detr_train_transform,
-    square_transform,
+    exact_transform,
+    pair_hw,
 )
 from toolkit.data.transforms.policy import policy_of
 from toolkit.data.transforms.ssd import PhotometricDistortion, SeenRegion, SsdTransform
@@ -28,18 +29,23 @@ from toolkit.data.transforms.yolov3 import yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
 from toolkit.distributed import world
 from toolkit.errors import BadInput
+from toolkit.text import size_text
 
 RECIPES = ("detr", "ssd", "yolov3")
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
+ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
+ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixels
 
 
-def check_one_size(stride: int, sides: Sequence[int], scales: Sequence[int]) -> None:
-    """For detectors that ignore padding: raises BadInput for `scales`, or a side in pixels that is no multiple of
+def check_one_size(stride: int, sizes: Sequence[ImageSize], scales: Sequence[int]) -> None:
+    """For detectors that ignore padding: raises BadInput for `scales`, or a size in pixels that is no multiple of
     `stride`, whose images the loader would pad."""
     faults = ["the detector needs images of one size: leave data.scales empty, set data.image_size"] if scales else []
-    for side in (side for side in sides if side % stride):
-        fault = f"images of side {side} (data.image_size, data.multi_scale) would be padded, which the detector "
-        faults.append(fault + f"ignores: give a multiple of {stride}, such as {max(1, round(side / stride)) * stride}")
+    for size in (size for size in sizes if any(side % stride for side in pair_hw(size))):
+        near = [max(1, round(side / stride)) * stride for side in pair_hw(size)]
+        padded = f"images of {size_text(pair_hw(size))} px (data.image_size, data.multi_scale) would be padded"
+        nearest = near[0] if isinstance(size, int) else near
+        faults.append(f"{padded}, which the detector ignores: give multiples of {stride}, such as {nearest}")
     if faults:
         raise BadInput(faults)
 
@@ -70,7 +76,7 @@ def train_transform(c: Any) -> Transform:
     colours = (PhotometricDistortion(),) if c.photometric else ()
     if not c.scales:
         before = Compose((*first, *((RandomFlip(probability),) if c.flip else ())))
-        return ThenResize(before, Compose(colours), (c.image_size, c.image_size))
+        return ThenResize(before, Compose(colours), pair_hw(c.image_size))
     if c.random_crop:
         geometry = detr_train_transform(c.scales, c.max_size, flip_probability=probability)
     else:  # Faster R-CNN's, which crops nothing
@@ -79,7 +85,7 @@ def train_transform(c: Any) -> Transform:
 
 
 def training_sizes(c: Any) -> VariableSizes | None:
-    """The squares that training images become, batch by batch; None: every image as the transform alone decides.
+    """The sizes that training images get, batch by batch; None: every image as the transform alone decides.
 
     The recipes ssd and yolov3, and mosaics, always have a size.
 
@@ -88,12 +94,15 @@ def training_sizes(c: Any) -> VariableSizes | None:
 
     Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
     """
-    faults = []
-    if min([c.image_size, *c.multi_scale, c.multi_scale_every]) < 1:
-        faults.append(
-            f"data.image_size is {c.image_size}, data.multi_scale {list(c.multi_scale)}, data.multi_scale_every "
-            f"{c.multi_scale_every}: expected sides of at least one pixel and at least one batch"
-        )
+    faults, sizes_hw = [], []
+    for size in (c.image_size, *c.multi_scale):
+        try:
+            sizes_hw.append(pair_hw(size))
+        except BadInput as error:
+            faults += error.problems
+    faults += [] if faults else _aspects_apart(*sizes_hw)
+    if c.multi_scale_every < 1:
+        faults.append(f"data.multi_scale_every {c.multi_scale_every}: expected at least one batch")
     for name in ("multi_scale", "mosaic", "batch_mixup", "copy_blend"):
         if c.scales and getattr(c, name):
             off = "leave data.multi_scale empty" if name == "multi_scale" else f"set data.{name} to 0"
@@ -105,21 +114,34 @@ def training_sizes(c: Any) -> VariableSizes | None:
         raise BadInput(faults)
     if c.recipe == "detr" and not c.multi_scale and not c.mosaic:
         return None
-    sides = tuple((side, side) for side in c.multi_scale or (c.image_size,))
-    base_hw = (c.image_size, c.image_size) if c.multi_scale and c.multi_scale_pixels else None
-    return VariableSizes(sides, c.multi_scale_every, base_hw)
+    base_hw, *several_hw = sizes_hw
+    base = base_hw if several_hw and c.multi_scale_pixels else None
+    return VariableSizes(tuple(several_hw) or (base_hw,), c.multi_scale_every, base)
 
 
-def val_transform(image_size: int, scales: list[int], max_size: int) -> Transform:
+def _aspects_apart(base_hw: tuple[int, int], *several_hw: tuple[int, int]) -> list[str]:
+    """A sentence if some sizes have another aspect than the first, to which validation images are resized."""
+    height, width = base_hw
+    apart = [(h * width) / (w * height) for h, w in several_hw]
+    if not any(max(ratio, 1 / ratio) > ASPECTS_APART for ratio in apart):
+        return []
+    near = [[round((h * w * height / width) ** 0.5), round((h * w * width / height) ** 0.5)] for h, w in several_hw]
+    return [
+        f"data.multi_scale {[list(hw) for hw in several_hw]} has other aspects than data.image_size {height} x {width} "
+        f"px, at which the detector is evaluated: give [height, width] of about {near}"
+    ]
+
+
+def val_transform(image_size: ImageSize, scales: list[int], max_size: int) -> Transform:
     """The deterministic transform of validation images."""
-    return ResizeShorter((scales[-1],), max_size) if scales else square_transform(image_size)
+    return ResizeShorter((scales[-1],), max_size) if scales else exact_transform(image_size)
 
 
-def processor_size(image_size: int, scales: list[int], max_size: int) -> dict[str, int]:
+def processor_size(image_size: ImageSize, scales: list[int], max_size: int) -> dict[str, int]:
     """The size of validation images in pixels, in the format of transformers' image processors."""
     if scales:
         return {"shortest_edge": scales[-1], "longest_edge": max_size}
-    return {"height": image_size, "width": image_size}
+    return dict(zip(("height", "width"), pair_hw(image_size), strict=True))
 
 
 def loader_of_settings(
@@ -186,7 +208,7 @@ def _check_last_epochs(c: Any) -> None:
 def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int) -> DetectionDataset:
     off = {"photometric": False, "zoom_out": 1.0, "iou_crop": False, "augment": None}
     without = {name: off[name] for name in c.plain_without if name in off and getattr(c, name) != off[name]}
-    plain_hw = (c.image_size, c.image_size) if c.multi_scale and "multi_scale" in c.plain_without else None
+    plain_hw = pair_hw(c.image_size) if c.multi_scale and "multi_scale" in c.plain_without else None
     mixing = {name: getattr(c, name) for name in MIXING}
     options = {"seed": seed, "cache_images": c.cache_images, "mirrored": c.mirrored_predicates}
     # samples of the recipe yolov3 draw whether they are mosaics, also where none is
@@ -226,8 +248,8 @@ def _check_transform(c: Any) -> None:
         faults.append(f"data.recipe is {c.recipe!r}; expected one of {', '.join(RECIPES)}")
     elif c.scales and c.recipe != "detr":
         faults.append(
-            f"data.recipe {c.recipe} makes squares, which data.scales are not: set data.recipe to detr, whose colours, "
-            "zoom_out and iou_crop are those of ssd, or leave data.scales empty and set data.image_size"
+            f"data.recipe {c.recipe} makes images of one size, which data.scales does not: set data.recipe to detr, "
+            "whose colours, zoom_out and iou_crop are those of ssd, or leave data.scales empty and set data.image_size"
         )
     if c.scales and min(c.scales) < 1:
         faults.append(f"data.scales is {list(c.scales)}; expected lengths of at least one pixel")

@@ -135,6 +135,23 @@ def check_ground_truth(table) -> list[str]:
     return notes
 
 
+def crowded_notes(name: str, table, limits: Mapping[str, int]) -> list[str]:
+    """A warning for each limit that images of a table pass with their objects; crowd regions are no objects.
+
+    limits: objects of an image that can be found at most, by the setting that says so. name: of the split.
+    """
+    if table.num_boxes().max(initial=0) <= min(limits.values(), default=np.inf):
+        return []  # without a look at every box
+    truth = table.boxes()
+    counts = np.bincount(truth.image_index[~truth.iscrowd], minlength=len(table))
+    return [
+        f"warning: {(counts > limit).sum():,} of {len(table):,} {name} images have more objects (up to "
+        f"{counts.max():,}) than {setting} {limit:,}: those beyond it cannot be found; raise it"
+        for setting, limit in limits.items()
+        if (counts > limit).any()
+    ]
+
+
 def _impossible_boxes(truth: Boxes, table) -> list[str]:
     """Annotations without width, height, area or class, in words (at most ten)."""
     ids, classes = table.image_ids().tolist(), len(table.categories)

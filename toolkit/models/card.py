@@ -156,8 +156,8 @@ def _usage(config: Mapping, classes: int) -> str:
     model, size = config["model"], config.get("processor_size") or {}
     if model["architecture"] != "fasterrcnn_resnet50_fpn_v2":
         return TOOLKIT_USAGE + "\n\nWithout it: `scripts/export.py` makes an ONNX file of it."
-    smallest = size.get("shortest_edge") or size.get("height") or 800
-    largest = size.get("longest_edge") or size.get("width") or 1333
+    first = size.get("shortest_edge") or size.get("height") or 800
+    smallest, largest = sorted((first, size.get("longest_edge") or size.get("width") or 1333))
     text = TORCHVISION_USAGE.replace("SMALLEST", str(smallest)).replace("LARGEST", str(largest))
     return text.replace("CLASSES", str(classes + 1)) + "\n\n" + TOOLKIT_USAGE
 

@@ -47,6 +47,8 @@ class Detector(nn.Module):
         class_tensors: tensors with rows per class, see `toolkit.models.weights.mapping`.
         slow_prefixes: prefixes of the parameters that the original program trains at a tenth of the learning rate.
         mean, std: of RGB values in [0, 1].
+        max_detections: detections of an image, over all classes, that an evaluation keeps where no setting says so: as
+            many as that of the original program. object_limits: {setting: objects that it can find in an image}.
         exported_sides: sides of images that an exported file takes: "any", "multiples" of `stride`, or "fixed", those
             it was exported for; empty: `forward` and `decode` cannot be traced, and there is no such file.
     """
@@ -63,6 +65,8 @@ class Detector(nn.Module):
     slow_prefixes: Sequence[str] = ()
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     exported_sides = ""
+    max_detections = 100
+    object_limits: Mapping[str, int] = {}
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Outputs, under autocast, of uint8 images (B, 3, H, W) with sizes (B, 2) h, w without padding."""

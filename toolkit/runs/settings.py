@@ -133,11 +133,12 @@ class DataConfig:
     """Number of data loading processes per device."""
     batch_size_per_device: PositiveInt = 16
     """Number of images in a micro-batch on each device."""
-    image_size: PositiveInt = 128
-    """Side in pixels of the square that images are resized to; not used with `data.scales`."""
+    image_size: PositiveInt | list[int] = 128
+    """Size in pixels that images are resized to: the side of a square, or [height, width], such as [384, 640] for
+    pictures of 16:9; not used with `data.scales`."""
     scales: list[int] = field(default_factory=list)
     """Lengths of the shorter image side in pixels: training draws one for each image, evaluation uses the last one.
-    Empty: images become squares of `data.image_size`."""
+    Empty: images get `data.image_size`."""
     max_size: PositiveInt = 1333
     """Maximum length of the longer image side in pixels, with `data.scales`."""
     random_crop: bool = False
@@ -157,9 +158,9 @@ class DataConfig:
     """Place half of the training images on a canvas of up to this multiple of their sides; 1 disables it."""
     iou_crop: bool = False
     """Crop training images to a random region with a randomly drawn minimum IoU with the boxes, as in SSD."""
-    multi_scale: list[int] = field(default_factory=list)
-    """Multi-scale training: image sides in pixels, one drawn for each batch. Empty: every batch has
-    `data.image_size`."""
+    multi_scale: list[int | list[int]] = field(default_factory=list)
+    """Multi-scale training: image sizes in pixels, sides or [height, width] of the aspect of `data.image_size`, one
+    drawn for each batch. Empty: every batch has `data.image_size`."""
     multi_scale_every: PositiveInt = 1
     """Number of micro-batches between two draws from `data.multi_scale`."""
     multi_scale_pixels: bool = False
@@ -261,6 +262,10 @@ class OptimConfig:
     unchanged."""
     gradient_table_every: NonNegativeInt = 0
     """Interval, in optimizer steps, at which a table of the largest gradients is printed; 0 disables it."""
+    checkpointing: bool = False
+    """Gradient checkpointing: the repeated blocks of the model (layers of a transformer, blocks of a backbone) keep
+    their inputs alone and compute the rest again in the backward pass, which needs less memory and more time; the
+    results are the same to the bit."""
     compile: bool | str | None = None
     """Compile the repeated blocks of the model with torch.compile: true, or the name of a backend. It needs a C++
     compiler and a minute or two at the start, less with its cache. null: `--dynamo_backend` of `accelerate launch`,
@@ -341,6 +346,10 @@ class EvalConfig:
     """Number of images in an evaluation batch on each device."""
     score_threshold: ClosedUnitInterval = 0.0
     """Minimum score of the detections that are evaluated."""
+    max_detections: PositiveInt | None = None
+    """Maximum number of detections of an image that are evaluated, over all classes; null: as in the original program
+    of the detector (the number of queries, but at least 100; 200 of SSD; 100 of others). COCO's metrics count 100 of
+    them for each class."""
     pictures: NonNegativeInt = 8
     """Number of validation images that are drawn at each evaluation."""
     test_split: str | None = None

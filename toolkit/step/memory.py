@@ -40,7 +40,8 @@ def naming_the_batch(window: Sequence[Batch]) -> Iterator[None]:
         raise BadInput(
             f"out of memory: {str(error).splitlines()[0]}\n{batches}\nLower --data.batch_size_per_device and raise "
             "--optim.accumulation_steps by the same factor: with `--loss.denominators global` the result stays the "
-            "same. `--run.probe_memory` finds this out before step 0."
+            "same. Or give --optim.checkpointing true, which takes more time. `--run.probe_memory` finds this out "
+            "before step 0."
         ) from error
 
 

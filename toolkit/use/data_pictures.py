@@ -15,13 +15,14 @@ from toolkit.data.dataset import row_target
 from toolkit.data.decoding import decode_image
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_picture
+from toolkit.text import size_text
 
 SAMPLES = 9
 TILE = 320
 MAX_BOXES = 200_000
 
 
-def draw_data(tables: Mapping[str, DetectionTable], image_size: int, folder: Path) -> list[Path]:
+def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], folder: Path) -> list[Path]:
     """Writes `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(tables.values()))
@@ -32,10 +33,10 @@ def draw_data(tables: Mapping[str, DetectionTable], image_size: int, folder: Pat
             name = re.sub(r"[^\w-]+", "_", category.name)[:60]
             tiles = [_tile(first, index, label) for index in rows]
             files.append(_grid(tiles, folder / f"samples_{label:03d}_{name}.jpg"))
-    boxes = {split: _boxes(table) for split, table in tables.items()}
+    boxes, side = {split: _boxes(table) for split, table in tables.items()}, math.sqrt(math.prod(image_hw))
     files.append(_positions(np.concatenate(list(boxes.values())), folder / "positions.png"))
     for name, unit, of in (
-        ("sizes", f"root of the area in px, images {image_size} px", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * image_size),
+        ("sizes", f"root of the area in px, images {size_text(image_hw)}", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * side),
         ("aspect_ratios", "width / height", lambda b: b[:, 2] / b[:, 3] * b[:, 4] / b[:, 5]),
     ):
         values = {split: of(split_boxes) for split, split_boxes in boxes.items()}

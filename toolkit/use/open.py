@@ -2,7 +2,7 @@
 knows. Runs are rebuilt from their folder alone.
 """
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,17 @@ from toolkit.models.weights.pretrained import cached_when_offline, open_pretrain
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.trust import TRUST
-from toolkit.use.export.files import open_file
+from toolkit.use.export.files import AT_LEAST, open_file
 from toolkit.use.prediction import Predictor, own_predict, predict_with, transformers_predict
 
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text}: expected a whole number above 0")
+    return int(text)
+
+
+MOST = "maximum number of detections of an image, over all classes (default: as the run evaluates)"
 IMAGES = "folder, archive or URL of the images, if not those of the run; may be repeated"
 # Flags of the scripts that open trained models, with their arguments for argparse.
 FLAGS = {
@@ -37,6 +45,7 @@ FLAGS = {
     "--image-dir": {"action": "append", "help": IMAGES},
     "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
     "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
+    "--max-detections": {"type": _count, "metavar": "N", "help": MOST},
     "--trust": {"action": "store_true", "help": TRUST},
 }
 PUBLISHED = (".pth", ".pt")  # files of weights that another program trained
@@ -44,12 +53,14 @@ REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": 
 
 
 class OwnDetector(NamedTuple):
-    """detector: in evaluation mode, on the CPU; size: what images are resized to, as in `input_hw`."""
+    """detector: in evaluation mode, on the CPU; size: what images are resized to, as in `input_hw`; max_detections: of
+    an image, as the run evaluates them."""
 
     source: str
     detector: nn.Module
     categories: list[Category]
     size: dict[str, int] | None
+    max_detections: int = Detector.max_detections
 
 
 def add_flags(parser: ArgumentParser, *names: str) -> None:
@@ -63,6 +74,7 @@ def open_predictor(
     weights: str | None = None,
     device: torch.device | str = "cpu",
     settings: Mapping = MappingProxyType({}),
+    max_detections: int | None = None,
 ) -> Predictor:
     """The detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
 
@@ -72,6 +84,8 @@ def open_predictor(
             graph of Scene-Graph-Benchmark.
         weights: "model" or "ema", of a run; None: those that the run's metric for best goes by, as in `final/`.
         settings: of the model, in place of its own; see `with_inference_settings`.
+        max_detections: of an image, over all classes; None: as many as the run evaluates, but at least 300 where the
+            predictions are not evaluated.
 
     Raises:
         BadInput: nothing of all this is there, or it cannot be loaded.
@@ -82,17 +96,26 @@ def open_predictor(
     opened = None if kind == "exported" else open_own_detector(source, weights, settings)
     if opened is not None:
         names = (getattr(opened.detector, name, ()) for name in ("predicates", "attributes"))
-        predict = own_predict(opened.detector.to(device), opened.size)
+        evaluated = max_detections or opened.max_detections
+        top_k = max_detections or max(AT_LEAST, evaluated)
+        predict = own_predict(opened.detector.to(device), opened.size, top_k)
         given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(opened.detector, "mode", ""))
-        return Predictor(opened.source, opened.categories, predict, *names, given, report_thresholds(path))
+        about = (given, report_thresholds(path), evaluated, opened.size)
+        return Predictor(opened.source, opened.categories, predict, *names, *about)
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
     if kind == "transformers":
-        return _open_transformers(source, device)
+        return _open_transformers(source, device, max_detections)
     run, about = open_file(path)
-    thresholds = {"": about.score_threshold}
-    predict = predict_with(run, about)
-    return Predictor(str(path), list(about.categories), predict, about.predicates, thresholds=thresholds)
+    if max_detections is not None and max_detections > about.top_k:
+        raise BadInput(
+            f"--max-detections {max_detections}: {source} gives {about.top_k} rows for an image; export it again with "
+            f"--top-k {max_detections}"
+        )
+    known = {"thresholds": {"": about.score_threshold}, "size": about.size}
+    known["max_detections"] = max_detections or about.max_detections
+    predict = predict_with(run, about, max_detections)
+    return Predictor(str(path), list(about.categories), predict, about.predicates, **known)
 
 
 def open_own_detector(
@@ -106,13 +129,22 @@ def open_own_detector(
         run = with_settings(open_run(path, options_class), settings)
         name, data = chosen_weights(run, weights), run.config["data"]
         size = processor_size(data["image_size"], data["scales"], data["max_size"])
-        return OwnDetector(f"{run.checkpoint.path} ({name} weights)", load_detector(run, name), run.categories, size)
+        detector, source = load_detector(run, name), f"{run.checkpoint.path} ({name} weights)"
+        return OwnDetector(source, detector, run.categories, size, evaluated_detections(run.config, detector))
     if weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is no run folder or checkpoint")
-    return OwnDetector(str(path), *load_detector_folder(path, settings)) if kind == "final" else None
+    if kind != "final":
+        return None
+    detector, categories, size = load_detector_folder(path, settings)
+    return OwnDetector(str(path), detector, categories, size, detector.max_detections)
 
 
-def _open_transformers(source: str | Path, device: torch.device | str) -> Predictor:
+def evaluated_detections(config: Mapping, detector: Detector) -> int:
+    """Detections of an image that the evaluations of a run keep; runs before there was the setting have none."""
+    return config.get("eval", {}).get("max_detections") or detector.max_detections
+
+
+def _open_transformers(source: str | Path, device: torch.device | str, max_detections: int | None) -> Predictor:
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
     from transformers.utils import logging as transformers_logging
 
@@ -135,9 +167,12 @@ def _open_transformers(source: str | Path, device: torch.device | str) -> Predic
     categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]
     if ids.is_file():  # a final/ folder of ours
         categories = [Category(entry["id"], entry["name"]) for entry in read_json(ids, list)]
-    return Predictor(
-        str(source), categories, transformers_predict(model, processor), thresholds=report_thresholds(path)
-    )
+    queries = getattr(model.config, "num_queries", None) or getattr(model.config, "num_detection_tokens", 0)
+    evaluated = max_detections or max(Detector.max_detections, queries)
+    predict = transformers_predict(model, processor, max_detections or max(AT_LEAST, evaluated))
+    size = dict(processor.size) if getattr(processor, "do_resize", False) else None
+    about = (report_thresholds(path), evaluated, size)
+    return Predictor(str(source), categories, predict, (), (), None, *about)
 
 
 def report_thresholds(path: Path) -> dict[str, float] | None:

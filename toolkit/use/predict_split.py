@@ -19,7 +19,7 @@ from toolkit.models import options_class
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
-from toolkit.use.open import load_detector, open_predictor, with_settings
+from toolkit.use.open import evaluated_detections, load_detector, open_predictor, with_settings
 from toolkit.use.prediction import labels_in, predict_table, relabelled
 
 Say = Callable[[str], None]
@@ -64,24 +64,33 @@ def open_any(
     accelerator,
     settings: Mapping = MappingProxyType({}),
     backend: str | None = None,
+    max_detections: int | None = None,
 ) -> Predicted:
-    """Dispatches on the kind of `source`; only runs take settings of the model and a `backend`. Raises BadInput."""
+    """Dispatches on the kind of `source`; only runs take settings of the model and a `backend`. max_detections: of an
+    image, as `open_predictor`. Raises BadInput."""
     kind = kind_of(source)
     if kind == "run":
         run = with_settings(open_run(source, options_class), settings)
-        return predict_run(run, weights, options, accelerator, backend)
+        return predict_run(run, weights, options, accelerator, backend, max_detections)
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is no run; its settings are fixed")
     if kind == "predictions":
+        if max_detections is not None:
+            raise BadInput(f"--max-detections {max_detections}: {source} holds predictions as they were kept")
         return read_file(source, options, accelerator.print)
     folder, data, table = _data_of(source, {}, options, accelerator.print)
-    predictor = open_predictor(source, device=accelerator.device)
+    predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
     about = {"detector": predictor.source, "data": data}
     return Predicted(table, predict_table(predictor, table), about, run_folder=folder)
 
 
 def predict_run(
-    run: Run, weights: str | None, options: SplitOptions, accelerator, backend: str | None = None
+    run: Run,
+    weights: str | None,
+    options: SplitOptions,
+    accelerator,
+    backend: str | None = None,
+    max_detections: int | None = None,
 ) -> Predicted:
     """The run's detector on its validation data or another split, as in training; several processes share the work.
 
@@ -104,7 +113,7 @@ def predict_run(
         loss_weights = LossWeights(detector.loss_names, config["loss"]["weights"], detector.default_weights)
         loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
         loss_weights.to(device)
-    settings = config["data"]
+    settings, kept = config["data"], max_detections or evaluated_detections(config, detector)
     result = predict_dataset(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
         validation_loader(
@@ -119,10 +128,13 @@ def predict_run(
         step=run.checkpoint.step,
         loss_weights=loss_weights,
         score_threshold=evaluation["score_threshold"],
+        top_k=kept,
         say=accelerator.print,
     )
     by_image = result.by_image
-    predictions = by_image if same else {key: relabelled(prediction, labels) for key, prediction in by_image.items()}
+    predictions = by_image
+    if not same:
+        predictions = {key: relabelled(prediction, labels, kept) for key, prediction in by_image.items()}
     of_graphs = {key: evaluation[key] for key in OF_GRAPHS if key in evaluation}
     evaluator = make_evaluator(detector, table, backend or evaluation["backend"], **of_graphs)
     about = {

@@ -25,10 +25,8 @@ from toolkit.evaluation.detections import (
     without_graph_constraint,
 )
 from toolkit.evaluation.predictions import joined
-from toolkit.use.export.files import About, Runner
+from toolkit.use.export.files import AT_LEAST, About, Runner
 
-MAX_DETECTIONS = 300  # of one image; the number of queries of the DETR family
-TOP_K = 100  # of one image of a data set, as in the evaluations of a run
 IMAGES_AT_ONCE = 8
 DEFAULT_THRESHOLD = 0.3
 NO_BOXES = {"boxes": torch.zeros(0, 4)}
@@ -49,6 +47,8 @@ class Predictor:
     predicates, attributes: names, of scene graphs.
     given: None; "boxes" or "boxes and labels" that a scene-graph model describes: `predict` then takes them third, a
         list of `boxes (N, 4)` and `labels (N,)` for each image.
+    max_detections: detections of an image, over all classes, that an evaluation keeps.
+    size: what images are resized to, as in `input_hw`; None: nothing is known of it.
     thresholds: the scores that the run's report recommends, by class name, and for all classes as ""; None: no report.
     """
 
@@ -59,6 +59,8 @@ class Predictor:
     attributes: Sequence[str] = ()
     given: str | None = None
     thresholds: Mapping[str, float] | None = None
+    max_detections: int = 100
+    size: Mapping[str, int] | None = None
 
     @property
     def recommended_threshold(self) -> float:
@@ -175,44 +177,50 @@ def _loop(prepare: Callable, find: Callable):
     return predict
 
 
-def own_predict(detector: nn.Module, size: Mapping[str, int] | None):
-    """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`."""
+def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = AT_LEAST):
+    """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`; top_k:
+    detections of an image at most."""
 
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
         device = next(detector.parameters()).device
         batch = collate(prepared, detector.stride).to(device)
         given = [batch.targets] if "labels" in batch.targets[0] else []
         outputs = detector(batch.images, batch.sizes, *given)
-        return detector.postprocess(outputs, batch.sizes, sizes_hw.to(device), score_threshold, MAX_DETECTIONS)
+        return detector.postprocess(outputs, batch.sizes, sizes_hw.to(device), score_threshold, top_k)
 
     return _loop(partial(resized, size), find)
 
 
-def predict_with(run: Runner, about: About):
-    """`Predictor.predict` of an exported detector."""
+def predict_with(run: Runner, about: About, top_k: int | None = None):
+    """`Predictor.predict` of an exported detector; top_k: detections of an image at most, None: all rows."""
 
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
         outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
         for boxes, scores, labels, *relations, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
             height, width = (new / old for new, old in zip(size_hw, batch.shape[-2:], strict=True))
-            keep = (labels >= 0) & (scores > score_threshold)
+            keep = ((labels >= 0) & (scores > score_threshold)).nonzero()[:top_k, 0]  # they are best first
             boxes = boxes[keep] * torch.tensor([width, height, width, height])
             found = {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
-            yield found | (_relations_among(keep, *relations) if relations else {})
+            yield found | (_relations_among(keep, len(scores), *relations) if relations else {})
 
     return _loop(partial(resized, about.size), find)
 
 
-def _relations_among(keep: Tensor, pairs: Tensor, predicate_scores: Tensor, triplet_scores: Tensor) -> Found:
-    """The relations of an exported graph between the objects that are kept."""
-    rows = keep[pairs].all(1) & (triplet_scores > 0)
-    columns = {"pairs": (keep.cumsum(0) - 1)[pairs[rows]], "predicate_scores": predicate_scores[rows]}
+def _relations_among(
+    keep: Tensor, count: int, pairs: Tensor, predicate_scores: Tensor, triplet_scores: Tensor
+) -> Found:
+    """The relations of an exported graph between the objects `keep`, rows of its `count` objects."""
+    place = torch.full((count,), -1)
+    place[keep] = torch.arange(len(keep))
+    rows = (place[pairs] >= 0).all(1) & (triplet_scores > 0)
+    columns = {"pairs": place[pairs[rows]], "predicate_scores": predicate_scores[rows]}
     return columns | {"predicates": predicate_scores[rows].argmax(1), "triplet_scores": triplet_scores[rows]}
 
 
-def transformers_predict(model: nn.Module, processor):
-    """`Predictor.predict` of a detector of transformers, whose processor prepares images one by one."""
+def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
+    """`Predictor.predict` of a detector of transformers, whose processor prepares images one by one; top_k: detections
+    of an image at most."""
     device = next(model.parameters()).device
 
     def prepare(image: Tensor, _) -> tuple[Tensor, Mapping]:
@@ -222,7 +230,9 @@ def transformers_predict(model: nn.Module, processor):
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
         joined = {key: torch.cat([inputs[key] for _, inputs in prepared]) for key in prepared[0][1]}
         sizes_hw = sizes_hw.to(device)
-        return processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes_hw)
+        found = processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes_hw)
+        order = (detections["scores"].argsort(descending=True, stable=True)[:top_k] for detections in found)
+        return [{key: d[key][rows] for key in d} for d, rows in zip(found, order, strict=True)]
 
     return _loop(prepare, find)
 
@@ -254,7 +264,8 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
         BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
     """
     labels = labels_in(table, predictor.class_names, predictor.source)
-    predictions = [relabelled(detections, labels) for detections in predict_images(predictor, table)]
+    most = predictor.max_detections
+    predictions = [relabelled(detections, labels, most) for detections in predict_images(predictor, table)]
     return joined(predictions, table.image_ids().tolist())
 
 
@@ -289,8 +300,8 @@ def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tenso
     return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
 
 
-def relabelled(detections: Mapping, labels: Tensor) -> Found:
-    """The best `TOP_K` detections of an image in the labels of a table, without those of classes that it lacks."""
+def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Found:
+    """The best `max_detections` of an image in the labels of a table, without those of classes that it lacks."""
     table_labels = labels[torch.as_tensor(detections["labels"]).long()]
-    keep = (table_labels >= 0).nonzero().flatten()[:TOP_K]
+    keep = (table_labels >= 0).nonzero().flatten()[:max_detections]
     return {key: torch.as_tensor(detections[key])[keep] for key in ("boxes", "scores")} | {"labels": table_labels[keep]}

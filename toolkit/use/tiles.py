@@ -1,6 +1,6 @@
 """Tiled prediction on large images, and flip test-time augmentation, merged into one result."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,10 +18,11 @@ NEAR = 0.025  # share of a tile's side: a box that ends so near to a border is c
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
-    """A predictor that runs on square tiles of `tile` pixels, and on the whole image if it fits in one.
+    """A predictor that runs on tiles of `tile` pixels, and on the whole image if it fits in one.
 
     Args:
-        tile: side in pixels; every tile is resized to what the detector was trained with.
+        tile: longer side in pixels of tiles that have the aspect of the images the detector was trained on, squares if
+            that is not known; every tile is resized to what the detector was trained with.
         overlap: share of a side that neighbours have in common; objects up to that size are whole in one of them.
         nms_iou: boxes of a class that overlap more are one.
 
@@ -33,20 +34,21 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
     if tile < 1 or not 0 <= overlap <= 0.9:
         raise BadInput(f"--tile {tile} --overlap {overlap}: expected at least one pixel, and 0 to 0.9 of a tile")
     _refuse_graphs(predictor, "--tile")
+    rows, columns = tile_hw(tile, predictor.size)
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
         return [one(image, score_threshold) for image in images]
 
     def one(image: Tensor, score_threshold: float) -> Found:
         height, width = image.shape[-2:]
-        corners = [(x, y) for y in starts(height, tile, overlap) for x in starts(width, tile, overlap)]
+        corners = [(x, y) for y in starts(height, rows, overlap) for x in starts(width, columns, overlap)]
         parts, cut = [], []
         for first in range(0, len(corners), batch_size):
             some = corners[first : first + batch_size]
-            cuts = [image[:, y : y + tile, x : x + tile] for x, y in some]
+            cuts = [image[:, y : y + rows, x : x + columns] for x, y in some]
             for (x, y), detections in zip(some, predictor.predict(cuts, score_threshold), strict=True):
                 boxes = detections["boxes"]
-                right, bottom = min(width, x + tile), min(height, y + tile)
+                right, bottom = min(width, x + columns), min(height, y + rows)
                 space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)
                 inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders that cut
                 cut.append(((space <= NEAR * tile) & inner).any(1))
@@ -72,6 +74,12 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
         return [_averaged(both, nms_iou) for both in zip(plain, mirrored, strict=True)]
 
     return replace(predictor, predict=predict)
+
+
+def tile_hw(tile: int, size: Mapping[str, int] | None) -> tuple[int, int]:
+    """(h, w) of tiles with a longer side of `tile` pixels and the aspect of `size`, if that is one."""
+    height, width = (size or {}).get("height", 1), (size or {}).get("width", 1)
+    return tuple(max(1, round(tile * side / max(height, width))) for side in (height, width))
 
 
 def starts(length: int, tile: int, overlap: float) -> list[int]:

@@ -31,6 +31,17 @@ OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightm
 UNKNOWN = -1  # predicate that has no name in a mirrored picture
 
 
+def pair_hw(size: int | Sequence[int]) -> Size:
+    """(h, w) of a size in pixels: the side of a square, or [h, w]. Raises BadInput for anything else."""
+    size_hw = (size, size) if isinstance(size, int) else tuple(size)
+    if len(size_hw) != 2 or min(size_hw) < 1:
+        raise BadInput(
+            f"{size} is no size of images (data.image_size, data.multi_scale, --image-size): expected a side or "
+            "[height, width], in pixels of at least 1"
+        )
+    return size_hw
+
+
 def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None) -> Size:
     """Size (h, w) after resizing the shorter side to `shorter`, or to less where the longer would pass `max_longer`.
 
@@ -300,6 +311,6 @@ def detr_train_transform(
     return Compose((RandomFlip(flip_probability), RandomChoice((multi_scale, cropped))))
 
 
-def square_transform(size: int) -> Transform:
-    """Every image to `size` x `size` pixels, aspect ratio not kept; for models that ignore a pixel mask."""
-    return ThenResize(size_hw=(size, size))
+def exact_transform(size: int | Sequence[int]) -> Transform:
+    """Every image to exactly this size, see `pair_hw`; for models that ignore a pixel mask."""
+    return ThenResize(size_hw=pair_hw(size))

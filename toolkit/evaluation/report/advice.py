@@ -128,7 +128,7 @@ def _scale(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
     if data.get("scales"):
         shorter = sizes_hw.min(axis=1)
         return np.minimum(data["scales"][-1] / shorter, data.get("max_size", 1333) / sizes_hw.max(axis=1))
-    return data["image_size"] / np.sqrt(sizes_hw.prod(axis=1))
+    return np.sqrt(np.prod(np.broadcast_to(data["image_size"], 2)) / sizes_hw.prod(axis=1))
 
 
 def _duplicates(judged, model) -> Advice | None:

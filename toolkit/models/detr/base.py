@@ -50,6 +50,15 @@ class TransformersDetector(Detector):
     stride, buffers_steer_training = 1, False
 
     @property
+    def object_limits(self) -> dict[str, int]:
+        return {"model.num_queries": self.resolved_options()["num_queries"]}
+
+    @property
+    def max_detections(self) -> int:
+        """As the evaluations of RT-DETR, D-FINE and their like: one for each query, and at least 100."""
+        return max(*self.object_limits.values(), Detector.max_detections)
+
+    @property
     def exported_sides(self) -> str:
         return "fixed" if self.fixed_size else "any"
 

@@ -32,6 +32,7 @@ class ConditionalDetr(MatchedDetector):
     config_class, model_class = ConditionalDetrConfig, ConditionalDetrForObjectDetection
     entries = {**ENCODER_DECODER, "dilation": ["dilation"]}
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    max_detections = 100  # of its 300 queries, in the original's evaluation
     class_tensors = {"model.class_labels_classifier.*": (0, 1, 0)}
 
     def _initialise(self, options: ConditionalDetrOptions, source_config: Mapping | None) -> None:

@@ -39,6 +39,7 @@ class DeformableDetr(MatchedDetector):
     entries = {**ENCODER_DECODER, "num_queries": ["num_queries", "two_stage_num_proposals"]}
     map_strides = (8, 16, 32)
     exported_sides = "fixed"  # its maps are cut by their sizes
+    max_detections = 100  # of its 300 queries, in the original's evaluation
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.decoder.class_embed.*": (0, 1, 0)}
 

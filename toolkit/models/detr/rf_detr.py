@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
+from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
 
 from toolkit.batch import normalize_images
 from toolkit.errors import BadInput
@@ -30,8 +31,8 @@ TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
 class RfDetr(MatchedDetector):
     """`transformers.RfDetrForObjectDetection`. Settings: see `RfDetrOptions`.
 
-    Its backbone ignores padding, so images must be square, of one size, a multiple of patch size times windows
-    along a side (56 px). The pretrained backbone is timm's DINOv2 of the same width.
+    Its backbone ignores padding, so images must all have one size, with sides that are multiples of patch size times
+    windows (56 px). The pretrained backbone is timm's DINOv2 of the same width.
     """
 
     Options = RfDetrOptions
@@ -74,6 +75,7 @@ class RfDetr(MatchedDetector):
         """With `heads` (None: in another proportion than ours) and `encoder_layers`."""
         config, vit = self.model.config, self.model.model.backbone.backbone
         vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
+        vit.embeddings.__class__ = _Embeddings
         patch = config.backbone_config.patch_size
         if options.pretrained_backbone:
             side = config.backbone_config.image_size // patch
@@ -93,7 +95,7 @@ class RfDetr(MatchedDetector):
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Predictions of every decoder layer and of the encoder, for all groups of queries in training, of images
-        `(B, 3, S, S)` without padding; targets are not needed.
+        `(B, 3, H, W)` without padding; targets are not needed.
 
         Returns:
             `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, `encoder_logits
@@ -128,13 +130,27 @@ class RfDetr(MatchedDetector):
 
     def _check_size(self, height: int, width: int) -> None:
         config = self.model.config
-        if height != width or height % self.stride:
+        if height % self.stride or width % self.stride:
             raise BadInput(
-                f"images of {height}x{width} px: rf_detr needs squares with a side that is a multiple of {self.stride} "
-                "(patch size times windows); set data.image_size."
+                f"images of {height}x{width} px: rf_detr needs sides that are multiples of {self.stride} (patch size "
+                "times windows); set data.image_size."
             )
-        positions = (height // config.backbone_config.patch_size) ** 2
+        patch = config.backbone_config.patch_size
+        positions = (height // patch) * (width // patch)
         check_positions(height, width, positions, config.num_queries)
+
+
+class _Embeddings(RfDetrDinov2Embeddings):
+    """transformers' embeddings; theirs, as the original's, exchange rows and columns of the windows where an image is
+    not square."""
+
+    def window_partition(self, embeddings: Tensor, height: int, width: int) -> Tensor:
+        """Tokens (B, 1 + patches, D) as (B * windows^2, 1 + patches of a window, D), windows of an image in rows."""
+        windows, patch = self.config.num_windows, self.config.patch_size
+        rows, columns = (side // patch // windows for side in (height, width))
+        patches = embeddings[:, 1:].unflatten(1, (windows, rows, windows, columns)).transpose(2, 3)
+        first = embeddings[:, :1].repeat_interleave(windows**2, dim=0)
+        return torch.cat((first, patches.reshape(-1, rows * columns, embeddings.shape[-1])), dim=1)
 
 
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None) -> dict:

@@ -180,6 +180,15 @@ class FasterRCNN(Detector):
         wrong = (outputs["roi_logits"].argmax(dim=1) != outputs["roi_classes"]) & positive
         return losses, {"class_error": (100.0 * wrong.sum(), positive.sum())}
 
+    @property
+    def object_limits(self) -> dict[str, int]:
+        return {"model.detections_per_image": self.max_detections}
+
+    @property
+    def max_detections(self) -> int:
+        """All that it finds: `detections_per_image` of the settings."""
+        return self.roi_heads.detections_per_img
+
     def decode(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """SSD (Liu et al., ECCV 2016) and SSDLite (Sandler et al., CVPR 2018) on any timm backbone, as CVNets builds them, and
 torchvision's own, with our criterion and its denominators."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -42,6 +43,7 @@ class SSD(Detector):
     divided_by = "positives"
     fixed_size, exported_sides = True, "fixed"  # the sizes of the maps are measured with a forward
     buffers_steer_training = False  # those of its weight are the same on all processes
+    max_detections = 200  # as Liu et al., CVNets and torchvision
 
     def __init__(self, class_names: Sequence[str], options: SsdOptions):
         super().__init__()
@@ -49,7 +51,7 @@ class SSD(Detector):
         backbone_strides = _backbone_strides(o.backbone, o.strides, o.channels, o.aspect_ratios)
         self.strides, self.stride = tuple(o.strides), backbone_strides[-1]
         scales = anchor_scales(len(o.strides), o.min_scale, o.max_scale)
-        self.anchor_options = (scales, tuple(o.aspect_ratios), o.clip_anchors)
+        self.anchor_options, self.clips_anchors = (scales, tuple(o.aspect_ratios)), o.clip_anchors
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.backbone, widths = timm_features(
             o.backbone, strides=backbone_strides, pretrained_backbone=o.pretrained_backbone, norm=o.norm
@@ -147,7 +149,7 @@ class SSD(Detector):
             with torch.autocast(parameter.device.type, enabled=False):
                 maps = self.backbone(images)
             self.backbone.train(training)
-            anchors = self._anchors_of(images, maps)
+            anchors = square_in_pixels(self._anchors_of(images, maps), image_hw, self.clips_anchors)
             self._anchors[key] = send(anchors, device), send(torch.tensor(tuple(image_hw)), device)
         return self._anchors[key]
 
@@ -156,9 +158,8 @@ class SSD(Detector):
         sizes = [tuple(level.shape[-2:]) for level in maps]
         for stride in self.strides[len(maps) :]:
             sizes.append((1, 1) if stride == WHOLE_IMAGE else tuple(-(-side // 2) for side in sizes[-1]))
-        scales, ratios, clip = self.anchor_options
-        levels = zip(sizes, scales, ratios, strict=True)
-        return torch.cat([level_anchors(hw, *of_level, clip) for hw, *of_level in levels])
+        levels = zip(sizes, *self.anchor_options, strict=True)
+        return torch.cat([level_anchors(hw, *of_level, self.clips_anchors) for hw, *of_level in levels])
 
     def map_taps(self) -> list[MapTap]:
         """The backbone's; the levels behind them are too coarse to look at a box."""
@@ -200,6 +201,17 @@ class SSD(Detector):
         return rows_of(boxes, rows), scores.flatten(1).gather(1, rows), (rows // count).where(turns > 0, -1)
 
 
+def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Tensor:
+    """Anchors (A, 4) cxcywh whose sides are fractions of a square's, for an image of (h, w): those of aspect 1 are
+    squares in its pixels, all have the area they had. Clipped to [0, 1] if wanted; as they are for square images."""
+    height, width = image_hw
+    if height == width:
+        return anchors
+    side = math.sqrt(height * width)
+    anchors = anchors * anchors.new_tensor([1, 1, side / width, side / height])
+    return anchors.clamp(0, 1) if clip else anchors
+
+
 class SSDLite(SSD):
     """An `SSD` with depthwise separable convolutions in extra levels and heads; what CVNets calls SSD."""
 
@@ -229,6 +241,7 @@ class SSD300(SSD):
             raise BadInput(f"model.pretrained_backbone: {o.architecture} starts from whole detectors: {remedy}")
         model = self.builder(weights=None, weights_backbone=None, num_classes=1 + len(class_names))
         self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
+        self.clips_anchors = self.anchor_generator.clip
         self.multibox = SsdCriterion(o.iou_threshold, negatives_per_positive=o.negatives_per_positive)
         for name in list(self.multibox.balance._buffers):  # no factor is learned: the names stay torchvision's
             self.multibox.balance._non_persistent_buffers_set.add(name)
@@ -265,6 +278,7 @@ class SSDLite320(SSD300):
 
     Options = Ssdlite320Options
     builder = staticmethod(ssdlite320_mobilenet_v3_large)
+    max_detections = 300
     map_strides = (16, 32, 64)
 
 

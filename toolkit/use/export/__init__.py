@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.use.export.check import check_outputs
-from toolkit.use.export.files import About, write_onnx, write_program
+from toolkit.use.export.files import AT_LEAST, About, write_onnx, write_program
 from toolkit.use.export.graph import detector_meant, make_graph, trace, trace_hw
 
 
@@ -35,7 +35,8 @@ def export_detector(
     size: Mapping[str, int] | None,
     source: str,
     score_threshold: float = 0.3,
-    top_k: int = 300,
+    top_k: int | None = None,
+    max_detections: int | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Path], nn.Module]:
     """Writes `model.onnx` and `model.pt2` of a detector, which stays as it is.
@@ -44,6 +45,8 @@ def export_detector(
         formats: of "onnx", "torch".
         size: what images are resized to before, as `toolkit.data.pipeline.processor_size`.
         source: where the detector comes from, in words.
+        top_k: rows of an image; None: 300, or `max_detections` where that is more.
+        max_detections: rows of an image that an evaluation keeps; None: as many as of the detector.
         say: called at each stage, which may take a minute.
 
     Returns:
@@ -55,6 +58,8 @@ def export_detector(
     check_exportable(detector)
     detector = copy.deepcopy(detector).cpu().float().eval()
     vars(detector).pop("forward", None)  # that of Accelerate, under autocast: a file computes in float32
+    kept = max_detections or detector.max_detections
+    top_k = top_k or max(AT_LEAST, kept)
     graph = make_graph(detector, top_k)
     architecture, stride = detector.options["architecture"], graph.detector.stride
     say(f"tracing {architecture} with torch.export")
@@ -64,6 +69,7 @@ def export_detector(
         say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
     program = trace(graph, (height, width))
     about = About(architecture, categories, size, graph.sides, stride, score_threshold, top_k, source)
+    about.max_detections = kept
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
@@ -82,13 +88,14 @@ def export_final(
     categories: Sequence[Category],
     size: Mapping[str, int],
     say: Callable[[str], None] = print,
+    max_detections: int | None = None,
 ) -> str:
     """Exports ONNX and torch.export files beside the final weights in `folder`, and returns their errors in words.
 
     images: uint8 (B, 3, H, W), real ones, on which they are compared with PyTorch. Raises BadInput as
     `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
     """
-    about = {"categories": categories, "size": size, "source": str(folder)}
+    about = {"categories": categories, "size": size, "source": str(folder), "max_detections": max_detections}
     written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
     differences = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]

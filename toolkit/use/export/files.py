@@ -24,6 +24,7 @@ OUTPUTS = ("boxes", "scores", "labels")
 OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # outputs too, see `toolkit.use.export.relations`
 KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
 LARGEST_SIDE = 20_000  # pixels that an image may be resized to
+AT_LEAST = 300  # detections of an image that a prediction keeps, unless told otherwise
 
 
 @dataclass
@@ -35,7 +36,8 @@ class About:
         images keep their size.
     sides: images that the file takes, "any", "multiples" of `stride`, or "fixed": those of `size`.
     score_threshold: from which on detections are meant to be used.
-    top_k: rows of an image. source: what was exported. predicates: names, of a scene graph.
+    top_k: rows of an image. source: what was exported. max_detections: rows of an image that an evaluation keeps.
+    predicates: names, of a scene graph.
     """
 
     architecture: str
@@ -47,6 +49,7 @@ class About:
     top_k: int
     source: str
     image: str = "uint8 (B, 3, H, W), RGB"
+    max_detections: int = 100
     predicates: Sequence[str] = ()
 
     @property
@@ -64,6 +67,7 @@ class About:
             entries = json.loads(text or "")
             entries["categories"] = [Category(entry["id"], str(entry["name"])) for entry in entries["categories"]]
             entries["score_threshold"] = float(entries["score_threshold"])
+            entries["max_detections"] = int(entries.get("max_detections", cls.max_detections))
             sides = (entries["size"] or {"none": 1}).values()
             if not all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides):
                 raise ValueError(f"size {entries['size']}")
