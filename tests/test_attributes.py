@@ -202,7 +202,7 @@ def test_the_loss_is_the_published_one_over_annotated_objects(table, batch):
 
 def test_detections_learn_the_attributes_of_what_they_overlap(table, batch, monkeypatch):
     model = model_of(table, "sgdet").train()
-    found = [{"boxes": t["boxes"] + 1.0, "logits": torch.zeros(len(t["labels"]), 5),
+    found = [{"boxes": t["boxes"] + 1.0, "labels": t["labels"], "logits": torch.zeros(len(t["labels"]), 5),
               "boxes_per_class": t["boxes"][:, None].expand(-1, 5, 4)} for t in batch.targets]  # fmt: skip
     found[1]["boxes"] = found[1]["boxes"] + 500.0  # overlap nothing
     monkeypatch.setattr(model.detector, "detect_with_logits", lambda *_, **__: found)

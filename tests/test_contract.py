@@ -124,7 +124,7 @@ def test_accumulated_gradients_equal_those_of_the_big_batch(name, options):
     ("faster_rcnn", {"anchor_sizes": [[16]]}, ["anchor_sizes"]),
     ("faster_rcnn", {"anchor_sizes": [[16], [32, 64]]}, ["anchor_sizes"]),
     ("faster_rcnn", {"head_norm": "layer"}, ["head_norm"]),
-    ("yolov3", {"backbone": "vit_tiny_patch16_224"}, ["8, 16, 32"]),
+    ("yolov3", {"backbone": "xcit_nano_12_p16_224"}, ["8, 16, 32"]),
     ("yolov3", {"objectness_prior": 0.0}, ["model.objectness_prior: 0.0"]),
     ("yolov3", {"anchors": [[[1, 2]], [[3, 4]]]}, ["anchors"]),
     ("yolov3", {"anchors": [[[1, 0]], [[3, 4]], [[3, 4]]]}, ["anchors"]),

@@ -98,7 +98,7 @@ def test_in_pictures(tmp_path):
     rows, names = np.arange(count), [drawable(name) for name in NASTY_NAMES]
     ordered = np.sort(boxes.numpy().reshape(count, 2, 2), 1).reshape(count, 4)
     triplets = np.stack([rows, rows[::-1], rows], 1)
-    _panel(Image.new("RGB", (200, 200)), ordered, rows, triplets, ["#000000"] * count, names, names)
+    _panel(Image.new("RGB", (200, 200)), ordered, rows, triplets, ["#000000"] * count, names, names, count)
     assert np.asarray(Image.open(tmp_path / "a.png")).std() > 5
     lacked = [drawable(name) for name in ("\u6771\u4eac", "\u5927\u962a", "\U0001f9ff", "\U0001f9fe", "cat")]
     assert lacked == ["<6771><4EAC>", "<5927><962A>", "<1F9FF>", "<1F9FE>", "cat"], "they stay apart"
