@@ -22,12 +22,13 @@ ARGS ?=
 train: .venv/installed
 	$(BIN)/python -m accelerate.commands.launch scripts/train_detr.py $(ARGS)
 
-# One thread a process: two test processes share two cores without getting in each other's way.
+# One thread a process: two test processes share two cores without getting in each other's way. Files in their order,
+# not those with the fewest tests last: these are long, and one process would wait for the other.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'slow or not slow' $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

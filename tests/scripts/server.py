@@ -48,7 +48,6 @@ def warm_up() -> None:
 
 def run_script(request: dict, rank: int) -> int:
     """The script's exit code; what python does at the end of a program is done here too."""
-    sys.path.append(str(Path(__file__).parents[1]))
     import faults
 
     sys.argv = [request["script"], *request["args"]]

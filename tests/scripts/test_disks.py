@@ -57,7 +57,8 @@ def test_a_run_and_data_that_are_read_only(server, script, settings, data, whole
     trained = small_settings(script, pictures, [*place, "new", "--run.max_steps", 1])
     server.run(script, trained).ok()
     again = small_settings(script, data, [*place, "old", "--run.resume", "latest"])
-    for program, args in (("report", [run]), ("export", [run]), ("publish", [run]), (script.name, again)):
+    exported = [run, "--out", run / "new"]
+    for program, args in (("report", [run]), ("export", exported), ("publish", [run]), (script.name, again)):
         ended = server.run(ROOT / "scripts" / f"{program}.py", args)
         assert ended.code == 2 and ended.text.count("error: ") == 1 and "Traceback" not in ended.text, ended.text
         assert "Read-only file system" in ended.text and str(run) in ended.text, ended.text
