@@ -436,7 +436,8 @@ def every_call(folder: Path) -> None:
 def test_kill_before_every_change_of_the_file_system(tmp_path):
     """In a process of its own, which may fork: one thread, no test runner."""
     command = [sys.executable, __file__, str(tmp_path / "checkpoints")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # where the tests' own modules are
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert "killed before each" in done.stdout
 
