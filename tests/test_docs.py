@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,6 +14,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from PIL import Image
 
+from toolkit.data.splits import open_splits
 from toolkit.data.table import Category
 from toolkit.models import ARCHITECTURES, build_detector, options_class
 from toolkit.runs import settings
@@ -118,6 +120,20 @@ def test_the_examples_of_the_api_run(here, monkeypatch):
         for module in ("one_box", "mine"):
             sys.modules.pop(module, None)
     assert "val/bbox_AP" in values["last_row"] and (here / "runs" / "mine" / "checkpoints" / "latest").exists()
+
+
+def test_the_circuit_boards_become_a_data_set(here):
+    examples((ROOT / "docs" / "data.md").read_text())
+    for number, (split, box) in enumerate({"trainval": "4 6 20 30 1", "test": "8 8 12 12 6"}.items()):
+        for name, shade in (("_test", 255), ("_temp", number)):
+            Path("PCBData", "g").mkdir(parents=True, exist_ok=True)
+            Image.new("L", (40, 40), shade).save(f"PCBData/g/{number}{name}.jpg")
+        Path(f"PCBData/g/{number}.txt").write_text(f"{box}\n{box}")
+        Path(f"PCBData/{split}.txt").write_text(f"g/{number}.jpg g/{number}.txt\n")
+    runpy.run_path("deep_pcb.py")
+    config = yaml.safe_load((ROOT / "configs" / "ssd" / "deep_pcb.yaml").read_text())["data"]
+    train, val = open_splits("train", "val", here, say=print, path=config["path"], cache_dir=here)
+    assert train.class_names == ["open", "pin-hole"] and (len(train), len(val)) == (1, 1)
 
 
 @pytest.mark.slow
