@@ -65,7 +65,7 @@ def kills(run, folder: Path, name: str):
     kinds, draw = defaultdict(list), random.Random(f"{SEED} {name}")
     for at, path in lists.items():
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            kinds[at, re.sub(r"\d|tmp.*", "", str(Path(line).parent))].append((at, number, line))
+            kinds[at, re.sub(r"\d|\.tmp.*", "", str(Path(line).parent))].append((at, number, line))
     for kind in kinds.values():
         draw.shuffle(kind)
     events = [event for turn in zip_longest(*kinds.values()) for event in turn if event is not None]

@@ -53,7 +53,7 @@ class Killer:
 @pytest.mark.every_script
 @pytest.mark.parametrize(("script", "ranks"), [
     (SCRIPTS[0], 1), *((script, 2) for script in SCRIPTS if script.name in ("train_detr", "train_sgg", "train_ssd")),
-], indirect=["script"])  # fmt: skip
+], indirect=["script"], ids=lambda value: getattr(value, "name", value))  # fmt: skip
 def test_killed_at_random_moments_it_ends_with_the_same_bits(server, script, settings, tmp_path, ranks):
     """Ten steps with all that has a state; saved at every second one, evaluated at every third."""
     draw = random.Random(f"{SEED} {script.name} {ranks}")
