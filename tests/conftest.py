@@ -53,22 +53,23 @@ def golden(pytestconfig) -> Path:
 
 
 @pytest.fixture
-def mount(tmp_path):
-    """`mount(options)`: the folder of a small file system of its own; skips the test where that takes more rights."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
+def mount():
+    """`mount(folder, *options)` until the test ends; skips the test where that takes more rights."""
+    mounted = {}
 
-    def mounted(options: str) -> Path:
+    def mount_at(folder: Path, *options) -> Path:
         if shutil.which("mount") is None:
             pytest.skip("there is no mount")
-        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(disk)]
-        if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        folder.mkdir(exist_ok=True)
+        done = subprocess.run(["mount", *options, folder], capture_output=True, text=True)
+        if done.returncode:
             pytest.skip(f"mounting a file system is not allowed here: {done.stderr.strip()}")
-        return disk
+        mounted[folder] = True
+        return folder
 
-    yield mounted
-    if disk.is_mount():
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    yield mount_at
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -367,8 +367,8 @@ def still_whole(folder: Path, step: int) -> None:
     assert not list(folder.glob(".tmp-*"))
 
 
-def test_a_full_disk_and_a_read_only_one(mount):
-    small_disk = mount("size=1m")
+def test_a_full_disk_and_a_read_only_one(mount, tmp_path):
+    small_disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "none")
     save(small_disk, 1)
     for weights, moments in ((900_000, 100_000), (100_000, 900_000)):  # each is written by a library of its own
         parts = {"tensors": {"model": {"w": torch.zeros(weights)}}, "state": {}}

@@ -91,8 +91,10 @@ def test_a_disk_that_stalls_is_waited_for_and_that_is_said(monkeypatch):
         said.append(text)
         told.set()
 
-    with waiting_aloud("the checkpoint of step 3", say, after_s=0):
-        assert told.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.files.STALLED_S", 0)
+        with waiting_aloud("the checkpoint of step 3", say):
+            assert told.wait(60)
     (text,) = said
     assert text.startswith("still waiting for the disk, for 0 s now: the checkpoint of step 3; ")
     with waiting_aloud("a row", said.append):

@@ -16,7 +16,9 @@ from samples import assert_same, sample
 from torchvision.transforms import functional as F
 
 from toolkit.batch import Batch, normalize_images, pixel_mask
+from toolkit.data.annotations import ImageRow
 from toolkit.data.batches import collate, make_loader, naming_killed_workers, windows
+from toolkit.data.check_files import check_image_files
 from toolkit.data.dataset import DetectionDataset, sample_generator
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.data.table import Category
@@ -212,24 +214,30 @@ def test_a_broken_file_is_one_clear_error(tmp_path, workers):
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETLEASE"), reason="Linux lets a process hold up those that open a file")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_disk_that_stalls_at_an_image_is_waited_for_and_that_is_said(tmp_path, workers, monkeypatch):
+@pytest.mark.parametrize("reader", ["check", "no worker", "worker"])
+def test_a_disk_that_stalls_at_an_image_is_waited_for_and_that_is_said(tmp_path, reader, monkeypatch):
     table, said = write_images(tmp_path, 4), []
-    loader = make_loader(DetectionDataset(table, TRANSFORM), EpochSampler(4, 2, shuffle=False), workers)
+    rows = [ImageRow(row["image_id"], row["file_name"], row["width"], row["height"]) for row in table.rows.to_pylist()]
+    loader = make_loader(DetectionDataset(table, TRANSFORM), EpochSampler(4, 2, shuffle=False), int(reader == "worker"))
+    what = "checking images" if reader == "check" else f"the next images, from {tmp_path}"
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # with which the kernel asks for the file
     with open(tmp_path / "0.jpg", "r+b") as file:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 
         def answer(text):
-            if not said:
+            if what in text and not said:
                 fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            said.append(text)
+                said.append(text)
 
         monkeypatch.setattr("toolkit.files.STALLED_S", 0.01)
-        monkeypatch.setattr("toolkit.data.batches._say", answer)
-        assert [target["image_id"] for batch in loader for target in batch.targets] == [100, 101, 102, 103]
+        monkeypatch.setattr("toolkit.files._say", answer)
+        if reader == "check":
+            assert check_image_files(rows, {row.file_name for row in rows}, tmp_path, "full")[0] == []
+        else:
+            assert [target["image_id"] for batch in loader for target in batch.targets] == [100, 101, 102, 103]
     signal.signal(signal.SIGIO, before)
-    assert said[0].startswith("still waiting for the disk, for 0.01 s now: the next images, from ")
+    (text,) = said
+    assert text.startswith(f"still waiting for the disk, for 0.01 s now: {what}; ")
 
 
 def test_batches_in_flight_need_few_open_files(tmp_path):

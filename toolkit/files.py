@@ -4,8 +4,10 @@ import difflib
 import json
 import math
 import os
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,17 +204,49 @@ def decode_json(value):
 
 
 @contextmanager
-def waiting_aloud(what: str, say: Callable[[str], None], after_s: float | None = None) -> Iterator[None]:
-    """Says once what a block waits for, if it takes longer than `after_s` (None: `STALLED_S`), as on a stalled disk."""
-    after_s = STALLED_S if after_s is None else after_s
-    message = f"still waiting for the disk, for {after_s:g} s now: {what}; the run goes on when it answers"
-    timer = threading.Timer(after_s, say, [message])
+def waiting_aloud(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says once what a block waits for, if it takes longer than `STALLED_S`, as on a stalled disk."""
+    timer = threading.Timer(STALLED_S, say, [_stalled(what)])
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def items_aloud(items: Iterable, what: str) -> Iterator:
+    """The items; stderr tells of each that takes longer than `STALLED_S`, once. One thread watches over all of them."""
+    began, ended = None, threading.Event()
+
+    def watch() -> None:
+        told, wait_s = None, STALLED_S
+        while not ended.wait(wait_s):
+            since, wait_s = began, STALLED_S
+            waited_s = 0.0 if since in (None, told) else time.monotonic() - since
+            if waited_s < STALLED_S:
+                wait_s -= waited_s
+            else:
+                told = since
+                _say(_stalled(what))
+
+    threading.Thread(target=watch, name="stalled", daemon=True).start()
+    try:
+        began = time.monotonic()
+        for item in items:
+            began = None
+            yield item
+            began = time.monotonic()
+    finally:
+        ended.set()
+
+
+def _stalled(what: str) -> str:
+    return f"still waiting for the disk, for {STALLED_S:g} s now: {what}; the run goes on when it answers"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def usable_cores() -> int:

@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from launching import REPORT, ROOT, assert_same_run, small_settings
@@ -29,27 +28,14 @@ CASES = [("full", "first checkpoint"), *(pytest.param(how, moment, marks=pytest.
 }.items() for moment in sorted(moments))]  # fmt: skip
 
 
-@pytest.fixture
-def read_only(request):
-    """`read_only(folder)`: nobody can write to it any more."""
-
-    def mount(folder: Path) -> Path:
-        for options in (["--bind", str(folder)], ["-o", "remount,bind,ro"]):
-            done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"mounting a file system is not allowed here: {done.stderr}")
-            if "--bind" in options:
-                request.addfinalizer(lambda: subprocess.run(["umount", "--lazy", str(folder)], check=True))
-        return folder
-
-    return mount
-
-
 @pytest.mark.slow
-def test_a_run_and_data_that_are_read_only(server, script, settings, data, whole, tmp_path, read_only):
+def test_a_run_and_data_that_are_read_only(server, script, settings, data, whole, tmp_path, mount):
     """What only reads them works; what writes to the run says so."""
-    run, pictures = read_only(shutil.copytree(whole, tmp_path / "old", symlinks=True)), tmp_path / "data"
-    read_only(shutil.copytree(data, pictures))
+    run = shutil.copytree(whole, tmp_path / "old", symlinks=True)
+    pictures = shutil.copytree(data, tmp_path / "data")
+    for folder in (run, pictures):
+        mount(folder, "--bind", folder)
+        mount(folder, "-o", "remount,bind,ro")
     assert server.run(ROOT / "scripts" / "evaluate.py", [run]).code == 0
     predicted = [run, pictures / "val", "--out", tmp_path / "found", "--format", "json"]
     assert server.run(ROOT / "scripts" / "predict.py", predicted).code == 0
@@ -65,8 +51,11 @@ def test_a_run_and_data_that_are_read_only(server, script, settings, data, whole
 
 
 @pytest.mark.parametrize(("how", "moment"), CASES)
-def test_the_run_ends_with_a_sentence_and_goes_on_when_there_is_room(server, script, resumable, mount, how, moment):
-    (args, reference), disk = resumable(1), mount("size=512m,nr_inodes=400")
+def test_the_run_ends_with_a_sentence_and_goes_on_when_there_is_room(
+    server, script, resumable, mount, tmp_path, how, moment
+):
+    args, reference = resumable(1)
+    disk = mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=512m,nr_inodes=400", "none")
     args = [*args, "--run.output_dir", str(disk), "--run.name", "run", "--eval.pictures", "2", "--data.workers", "0"]
     at, call = MOMENTS[moment]
     fault = {"disk": how, "folder": str(disk / "run" if how == "removed" else disk), "at": at, "call": call}

@@ -65,7 +65,7 @@ def kills(run, folder: Path, name: str):
     kinds, draw = defaultdict(list), random.Random(f"{SEED} {name}")
     for at, path in lists.items():
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            kinds[at, re.sub(r"\d|tmp.*", "", str(Path(line).parent))].append((at, number, line))
+            kinds[at, re.sub(r"\d|\.tmp.*", "", str(Path(line).parent))].append((at, number, line))
     for kind in kinds.values():
         draw.shuffle(kind)
     events = [event for turn in zip_longest(*kinds.values()) for event in turn if event is not None]
@@ -86,30 +86,34 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_training_killed_at_a_write_goes_on_to_the_same_bits(server, data, tmp_path):
-    """Steps, checkpoints, evaluations with pictures, the test split, final/ and the report."""
+def test_training_killed_at_a_write_goes_on_to_the_same_bits(hub, data, tmp_path):
+    """Steps, checkpoints, evaluations with pictures, the test split, exported files, final/, the report, the hub."""
+    run_there, uploaded = hub
     folder, reference = tmp_path / "run", tmp_path / "reference"
-    args = small_settings(SCRIPTS[0], data, [
+    args = small_settings(SCRIPTS[-1], data, [
         "--run.output_dir", tmp_path, "--run.max_steps", 2, "--run.eval_every", 1, "--run.save_every", 1,
         "--run.resume", "latest", "--eval.pictures", 2, "--eval.test_split", data / "annotations" / "val.json",
+        "--run.export", "true", "--hub.push", "me/cups",
     ])  # fmt: skip
 
     def run(faults=()):
-        return server.run(SCRIPTS[0], args, faults=faults, whole=True)
+        return run_there(SCRIPTS[-1], args, faults, whole=True)
 
     def begin(faults):
         shutil.rmtree(folder, ignore_errors=True)
+        uploaded.clear()
         return run(faults)
 
     begin([]).ok()
     folder.rename(reference)
-    for fault in kills(begin, tmp_path, "train_detr"):
+    for fault in kills(begin, tmp_path, "train_ssd"):
         assert begin([fault]).codes == [-9]
         run().ok()
         assert_same_run(folder, reference)
         for part in ("final", "test"):
             assert contents(folder / part) == contents(reference / part), part
         assert (folder / "report" / "index.html").is_file()
+        assert uploaded == {path.name: path.read_bytes() for path in (folder / "final").glob("[!.]*")}
 
 
 @pytest.mark.slow

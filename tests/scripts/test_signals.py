@@ -6,10 +6,15 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from launching import EVALUATION, MICRO_BATCH, REPORT, TORCHRUN, assert_same_run, finish, rows, run_folder, start
+from signalled import MOMENTS
+
+from toolkit.runs.folder import prepare_run_folder
+from toolkit.runs.status import FolderLock, read_status
 
 STOP = "toolkit.session:stop_if_asked"
 SENT = (  # one run after the other, each going on where the one before stopped: step it stops at
@@ -50,6 +55,48 @@ def test_a_signal_during_the_imports_is_the_default_death(script, settings, tmp_
     code, text = finish(process)
     assert code in (-getattr(signal, name), 130), text
     assert list(status.parent.iterdir()) == [status] and status.read_text() == '{"state": "preempted"}'
+
+
+LAUNCHERS = {"accelerate launch": ["accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1",
+                                   "--mixed_precision", "no", "--dynamo_backend", "no"],
+             "torchrun": ["torch.distributed.run", "--nproc_per_node", "2"]}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("whom", "signals"), [("launcher", "SIGTERM"), ("group", "SIGTERM"), ("rank", "SIGTERM"),
+                                               ("group", "SIGINT SIGINT")])  # fmt: skip
+def test_a_signal_in_the_first_seconds(script, settings, tmp_path, launcher, moment, whom, signals):
+    """Through the real launchers: no process is left, what an earlier run says of itself stays, and the folder can be
+    used at once. Accelerate's launcher hands no signal on."""
+    status = tmp_path / "run" / "status.json"
+    status.parent.mkdir()
+    status.write_text('{"state": "preempted"}')
+    args = settings("--run.output_dir", tmp_path, "--run.resume", "latest", "--run.max_steps", 1, "--run.eval_every", 0)
+    wrapper = [Path(__file__).with_name("signalled.py"), moment, whom, signals, script.path]
+    code, text = finish(start([sys.executable, "-m", *LAUNCHERS[launcher], *wrapper, *args]))  # all of its processes
+    goes_on = (launcher, whom) == ("accelerate launch", "launcher")
+    assert f"to {whom}" in text and code != 0, text
+    assert read_status(status.parent)["state"] == ("done" if goes_on else "preempted"), text
+    with FolderLock() as lock:
+        prepare_run_folder(tmp_path, "run", "latest", lock)
+
+
+@pytest.mark.slow
+def test_of_two_real_launches_in_one_folder_one_trains(script, settings, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.resume", "latest", "--run.epochs", 1000, "--run.eval_every", 0)
+    command = [sys.executable, "-m", *LAUNCHERS["accelerate launch"], script.path, *args]
+    both = [start(command) for _ in range(2)]
+    while all(launch.poll() is None for launch in both):
+        time.sleep(0.05)
+    refused, trains = sorted(both, key=lambda launch: launch.poll() is None)
+    code, text = finish(refused)
+    assert code == 1 and "in use by process" in text, text
+    os.killpg(trains.pid, signal.SIGTERM)
+    code, text = finish(trains)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("preempted", 85), text
 
 
 def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):

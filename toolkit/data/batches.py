@@ -9,7 +9,6 @@ The sampler's `offset`, which a checkpoint stores, therefore moves only when the
 
 import os
 import re
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from toolkit.batch import Batch, Target
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.errors import BadInput
-from toolkit.files import waiting_aloud
+from toolkit.files import items_aloud
 from toolkit.signals import ignore_in_worker, sigterm_held_back
 
 NAMED_IMAGES = 8  # of the batch of a worker that was killed
@@ -116,18 +115,10 @@ class _Loader(DataLoader):
 
 def _raised(items: Iterator[Batch | BadInput], place: str) -> Iterator[Batch]:
     with naming_killed_workers():
-        while True:
-            with waiting_aloud(f"the next images, from {place}", _say):
-                item = next(items, None)
-            if item is None:
-                return
+        for item in items_aloud(items, f"the next images, from {place}"):
             if isinstance(item, BadInput):
                 raise item
             yield item
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode
 from toolkit.data.image_sources import ImageSources, Stored, digest_of, is_there, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
 from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS, usable_cores
+from toolkit.files import MAX_IMAGE_PIXELS, items_aloud, usable_cores
 from toolkit.text import shown
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
@@ -41,7 +41,7 @@ def check_image_files(
     Returns the problems and {place: digest_of} of the places read, by which a cache knows that it still holds.
     Raises BadInput when not one of the files exists: the folder is then the wrong one.
     """
-    if not any(is_there(image_root / row.file_name) for row in rows):
+    if not any(items_aloud((is_there(image_root / row.file_name) for row in rows), "looking for images")):
         named = f"; the first is {shown(rows[0].file_name)!r}" if rows else ""
         raise BadInput(
             f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image folder "
@@ -143,7 +143,7 @@ def parallel(
     check: Callable[[Any], list[Problem]], rows: Sequence, what: str, threads: int | None = None
 ) -> list[Problem]:
     """`check` of every row, in order, by `threads`, else one for each core; a progress bar when it takes long. Where
-    there is no terminal, it is a line for every `AT_ONCE` rows."""
+    there is no terminal, it is a line for every `AT_ONCE` rows. A stalled disk is told of."""
 
     def results(pool: ThreadPoolExecutor) -> Iterator[list[Problem]]:
         for start in range(0, len(rows), AT_ONCE):  # the pool keeps an object for each row that it was given
@@ -152,7 +152,7 @@ def parallel(
             yield from pool.map(check, rows[start : start + AT_ONCE])
 
     with ThreadPoolExecutor(max_workers=threads or min(32, usable_cores())) as pool:
-        bar = tqdm(results(pool), what, len(rows), delay=2, unit="image", leave=False, disable=None)
+        bar = tqdm(items_aloud(results(pool), what), what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]
 
 
