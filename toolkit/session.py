@@ -335,7 +335,9 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights):
     groups += weights.parameter_groups(c.lr)
     for group in groups:
         group["lr"] *= scale
-    return build_optimizer(c.name, groups, momentum=c.momentum, nesterov=c.nesterov, betas=c.betas)
+    embeddings = [module.weight for module in detector.modules() if isinstance(module, torch.nn.Embedding)]
+    same = {key: getattr(c, key) for key in ("momentum", "nesterov", "betas")}
+    return build_optimizer(c.name, groups, **same, embeddings=embeddings)
 
 
 def _pace(c: Any, per_epoch: int) -> Pace:

@@ -226,8 +226,9 @@ class DataConfig:
 class OptimConfig:
     """Optimizer, accumulation, clipping and averaged weights."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """Optimizer."""
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """Optimizer. muon: torch's Muon for matrices (linear layers, attention) and AdamW for all else, with the learning
+    rate and weight decay of AdamW."""
     lr: NonNegativeFloat = 1e-4
     """Learning rate of all parameters except the backbone's."""
     backbone_lr: NonNegativeFloat | None = None
