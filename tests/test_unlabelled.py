@@ -60,6 +60,7 @@ def class_gradients(detector, batch) -> tuple[list[torch.Tensor], dict]:
 @pytest.mark.parametrize("name", [name for name in MODELS if "stages" not in name])
 def test_no_gradient_pushes_an_unlabelled_class_down(name):
     detector = built(name, **SMOOTHED.get(name, {}))
+    assert detector.masks_unlabelled
     plain, before = class_gradients(detector, of_class_1(None))
     masked, losses = class_gradients(detector, of_class_1(LABELLED))
     assert all((gradient[0, :, ~LABELLED] > 1e-7).any() for gradient in plain), "all are, without the mask"

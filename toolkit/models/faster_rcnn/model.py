@@ -59,7 +59,7 @@ class FasterRCNN(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error",)
     divided_by = "images"
-    buffers_steer_training, exported_sides = False, "any"
+    masks_unlabelled, buffers_steer_training, exported_sides = True, False, "any"
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
