@@ -19,7 +19,6 @@ from toolkit.data.table_cache import cache_root, open_table, write_table
 from toolkit.errors import BadInput, all_faults
 
 Paired = list[tuple[str | Path | None, str]]  # (data.path, data.train) of each set
-UNLISTED = ("unknown", "background")  # what a class that a set's own list lacks is in its images
 
 
 def is_several(*values: object) -> bool:
@@ -46,51 +45,31 @@ def paired(path: str | Path | Sequence | None, source: str | Sequence) -> Paired
 
 
 def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted: str, cache_dir) -> DetectionTable:
-    """The table of all sets, each opened by `open_one(source, path=path)`. Raises BadInput with the faults of all."""
-    tables = all_faults(*(partial(open_one, source, path=path) for path, source in sets))
-    return join(tables, _short_names(sets), _joined_classes(tables), unlisted, cache_dir)
-
-
-def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
-    """Validation or test data in the classes of joined training data, found by name; as they are if they have the same.
-
-    Raises BadInput: it has a class that the training data lack.
-    """
-    if not train.sets or table.class_names == train.class_names:
-        return table
-    if unknown := [name for name in table.class_names if name not in train.class_names]:
-        raise BadInput(f"{table.name}: classes {unknown} are in no training set; those have {train.class_names}")
-    if not table.sets:
-        return join([table], [table.name], train.categories, unlisted, cache_dir)
-    if unlisted == "unknown":
-        rows = [train.class_names.index(name) for name in table.class_names]
-        sets = [JoinedSet(one.name, tuple(sorted(rows[row] for row in one.classes))) for one in table.sets]
-    else:
-        sets = [JoinedSet(one.name, tuple(range(len(train.categories)))) for one in table.sets]
-    return _written([table], [table.name], train.categories, tuple(sets), cache_dir)
-
-
-def join(
-    tables: Sequence[DetectionTable], names: Sequence[str], categories: Sequence[Category], unlisted: str, cache_dir
-) -> DetectionTable:
-    """One cached table of the images of all tables, in their order, without relations and attributes.
+    """One cached table of the images of all sets, in their order, without relations and attributes.
 
     Image ids stay as they are if no two images have the same one; else all become text, `<name of the set>:<id>`. Box
     ids stay likewise, else they are numbered from 1.
 
     Args:
-        names: of the sets, all different.
-        categories: of the result; every class of every table is found among them by its name.
-        unlisted: `UNLISTED`: whether a set leaves the classes that it does not list unknown.
+        open_one: opens a set, as `open_one(source, path=path)`.
+        unlisted: "unknown" or "background": what a class that a set does not list is in its images.
 
-    Raises BadInput: images that are in Parquet files or embedded beside others, image folders that cannot be joined.
+    Raises BadInput: the faults of all sets, classes or image folders that cannot be joined.
     """
-    every, listed = range(len(categories)), [category.name for category in categories]
-    sets = [
-        JoinedSet(name, tuple(sorted(map(listed.index, table.class_names)) if unlisted == "unknown" else every))
-        for table, name in zip(tables, names, strict=True)
-    ]
-    return _written(tables, names, tuple(categories), tuple(sets), cache_dir)
+    tables = all_faults(*(partial(open_one, source, path=path) for path, source in sets))
+    return _joined(tables, _short_names(sets), _joined_classes(tables), unlisted, cache_dir)
+
+
+def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
+    """Validation or test data in the classes of joined training data, found by name; as they are if they have the same.
+
+    Raises BadInput: a class that the training data lack.
+    """
+    if not train.sets or table.class_names == train.class_names:
+        return table
+    if unknown := [name for name in table.class_names if name not in train.class_names]:
+        raise BadInput(f"{table.name}: classes {unknown} are in no training set; those have {train.class_names}")
+    return _joined([table], [table.name], train.categories, unlisted, cache_dir)
 
 
 def counts_of(table: DetectionTable) -> dict:
@@ -170,23 +149,29 @@ def _joined_classes(tables: Sequence[DetectionTable]) -> tuple[Category, ...]:
     return tuple(Category(chosen[i] if agree else i + 1, name) for i, name in enumerate(ids))
 
 
-def _written(tables, names, categories: tuple[Category, ...], sets: tuple[JoinedSet, ...], cache_dir) -> DetectionTable:
-    root, files = _root_of(tables, names)
+def _joined(tables, names, categories: tuple[Category, ...], unlisted: str, cache_dir) -> DetectionTable:
+    """`open_joined` of tables, whose classes are found in `categories` by name."""
+    (root, files), sets, of_images = _root_of(tables, names), [], []
+    for table, name in zip(tables, names, strict=True):
+        rows = [[category.name for category in categories].index(known) for known in table.class_names]
+        of_images.append(table.set_of_image() + len(sets))
+        for one in table.sets or [JoinedSet(name, tuple(range(len(rows))))]:
+            listed = sorted(rows[row] for row in one.classes) if unlisted == "unknown" else range(len(categories))
+            sets.append(JoinedSet(one.name, tuple(listed)))
     about = [table.fingerprint for table in tables], str(root), files, categories, sets
     key = hashlib.blake2b(repr(about).encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    file = cache_root(cache_dir) / "tables" / f"{key}-joined.json"
-    found = open_table(file)
-    if found is None:
+    cache_file = cache_root(cache_dir) / "tables" / f"{key}-joined.json"
+    if found := open_table(cache_file):
+        joined = found[0]
+    else:
         rows, boxes = _joined_rows(tables, names, files, [category.name for category in categories])
-        of_sets = [table.set_of_image() if table.sets else np.full(len(table), i) for i, table in enumerate(tables)]
-        encoded = None
-        if root is None:
-            encoded = (table.row(index)["image"] for table in tables for index in range(len(table)))
-        options = {"cache_file": file, "categories": categories, "encoded": encoded, "image_root": root}
-        found = (write_table(rows, boxes, **options, sets=sets, set_of_image=np.concatenate(of_sets)),)
+        encoded = (table.row(index)["image"] for table in tables for index in range(len(table)))
+        options = {"cache_file": cache_file, "categories": categories, "image_root": root, "sets": sets}
+        options |= {"set_of_image": np.concatenate(of_images), "encoded": encoded if root is None else None}
+        joined = write_table(rows, boxes, **options)
     problems = [problem for table in tables for problem in table.problems]
     most = max(table.max_image_pixels for table in tables)
-    return dataclasses.replace(found[0], problems=problems, name=" + ".join(names), max_image_pixels=most)
+    return dataclasses.replace(joined, problems=problems, name=" + ".join(names), max_image_pixels=most)
 
 
 def _joined_rows(tables, names, files, class_names: Sequence[str]) -> tuple[list[ImageRow], Boxes]:
