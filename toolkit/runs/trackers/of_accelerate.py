@@ -22,8 +22,7 @@ class AccelerateTracker(Tracker):
         self._inner = kind(about.project, **place, **options(self.name, about, folder, self.run_id, goes_on))
         self._inner.start()
         self.run_id = self.run_id or run_id(self.name, self._inner.tracker, about)
-        if not goes_on:
-            _name_afterwards(self.name, self._inner.tracker, about)
+        _name_afterwards(self.name, self._inner.tracker, about, goes_on)
         if not (goes_on and self.name == "mlflow"):  # which refuses other values of what it has
             self._inner.store_init_configuration(flat(about.config))
 
@@ -85,12 +84,13 @@ def run_id(name: str, inner: Any, about: About) -> str | None:
     return about.name  # Trackio and DVCLive go by names and folders
 
 
-def _name_afterwards(name: str, inner: Any, about: About) -> None:
-    """Names and tags of programs that take them from a run that has begun."""
+def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None:
+    """Names and tags of programs that take them from a run that has begun; tags once."""
+    tags = [] if goes_on else about.tags
     if name == "comet_ml":
         inner.set_name(about.name)
-        inner.add_tags([*about.tags, *([about.group] if about.group else [])])
+        inner.add_tags([*tags, *([about.group] if about.group and not goes_on else [])])
     elif name == "aim":  # where Accelerate puts the project
         inner.name, inner.description = about.name, about.notes
-        for tag in about.tags:
+        for tag in tags:
             inner.add_tag(tag)
