@@ -1,8 +1,8 @@
 """The images most worth labelling next: those that a detector is least sure of, and that look unlike each other."""
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,24 +21,11 @@ LEAST_SCORE = 0.05  # of a detection that counts; a detector has hundreds of wor
 CANDIDATES = 3  # times as many images as are wanted: the most uncertain, of which those that differ most are chosen
 
 
-@dataclass(frozen=True)
-class Uncertainty:
-    """Of an image, each from 0 to 1: the mean entropy of its detections' scores, and the disagreement with the
-    detections in the mirrored image."""
-
-    entropy: float
-    disagreement: float
-
-    @property
-    def total(self) -> float:
-        return self.entropy + self.disagreement
-
-
 def most_uncertain(
     predictor: Predictor, paths: Sequence[Path], count: int, batch_size: int = 8
-) -> dict[Path, Uncertainty]:
-    """The `count` images most worth labelling, in the order in which they are chosen; files that cannot be read are
-    none of them.
+) -> dict[Path, tuple[float, float]]:
+    """The `count` images most worth labelling, in the order in which they are chosen, each with its `uncertainty`;
+    files that cannot be read are none of them.
 
     The images with the largest sum of entropy and disagreement are candidates. The first of them is chosen, then again
     and again the one that looks least like all that are chosen (Sener and Savarese, ICLR 2018, greedy k-centre, here on
@@ -49,36 +36,29 @@ def most_uncertain(
     if count < 1 or predictor.given:
         wants = "expected the number of images, 1 or more" if count < 1 else f"{predictor.source} finds no boxes itself"
         raise BadInput(f"--uncertain {count}: {wants}")
-    found = {path: (measured, look) for path, measured, look in _measured(predictor, paths, batch_size)}
-    ranked = sorted(found, key=lambda path: -found[path][0].total)[: CANDIDATES * count]
-    chosen = farthest_first(np.array([found[path][1] for path in ranked]), count) if ranked else []
-    return {ranked[index]: found[ranked[index]][0] for index in chosen}
-
-
-def _measured(
-    predictor: Predictor, paths: Sequence[Path], batch_size: int
-) -> Iterator[tuple[Path, Uncertainty, np.ndarray]]:
-    """Each file that can be read, its uncertainty, and its look (256,): grey values without mean, of length 1."""
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
         plain = predictor.predict(images, score_threshold)
         mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
         widths = [image.shape[-1] for image in images]
-        return [{"measured": uncertainty(*one)} for one in zip(plain, mirrored, widths, strict=True)]
+        return [{"uncertainty": uncertainty(*one)} for one in zip(plain, mirrored, widths, strict=True)]
 
-    options = {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
+    found, looks, options = {}, {}, {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
     for prediction in predict_files(replace(predictor, predict=predict), paths, **options):
         if prediction.error is None:
+            found[prediction.path] = prediction.found["uncertainty"]
             look = thumbnail_of(prediction.image).astype(np.float64).ravel()
-            look -= look.mean()
-            yield prediction.path, prediction.found["measured"], look / max(np.linalg.norm(look), 1e-9)
+            looks[prediction.path] = (look - look.mean()) / max(np.linalg.norm(look - look.mean()), 1e-9)
+    ranked = sorted(found, key=lambda path: -sum(found[path]))[: CANDIDATES * count]
+    chosen = farthest_first(np.array([looks[path] for path in ranked]), count) if ranked else []
+    return {ranked[index]: found[ranked[index]] for index in chosen}
 
 
-def uncertainty(found: Found, mirrored: Found, width: int) -> Uncertainty:
-    """Of the detections in an image of this width, and of those in its mirror image.
+def uncertainty(found: Found, mirrored: Found, width: int) -> tuple[float, float]:
+    """(entropy, disagreement), each from 0 to 1, of the detections in an image of this width and in its mirror image.
 
-    Disagreement is 1 - 2 M / S: S sums the scores of both sets; M is the largest sum, over pairs of detections of one
-    class, of IoU times the smaller score. It is 0 where both sets are the same, and where both are empty.
+    Entropy is the mean of the scores'. Disagreement is 1 - 2 M / S: S sums the scores of both sets; M is the largest
+    sum, over pairs of detections of one class, of IoU times the smaller score. It is 0 where both sets are empty.
     """
     scores = found["scores"].double().clamp(1e-9, 1 - 1e-9)
     entropy = -(scores * scores.log2() + (1 - scores) * (1 - scores).log2())
@@ -88,7 +68,7 @@ def uncertainty(found: Found, mirrored: Found, width: int) -> Uncertainty:
     pairs = pairs * (found["labels"][:, None] == mirrored["labels"])
     matched = pairs[linear_sum_assignment(pairs, maximize=True)].sum() if pairs.numel() else 0.0
     total = float(found["scores"].sum() + mirrored["scores"].sum())
-    return Uncertainty(float(entropy.mean()) if len(scores) else 0.0, 1 - 2 * float(matched) / total if total else 0.0)
+    return float(entropy.mean()) if len(scores) else 0.0, 1 - 2 * float(matched) / total if total else 0.0
 
 
 def farthest_first(looks: np.ndarray, count: int) -> list[int]:
@@ -102,10 +82,8 @@ def farthest_first(looks: np.ndarray, count: int) -> list[int]:
     return chosen
 
 
-def write_uncertain(chosen: Mapping[Path, Uncertainty], path: Path) -> None:
+def write_uncertain(chosen: Mapping[Path, tuple[float, float]], path: Path) -> None:
     """A table with a row for each image, in their order: file, uncertainty, entropy, disagreement."""
     with open(path, "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, ["file", "uncertainty", "entropy", "disagreement"])
-        table.writeheader()
-        for image, measured in chosen.items():
-            table.writerow({"file": image, "uncertainty": measured.total, **asdict(measured)})
+        rows = [(image, sum(both), *both) for image, both in chosen.items()]
+        csv.writer(file).writerows([("file", "uncertainty", "entropy", "disagreement"), *rows])
