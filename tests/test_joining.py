@@ -28,26 +28,16 @@ def folder(tmp_path_factory):
         make_shapes(folder / name, 6 + 2 * seed, 3, 48, seed=seed)
         for file in (folder / name / "annotations").glob("*.json"):
             document = json.loads(file.read_text())
-            ids = {category["name"]: category["id"] for category in document["categories"]}
-            new = {ids[class_name]: number for number, class_name in enumerate(kept, 1)}
-            document["categories"] = [{"id": number, "name": class_name} for number, class_name in enumerate(kept, 1)]
-            boxes = [box for box in document["annotations"] if box["category_id"] in new]
-            document["annotations"] = [box | {"category_id": new[box["category_id"]]} for box in boxes]
-            for key in ("rel_categories", "rel_annotations", "attribute_categories"):
-                document.pop(key, None)
-            for box in boxes:
-                box.pop("attribute_ids", None)
-            file.write_text(
-                json.dumps(
-                    {
-                        **document,
-                        "annotations": [
-                            {key: value for key, value in box.items() if key != "attribute_ids"}
-                            for box in document["annotations"]
-                        ],
-                    }
-                )
-            )
+            names = {category["id"]: category["name"] for category in document["categories"]}
+            boxes = [box for box in document["annotations"] if names[box["category_id"]] in kept]
+            columns = "id", "image_id", "bbox", "area", "iscrowd"
+            annotations = [
+                {key: box[key] for key in columns} | {"category_id": 1 + kept.index(names[box["category_id"]])}
+                for box in boxes
+            ]
+            categories = [{"id": number, "name": class_name} for number, class_name in enumerate(kept, 1)]
+            content = {"images": document["images"], "annotations": annotations, "categories": categories}
+            file.write_text(json.dumps(content))
     return folder
 
 
