@@ -134,7 +134,7 @@ def test_faults_name_what_exists():
         parameter_groups(nn.Linear(2, 2).requires_grad_(False), lr=1.0, weight_decay=0.0)
     with pytest.raises(BadInput, match="layer_decay"):  # needs a backbone of timm
         parameter_groups(Detector(), lr=1.0, weight_decay=0.0, layer_decay=0.5)
-    with pytest.raises(BadInput, match="adamw, adam or sgd"):
+    with pytest.raises(BadInput, match="adamw, adam, sgd or muon"):
         build_optimizer("lion", one_group())
     with pytest.raises(BadInput, match="optim.nesterov is true.*expected"):
         build_optimizer("sgd", one_group(), momentum=0.0, nesterov=True)
