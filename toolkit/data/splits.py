@@ -64,7 +64,8 @@ def check_splits(
 
     Raises BadInput naming all that are not there.
     """
-    named = [source if is_several(source) else str(source) for source in sources if source and not share_of(source)]
+    wanted = [source for source in sources if source is not None and not share_of(source)]
+    named = [source if is_several(source) else str(source) for source in wanted]
     if is_several(path, *named):
         sets = [one for pairs in all_faults(*(partial(paired, path, source) for source in named)) for one in pairs]
         all_faults(*(partial(check_splits, source, path=one, format=format, name=name) for one, source in sets))
