@@ -7,6 +7,7 @@
     python scripts/predict.py facebook/detr-resnet-50 holiday/ --out found  # a model of the hub
     python scripts/predict.py runs/detr map.png --out found --tile 640 --overlap 0.2
     ls photos/*.jpg | python scripts/predict.py runs/detr - --out found --format coco csv
+    python scripts/predict.py runs/detr unlabelled/ --out next --uncertain 100   # the images to label next
     python scripts/predict.py runs/detr --camera 0 --max-frames 300 --out found
     python scripts/predict.py runs/yolov3 holiday/ --out found --model.nms_threshold 0.6
     python scripts/predict.py runs/sgdet holiday/ --out found --format json dot --all-scores
@@ -53,9 +54,10 @@ from toolkit.text import ShortUsage, shown
 from toolkit.trust import trust_files
 from toolkit.use.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
 from toolkit.use.open import add_flags, open_predictor
-from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, write_outputs
+from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, images_root, write_outputs
 from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, from_report, of_classes, smallest_threshold
 from toolkit.use.tiles import flipped, tiled
+from toolkit.use.uncertain import most_uncertain, write_uncertain
 from toolkit.use.video import VIDEO_SUFFIXES, predict_video
 
 
@@ -68,14 +70,20 @@ def predict(arguments: argparse.Namespace) -> int:
         raise BadInput("no images: give files, folders, patterns, videos, or --camera 0")
     check_outputs(arguments.out, [*names, *videos], arguments.overwrite)
     ids = dict(zip(names, image_ids_of(arguments.image_ids, list(names)), strict=True))
-    predictor, threshold = chosen_predictor(arguments)
+    predictor = chosen_predictor(arguments)
     check_given(arguments, predictor, videos)
+    if arguments.uncertain is not None:
+        chosen = most_uncertain(predictor, list(names), arguments.uncertain, arguments.batch_size)
+        names = {path: names[path] for path in names if path in chosen}
+    predictor, threshold = with_threshold(predictor, arguments.score_threshold)
     given = given_boxes(arguments.boxes, names, predictor.class_names) if arguments.boxes else None
     try:
         clear_outputs(arguments.out)
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
+    if arguments.uncertain is not None:
+        write_uncertain(chosen, arguments.out / "uncertain.csv")
     document, labelled, failed = predict_images(arguments, predictor, threshold, names, ids, given)
     errors |= failed
     for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
@@ -87,11 +95,13 @@ def predict(arguments: argparse.Namespace) -> int:
         kept = [name for path, name in zip(names, chosen, strict=True) if path not in errors]
         write_outputs(document, labelled, kept, arguments.format, arguments.out)
         print(summary(document, arguments.out))
+        if "coco" in arguments.format and labelled.images:
+            print(f"to train on: --data.train {arguments.out}/dataset.json --data.image_dir {images_root(labelled)}")
     return 1 if errors else 0
 
 
-def chosen_predictor(arguments: argparse.Namespace) -> tuple[Predictor, float]:
-    """The predictor with all options applied, and the score threshold."""
+def chosen_predictor(arguments: argparse.Namespace) -> Predictor:
+    """The predictor with all options applied but the score threshold."""
     predictor = open_predictor(
         arguments.model, arguments.weights, arguments.device, arguments.settings, arguments.max_detections
     )
@@ -99,12 +109,14 @@ def chosen_predictor(arguments: argparse.Namespace) -> tuple[Predictor, float]:
         predictor = flipped(predictor)
     if arguments.tile is not None:
         predictor = tiled(predictor, arguments.tile, arguments.overlap, batch_size=arguments.batch_size)
-    if arguments.score_threshold == "auto":
-        predictor = from_report(predictor)
-        threshold = smallest_threshold(predictor)
-    else:
-        threshold = float(arguments.score_threshold)
-    return (of_classes(predictor, arguments.classes) if arguments.classes else predictor), threshold
+    return of_classes(predictor, arguments.classes) if arguments.classes else predictor
+
+
+def with_threshold(predictor: Predictor, threshold: float | str) -> tuple[Predictor, float]:
+    """The predictor, filtered by the report's thresholds for "auto", and the least score that it is asked for."""
+    if threshold == "auto":
+        return from_report(predictor), smallest_threshold(predictor)
+    return predictor, float(threshold)
 
 
 def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: list[Path]) -> None:
@@ -220,6 +232,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tile", type=int, metavar="PIXELS", help="predict large images in square tiles of this side")
     parser.add_argument("--overlap", type=float, default=0.2, help="fraction by which tiles overlap (default 0.2)")
     parser.add_argument("--flip", action="store_true", help="also predict the mirrored image, and merge (TTA)")
+    most = "write only the NUMBER images most worth labelling next, in the order of uncertain.csv"
+    parser.add_argument("--uncertain", type=int, metavar="NUMBER", help=most)
     parser.add_argument("--camera", type=int, metavar="NUMBER", help="number of a camera of this machine")
     parser.add_argument("--max-frames", type=int, help="stop a video or camera after so many frames")
     parser.add_argument("--batch-size", type=int, default=8, help="images per batch (default 8)")

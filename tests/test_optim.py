@@ -134,7 +134,7 @@ def test_faults_name_what_exists():
         parameter_groups(nn.Linear(2, 2).requires_grad_(False), lr=1.0, weight_decay=0.0)
     with pytest.raises(BadInput, match="layer_decay"):  # needs a backbone of timm
         parameter_groups(Detector(), lr=1.0, weight_decay=0.0, layer_decay=0.5)
-    with pytest.raises(BadInput, match="adamw, adam or sgd"):
+    with pytest.raises(BadInput, match="adamw, adam, sgd or muon"):
         build_optimizer("lion", one_group())
     with pytest.raises(BadInput, match="optim.nesterov is true.*expected"):
         build_optimizer("sgd", one_group(), momentum=0.0, nesterov=True)
@@ -331,3 +331,51 @@ def test_frozen_parts_stay_what_they_are_to_the_bit():
     for step in range(50):
         ema.update(model if step % 2 else copy.deepcopy(model))  # another one of the same weights
     assert all(torch.equal(a, b) for a, b in zip(ema.module.parameters(), model.parameters(), strict=True))
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest_and_both_go_on_exactly():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    start, inputs = copy.deepcopy(model.state_dict()), torch.tensor([0, 1, 4])
+
+    def made(model):
+        groups = parameter_groups(model, lr=0.02, weight_decay=0.1)
+        return build_optimizer("muon", groups, betas=(0.8, 0.9), embeddings=[model[0].weight])
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+
+    optimizer = made(model)
+    assert by_group(optimizer.param_groups) == {
+        "main/muon": {"1.weight", "3.weight"}, "main": {"0.weight", "1.bias", "3.bias"},
+    }  # fmt: skip
+    lacking = state_stand_in(optimizer)
+    assert len(lacking) == 2 + 2 * 3 and not optimizer.state
+    steps(model, optimizer, 2)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps(model, optimizer, 2)
+    resumed = copy.deepcopy(model)
+    resumed.load_state_dict(kept[0])
+    again = made(resumed)
+    load_state(again, kept[1])
+    steps(resumed, again, 2)
+    assert all(one.equal(other) for one, other in zip(model.parameters(), resumed.parameters(), strict=True))
+    alone = copy.deepcopy(model)  # torch's own two, side by side
+    alone.load_state_dict(start)
+    muon = torch.optim.Muon([alone[1].weight, alone[3].weight], 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
+    others = [alone[0].weight, alone[1].bias, alone[3].bias]
+    adamw = torch.optim.AdamW(others, 0.02, betas=(0.8, 0.9), weight_decay=0.1, fused=True)
+    for _ in range(4):
+        alone.zero_grad()
+        alone(inputs).square().sum().backward()
+        muon.step(), adamw.step()
+    assert all(one.equal(other) for one, other in zip(model.parameters(), alone.parameters(), strict=True))
+    optimizer.param_groups[0]["lr"] = 0.0  # of a schedule
+    before = model[1].weight.detach().clone()
+    steps(model, optimizer, 1)
+    assert model[1].weight.equal(before)
+    with pytest.raises(BadInput, match="trains no matrices"):
+        build_optimizer("muon", parameter_groups(nn.Conv2d(3, 4, 1), lr=1.0, weight_decay=0.0))

@@ -21,6 +21,7 @@ from report_data import found_of
 from scripts import predict
 from toolkit.boxes import Boxes
 from toolkit.data.annotations import ImageRow
+from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category, LabelledImages
 from toolkit.errors import BadInput
@@ -35,6 +36,7 @@ from toolkit.use.open import open_predictor
 from toolkit.use.outputs import check_outputs, clear_outputs, write_outputs
 from toolkit.use.predict_split import SplitOptions, data_settings, open_any
 from toolkit.use.prediction import Predictor, as_image, from_report, input_hw, of_classes
+from toolkit.use.uncertain import most_uncertain, write_uncertain
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
 
@@ -336,3 +338,56 @@ def test_addresses_and_a_list_on_the_standard_input(tmp_path, monkeypatch):
     server.shutdown()
     assert [path.read_bytes() for path in files] == [file.read_bytes()] * 2
     assert len(errors) == 1 and "cannot be fetched: File not found" in next(iter(errors.values()))
+
+
+def test_found_boxes_become_a_data_set_to_train_on(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (10, 20)).save(tmp_path / name / "a.png")
+    rows = [ImageRow(number, str(tmp_path / name / "a.png"), 10, 20) for number, name in enumerate("xy", 5)]
+    boxes = Boxes.found([2, 1], [[1, 2, 5, 10], [-3, 4, 4, 9], [12, 1, 15, 9]], [0.5, 0.4, 0.3], [1, 0, 0])
+    write_outputs(DOCUMENT, LabelledImages(rows, boxes, CATEGORIES), ["a.png", "b.png"], ["coco"], tmp_path / "out")
+    entries = json.loads((tmp_path / "out" / "dataset.json").read_text())["annotations"]
+    assert [entry["score"] for entry in entries] == [0.5, 0.4]  # the third lies outside of its image
+    table = open_dataset(tmp_path / "out" / "dataset.json", image_dir=tmp_path, cache_dir=tmp_path / "cache")
+    assert table.categories == tuple(CATEGORIES) and not table.problems
+    assert [row.file_name for row in table.image_rows()] == ["x/a.png", "y/a.png"]
+    assert table.boxes().xyxy.tolist() == [[1, 2, 5, 10], [0, 4, 4, 9]] and table.boxes().labels.tolist() == [1, 0]
+
+
+def test_the_most_uncertain_images_are_chosen_and_near_duplicates_last(tmp_path):
+    """By what it sees, a detector finds a sure box, an unsure one, or one in the left half alone."""
+    rng, kinds = np.random.default_rng(0), {"sure": 0.99, "unsure": 0.5, "copy": 0.5, "sided": 0.9, "other": 0.6}
+    for name in kinds:
+        pixels = rng.integers(0, 200, (16, 16, 3), dtype=np.uint8)
+        if name == "copy":
+            pixels = np.array(Image.open(tmp_path / "unsure.png"))
+        pixels[0, [0, -1]] = list(kinds).index(name)
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
+    (tmp_path / "broken.png").write_bytes(b"nothing")
+
+    def predict(images, score_threshold):
+        found = []
+        for image in images:
+            name = list(kinds)[int(image[0, 0, 0])]
+            box, empty = torch.tensor([[4.0, 4, 12, 12]]), name == "sided" and int(image[0, 1, 1]) != sided
+            columns = {"boxes": box, "scores": torch.tensor([kinds[name]]), "labels": torch.tensor([0])}
+            found.append({key: value[:0] if empty else value for key, value in columns.items()})
+        return found
+
+    sided = int(np.array(Image.open(tmp_path / "sided.png"))[1, 1, 0])
+    predictor, files = Predictor("test", CATEGORIES, predict), sorted(tmp_path.glob("*.png"))
+    chosen = most_uncertain(predictor, files, 4, batch_size=2)
+    names = [path.stem for path in chosen]
+    assert names[0] == "sided" and {*kinds} - {*names} in ({"copy"}, {"unsure"})
+    measured = {path.stem: value for path, value in most_uncertain(predictor, files, 9).items()}
+    assert measured.keys() == kinds.keys() and list(measured)[-1] in ("copy", "unsure")
+    assert measured["sure"] == pytest.approx((0.0808, 0), abs=1e-4) and measured["unsure"][0] == pytest.approx(1)
+    assert measured["sided"][1] == pytest.approx(1)
+    write_uncertain(chosen, tmp_path / "u.csv")
+    with open(tmp_path / "u.csv", newline="") as file:
+        first = next(csv.DictReader(file))
+    total = sum(chosen[tmp_path / "sided.png"])
+    assert first["file"].endswith("sided.png") and float(first["uncertainty"]) == pytest.approx(total)
+    with pytest.raises(BadInput, match="--uncertain 0: expected the number"):
+        most_uncertain(predictor, files, 0)

@@ -4,7 +4,9 @@ import inspect
 import json
 import math
 import os
+import posixpath
 import pty
+import re
 import subprocess
 import sys
 import warnings
@@ -26,7 +28,7 @@ from toolkit.errors import BadInput
 from toolkit.log import Place, averages_line, console_line, length_warnings, progress, total_line
 from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
 from toolkit.runs.trackers import About, DataFacts, tracker_names, weights_and_biases
-from toolkit.runs.trackers.of_accelerate import options
+from toolkit.runs.trackers.of_accelerate import mlflow_names, options
 from toolkit.runs.writer import RunWriter
 from toolkit.step.meters import Meters
 
@@ -315,6 +317,15 @@ def test_accelerate_s_trackers_are_told_name_and_id(tmp_path, name):
     inspect.signature(kind).bind("p", **place, **later)  # a TypeError if Accelerate takes none of them
     assert fresh != later and ("id7" in later.values() or later.get("resume")), "it goes on"
     assert "mine" in fresh.values() or name in ("aim", "comet_ml"), "those are named when they have begun"
+
+
+def test_names_of_classes_never_switch_mlflow_off(tmp_path):
+    classes = ["traffic light (3)", "a&b", "a|b", "日本", "..", "a//b", "a/", "./x", "v1.2", "a: b"]
+    names = mlflow_names(f"val/AP/{name}" for name in classes)
+    assert names[:4] == ["val/AP/traffic light _3_", "val/AP/a_b", "val/AP/a_b_2", "val/AP/日本"]
+    assert names[-2:] == ["val/AP/v1.2", "val/AP/a: b"] and len(set(names)) == len(names)
+    for name in names:  # MLflow's rules
+        assert re.fullmatch(r"[/\w.\- :]*", name) and posixpath.normpath(name) == name and not name.startswith("/")
 
 
 def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):

@@ -139,7 +139,7 @@ def _description(title: str, groups: list[tuple[str, type, Callable]]) -> str:
 
 
 # Settings that say which data set it is. A share of the training data as `val` goes with any.
-OF_ONE_DATA_SET = ("train", "val", "image_dir", "format", "name")
+OF_ONE_DATA_SET = ("train", "shares", "val", "image_dir", "format", "name")
 
 
 def _with_other_data(argv: list[str], files: dict[str, dict]) -> list[str]:

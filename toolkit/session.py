@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from toolkit.batch import Batch
 from toolkit.data import pipeline
 from toolkit.data.batches import collate, naming_killed_workers
+from toolkit.data.joining import counts_of, is_several
 from toolkit.data.sampling import EpochSampler, SampleKey
 from toolkit.data.splits import READING, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
@@ -33,7 +34,7 @@ from toolkit.evaluation.coco import check_ground_truth
 from toolkit.log import Log
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
-from toolkit.models.start import check_weights, start_detector
+from toolkit.models.start import check_losses, check_weights, start_detector
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
 from toolkit.runs.failures import as_sentences
@@ -151,12 +152,13 @@ def session(config: Any) -> Iterator[Session]:
 def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
     """Training and validation data, checked; what was wrong with them is listed in the run folder.
 
-    Where a checkpoint is only evaluated, and the validation data are no part of the training data, these are not
-    opened: the validation data stand for them.
+    Where a checkpoint is only evaluated, and the validation data are no part of the training data, which are one set,
+    these are not opened: the validation data stand for them.
     """
     c = s.config.data
     reading = {key: getattr(c, key) for key in READING}
-    if s.config.run.eval_only and s.checkpoint is not None and not share_of(c.val) and c.overfit_batches is None:
+    apart = not share_of(c.val) and c.overfit_batches is None and not is_several(c.path, c.train)
+    if s.config.run.eval_only and s.checkpoint is not None and apart:
         table = val_table = open_split(c.val, say=s.say, listing=s.staging / "data_problems_val.txt", **reading)
     else:
         test = None if s.config.run.eval_only else s.config.eval.test_split
@@ -187,11 +189,7 @@ def make_detector(s: Session, table: DetectionTable, start: Callable | None = No
     detector = detector.to(s.accelerator.device, memory_format=torch.channels_last)
     if detector.fixed_size:
         pipeline.check_one_size(detector.stride, [c.image_size, *c.multi_scale], c.scales)
-    if c.mixup and not detector.weighs_boxes:
-        raise BadInput(
-            f"data.mixup: the losses of {detector.options['architecture']} do not weigh boxes by their image's share; "
-            "leave it out, or use data.mosaic"
-        )
+    check_losses(detector, mixup=c.mixup, partly_labelled=table.labelled_classes is not None)
     if s.config.run.export:
         check_exportable(detector)
     stop_if_asked(s, "while the detector was built")
@@ -337,7 +335,9 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights):
     groups += weights.parameter_groups(c.lr)
     for group in groups:
         group["lr"] *= scale
-    return build_optimizer(c.name, groups, momentum=c.momentum, nesterov=c.nesterov, betas=c.betas)
+    embeddings = [module.weight for module in detector.modules() if isinstance(module, torch.nn.Embedding)]
+    same = {key: getattr(c, key) for key in ("momentum", "nesterov", "betas")}
+    return build_optimizer(c.name, groups, **same, embeddings=embeddings)
 
 
 def _pace(c: Any, per_epoch: int) -> Pace:
@@ -430,7 +430,7 @@ def _record(s: Session, t: Training, table: DetectionTable, settings: dict, chan
     parameters = {"all": sum(n for n, _ in sizes), "trained": sum(n for n, trained in sizes if trained)}
     alone = s.config.run.eval_only and table is t.validation.table  # `open_data`: there was no need of training data
     tables = {"val": table} if alone else {"train": table, "val": t.validation.table}
-    data = {name: {"images": len(split), "boxes": int(split.num_boxes().sum())} for name, split in tables.items()}
+    data = {name: counts_of(split) for name, split in tables.items()}
     name, words = ("val", "validation data") if alone else ("train", "training data")
     s.say(
         f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: "

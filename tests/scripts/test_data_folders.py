@@ -1,6 +1,7 @@
 """Data of every form, names that act on what shows them, exact resume with every augmentation and of shards."""
 
 import json
+import shutil
 
 import datasets
 import pytest
@@ -67,6 +68,33 @@ def test_streamed_shards_are_resumed_to_the_bit(server, script, settings, data, 
     reference = server.run(script, [*args, "--run.name", "reference"], 2).ok()
     assert "training data: 18 images" in reference.text
     assert server.run(script, args, 2, [kill(4)]).code == -9  # in the middle of the first epoch, after it was saved
+    assert_same_run(server.run(script, args, 2).ok().folder, reference.folder)
+
+
+@pytest.mark.every_script("slow")
+def test_two_partly_labelled_sets_are_resumed_to_the_bit(server, script, settings, data, tmp_path):
+    """On two processes; scene graphs refuse it in one sentence."""
+    shutil.copytree(data, tmp_path / "other")
+    for split in ("train", "val"):
+        path = tmp_path / "other" / "annotations" / f"{split}.json"
+        document = json.loads(path.read_text())
+        last = document["categories"].pop()["id"]  # one class less, and one of another name
+        document["categories"][0]["name"] = "new"
+        document["annotations"] = [entry for entry in document["annotations"] if entry["category_id"] != last]
+        path.write_text(json.dumps({key: document[key] for key in ("images", "annotations", "categories")}))
+    args = settings(*FOLDER, "--data.path", f"[{data}, {tmp_path / 'other'}]", "--data.shares", "[3, 1]",
+                    "--data.batch_size_per_device", 2, "--eval.batch_size_per_device", 2, "--run.output_dir", tmp_path,
+                    "--run.max_steps", 5, "--run.save_every", 2, "--run.resume", "latest")  # fmt: skip
+    reference = server.run(script, [*args, "--run.name", "reference"], 2)
+    if script == SCRIPTS[3]:
+        assert reference.code == 2 and "error: data.path, data.train: scene graphs take one data set" in reference.text
+        return
+    assert "other: 18 images" in reference.ok().text and "does not label new" in reference.text
+    assert json.loads((reference.folder / "environment.json").read_text())["data"]["train"]["sets"].keys() == {
+        "shapes", "other"
+    }
+    assert {"val/bbox_AP/shapes", "val/bbox_AP/other"} <= {key for row in rows(reference.folder) for key in row}
+    assert server.run(script, args, 2, [kill(4)]).code == -9
     assert_same_run(server.run(script, args, 2).ok().folder, reference.folder)
 
 

@@ -44,6 +44,17 @@ def predict(server, *args, code: int = 0) -> tuple[dict, str]:
     return json.loads((Path(args[args.index("--out") + 1]) / "predictions.json").read_text()), ended.text
 
 
+def test_the_images_to_label_next_with_boxes_to_begin_with(server, whole, photos, tmp_path):
+    asked = ("--out", tmp_path, "--uncertain", 2, "--format", "json", "coco", "--score-threshold", 0)
+    document, text = predict(server, whole, photos, *asked)
+    lines = (tmp_path / "uncertain.csv").read_text().splitlines()
+    assert lines[0] == "file,uncertainty,entropy,disagreement" and len(lines) == 3
+    assert {line.split(",")[0] for line in lines[1:]} == {image["file_name"] for image in document["images"]}
+    assert len(list((tmp_path / "pictures").rglob("*.png"))) == 2
+    assert f"--data.train {tmp_path}/dataset.json --data.image_dir {photos}" in text
+    assert len(json.loads((tmp_path / "dataset.json").read_text())["images"]) == 2
+
+
 @pytest.mark.parametrize("script", OF_ITS_OWN, indirect=True, ids=lambda script: script.name)
 @pytest.mark.every_script("slow")
 def test_json_and_pictures_of_everything_that_can_be_read(server, script, whole, photos, data, tmp_path):

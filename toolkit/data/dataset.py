@@ -53,7 +53,8 @@ class DetectionDataset(torch.utils.data.Dataset):
     """Samples of a table: `dataset[SampleKey(epoch, index)]` is (image uint8 (3, H, W), target).
 
     Args:
-        table: the images and their boxes.
+        table: the images and their boxes. Where its sets do not label all classes, targets have `labelled` (classes,)
+            bool.
         transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`; one more
             argument, the size (h, w) wanted, for keys that carry one (`toolkit.data.variable_sizes`).
         seed: with epoch and index the only thing the augmentation depends on; neither workers nor resuming matter.
@@ -86,7 +87,10 @@ class DetectionDataset(torch.utils.data.Dataset):
     def _read(self, index: int) -> tuple[Tensor, Target]:
         row = self.table.row(index)
         image = self._decode(row) if self._cache is None else self._cache[index]
-        return image, row_target(row, tuple(image.shape[-2:]))
+        target = row_target(row, tuple(image.shape[-2:]))
+        if self.table.labelled_classes is not None:
+            target["labelled"] = torch.from_numpy(self.table.labelled_classes[row["set"]].copy())
+        return image, target
 
     def _augmented(self, image: Tensor, target: Target, size_hw, generator, transform) -> tuple[Tensor, Target]:
         if self._mirrored is not None:

@@ -11,6 +11,7 @@ import torch
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.image_sources import ImageSources, Shards
+from toolkit.data.joining import set_repeats
 from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups, repeat_factors
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
@@ -168,8 +169,13 @@ def loader_of_settings(
     if blocks is not None:
         _check_streamed(c, augmented)
     groups = aspect_ratio_groups(table.sizes_hw()) if c.group_by_aspect_ratio else None
-    repeats = _repeats(table, c.repeat_factor, c.predicate_repeat_factor) if augmented else None
-    order = {"groups": groups, "sizes": sizes, "repeats": repeats, "blocks": blocks}
+    order = {"groups": groups, "sizes": sizes, "blocks": blocks}
+    if augmented:
+        repeats = _repeats(table, c.repeat_factor, c.predicate_repeat_factor)
+        if c.shares:
+            order["strata"] = table.set_of_image()
+            repeats = set_repeats(order["strata"], max(1, len(table.sets)), c.shares, repeats)
+        order["repeats"] = repeats
     sampler = EpochSampler(len(table), c.batch_size_per_device, *world(), seed, **order)
     if augmented:
         dataset = _augmented(table, transform, c, seed)

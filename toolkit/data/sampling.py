@@ -141,6 +141,8 @@ class EpochSampler:
             so; the keys then carry the size.
         repeats: (num_samples,) how often each image is shown in an epoch, on average (`repeat_factors`). An epoch then
             has round(sum) samples, each image so often or once more or less, which is drawn anew in every epoch.
+        strata: (num_samples,) int; each of these groups then has its part of the repeats in every epoch, off by at most
+            one sample. None: all are one group.
         blocks: (num_samples,) int: which samples are read together, as those of a row group of a Parquet file. The
             order is then that of `block_order`, and each rank has blocks of its own (`rank_runs`), so that the order
             depends on `world_size * batch_size_per_device` too.
@@ -160,12 +162,13 @@ class EpochSampler:
         sizes: VariableSizes | None = None,
         repeats: np.ndarray | None = None,
         blocks: np.ndarray | None = None,
+        strata: np.ndarray | None = None,
     ):
         if groups is not None and len(groups) != num_samples:
             raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
         if repeats is not None:
             num_samples = int(round(float(np.sum(repeats))))
-        self.repeats, self.blocks = repeats, blocks
+        self.repeats, self.blocks, self.strata = repeats, blocks, strata
         _check_sizes(num_samples, batch_size_per_device, world_size)
         self.seed, self.groups, self.shuffle, self.sizes = seed, groups, shuffle, sizes
         if groups is not None and self._count_varies:
@@ -297,7 +300,9 @@ class EpochSampler:
         self._layout = layout or [(0, self.world_size, self.batch_size)]
         self._images, self._turns = np.arange(self.num_samples), np.zeros(self.num_samples, np.int64)
         if self.repeats is not None:
-            self._images, self._turns = _repeated(self.repeats, self.num_samples, self.seed, self.epoch)
+            self._images, self._turns = _repeated(
+                self.repeats, self.strata, self.num_samples, self.seed, self.epoch
+            )
         groups = None if self.groups is None else self.groups[self._images]
         order = self._first_order()
         position = None if self.blocks is None else np.argsort(order)
@@ -333,13 +338,17 @@ class EpochSampler:
         return [SampleKey(self.epoch, image, size_hw, turn) for image, turn in zip(images, turns, strict=True)]
 
 
-def _repeated(repeats: np.ndarray, count: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+def _repeated(
+    repeats: np.ndarray, strata: np.ndarray | None, count: int, seed: int, epoch: int
+) -> tuple[np.ndarray, np.ndarray]:
     """(image, turn) of each of `count` samples of an epoch: systematic sampling, so no image is off by more than one.
 
     turn: how often the image is among the samples before.
     """
     rng = np.random.default_rng((seed, epoch, 2))
     images = rng.permutation(len(repeats))
+    if strata is not None:
+        images = images[np.argsort(strata[images], kind="stable")]
     ends = np.cumsum(repeats[images], dtype=np.float64)
     points = (np.arange(count) + rng.random()) * (ends[-1] / count)
     places = np.minimum(np.searchsorted(ends, points, side="right"), len(images) - 1)

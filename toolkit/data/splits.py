@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import recognise, split_in
+from toolkit.data.joining import is_several, notes_of, paired, with_classes_of
 from toolkit.data.near_duplicates import VERSION, folds_of, held_out, signatures_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, open_table, write_selection
@@ -32,6 +33,7 @@ class Fold(NamedTuple):
 
 # Settings of the group `data` that are options of `open_dataset` under the same names.
 READING = "path image_dir format name on_error max_image_pixels streaming keep_images_without_relations".split()
+READING.append("unlisted_classes")
 
 
 def open_split(
@@ -53,7 +55,7 @@ def open_split(
 
 
 def check_splits(
-    *sources: str | float | None, path: str | Path | None = None, format: str = "auto", name: str | None = None, **_
+    *sources: str | float | None, path: str | list | None = None, format: str = "auto", name: str | None = None, **_
 ) -> None:
     """Check that these splits exist, before any annotation or image is read.
 
@@ -62,8 +64,12 @@ def check_splits(
 
     Raises BadInput naming all that are not there.
     """
-    named = [str(source) for source in sources if source is not None and not share_of(source)]
-    if path is not None:
+    wanted = [source for source in sources if source is not None and not share_of(source)]
+    named = [source if is_several(source) else str(source) for source in wanted]
+    if is_several(path, *named):
+        sets = [one for pairs in all_faults(*(partial(paired, path, source) for source in named)) for one in pairs]
+        all_faults(*(partial(check_splits, source, path=one, format=format, name=name) for one, source in sets))
+    elif path is not None:
         folder = recognise(path, _folder_format(format))
         all_faults(*(partial(split_in, folder, source) for source in named))
     elif name is None:
@@ -87,8 +93,9 @@ def open_splits(
     Raises BadInput: the data cannot be read, with the faults of both; or the two do not have the same classes in the
         same order.
     """
-    if reading.get("path") is not None:
-        say(str(recognise(reading["path"], _folder_format(reading.get("format", "auto")))))
+    if path := reading.get("path"):
+        for one in path if is_several(path) else [path]:
+            say(str(recognise(one, _folder_format(reading.get("format", "auto")))))
     listings = [folder / f"data_problems_{name}.txt" for name in ("train", "val")]
     opening = partial(open_split, train, say=say, listing=listings[0], **reading)
     if share := share_of(val):
@@ -98,6 +105,7 @@ def open_splits(
         say(share_that_came_out(len(val_table), len(whole), share))
     else:
         table, val_table = all_faults(opening, partial(open_split, val, say=say, listing=listings[1], **reading))
+        val_table = _in_classes_of(table, val_table, reading)
     check_same_classes(table, val_table)
     table = table.head(max_train_images or len(table))
     if overfit_images:
@@ -107,7 +115,7 @@ def open_splits(
 
 def share_of(source: str | float) -> float | Fold | None:
     """The share that `data.val` says, as a number, in percent or as a fold (2/5); None: it names a split or a file."""
-    text = str(source).strip()
+    text = "" if is_several(source) else str(source).strip()
     expected = "a split, a file, a share of the training data between 0 and 1 (0.2 or 20%), or a fold (1/5 to 5/5)"
     if fold := re.fullmatch(r"(\d{1,4})/(\d{1,4})", text):
         share = Fold(int(fold[1]), int(fold[2]))
@@ -160,7 +168,11 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
     run_on_main(lambda: _write_problems(table, listing))
     boxes, classes = table.num_boxes(), len(table.categories)
     without = (boxes == 0).sum()
+    source = table.name if is_several(source) or table.sets else source
     say(f"{source}: {len(table)} images ({without} without objects), {boxes.sum()} boxes, {classes} classes")
+    if table.sets:
+        joined = f"classes joined by name: {', '.join(table.class_names)}"
+        say("\n".join([f"{len(table.sets)} data sets, {joined}", *notes_of(table)]))
     if table.problems and listing is not None:
         errors = sum(problem.severity == "error" for problem in table.problems)
         others = f"{len(table.problems) - errors} repaired or noted"
@@ -212,6 +224,17 @@ def open_all_splits(
         listing = folder / "data_problems_test.txt"
         calls.append(partial(open_split, test, say=say, listing=listing, part_of=train, **reading))
     _, (table, val_table), *tested = all_faults(*calls)
-    for other in tested:
-        check_same_classes(table, other, "the test split")
-    return table, val_table, tested[0] if tested else None
+    if not tested:
+        return table, val_table, None
+    test_table = _in_classes_of(table, tested[0], reading)
+    check_same_classes(table, test_table, "the test split")
+    return table, val_table, test_table
+
+
+def _in_classes_of(train: DetectionTable, other: DetectionTable, reading: dict) -> DetectionTable:
+    """`with_classes_of` on every rank, one of each machine first."""
+    in_classes = partial(
+        with_classes_of, other, train, reading.get("unlisted_classes", "unknown"), reading.get("cache_dir")
+    )
+    first_on_each_machine(in_classes)
+    return in_classes()

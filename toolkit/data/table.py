@@ -58,6 +58,15 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class JoinedSet:
+    """One of the data sets that a table joins. classes: rows of `categories` that it labels; in its images the others
+    are unknown."""
+
+    name: str
+    classes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LabelledImages:
     """Images with their boxes, annotated or found, as columns: what the writer of a format takes.
 
@@ -102,6 +111,7 @@ class DetectionTable:
     problems: what validation found and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
     max_image_pixels: of an image, for `decode_image`.
+    sets: that the table joins (`toolkit.data.joining`), where there are several; `rows` then has a column `set`.
     """
 
     arrow_file: Path
@@ -114,6 +124,7 @@ class DetectionTable:
     fingerprint: str = ""
     max_image_pixels: int = MAX_IMAGE_PIXELS
     count: int | None = None
+    sets: tuple[JoinedSet, ...] = ()
 
     @functools.cached_property
     def rows(self) -> pa.Table:
@@ -158,6 +169,18 @@ class DetectionTable:
     def num_boxes(self) -> np.ndarray:
         """(len,) int64: objects per image, crowd regions included."""
         return np.concatenate([np.diff(batch.objects["id"][0]) for batch in self._batches]).astype(np.int64)
+
+    def set_of_image(self) -> np.ndarray:
+        """(len,) int64: the row of `sets` that each image is of; zeros without sets."""
+        if not self.sets:
+            return np.zeros(len(self), np.int64)
+        return np.concatenate([batch.set_of_image for batch in self._batches])
+
+    @functools.cached_property
+    def labelled_classes(self) -> np.ndarray | None:
+        """(sets, classes) bool: the classes that each set labels; None where all label all."""
+        mask = np.array([[row in one.classes for row in range(len(self.categories))] for one in self.sets], bool)
+        return None if mask.all() else mask
 
     def boxes(self) -> Boxes:
         """All annotated boxes, straight from Arrow: no Python object for a box."""
@@ -254,6 +277,7 @@ class _Batch:
         self.num_rows, self.batch = batch.num_rows, batch
         ids = batch.column("image_id")
         self.int_ids = np.from_dlpack(ids) if pa.types.is_integer(ids.type) else None
+        self.set_of_image = np.from_dlpack(batch.column("set")) if "set" in batch.schema.names else None
         self.sizes_hw = np.stack([np.from_dlpack(batch.column(name)) for name in ("height", "width")], 1)
         self.objects, self.relations = _list_views(batch.column("objects")), _list_views(batch.column("relations"))
 
@@ -267,6 +291,8 @@ class _Batch:
         row = {"image_id": image_id, "file_name": self.batch["file_name"][index].as_py()}
         if "image" in self.batch.schema.names:
             row["image"] = self.batch["image"][index].as_py()
+        if self.set_of_image is not None:
+            row["set"] = int(self.set_of_image[index])
         row["height"], row["width"] = self.sizes_hw[index].tolist()
         row["objects"] = _cut(self.objects, index, index + 1)
         row["relations"] = _cut(self.relations, index, index + 1)

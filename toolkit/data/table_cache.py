@@ -17,7 +17,7 @@ import pyarrow as pa
 from toolkit.boxes import Boxes, Relations, offsets_of
 from toolkit.data.annotations import ImageRow
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
-from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, Problem
+from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, JoinedSet, Problem
 from toolkit.errors import BadInput
 from toolkit.files import MAX_IMAGE_PIXELS, write_json
 
@@ -113,6 +113,8 @@ def write_table(
     problems: Sequence[Problem] = (),
     name: str = "",
     checked: Mapping[str, str] | None = None,
+    sets: Sequence[JoinedSet] = (),
+    set_of_image: np.ndarray | None = None,
 ) -> DetectionTable:
     """Writes columns as an Arrow stream and opens it again, memory-mapped.
 
@@ -123,12 +125,14 @@ def write_table(
         boxes, relations: of the images, in their order; `boxes.extra["attributes"]` (N, A) with `attributes`.
         encoded: the images themselves, where the table is to hold them.
         checked: digests of places (`toolkit.data.image_sources.digest_of`) that tell whether the cache is valid.
+        sets, set_of_image: of a joined table, (images,) rows of `sets`.
     """
     if attributes and "attributes" not in boxes.extra:
         boxes = dataclasses.replace(boxes, extra={"attributes": np.zeros((len(boxes), 1), np.int64)})
     with _temporary(cache_file) as temporary:
-        _write_stream(images, boxes, relations or Relations.none(len(images)), encoded, temporary)
+        _write_stream(images, boxes, relations or Relations.none(len(images)), encoded, set_of_image, temporary)
         table = DetectionTable(temporary, tuple(categories), predicates, attributes, image_root, list(problems), name)
+        table.sets = tuple(sets)
         return _publish(table, cache_file, checked or {})
 
 
@@ -178,6 +182,7 @@ def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]
         "problems": [dataclasses.astuple(problem) for problem in table.problems],
         "name": table.name,
         "checked": dict(checked),
+        "sets": [dataclasses.astuple(one) for one in table.sets],
     }
     names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
     with open(table.arrow_file, "rb") as stream:
@@ -213,14 +218,15 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
         problems=[Problem(*problem) for problem in info["problems"]],
         name=info["name"],
         fingerprint=info["fingerprint"],
+        sets=tuple(JoinedSet(name, tuple(classes)) for name, classes in info.get("sets", ())),
     )
 
 
-def _schema(string_ids: bool, embedded: bool, attribute_columns: int) -> pa.Schema:
+def _schema(string_ids: bool, embedded: bool, attribute_columns: int, joined: bool) -> pa.Schema:
     fields = {"image_id": pa.string() if string_ids else pa.int64(), "file_name": pa.string()}
     if embedded:
         fields["image"] = pa.binary()
-    fields |= {"width": pa.int64(), "height": pa.int64()}
+    fields |= {"width": pa.int64(), "height": pa.int64()} | ({"set": pa.int64()} if joined else {})
     of_objects = dict(OBJECT_TYPES)
     if attribute_columns:
         of_objects["attributes"] = pa.list_(ATTRIBUTE_ID, attribute_columns)
@@ -230,11 +236,17 @@ def _schema(string_ids: bool, embedded: bool, attribute_columns: int) -> pa.Sche
 
 
 def _write_stream(
-    images: Sequence[ImageRow], boxes: Boxes, relations: Relations, encoded: Iterable[bytes] | None, path: Path
+    images: Sequence[ImageRow],
+    boxes: Boxes,
+    relations: Relations,
+    encoded: Iterable[bytes] | None,
+    set_of_image: np.ndarray | None,
+    path: Path,
 ) -> None:
     attributes = boxes.extra.get("attributes")
     string_ids = bool(images) and isinstance(images[0].image_id, str)
-    schema = _schema(string_ids, encoded is not None, 0 if attributes is None else attributes.shape[1])
+    columns = 0 if attributes is None else attributes.shape[1]
+    schema = _schema(string_ids, encoded is not None, columns, set_of_image is not None)
     objects = {"id": boxes.ids, "bbox": boxes.xyxy, "category": boxes.labels, "area": boxes.area}
     objects |= {"iscrowd": boxes.iscrowd, "attributes": attributes}
     ends = {name: getattr(relations, name) for name in RELATION_TYPES}
@@ -248,6 +260,8 @@ def _write_stream(
             batch = {name: [getattr(row, name) for row in rows] for name in ImageRow._fields}
             if held is not None:
                 batch["image"] = held
+            if set_of_image is not None:
+                batch["set"] = set_of_image[start:stop]
             for name, offsets, columns in (("objects", boxes.offsets, objects), ("relations", relations.offsets, ends)):
                 batch[name] = _lists(schema.field(name).type, offsets[start : stop + 1], columns)
             arrays = [pa.array(batch[column.name], column.type) for column in schema]

@@ -5,7 +5,7 @@ The definition is that of COCO (Lin et al. 2014, https://cocodataset.org/#detect
 Of equal scores the one that comes first wins: images in the order of the table, detections as the detector gave them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from toolkit.evaluation.class_keys import class_keys
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
 from toolkit.evaluation.draw import draw_predictions
 from toolkit.evaluation.explain import explain_zero_ap
-from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, match
+from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, match, match_boxes
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.text import columns, shown
 
@@ -52,7 +52,7 @@ class CocoEvaluator:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
             bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. None where there is no
             ground truth to find (pycocotools says -1): undefined is not 0. Beside them `voc07_mAP` and `voc12_mAP`, see
-            `voc_metrics`.
+            `voc_metrics`, and of a table that joins several sets `bbox_AP/<set>` of the images of each.
 
         Raises:
             BadInput: image ids of predictions and table differ.
@@ -60,7 +60,16 @@ class CocoEvaluator:
         self.matches = match(predictions, self.table)
         row = pycocotools_numbers(self.matches) if self.backend == "pycocotools" else coco_row(self.matches)
         voc = voc_metrics(self.matches)
-        return row | {name: voc[name] for name in ("voc07_mAP", "voc12_mAP")}
+        row |= {name: voc[name] for name in ("voc07_mAP", "voc12_mAP")}
+        return row | {f"bbox_AP/{name}": coco_row(part)["bbox_AP"] for name, part in self._matches_of_sets()}
+
+    def _matches_of_sets(self) -> Iterator[tuple[str, Matches]]:
+        """The matches in the images of each data set, where the table joins several."""
+        whole, of_image = self.matches, self.table.set_of_image()
+        for number, name in enumerate(one.name for one in self.table.sets if len(self.table.sets) > 1):
+            kept = of_image == number
+            boxes, ids = (part.of_images(kept) for part in (whole.truth, whole.found)), np.flatnonzero(kept).tolist()
+            yield name, match_boxes(*boxes, ids, whole.class_names, whole.sizes_hw[kept], whole.max_detections)
 
     def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
         """`per_class_table` of what `evaluate` returned, the twelve numbers of COCO, and why an AP is 0; `step` as in

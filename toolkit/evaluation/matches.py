@@ -109,7 +109,7 @@ class CocoMatches:
 
 
 def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
-    """Matches of a full set of predictions with a table.
+    """Matches of a full set of predictions with a table; those of a class that an image does not label are left out.
 
     Args:
         predictions: as `boxes_of` takes them.
@@ -120,6 +120,9 @@ def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = M
     """
     image_ids, names = table.image_ids().tolist(), class_keys(table)
     detections = usable(boxes_of(predictions, image_ids), len(names), image_ids)
+    if table.labelled_classes is not None:
+        labelled = table.labelled_classes[table.set_of_image()]
+        detections = detections[labelled[detections.image_index, detections.labels]]
     return match_boxes(table.boxes(), detections, image_ids, names, table.sizes_hw(), max_detections)
 
 

@@ -39,7 +39,8 @@ class Detector(nn.Module):
         averaged_denominators: those that the original program shares between its processes.
         metric_names: what `criterion` returns beside losses.
         fixed_size: images must have one size and no padding. stride: sides of batches are multiples of it.
-        weighs_boxes: the criterion weighs each box by `target["mixup"]`.
+        weighs_boxes: the criterion weighs each box by `target["mixup"]`. masks_unlabelled: no loss makes a class less
+            likely in an image whose `target["labelled"]` says that it is not labelled there.
         buffers_steer_training: buffers that training changes, such as running statistics, have a part in its forward;
             every forward then gives all processes those of the first. Where they have none, an evaluation does so.
         leaves_unused: trained parameters may have no part in the losses of a step, as those of denoising on a batch
@@ -60,6 +61,7 @@ class Detector(nn.Module):
     averaged_denominators: Sequence[str] = ()
     metric_names: Sequence[str] = ()
     fixed_size, stride, weighs_boxes, buffers_steer_training = False, 32, False, True
+    masks_unlabelled = False
     leaves_unused = True
     class_tensors: Mapping[str, tuple[int, int, int]] = {}
     slow_prefixes: Sequence[str] = ()

@@ -94,6 +94,24 @@ def check_weights(options: DetectorOptions) -> None:
         start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None, known=extra)
 
 
+def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> None:
+    """Raises BadInput for what the losses of a detector do not take into account: images mixed by mixup, classes that
+    some images do not label."""
+    name, faults = detector.options["architecture"], []
+    if mixup and not detector.weighs_boxes:
+        faults.append(
+            f"data.mixup: the losses of {name} do not weigh boxes by their image's share; leave it out, or use "
+            "data.mosaic"
+        )
+    if partly_labelled and not detector.masks_unlabelled:
+        faults.append(
+            f"data.unlisted_classes unknown: the losses of {name} do not leave out classes that a data set does not "
+            "label; set it to background if there are no objects of these classes there"
+        )
+    if faults:
+        raise BadInput(faults)
+
+
 def load_pretrained(
     detector: nn.Module, source: Pretrained, class_names: Sequence[str], fresh: Sequence[str] = ()
 ) -> WeightTable:

@@ -107,12 +107,19 @@ class RunConfig:
 class DataConfig:
     """Data, augmentation and batches."""
 
-    path: str | None = None
+    path: str | list[str] | None = None
     """Folder of a data set in Pascal VOC, YOLO, COCO, CSV or `datasets` format, which is recognised; `data.train` and
-    `data.val` are then names of its splits."""
-    train: str = "train"
-    """Training data: an annotation file, a folder, or the name of a split."""
-    val: str | float = "val"
+    `data.val` are then names of its splits. A list: several data sets, trained on together."""
+    train: str | list[str] = "train"
+    """Training data: an annotation file, a folder, or the name of a split. A list: several data sets, whose classes are
+    joined by name."""
+    shares: list[PositiveFloat] = field(default_factory=list)
+    """With several training sets: the share of the training samples that each of them gets, such as [2, 1]; an epoch
+    keeps its length. Empty: every image once an epoch."""
+    unlisted_classes: Literal["unknown", "background"] = "unknown"
+    """With several data sets: what a class that is not in a set's own list is in its images: unknown (objects of it may
+    be there, so no loss makes it less likely there) or background (there are none)."""
+    val: str | float | list[str] = "val"
     """Validation data: an annotation file, a folder, the name of a split, or a fraction of the training data to hold
     out (0.2 or 20%; 1/5 to 5/5: the folds of a cross-validation), chosen by image content."""
     image_dir: str | list[str] | None = None
@@ -219,8 +226,9 @@ class DataConfig:
 class OptimConfig:
     """Optimizer, accumulation, clipping and averaged weights."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """Optimizer."""
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """Optimizer. muon: torch's Muon for matrices (linear layers, attention) and AdamW for all else, with the learning
+    rate and weight decay of AdamW."""
     lr: NonNegativeFloat = 1e-4
     """Learning rate of all parameters except the backbone's."""
     backbone_lr: NonNegativeFloat | None = None

@@ -45,6 +45,8 @@ def start_scene_graph(
             attributes are not those of the checkpoint; what `start_detector` raises.
     """
     source, known = None, None
+    if table.sets:
+        raise BadInput("data.path, data.train: scene graphs take one data set, since predicates are not joined by name")
     if checkpoint is None:
         if not len(table.labelled().relations):
             remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"

@@ -63,8 +63,9 @@ def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """
     tensors = []
     for group in optimizer.param_groups:
-        number = torch.zeros(1, requires_grad=True)
-        number.grad = torch.zeros(1)
+        shape = (1,) * max(1, group["params"][0].ndim)  # Muon takes matrices alone
+        number = torch.zeros(shape, requires_grad=True)
+        number.grad = torch.zeros(shape)
         other = copy.copy(optimizer)
         other.state, other.param_groups = defaultdict(dict), [{**group, "params": [number]}]
         type(optimizer).step(other)

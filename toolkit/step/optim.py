@@ -1,11 +1,14 @@
 """Parameter groups and the optimizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch import nn
 
 from toolkit.errors import BadInput
+
+_OF_PARAMETERS = ("params", "param_names")  # entries of a group with one item for each parameter
 
 
 def parameter_groups(
@@ -115,17 +118,20 @@ def build_optimizer(
     nesterov: bool = False,
     betas: Sequence[float] = (0.9, 0.999),
     fused: bool | None = None,
+    embeddings: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """"adamw", "adam" (L2 penalty in the gradient) or "sgd" over `parameter_groups`.
+    """"adamw", "adam" (L2 penalty in the gradient), "sgd" or "muon" (`MuonAndAdamW`) over `parameter_groups`.
 
     Args:
         betas: of adamw and adam.
         momentum, nesterov: of sgd; with nesterov the update looks one step of the momentum ahead.
+        embeddings: matrices that muon leaves to adamw.
         fused: one kernel for the whole update; None: on CPU and CUDA, else torch's own choice. On a CPU it is five
             times faster than that; on CUDA it is one launch where foreach has dozens. All are deterministic.
 
     Raises:
-        BadInput: an unknown name, nesterov without momentum, betas that are not two numbers from 0 to below 1.
+        BadInput: an unknown name, nesterov without momentum, betas that are not two numbers from 0 to below 1, muon
+            without matrices.
     """
     if name == "sgd" and nesterov and momentum <= 0:
         wanted = "expected a momentum above 0, such as 0.9, or optim.nesterov false"
@@ -137,6 +143,8 @@ def build_optimizer(
         fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"} or None
     if name == "adamw":
         return torch.optim.AdamW(groups, betas=betas, fused=fused)
+    if name == "muon":
+        return MuonAndAdamW(groups, betas, fused, {id(parameter) for parameter in embeddings})
     if name == "adam":
         return torch.optim.Adam(groups, betas=betas, fused=fused)
     if name == "sgd":
@@ -146,7 +154,41 @@ def build_optimizer(
         for parameter in (p for group in sgd.param_groups for p in group["params"] if momentum):
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
-    raise BadInput(f"optim.name is {name!r}; expected adamw, adam or sgd")
+    raise BadInput(f"optim.name is {name!r}; expected adamw, adam, sgd or muon")
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's Muon (Jordan et al. 2024) for the matrices of `parameter_groups`, in groups `<name>/muon`, and its AdamW
+    for all else, as one optimizer. Updates of Muon have the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so
+    that one learning rate and weight decay serve both. Raises BadInput: there are no matrices."""
+
+    def __init__(self, groups: Sequence[dict], betas: Sequence[float], fused: bool | None, embeddings: Container[int]):
+        if not hasattr(torch.optim, "Muon"):
+            raise BadInput(f"optim.name muon: torch {torch.__version__} has no Muon; install torch 2.9 or newer")
+        kept = {"/muon": [], "": []}
+        for group in groups:
+            rows = [p.ndim == 2 and id(p) not in embeddings for p in group["params"]]
+            for suffix, wanted in (("/muon", True), ("", False)):
+                part = {key: list(compress(group[key], [row == wanted for row in rows])) for key in _OF_PARAMETERS}
+                kept[suffix] += [{**group, **part, "name": group["name"] + suffix}] if part["params"] else []
+        if not kept["/muon"]:
+            raise BadInput("optim.name muon: the detector trains no matrices, for which Muon is; choose adamw or sgd")
+        self.parts = {"muon": torch.optim.Muon(kept["/muon"], lr=1e-3, adjust_lr_fn="match_rms_adamw")}
+        if kept[""]:
+            self.parts["adamw"] = torch.optim.AdamW(kept[""], betas=betas, fused=fused)
+        named = [{**group, "rule": rule} for rule, part in self.parts.items() for group in part.param_groups]
+        super().__init__(named, {})
+
+    def __getstate__(self) -> dict:
+        """For a copy: torch's own leaves out what it does not know."""
+        return super().__getstate__() | {"parts": self.parts}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update by both rules."""
+        for rule, part in self.parts.items():
+            part.param_groups, part.state = [group for group in self.param_groups if group["rule"] == rule], self.state
+            part.step()
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict) -> None:

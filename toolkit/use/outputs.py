@@ -1,9 +1,13 @@
 """Writes predictions in the formats that other programs read."""
 
+import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from toolkit.data.formats.coco import write_coco
 from toolkit.data.formats.csv import write_csv
@@ -15,7 +19,7 @@ from toolkit.files import without_suffix, write_text_atomic
 from toolkit.scene_graphs.formats import SUFFIXES, graph_text
 
 # What `scripts/predict.py` writes below its folder.
-OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "predictions.csv")
+OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv", "uncertain.csv")
 OUTPUTS += ("labels", "annotations", "pictures", "videos", "graphs")
 FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
 
@@ -30,9 +34,10 @@ def write_outputs(
         detections: the same images with their boxes as columns.
         names: a relative path for each image, all different, after which files of its own are named.
         formats: of `FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list of
-            COCO's results; yolo, a text file for each image with class, centre and size as shares of the image, and
-            score; voc, an XML file for each image; csv, a row for each detection; and of scene graphs a file for each
-            image in graphs/: dot (Graphviz), jsonld (linked data), networkx (its node-link JSON).
+            COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
+            centre and size as shares of the image, and score; voc, an XML file for each image; csv, a row for each
+            detection; and of scene graphs a file for each image in graphs/: dot (Graphviz), jsonld (linked data),
+            networkx (its node-link JSON).
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in formats:
@@ -42,6 +47,7 @@ def write_outputs(
             write_text_atomic(folder / "predictions.jsonl", "".join(f"{json.dumps(e)}\n" for e in document["images"]))
         elif name == "coco":
             write_coco(detections, folder / "results.json")
+            write_data_set(detections, folder / "dataset.json")
         elif name == "yolo":
             write_yolo(detections, folder / "labels", names)
             (folder / "labels").mkdir(exist_ok=True)
@@ -56,6 +62,25 @@ def write_outputs(
                 path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text_atomic(path, graph_text(graph, name))
+
+
+def images_root(detections: LabelledImages) -> Path:
+    """The folder that all image files are in."""
+    return Path(os.path.commonpath([Path(row.file_name).absolute().parent for row in detections.images]))
+
+
+def write_data_set(detections: LabelledImages, path: Path) -> None:
+    """Detections, clipped to their images, as a COCO data set to train on. Annotations have their `score`; files are
+    relative to `images_root`."""
+    if not detections.images:
+        return
+    root, found = images_root(detections), detections.boxes
+    names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
+    limits = np.array([(row.width, row.height) * 2 for row in detections.images])[found.image_index]
+    found = dataclasses.replace(found, xyxy=found.xyxy.clip(0, limits))
+    found = found[(found.xyxy[:, 2:] > found.xyxy[:, :2]).all(axis=1)]
+    extra = {"scores": None, "ids": np.arange(1, len(found) + 1), "extra": {"score": found.scores}}
+    write_coco(dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)), path)
 
 
 def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None:

@@ -1,10 +1,12 @@
 """Readers of data sets: every format becomes one Arrow table."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.formats.folders import NOT_STREAMED, open_folder
+from toolkit.data.joining import is_several, open_joined, paired
 from toolkit.data.shapes import SPLITS, ensure_shapes
 from toolkit.data.table import DetectionTable
 from toolkit.errors import BadInput
@@ -15,9 +17,9 @@ FORMATS = ("auto", "coco", "shapes", "hub", *GRAPHS, "voc", "yolo", "csv")
 
 
 def open_dataset(
-    source: str | Path,
+    source: str | Path | Sequence[str],
     *,
-    path: str | Path | None = None,
+    path: str | Path | Sequence[str] | None = None,
     image_dir: str | Path | Sequence[str] | None = None,
     format: str = "auto",
     name: str | None = None,
@@ -27,25 +29,34 @@ def open_dataset(
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     streaming: bool = False,
     keep_images_without_relations: bool = False,
+    unlisted_classes: str = "unknown",
 ) -> DetectionTable:
-    """Opens one split, validated and cached.
+    """Opens one split, validated and cached; of several sources or folders one table that joins them.
 
     source: a COCO annotation file; "train" or "val" of the bundled shapes with format="shapes"; with `name` (a hub
         data set or a local `datasets` folder) the split's name. With format="visual_genome" (`name` is the folder of
         the three files), "vrd", "gqa", "open_images" (of theirs) and "psg" (`name` is psg.json): "train", "val" or
         "test"; "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
-        A folder or a CSV file stands for its one split, or for its training data.
-    path: folder of any format of `toolkit.data.formats.folders`; `source` is then the name of a split.
+        A folder or a CSV file stands for its one split, or for its training data. A list: several, see
+        `toolkit.data.joining`.
+    path: folder of any format of `toolkit.data.formats.folders`, or several; `source` is then the name of a split.
     image_dir: folder of the images, or several, or archives; see `toolkit.data.image_sources`.
     format: "auto" goes by `path`, by `name` and by the suffix of `source`. With `path` "shapes" means "auto".
     on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
     streaming: leave the images in the Parquet files of a `datasets` data set; see `open_hub`.
     keep_images_without_relations: train on those of Visual Genome too, see `load_graphs`; other formats keep all.
+    unlisted_classes: of several: what a class that is not in a set's own list is in its images, "unknown" or
+        "background".
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
-    source = str(source)
     if format not in FORMATS:
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
+    if is_several(path, source):
+        options = {"image_dir": image_dir, "format": format, "name": name, "on_error": on_error, "cache_dir": cache_dir}
+        options |= {"check_images": check_images, "max_image_pixels": max_image_pixels, "streaming": streaming}
+        options["keep_images_without_relations"] = keep_images_without_relations
+        return open_joined(paired(path, source), partial(open_dataset, **options), unlisted_classes, cache_dir)
+    source = str(source)
     options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images}
     options |= {"max_image_pixels": max_image_pixels} | ({"streaming": True} if streaming else {})
     if path is not None:

@@ -195,6 +195,9 @@ def _document(labelled: LabelledImages) -> dict:
         "annotations": annotations,
         "categories": [dataclasses.asdict(category) for category in labelled.categories],
     }
+    if "score" in boxes.extra:  # of detections
+        for annotation, score in zip(annotations, boxes.extra["score"].tolist(), strict=True):
+            annotation["score"] = score
     if labelled.predicates:
         document["rel_categories"] = _numbered(labelled.predicates)
         document["rel_annotations"] = _relations(boxes, labelled.relations, image_ids)

@@ -51,13 +51,15 @@ def mixup(first: Sample, second: Sample, lam: float) -> Sample:
 
 def join_targets(targets: Sequence[Target], size_hw: Size | None = None) -> Target:
     """One target with the boxes and relations of several, in order; everything else is the first's, but the sizes where
-    one is given."""
+    one is given, and the classes that they label, which are those that all do."""
     joined = dict(targets[0])
     if size_hw is not None:
         joined |= {"orig_size": torch.tensor(size_hw), "size": torch.tensor(size_hw)}
     for name in PER_BOX_FIELDS:
         if all(name in target for target in targets):
             joined[name] = torch.cat([target[name] for target in targets])
+    if "labelled" in joined:
+        joined["labelled"] = torch.stack([target["labelled"] for target in targets]).all(0)
     if all("relations" in target for target in targets):
         relations, first = [], 0
         for target in targets:  # subject and object are rows of the boxes

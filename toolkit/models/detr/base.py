@@ -47,7 +47,7 @@ class TransformersDetector(Detector):
     entries: Mapping[str, Sequence[str]] = {}
     published: Mapping[str, object] = {}
     averaged_denominators = ("boxes",)  # by rank, in the originals
-    stride, buffers_steer_training = 1, False
+    stride, buffers_steer_training, masks_unlabelled = 1, False, True
 
     @property
     def object_limits(self) -> dict[str, int]:

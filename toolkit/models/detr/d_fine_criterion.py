@@ -167,6 +167,8 @@ class DFineCriterion(nn.Module):
         alpha = 1.0 if self.is_mal else VARIFOCAL_ALPHA
         weight = alpha * logits.detach().sigmoid().pow(self.gamma) * (1 - positive)
         weight = weight + (positive if self.is_mal else score)
+        if targets.labelled is not None:
+            weight = weight.where(targets.labelled[:, None] | (positive > 0), 0)
         return F.binary_cross_entropy_with_logits(logits, score, weight=weight, reduction="none")
 
     def _localisation(self, log_probabilities: Tensor, references: Tensor, target_xyxy: Tensor) -> Tensor:
@@ -229,4 +231,5 @@ def _at_least_one(targets: PaddedTargets) -> PaddedTargets:
     """Add a column of padding where there is no object at all, so that there is something to index."""
     if targets.labels.shape[1]:
         return targets
-    return PaddedTargets(F.pad(targets[0], (0, 1)), F.pad(targets[1], (0, 0, 0, 1)), F.pad(targets[2], (0, 1)))
+    labels, boxes, valid = F.pad(targets[0], (0, 1)), F.pad(targets[1], (0, 0, 0, 1)), F.pad(targets[2], (0, 1))
+    return PaddedTargets(labels, boxes, valid, targets.labelled)

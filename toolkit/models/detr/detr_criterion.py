@@ -23,6 +23,7 @@ from toolkit.box_ops import (
     pairwise_generalized_iou,
     xyxy_to_cxcywh,
 )
+from toolkit.models.unlabelled import labelled_classes, partial_log_softmax, unlabelled_columns
 
 # A cost no real pair reaches (class, L1 and GIoU costs are of the order of 10). Non-finite costs become this, so that
 # scipy does not raise on one rank alone: the loss itself is then NaN and the guard stops all ranks together.
@@ -30,11 +31,13 @@ UNUSABLE_COST = 1e8
 
 
 class PaddedTargets(NamedTuple):
-    """Targets of B images, padded to the T of the fullest one. `valid` is False for padding and crowd regions."""
+    """Targets of B images, padded to the T of the fullest one. `valid` is False for padding and crowd regions;
+    `labelled` as `toolkit.models.unlabelled.labelled_classes`."""
 
     labels: Tensor  # (B, T) int64, 0 where not valid
     boxes_cxcywh: Tensor  # (B, T, 4) fractions of the image without padding
     valid: Tensor  # (B, T) bool
+    labelled: Tensor | None = None  # (B, C) bool
 
 
 class Matches(NamedTuple):
@@ -61,7 +64,8 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
     hosts = list(map(on_host, targets))
     is_object = [h["iscrowd"] == 0 if "iscrowd" in h else torch.ones_like(h["labels"], dtype=torch.bool) for h in hosts]
     boxes_cxcywh = xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw))
-    return PaddedTargets(labels, boxes_cxcywh, send(pad_sequence(is_object, True, False), device))
+    valid = send(pad_sequence(is_object, True, False), device)
+    return PaddedTargets(labels, boxes_cxcywh, valid, labelled_classes(targets, device))
 
 
 def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
@@ -244,7 +248,11 @@ class DetrCriterion(nn.Module):
         classes = torch.full(log_probabilities.shape[:3], self.num_classes, dtype=torch.int64, device=device)
         classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
         class_weights = self.class_weights.to(log_probabilities.dtype)
-        ce = F.nll_loss(log_probabilities.flatten(0, 2), classes.flatten(), class_weights, reduction="none")
+        rows, classes = log_probabilities.flatten(0, 2), classes.flatten()
+        if targets.labelled is not None:
+            unlabelled = unlabelled_columns(targets.labelled, -1)[:, None].expand_as(log_probabilities)
+            rows = partial_log_softmax(rows, classes, unlabelled.flatten(0, 2), -1)
+        ce = F.nll_loss(rows, classes, class_weights, reduction="none")
         losses = {"loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"]}
         for name, values in box_sums(boxes_cxcywh, targets, matches).items():
             losses[name] = values / denominators["boxes"]

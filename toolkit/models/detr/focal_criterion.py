@@ -22,6 +22,7 @@ from toolkit.models.detr.detr_criterion import (
     matching_metrics,
     pad_targets,
 )
+from toolkit.models.unlabelled import without_unlabelled
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss, in all these papers
 # Logits `(L, B, Q, C)`, indices of the matched ones, the IoUs of their boxes -> terms of the loss, `(L, B, Q, C)`.
@@ -111,7 +112,7 @@ class FocalCriterion(nn.Module):
             if self.encoder:
                 encoder_targets = padded
                 if self.encoder == "foreground":
-                    encoder_targets = padded._replace(labels=torch.zeros_like(padded.labels))
+                    encoder_targets = padded._replace(labels=torch.zeros_like(padded.labels), labelled=None)
                 proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
                 assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups)
                 losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common)
@@ -134,7 +135,8 @@ def matched_losses(
     where = (matches.layer, matches.image, matches.query)
     target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
     ious = box_iou(cxcywh_to_xyxy(boxes_cxcywh.detach()[where]), target_boxes)
-    by_class = class_terms(logits, (*where, targets.labels[matches.image, matches.target]), ious)
+    positives = (*where, targets.labels[matches.image, matches.target])
+    by_class = without_unlabelled(class_terms(logits, positives, ious), positives, targets.labelled)
     sums = {class_loss: by_class.flatten(1).sum(1)} | box_sums(boxes_cxcywh, targets, matches)
     return {
         f"{name}{suffix}": value

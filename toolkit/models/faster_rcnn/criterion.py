@@ -5,9 +5,10 @@ Box deltas are torchvision's (dx, dy, dw, dh). Definitions are those of torchvis
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, smooth_l1_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, nll_loss, smooth_l1_loss
 
 from toolkit.box_ops import pairwise_iou
+from toolkit.models.unlabelled import partial_log_softmax
 
 BACKGROUND, IGNORED = -1, -2
 
@@ -113,15 +114,26 @@ def rpn_losses(
 
 
 def roi_losses(
-    logits: Tensor, deltas: Tensor, classes: Tensor, targets: Tensor, weights: Tensor, beta: float = 1 / 9
+    logits: Tensor,
+    deltas: Tensor,
+    classes: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    beta: float = 1 / 9,
+    unlabelled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`loss_classifier` (cross-entropy) and `loss_box_reg` (smooth L1 of the right class): weighted sums, float32.
 
     Args:
         logits: (R, 1 + C), background first. deltas: (R, 1 + C, 4). targets: (R, 4). weights: (R,).
         classes: (R,) int64, 0 is background; whatever has weight 0 may have any.
+        unlabelled: (R, 1 + C) bool, columns that the image does not label; None: none.
     """
-    classifier = cross_entropy(logits.float(), classes, reduction="none")
+    logits = logits.float()
+    if unlabelled is None:
+        classifier = cross_entropy(logits, classes, reduction="none")
+    else:
+        classifier = nll_loss(partial_log_softmax(logits, classes, unlabelled, 0), classes, reduction="none")
     class_deltas = deltas.gather(1, classes[:, None, None].expand(-1, 1, 4))[:, 0]
     return (classifier * weights).sum(), _box_loss(class_deltas, targets, (classes > 0) * weights, beta)
 

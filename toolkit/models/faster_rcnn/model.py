@@ -16,7 +16,16 @@ from torchvision.models.detection.rpn import concat_box_prediction_layers
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.batch import first_rows, normalize_images, on_host, pad_rows, rows_of, sizes_on_host, to_host
+from toolkit.batch import (
+    first_rows,
+    image_of_each,
+    normalize_images,
+    on_host,
+    pad_rows,
+    rows_of,
+    sizes_on_host,
+    to_host,
+)
 from toolkit.box_ops import clip_boxes, resize_boxes
 from toolkit.draws import image_generator
 from toolkit.models.detector import Detector
@@ -25,6 +34,7 @@ from toolkit.models.faster_rcnn.options import TwoStageOptions
 from toolkit.models.faster_rcnn.regions import LevelPool, best_proposals, clip, decode_boxes, limits_whwh
 from toolkit.models.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.nms import best_rows, class_wise_nms, settled
+from toolkit.models.unlabelled import labelled_classes, unlabelled_columns
 
 SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
 
@@ -49,7 +59,7 @@ class FasterRCNN(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error",)
     divided_by = "images"
-    buffers_steer_training, exported_sides = False, "any"
+    masks_unlabelled, buffers_steer_training, exported_sides = True, False, "any"
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
@@ -122,8 +132,9 @@ class FasterRCNN(Detector):
         Returns:
             with targets, for `criterion`: `rpn_logits`, `rpn_match`, `rpn_weights` (B, K), `rpn_deltas`, `rpn_targets`
             (B, K, 4); `roi_logits` (R, 1 + C), `roi_deltas` (R, 1 + C, 4), `roi_classes`, `roi_weights` (R,),
-            `roi_targets` (R, 4). In evaluation or without targets, for `postprocess`: `boxes`, the proposals (P_i, 4)
-            per image, and their `logits` (P, 1 + C) and `deltas` (P, 1 + C, 4).
+            `roi_targets` (R, 4), and of partly labelled images `roi_unlabelled` (R, 1 + C). In evaluation or without
+            targets, for `postprocess`: `boxes`, the proposals (P_i, 4) per image, and their `logits` (P, 1 + C) and
+            `deltas` (P, 1 + C, 4).
 
         Samples are drawn image by image in training, see `image_generator`; in evaluation they are the same every time.
         """
@@ -148,6 +159,8 @@ class FasterRCNN(Detector):
         outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
         outputs |= {"rpn_logits": logits.gather(1, index)}
         outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
+        if (labelled := labelled_classes(targets, anchors.device)) is not None:
+            roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image_of_each(sizes, anchors.device)]
         roi_targets = {f"roi_{name}": part for name, part in roi_parts.items()}
         if self.training:
             roi_logits, roi_deltas = self.detect(features, list(sampled.split(sizes)), images_hw)
@@ -174,7 +187,7 @@ class FasterRCNN(Detector):
         rpn = (outputs[f"rpn_{name}"].flatten(0, 1) for name in ("logits", "deltas", "match", "targets", "weights"))
         roi = (outputs[f"roi_{name}"] for name in ("logits", "deltas", "classes", "targets", "weights"))
         betas = self.stages.rpn_smooth_l1_beta, self.stages.box_smooth_l1_beta
-        values = (*rpn_losses(*rpn, betas[0]), *roi_losses(*roi, betas[1]))
+        values = (*rpn_losses(*rpn, betas[0]), *roi_losses(*roi, betas[1], outputs.get("roi_unlabelled")))
         losses = {name: v / denominators["images"] for name, v in zip(self.loss_names, values, strict=True)}
         positive = outputs["roi_classes"] > 0
         wrong = (outputs["roi_logits"].argmax(dim=1) != outputs["roi_classes"]) & positive

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.batch import send
 from toolkit.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
+from toolkit.models.unlabelled import labelled_classes, partial_log_softmax, unlabelled_columns
 
 IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
 
@@ -132,7 +133,13 @@ def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tenso
 
 
 def multibox_loss(
-    logits: Tensor, offsets: Tensor, labels: Tensor, target_offsets: Tensor, ratio: int, label_smoothing: float = 0.0
+    logits: Tensor,
+    offsets: Tensor,
+    labels: Tensor,
+    target_offsets: Tensor,
+    ratio: int,
+    label_smoothing: float = 0.0,
+    labelled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums over a batch of cross-entropy (positives and mined negatives) and smooth L1 (positives); 0 without boxes.
 
@@ -140,14 +147,26 @@ def multibox_loss(
         logits: (B, A, C), column 0 is the background. offsets, target_offsets: (B, A, 4). labels: (B, A), see
             `match_anchors`.
         ratio: negatives per positive of an image.
+        labelled: (B, C - 1) bool, the classes that each image labels; None: all.
     """
-    positive = labels > 0
-    used = positive | mine_negatives(-logits.detach().log_softmax(dim=-1)[..., 0], labels, ratio)
+    positive, unlabelled = labels > 0, None
+    if labelled is None:
+        of_background = logits.detach().log_softmax(dim=-1)[..., 0]
+    else:
+        unlabelled = unlabelled_columns(labelled, 0)[:, None].expand_as(logits).flatten(0, 1)
+        rows = logits.detach().flatten(0, 1)
+        of_background = partial_log_softmax(rows, torch.zeros_like(labels).flatten(), unlabelled, 0)[:, 0]
+        of_background = of_background.view_as(labels)
+    used = positive | mine_negatives(-of_background, labels, ratio)
     chosen, classes, counts = logits.flatten(0, 1), labels.flatten().clamp(min=0), used.flatten()
     if not logits.is_cuda:  # a tenth of the rows count; a GPU would be waited for, and takes all
         rows = counts.nonzero()[:, 0]
         chosen, classes, counts = chosen[rows], classes[rows], counts[rows]
-    log_probabilities = chosen.log_softmax(dim=-1)
+        unlabelled = None if unlabelled is None else unlabelled[rows]
+    if unlabelled is None:
+        log_probabilities = chosen.log_softmax(dim=-1)
+    else:
+        log_probabilities = partial_log_softmax(chosen, classes, unlabelled, 0)
     entropy = F.nll_loss(log_probabilities, classes, reduction="none")
     if label_smoothing:
         entropy = (1 - label_smoothing) * entropy - label_smoothing * log_probabilities.mean(dim=-1)
@@ -245,7 +264,8 @@ class SsdCriterion(nn.Module):
         target_offsets = encode_boxes(boxes, anchors_cxcywh, *self.variances).to(exact)
         smoothing = self.label_smoothing if self.training else 0.0
         loss_cls, loss_loc = multibox_loss(
-            logits.to(exact), offsets.to(exact), labels, target_offsets, self.negatives_per_positive, smoothing
+            logits.to(exact), offsets.to(exact), labels, target_offsets, self.negatives_per_positive, smoothing,
+            labelled_classes(targets, logits.device),
         )
         if self.training:
             loss_loc = loss_loc * self.balance.weight

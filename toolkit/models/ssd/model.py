@@ -41,6 +41,7 @@ class SSD(Detector):
     default_weights = {"loss_cls": 1.0, "loss_loc": 1.0}
     loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
     divided_by = "positives"
+    masks_unlabelled = True
     fixed_size, exported_sides = True, "fixed"  # the sizes of the maps are measured with a forward
     buffers_steer_training = False  # those of its weight are the same on all processes
     max_detections = 200  # as Liu et al., CVNets and torchvision

@@ -19,6 +19,7 @@ from toolkit.models.backbones import image_statistics
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.nms import best_rows, sorted_nms
 from toolkit.models.timm_features import group_norms, leaves_stages, timm_features
+from toolkit.models.unlabelled import labelled_classes
 from toolkit.models.yolov3.options import Yolov3Options
 from toolkit.models.yolov3.targets import (
     STRIDES,
@@ -77,7 +78,7 @@ class YOLOv3(Detector):
     divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
     fixed_size = True  # there is no mask: padding would look like a black image
-    weighs_boxes, buffers_steer_training = True, False
+    weighs_boxes, masks_unlabelled, buffers_steer_training = True, True, False
     exported_sides = "multiples"
 
     def __init__(self, class_names: Sequence[str], options: Yolov3Options, *, features: nn.Module | None = None):
@@ -179,7 +180,11 @@ class YOLOv3(Detector):
         assigned = assign_boxes(targets, sizes, self.anchors, grid)
         boxes = decode_boxes(predictions.detach(), grid)
         objectness = objectness_targets(boxes, assigned, sizes, grid, self.ignore_iou)
-        losses = yolov3_losses(predictions, objectness, assigned, self.label_smoothing)
+        labelled = labelled_classes(targets, predictions.device)
+        if labelled is not None:  # what looks like an object of an unlabelled class may be one
+            is_labelled = labelled.gather(1, predictions[..., 5:].detach().argmax(-1))
+            objectness = objectness.masked_fill((objectness == 0) & ~is_labelled, -1)
+        losses = yolov3_losses(predictions, objectness, assigned, self.label_smoothing, labelled)
         losses = {name: loss / denominators["images"] for name, loss in losses.items()}
         wrong = predictions[assigned.image, assigned.index, 5:].argmax(dim=1) != assigned.labels
         iou = box_iou(boxes[assigned.image, assigned.index], assigned.boxes)

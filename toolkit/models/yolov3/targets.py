@@ -207,13 +207,18 @@ def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Te
 
 
 def yolov3_losses(
-    predictions: Tensor, objectness: Tensor, assigned: Assignment, label_smoothing: bool = False
+    predictions: Tensor,
+    objectness: Tensor,
+    assigned: Assignment,
+    label_smoothing: bool = False,
+    labelled: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The four losses, each summed over the batch, in the dtype of the predictions.
 
     Args:
         predictions: (B, N, 5 + C) raw tx, ty, tw, th, objectness, classes.
         objectness: (B, N), see `objectness_targets`; a mixup ratio is the weight of its term, not its label.
+        labelled: (B, C) bool, the classes that each image labels; None: all.
 
     loss_obj: binary cross-entropy of every prediction that is not ignored.
     loss_center: 2 - w * h times binary cross-entropy of sigmoid(tx, ty); loss_scale: the same times |tw, th - target|;
@@ -225,12 +230,15 @@ def yolov3_losses(
     ratio = assigned.ratio.to(predictions.dtype)[:, None]
     ratio_weight = ratio * assigned.weight[:, None].to(predictions.dtype)
     classes = class_targets(assigned.labels, predictions.shape[2] - 5, label_smoothing).to(predictions.dtype)
-    center = assigned.center.to(predictions.dtype)
+    center, class_weight = assigned.center.to(predictions.dtype), ratio.expand_as(classes)
+    if labelled is not None:
+        is_class = assigned.labels[:, None] == torch.arange(classes.shape[1], device=classes.device)
+        class_weight = class_weight.where(labelled[assigned.image] | is_class, 0)
     return {
         "loss_obj": bce(logits, positive, weight, reduction="sum"),
         "loss_center": bce(at_boxes[:, :2], center, ratio_weight.expand_as(center), reduction="sum"),
         "loss_scale": (ratio_weight * (at_boxes[:, 2:4] - assigned.scale).abs()).sum(),
-        "loss_cls": bce(at_boxes[:, 5:], classes, ratio.expand_as(classes), reduction="sum"),
+        "loss_cls": bce(at_boxes[:, 5:], classes, class_weight, reduction="sum"),
     }
 
 

@@ -1,13 +1,15 @@
 """Trackers supported through Accelerate: rows and settings, under one name and id across resumes."""
 
+import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from toolkit.files import distinct
 from toolkit.runs.trackers import About, Tracker, flat
 
 
@@ -20,16 +22,18 @@ class AccelerateTracker(Tracker):
         self._inner = kind(about.project, **place, **options(self.name, about, folder, self.run_id, goes_on))
         self._inner.start()
         self.run_id = self.run_id or run_id(self.name, self._inner.tracker, about)
-        _name_afterwards(self.name, self._inner.tracker, about)
+        _name_afterwards(self.name, self._inner.tracker, about, goes_on)
         if not (goes_on and self.name == "mlflow"):  # which refuses other values of what it has
             self._inner.store_init_configuration(flat(about.config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._inner.log(dict(values), step=step)
+        names = mlflow_names(values) if self.name == "mlflow" else values
+        self._inner.log(dict(zip(names, values.values(), strict=True)), step=step)
 
     def show(self, shown, step: int) -> None:
         if hasattr(self._inner, "log_images") and shown.grid is not None:
-            self._inner.log_images({"val/predictions": np.asarray(shown.grid)[None]}, step=step)
+            grid = np.asarray(shown.grid)  # Aim takes one picture, the others a list of them
+            self._inner.log_images({"val/predictions": grid if self.name == "aim" else grid[None]}, step=step)
 
     def close(self, state: str) -> None:
         self._inner.finish()
@@ -54,12 +58,19 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
     if name == "swanlab":
         going_on = {"id": run_id, "resume": "allow"} if goes_on else {}
         named = {"experiment_name": about.name, "group": about.group, "job_type": about.job_type}
-        return {**named, "tags": tags or None, "description": notes, **going_on}
+        place = {"logdir": str(folder / "swanlog")}  # with the run, and not where the command was given
+        return {**named, **place, "tags": tags or None, "description": notes, **going_on}
     if name == "aim":
         return {"run_hash": run_id, "experiment": about.project}
     if name == "dvclive":
         return {"dir": str(folder / "dvclive"), "exp_name": about.name, "exp_message": notes, "resume": goes_on}
     return {}
+
+
+def mlflow_names(names: Iterable[str]) -> list[str]:
+    """The names, such as `val/AP/<class>`, with "_" for what MLflow refuses: all but letters, digits, "_-. :" and
+    slashes, and what would be another path to the same place. Names that are then the same get a number."""
+    return distinct(re.sub(r"[^/\w.\- :]|(?<=/)\.+(?=/|$)|(?<=/)/|/$", "_", name) for name in names)
 
 
 def run_id(name: str, inner: Any, about: About) -> str | None:
@@ -73,12 +84,13 @@ def run_id(name: str, inner: Any, about: About) -> str | None:
     return about.name  # Trackio and DVCLive go by names and folders
 
 
-def _name_afterwards(name: str, inner: Any, about: About) -> None:
-    """Names and tags of programs that take them from a run that has begun."""
+def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None:
+    """Names and tags of programs that take them from a run that has begun; tags once."""
+    tags = [] if goes_on else about.tags
     if name == "comet_ml":
         inner.set_name(about.name)
-        inner.add_tags([*about.tags, *([about.group] if about.group else [])])
+        inner.add_tags([*tags, *([about.group] if about.group and not goes_on else [])])
     elif name == "aim":  # where Accelerate puts the project
         inner.name, inner.description = about.name, about.notes
-        for tag in about.tags:
+        for tag in tags:
             inner.add_tag(tag)

@@ -1,0 +1,224 @@
+"""Several data sets as one table: classes joined by name, unique ids, and for each image the set that it is of."""
+
+import dataclasses
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.boxes import Boxes, offsets_of
+from toolkit.data.annotations import ImageRow
+from toolkit.data.image_sources import ImageSources, Shards, parts_of
+from toolkit.data.table import Category, DetectionTable, JoinedSet
+from toolkit.data.table_cache import cache_root, open_table, write_table
+from toolkit.errors import BadInput, all_faults
+
+Paired = list[tuple[str | Path | None, str]]  # (data.path, data.train) of each set
+
+
+def is_several(*values: object) -> bool:
+    """Whether one of these, `data.path` and `data.train` or `data.val`, names several data sets."""
+    return any(isinstance(value, list | tuple) for value in values)
+
+
+def paired(path: str | Path | Sequence | None, source: str | Sequence) -> Paired:
+    """The folder and the split or file of each data set: one of two that are given once holds for all.
+
+    Raises BadInput: the two lists differ in length, a list is empty, or a set is named twice.
+    """
+    columns = [list(value) if is_several(value) else [value] for value in (path, source)]
+    count = max(map(len, columns))
+    if any(len(column) not in (1, count) for column in columns) or not min(map(len, columns)):
+        raise BadInput(
+            f"data.path has {len(columns[0])} entries, data.train (or data.val) {len(columns[1])}: give as many of "
+            "both, or one of them once"
+        )
+    sets = list(zip(*(column * count if len(column) == 1 else column for column in columns), strict=True))
+    if twice := [str(folder or name) for (folder, name), times in Counter(sets).items() if times > 1]:
+        raise BadInput(f"{name}: named twice; data.shares says how often a data set is drawn" for name in twice)
+    return sets
+
+
+def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted: str, cache_dir) -> DetectionTable:
+    """One cached table of the images of all sets, in their order, without relations and attributes.
+
+    Image ids stay as they are if no two images have the same one; else all become text, `<name of the set>:<id>`. Box
+    ids stay likewise, else they are numbered from 1.
+
+    Args:
+        open_one: opens a set, as `open_one(source, path=path)`.
+        unlisted: "unknown" or "background": what a class that a set does not list is in its images.
+
+    Raises BadInput: the faults of all sets, classes or image folders that cannot be joined.
+    """
+    tables = all_faults(*(partial(open_one, source, path=path) for path, source in sets))
+    return _joined(tables, _short_names(sets), _joined_classes(tables), unlisted, cache_dir)
+
+
+def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
+    """Validation or test data in the classes of joined training data, found by name; as they are if they have the same.
+
+    Raises BadInput: a class that the training data lack.
+    """
+    if not train.sets or table.class_names == train.class_names:
+        return table
+    if unknown := [name for name in table.class_names if name not in train.class_names]:
+        raise BadInput(f"{table.name}: classes {unknown} are in no training set; those have {train.class_names}")
+    return _joined([table], [table.name], train.categories, unlisted, cache_dir)
+
+
+def counts_of(table: DetectionTable) -> dict:
+    """JSON: numbers of images and boxes, and in `sets` those of each set of a joined table."""
+    boxes, of_image, counts = table.num_boxes(), table.set_of_image(), {}
+    if table.sets:
+        parts = ((one.name, of_image == number) for number, one in enumerate(table.sets))
+        counts["sets"] = {name: {"images": int(rows.sum()), "boxes": int(boxes[rows].sum())} for name, rows in parts}
+    return {"images": len(table), "boxes": int(boxes.sum())} | counts
+
+
+def notes_of(table: DetectionTable) -> list[str]:
+    """A line for each set of a joined table: images, boxes, and the classes that it does not label."""
+    lines = []
+    for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
+        unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
+        text = f"  {one.name}: {counts['images']} images, {counts['boxes']} boxes"
+        text += f"; does not label {', '.join(unlabelled)} (data.unlisted_classes unknown)" if unlabelled else ""
+        lines.append(text)
+    return lines
+
+
+def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: np.ndarray | None) -> np.ndarray:
+    """(len,) how often each image is drawn in an epoch, so that each set has its share of the samples.
+
+    An epoch keeps its length, so an image of a large set may be drawn less than once in it.
+
+    Args:
+        sets: (len,) the set of each image, of `count`.
+        shares: of the sets, whatever they sum to.
+        repeats: (len,) within the sets, from other settings; None: all alike.
+
+    Raises BadInput: not a positive share for each set, or a set without images.
+    """
+    if len(shares) != count or not all(0 < share < float("inf") for share in shares):
+        raise BadInput(f"data.shares is {list(shares)}; expected {count} numbers above 0, one for each training set")
+    weights = np.ones(len(sets)) if repeats is None else np.asarray(repeats, np.float64)
+    sums = np.bincount(sets, weights, minlength=count)
+    if not sums.all():
+        raise BadInput(f"data.shares: set {int(np.argmin(sums)) + 1} of {count} has no training images left")
+    return weights * (np.asarray(shares) / np.sum(shares) * sums.sum() / sums)[sets]
+
+
+def _short_names(sets: Paired) -> list[str]:
+    """What tells the sets apart: their paths without what these have in common at both ends."""
+    full = [Path(str(source)) if folder is None else Path(folder, str(source)) for folder, source in sets]
+    parts = [path.with_suffix("").parts if path.suffix == ".json" else path.parts for path in full]
+    while len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
+        parts = [path[:-1] for path in parts]
+    for length in range(1, max(map(len, parts)) + 1):
+        short = ["/".join(path[-length:]) for path in parts]
+        if len(set(short)) == len(short):
+            break
+    return short
+
+
+def _joined_classes(tables: Sequence[DetectionTable]) -> tuple[Category, ...]:
+    """The classes of the first table, then those that each further one adds. Ids stay where no two sets disagree, else
+    they are numbered from 1. Raises BadInput with all names that differ only in case, spaces, "_" and "-"."""
+    ids: dict[str, list] = {}
+    for category in chain.from_iterable(table.categories for table in tables):
+        ids.setdefault(category.name, []).append(category.id)
+    spellings: dict[str, list[str]] = {}
+    for name in ids:
+        spellings.setdefault("".join(c for c in name.casefold() if c not in " _-"), []).append(name)
+    together = [set(table.class_names) for table in tables]  # a set that has both spellings means two classes
+    faults = [names for names in spellings.values() if len(names) > 1 and not any(set(names) <= s for s in together)]
+    if faults:
+        raise BadInput(
+            f"classes {', '.join(map(repr, names))} of these data sets differ only in how they are written: give them "
+            "one name in all sets, since classes are joined by name"
+            for names in faults
+        )
+    chosen = [given[0] for given in ids.values()]
+    agree = all(len(set(given)) == 1 for given in ids.values()) and len(set(chosen)) == len(chosen)
+    agree = agree and len({type(id_) for id_ in chosen}) == 1
+    return tuple(Category(chosen[i] if agree else i + 1, name) for i, name in enumerate(ids))
+
+
+def _joined(tables, names, categories: tuple[Category, ...], unlisted: str, cache_dir) -> DetectionTable:
+    """`open_joined` of tables, whose classes are found in `categories` by name."""
+    (root, files), sets, of_images = _root_of(tables, names), [], []
+    for table, name in zip(tables, names, strict=True):
+        rows = [[category.name for category in categories].index(known) for known in table.class_names]
+        of_images.append(table.set_of_image() + len(sets))
+        for one in table.sets or [JoinedSet(name, tuple(range(len(rows))))]:
+            listed = sorted(rows[row] for row in one.classes) if unlisted == "unknown" else range(len(categories))
+            sets.append(JoinedSet(one.name, tuple(listed)))
+    about = [table.fingerprint for table in tables], str(root), files, categories, sets
+    key = hashlib.blake2b(repr(about).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    cache_file = cache_root(cache_dir) / "tables" / f"{key}-joined.json"
+    if found := open_table(cache_file):
+        joined = found[0]
+    else:
+        rows, boxes = _joined_rows(tables, names, files, [category.name for category in categories])
+        encoded = (table.row(index)["image"] for table in tables for index in range(len(table)))
+        options = {"cache_file": cache_file, "categories": categories, "image_root": root, "sets": sets}
+        options |= {"set_of_image": np.concatenate(of_images), "encoded": encoded if root is None else None}
+        joined = write_table(rows, boxes, **options)
+    problems = [problem for table in tables for problem in table.problems]
+    most = max(table.max_image_pixels for table in tables)
+    return dataclasses.replace(joined, problems=problems, name=" + ".join(names), max_image_pixels=most)
+
+
+def _joined_rows(tables, names, files, class_names: Sequence[str]) -> tuple[list[ImageRow], Boxes]:
+    labelled = [table.labelled() for table in tables]
+    image_ids = [row.image_id for part in labelled for row in part.images]
+    unique = len(set(image_ids)) == len(image_ids) and len(set(map(type, image_ids))) == 1
+    rows = [
+        row._replace(image_id=row.image_id if unique else f"{name}:{row.image_id}", file_name=file)
+        for part, name, of_table in zip(labelled, names, files, strict=True)
+        for row, file in zip(part.images, of_table, strict=True)
+    ]
+    parts, columns = [part.boxes for part in labelled], {}
+    for column in ("xyxy", "area", "iscrowd", "ids"):
+        columns[column] = np.concatenate([getattr(part, column) for part in parts])
+    if len(np.unique(columns["ids"])) < len(columns["ids"]):
+        columns["ids"] = np.arange(1, len(columns["ids"]) + 1)
+    known = [np.array([class_names.index(name) for name in table.class_names]) for table in tables]
+    labels = np.concatenate([of[part.labels] for of, part in zip(known, parts, strict=True)])
+    offsets = offsets_of(np.concatenate([np.diff(part.offsets) for part in parts]))
+    return rows, Boxes(offsets, labels=labels, scores=None, **columns)
+
+
+def _root_of(
+    tables: Sequence[DetectionTable], names: Sequence[str]
+) -> tuple[Path | ImageSources | None, list[list[str]]]:
+    """The root that the images of all tables have in common, and the names that they have there."""
+    roots, files = [table.image_root for table in tables], [table.rows["file_name"].to_pylist() for table in tables]
+    if all(root is None for root in roots):
+        return None, files
+    if any(root is None or isinstance(parts_of(root)[0], Shards) for root in roots):
+        raise BadInput(
+            f"{' and '.join(names)}: images embedded in Parquet files cannot be joined with others, nor streamed; "
+            "write these data as files with scripts/convert.py"
+        )
+    if all(root == roots[0] for root in roots):
+        return roots[0], files
+    if not any(isinstance(root, ImageSources) for root in roots):
+        roots = [Path(os.path.abspath(root)) for root in roots]
+        if len({root.drive for root in roots}) == 1:
+            common = Path(os.path.commonpath(roots))
+            return common, [
+                [(root.relative_to(common) / name).as_posix() for name in of_table]
+                for root, of_table in zip(roots, files, strict=True)
+            ]
+    joined = ImageSources(list(dict.fromkeys(part for root in roots for part in parts_of(root))))
+    for root, of_table, name in zip(roots, files, names, strict=True):
+        for file in of_table:
+            if str(joined / file) != str(root / file):
+                raise BadInput(f"{name}: {file} is the name of an image of another set too; rename it in one of them")
+    return joined, files
