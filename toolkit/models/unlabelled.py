@@ -23,13 +23,15 @@ def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: T
     return terms.where(counted, 0)
 
 
-def unlabelled_columns(labelled: Tensor, background: int) -> Tensor:
+def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | None:
     """(B, C + 1) bool: columns of a softmax that an image does not label. background: its column, 0 or -1."""
+    if labelled is None:
+        return None
     always = labelled.new_zeros(len(labelled), 1)
     return torch.cat([always, ~labelled] if background == 0 else [~labelled, always], dim=1)
 
 
-def partial_log_softmax(logits: Tensor, classes: Tensor, unlabelled: Tensor, background: int) -> Tensor:
+def partial_log_softmax(logits: Tensor, classes: Tensor, unlabelled: Tensor | None, background: int) -> Tensor:
     """(N, C + 1) log-probabilities of which `nll_loss` with `classes` (N,) pushes no unlabelled class down.
 
     Where the background is wanted, it counts together with all unlabelled classes, one of which may be there
@@ -37,9 +39,11 @@ def partial_log_softmax(logits: Tensor, classes: Tensor, unlabelled: Tensor, bac
     out of the softmax; their entries are then those of the background. Rows without unlabelled classes stay as ever.
 
     Args:
-        logits: (N, C + 1), or log-probabilities. unlabelled: (N, C + 1), see `unlabelled_columns`.
+        logits: (N, C + 1), or log-probabilities. unlabelled: (N, C + 1), see `unlabelled_columns`; None: none is.
         background: column of the background, 0 or -1.
     """
+    if unlabelled is None:
+        return logits.log_softmax(1)
     is_background = torch.arange(logits.shape[1], device=logits.device) == background % logits.shape[1]
     wanted = classes[:, None] == torch.arange(logits.shape[1], device=logits.device)
     unknown = unlabelled & ~wanted

@@ -5,7 +5,7 @@ Box deltas are torchvision's (dx, dy, dw, dh). Definitions are those of torchvis
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, nll_loss, smooth_l1_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, nll_loss, smooth_l1_loss
 
 from toolkit.box_ops import pairwise_iou
 from toolkit.models.unlabelled import partial_log_softmax
@@ -129,11 +129,8 @@ def roi_losses(
         classes: (R,) int64, 0 is background; whatever has weight 0 may have any.
         unlabelled: (R, 1 + C) bool, columns that the image does not label; None: none.
     """
-    logits = logits.float()
-    if unlabelled is None:
-        classifier = cross_entropy(logits, classes, reduction="none")
-    else:
-        classifier = nll_loss(partial_log_softmax(logits, classes, unlabelled, 0), classes, reduction="none")
+    log_probabilities = partial_log_softmax(logits.float(), classes, unlabelled, 0)
+    classifier = nll_loss(log_probabilities, classes, reduction="none")
     class_deltas = deltas.gather(1, classes[:, None, None].expand(-1, 1, 4))[:, 0]
     return (classifier * weights).sum(), _box_loss(class_deltas, targets, (classes > 0) * weights, beta)
 

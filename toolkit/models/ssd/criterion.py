@@ -149,24 +149,17 @@ def multibox_loss(
         ratio: negatives per positive of an image.
         labelled: (B, C - 1) bool, the classes that each image labels; None: all.
     """
-    positive, unlabelled = labels > 0, None
-    if labelled is None:
-        of_background = logits.detach().log_softmax(dim=-1)[..., 0]
-    else:
-        unlabelled = unlabelled_columns(labelled, 0)[:, None].expand_as(logits).flatten(0, 1)
-        rows = logits.detach().flatten(0, 1)
-        of_background = partial_log_softmax(rows, torch.zeros_like(labels).flatten(), unlabelled, 0)[:, 0]
-        of_background = of_background.view_as(labels)
-    used = positive | mine_negatives(-of_background, labels, ratio)
-    chosen, classes, counts = logits.flatten(0, 1), labels.flatten().clamp(min=0), used.flatten()
+    positive, chosen, classes = labels > 0, logits.flatten(0, 1), labels.flatten().clamp(min=0)
+    unlabelled = unlabelled_columns(labelled, 0)
+    if unlabelled is not None:
+        unlabelled = unlabelled[:, None].expand_as(logits).flatten(0, 1)
+    of_background = partial_log_softmax(chosen.detach(), torch.zeros_like(classes), unlabelled, 0)[:, 0]
+    counts = (positive | mine_negatives(-of_background.view_as(labels), labels, ratio)).flatten()
     if not logits.is_cuda:  # a tenth of the rows count; a GPU would be waited for, and takes all
         rows = counts.nonzero()[:, 0]
         chosen, classes, counts = chosen[rows], classes[rows], counts[rows]
         unlabelled = None if unlabelled is None else unlabelled[rows]
-    if unlabelled is None:
-        log_probabilities = chosen.log_softmax(dim=-1)
-    else:
-        log_probabilities = partial_log_softmax(chosen, classes, unlabelled, 0)
+    log_probabilities = partial_log_softmax(chosen, classes, unlabelled, 0)
     entropy = F.nll_loss(log_probabilities, classes, reduction="none")
     if label_smoothing:
         entropy = (1 - label_smoothing) * entropy - label_smoothing * log_probabilities.mean(dim=-1)
