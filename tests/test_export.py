@@ -319,7 +319,7 @@ GRAPHS = {
     **{name: RELATIONS | {"mode": "sgdet", "head": name, "head_options": {"dim": 16}, "map_channels": 8,
                           "hidden_dim": 8, "representation_size": 16, "embed_dim": 4,
                           "detections_per_image": 7, "score_threshold": 0.001, "nms_threshold": 0.3,
-                          "prior_adjustment": 0.5} for name in ("react", "penet")},
+                          "prior_adjustment": 0.5} for name in ("react", "penet", "react_pp")},
 }  # fmt: skip
 
 
@@ -379,7 +379,7 @@ def test_an_exported_graph_is_used_like_a_run(name, tmp_path):
 
 def test_a_graph_that_cannot_be_exported_says_why(capsys):
     options = {"predicates": ["on"], "backbone": "test_resnet", "hidden_dim": 16, "embed_dim": 8}
-    for words, more in (("of the heads only react and penet", {"mode": "sgdet", "head": "motifs"}),
+    for words, more in (("of the heads only penet, react, react_pp", {"mode": "sgdet", "head": "motifs"}),
                         ("two stages", {"mode": "sgdet", "head": "react", "head_options": {"dim": 8}}),
                         ("boxes that are given", {"mode": "predcls", "head": "imp"})):  # fmt: skip
         detector = build_detector("scene_graph", class_names=CLASSES, **options | more)

@@ -19,9 +19,9 @@ class SceneGraphOptions(DetectorOptions):
     """Detector: a name of this toolkit, or `module:Class` of your own; this one is a relation head on a detector."""
     mode: Literal["predcls", "sgcls", "sgdet"] = "predcls"
     """Task: predcls (boxes and classes are given), sgcls (boxes are given) or sgdet (only the image is given)."""
-    head: Literal["frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react"] = (
-        "motifs"
-    )
+    head: Literal[
+        "frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp"
+    ] = "motifs"
     """Relation head, which predicts the predicates of object pairs; frequency is the counting baseline without
     training."""
     head_options: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""REACT and PE-Net on a one-stage detector in a form that exporters can trace: every image has as many objects, and all
-their pairs; what a detector did not find is a row of score 0."""
+"""PE-Net, REACT and REACT++ on a one-stage detector in a form that exporters can trace: every image has as many
+objects, and all their pairs; what a detector did not find is a row of score 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from toolkit.scene_graphs.detector_below import CANDIDATES, distribution_logits,
 from toolkit.scene_graphs.frequency import log_prior
 from toolkit.scene_graphs.geometry import union_boxes
 from toolkit.scene_graphs.postprocess import late_labels
+
+TRACED = ("penet", "react", "react_pp")  # heads without trees, sequences and messages between objects
 
 
 @dataclass
