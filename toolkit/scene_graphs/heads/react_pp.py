@@ -75,9 +75,9 @@ class WordAttention(nn.Module):
 
     def forward(self, rows: Tensor, words: Tensor) -> Tensor:
         layers = zip((self.query, self.key, self.value), (rows, words, words), strict=True)
-        parts = (layer(given).unflatten(1, (4, -1)).transpose(0, 1) for layer, given in layers)
+        parts = (layer(given).unflatten(1, (4, -1)).transpose(0, 1)[None] for layer, given in layers)
         found = F.scaled_dot_product_attention(*parts, dropout_p=self.dropout if self.training else 0.0)
-        return self.out(found.transpose(0, 1).flatten(1))
+        return self.out(found[0].transpose(0, 1).flatten(1))
 
 
 class MovingPrototypes(nn.Module):
