@@ -36,9 +36,9 @@ class SceneGraphOptions(DetectorOptions):
     backbone: str | None = None
     """timm backbone of the detector, overriding `model.detector_options` and `model.detector`; null: theirs."""
     freeze: Literal["detector", "norms", "detector_and_norms", "none"] | None = None
-    """Parts to freeze: detector, norms (batch norms of the detector and of all that is built on it),
-    detector_and_norms, or none. A trainable detector learns its feature maps only in predcls. null: detector if
-    `model.detector` is given."""
+    """Parts to freeze: detector, norms (batch norms of the detector and of all that is built on it, and the moving
+    prototypes of react_pp), detector_and_norms, or none. A trainable detector learns its feature maps only in predcls.
+    null: detector if `model.detector` is given."""
     map_channels: int = 256
     """Number of channels that 1 x 1 convolutions project the detector's feature maps to before boxes are pooled; a
     Faster R-CNN has its own."""
