@@ -155,6 +155,7 @@ def test_wrong_options_are_named():
     for words, head, mode, options in (
         ("motif'", "motif", "predcls", {}),
         ("predcl'", "imp", "predcl", {}),
+        ("dim is 10", "react_pp", "predcls", {"dim": 10}),
         ("(?s)'lstm'.*'max'.*'TDA'", "causal", "predcls", {"context": "lstm", "fusion": "max", "effect": "TDA"}),
     ):
         with pytest.raises(BadInput, match=words):

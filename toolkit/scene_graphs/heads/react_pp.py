@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.errors import BadInput
 from toolkit.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.scene_graphs.heads.layers import HeadSizes, check_mode, class_embedding, empty_output
 from toolkit.scene_graphs.heads.prototypes import (
@@ -22,6 +23,7 @@ from toolkit.scene_graphs.heads.prototypes import (
 APART, MARGIN = 1.5, 0.4  # of unit vectors: as APART and MARGIN of prototypes.py
 KEPT = 0.999  # of a prototype when it moves to the mean of a batch's pairs
 MOST_SCALE = 100.0
+HEADS = 4  # of attention
 
 
 def linear(in_dim: int, out_dim: int) -> nn.Linear:
@@ -63,7 +65,7 @@ class GatedResidual(nn.Module):
 
 
 class WordAttention(nn.Module):
-    """Attention of rows (N, D) to the words (C, D) of all classes or predicates, in four heads.
+    """Attention of rows (N, D) to the words (C, D) of all classes or predicates.
 
     The original adds a bias of the box's geometry to the logits of all words alike, which the softmax cancels.
     """
@@ -75,7 +77,7 @@ class WordAttention(nn.Module):
 
     def forward(self, rows: Tensor, words: Tensor) -> Tensor:
         layers = zip((self.query, self.key, self.value), (rows, words, words), strict=True)
-        parts = (layer(given).unflatten(1, (4, -1)).transpose(0, 1)[None] for layer, given in layers)
+        parts = (layer(given).unflatten(1, (HEADS, -1)).transpose(0, 1)[None] for layer, given in layers)
         found = F.scaled_dot_product_attention(*parts, dropout_p=self.dropout if self.training else 0.0)
         return self.out(found[0].transpose(0, 1).flatten(1))
 
@@ -117,6 +119,8 @@ class ReactPlusPlusHead(nn.Module):
     def __init__(self, mode: str, sizes: HeadSizes, dim: int = 512, dropout: float = 0.2, nms_threshold: float = 0.5):
         """dim: width of the space of prototypes, a multiple of 4. Vectors of classes and predicates are not trained."""
         super().__init__()
+        if dim % HEADS:
+            raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {HEADS}")
         self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
         self.embed_out = class_embedding(sizes).requires_grad_(False)
         self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim).requires_grad_(False)
