@@ -13,8 +13,8 @@ files like a run, a `.pt2` with `--trust`: it can run any code.
 
 Each file is then evaluated on the run's validation data (or `--split`), and its AP is compared with PyTorch's.
 All detectors can be exported. Of a scene graph these files have its detector alone; `exported/graph.onnx` has its
-relations too, of EGTR, and in sgdet of REACT and PE-Net on a one-stage detector, and its R@K is compared; of others
-the console says why not. Exit code 0: written and as good; 1: the AP or R@100 of a file differs by more than
+relations too, of EGTR, and in sgdet of PE-Net, REACT and REACT++ on a one-stage detector, and its R@K is compared; of
+others the console says why not. Exit code 0: written and as good; 1: the AP or R@100 of a file differs by more than
 `--tolerance`, and it is renamed to `*.wrong`; 2: bad input.
 """
 

@@ -52,6 +52,18 @@ def published(name: str, constants=None) -> tuple[dict, dict]:
     return state, arrays
 
 
+def published_rcnn(name: str) -> tuple[dict, dict]:
+    """`published` of maskrcnn-benchmark, with weights that keep its features and boxes small, and its anchors."""
+    state, arrays = published(name)
+    for key in state:
+        if "cell_anchors" in key:
+            state[key] = torch.from_numpy(arrays[f"cell{key[-1]}"])
+        for part, scale in (("bbox_pred", 0.1), ("bn3.weight", 0.2), ("stem.conv1", 0.02)):
+            if part in key:
+                state[key] = state[key] * scale
+    return state, arrays
+
+
 def not_taken(theirs: dict, ours: dict) -> list[str]:
     """Names of the publisher's tensors whose numbers are not among ours. The numbers are random, so they tell which
     tensor is which; queries, keys and values of one matrix are three of ours."""

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from PIL import Image
-from published import pixels, published
+from published import pixels, published_rcnn
 
 from toolkit.data.formats.coco import read_coco
 from toolkit.errors import BadInput
@@ -27,17 +27,9 @@ CLASSES, PREDICATES = ["cup", "table", "chair", "lamp"], ["on", "under", "near"]
 
 
 def weights(name):
-    state, expected = published(name)
+    state, expected = published_rcnn(name)
     for key in state:
-        if "cell_anchors" in key:
-            state[key] = torch.from_numpy(expected[f"cell{key[-1]}"])
-        elif "bbox_pred" in key:
-            state[key] = state[key] * 0.1
-        elif key.endswith("bn3.weight"):
-            state[key] = state[key] * 0.2
-        elif "stem.conv1" in key:
-            state[key] = state[key] * 0.02
-        elif "decoderLSTM.embed_" in key:  # the last of two names of one tensor
+        if "decoderLSTM.embed_" in key:  # the last of two names of one tensor
             alone = key.replace("decoderLSTM.embed_out_layer", "out").replace("decoderLSTM.embed_layer", "obj_embed")
             state[alone] = state[key]
     return state, expected

@@ -19,9 +19,9 @@ class SceneGraphOptions(DetectorOptions):
     """Detector: a name of this toolkit, or `module:Class` of your own; this one is a relation head on a detector."""
     mode: Literal["predcls", "sgcls", "sgdet"] = "predcls"
     """Task: predcls (boxes and classes are given), sgcls (boxes are given) or sgdet (only the image is given)."""
-    head: Literal["frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react"] = (
-        "motifs"
-    )
+    head: Literal[
+        "frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp"
+    ] = "motifs"
     """Relation head, which predicts the predicates of object pairs; frequency is the counting baseline without
     training."""
     head_options: dict[str, Any] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class SceneGraphOptions(DetectorOptions):
     backbone: str | None = None
     """timm backbone of the detector, overriding `model.detector_options` and `model.detector`; null: theirs."""
     freeze: Literal["detector", "norms", "detector_and_norms", "none"] | None = None
-    """Parts to freeze: detector, norms (batch norms of the detector and of all that is built on it),
-    detector_and_norms, or none. A trainable detector learns its feature maps only in predcls. null: detector if
-    `model.detector` is given."""
+    """Parts to freeze: detector, norms (batch norms of the detector and of all that is built on it, and the moving
+    prototypes of react_pp), detector_and_norms, or none. A trainable detector learns its feature maps only in predcls.
+    null: detector if `model.detector` is given."""
     map_channels: int = 256
     """Number of channels that 1 x 1 convolutions project the detector's feature maps to before boxes are pooled; a
     Faster R-CNN has its own."""

@@ -1,5 +1,5 @@
-"""REACT and PE-Net on a one-stage detector in a form that exporters can trace: every image has as many objects, and all
-their pairs; what a detector did not find is a row of score 0."""
+"""PE-Net, REACT and REACT++ on a one-stage detector in a form that exporters can trace: every image has as many
+objects, and all their pairs; what a detector did not find is a row of score 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from toolkit.scene_graphs.detector_below import CANDIDATES, distribution_logits,
 from toolkit.scene_graphs.frequency import log_prior
 from toolkit.scene_graphs.geometry import union_boxes
 from toolkit.scene_graphs.postprocess import late_labels
+
+TRACED = ("penet", "react", "react_pp")  # heads without trees, sequences and messages between objects
 
 
 @dataclass
@@ -42,6 +44,7 @@ def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, po
     of_pairs = sizes[:, None].expand(-1, pairs.shape[0], -1).flatten(0, 1)
     rectangles = model.union.rectangles(*ends.flatten(0, 1).unbind(1), of_pairs)
     pooled = pool(model.union.pool, maps, union_boxes(*ends.unbind(2)), both)
+    apart = boxes.where(real[..., None], -1e6)  # what was not found takes no class from what was, in late NMS
     first = torch.arange(images.shape[0], device=boxes.device)
     batch = _EqualImages(
         boxes_xyxy=boxes.flatten(0, 1),
@@ -53,7 +56,7 @@ def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, po
         union_features=model.union.head(pooled + rectangles),
         found_labels=labels.flatten() + 1,
         logits=logits.flatten(0, 1),
-        boxes_per_class=boxes.flatten(0, 1)[:, None].expand(-1, logits.shape[2], -1),
+        boxes_per_class=apart.flatten(0, 1)[:, None].expand(-1, logits.shape[2], -1),
         rows_of_images=first[:, None].expand(-1, count).flatten(),
     )
     output = model.head(batch)

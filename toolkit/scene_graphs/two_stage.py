@@ -30,6 +30,7 @@ from toolkit.scene_graphs.frequency import (
 )
 from toolkit.scene_graphs.graph_detector import GraphDetector, build_below, naming_its_options
 from toolkit.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
+from toolkit.scene_graphs.heads.react_pp import ReactPlusPlusHead
 from toolkit.scene_graphs.heads.vctree import PairScores
 from toolkit.scene_graphs.options import SceneGraphOptions
 from toolkit.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
@@ -40,7 +41,7 @@ from toolkit.scene_graphs.sampling import (
     given_objects,
     sampled_pairs,
 )
-from toolkit.scene_graphs.traced import decode_graph
+from toolkit.scene_graphs.traced import TRACED, decode_graph
 from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes, hold_batch_norms, set_bn_momentum
@@ -114,13 +115,15 @@ class SceneGraph(GraphDetector):
         self._announce(o.head)
         if freeze in ("norms", "detector_and_norms"):
             hold_batch_norms(self)
+            if isinstance(self.head, ReactPlusPlusHead):
+                self.head.prototypes.moves = False
         if "loss_refine_obj" not in self.loss_names:  # nothing else would train them
             freeze_prefixes(self.head, getattr(self.head, "of_labels", ()))
 
     def _announce(self, head: str) -> None:
         self.loss_names = self.head.loss_names or ("loss_rel",)
-        if head in ("frequency", "react") or self.mode == "predcls" and not getattr(self.head, "translates", False):
-            # Labels are given: nothing to learn about objects.
+        given = self.mode == "predcls" or not getattr(self.head, "of_labels", ())
+        if given and not getattr(self.head, "translates", False):  # nothing to learn about objects
             self.loss_names = tuple(name for name in self.loss_names if name != "loss_refine_obj")
         if self.attributes:
             self.loss_names += ("loss_refine_att",)
@@ -255,7 +258,7 @@ class SceneGraph(GraphDetector):
     def graph_obstacle(self) -> str | None:
         obstacles = {
             f"in {self.mode} they are those of boxes that are given": self.given_boxes,
-            "of the heads only react and penet can be traced": self.options["head"] not in ("react", "penet"),
+            f"of the heads only {', '.join(TRACED)} can be traced": self.options["head"] not in TRACED,
             "its detector has two stages, whose proposals vary": not isinstance(self.detector, DetectorBelow),
             "union features of all levels cannot be traced": self.options["union_levels"] == "all",
         }

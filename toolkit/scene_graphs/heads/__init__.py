@@ -9,10 +9,11 @@ from toolkit.scene_graphs.heads.imp import IMPHead
 from toolkit.scene_graphs.heads.layers import HeadSizes
 from toolkit.scene_graphs.heads.motifs import MotifsHead
 from toolkit.scene_graphs.heads.prototypes import PrototypeHead
+from toolkit.scene_graphs.heads.react_pp import ReactPlusPlusHead
 from toolkit.scene_graphs.heads.transformer import TransformerHead
 from toolkit.scene_graphs.heads.vctree import VCTreeHead
 
-HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react")
+HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp")
 
 
 def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, **options) -> nn.Module:
@@ -33,6 +34,8 @@ def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: T
     if name in ("penet", "react"):
         fast = {"refine_objects": False, "join": "linear"} if name == "react" else {}
         return PrototypeHead(mode, sizes, **fast | options)
+    if name == "react_pp":
+        return ReactPlusPlusHead(mode, sizes, **options)
     heads = {"motifs": MotifsHead, "vctree": VCTreeHead, "transformer": TransformerHead, "causal": CausalHead}
     if name not in heads:
         raise BadInput(f"relation head is {name!r}; expected one of {', '.join(HEADS)}")

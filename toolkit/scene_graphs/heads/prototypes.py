@@ -101,15 +101,12 @@ class PrototypeHead(nn.Module):
         return RelationOutput(logits, cosine * self.logit_scale.exp(), labels, pairs.new_zeros(0), losses, stay)
 
     def _labels(self, batch: RelationBatch) -> tuple[Tensor, Tensor]:
+        if self.object_out is None:
+            return detector_labels(self, batch)
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
-        if self.object_out is None:
-            logits = batch.logits.detach()
-            if batch.found_labels is not None:
-                return logits, batch.found_labels
-        else:
-            features = object_features(batch, self.embed_in, self.position, self.mode)
-            logits = self.object_out(self.object_in(features))
+        features = object_features(batch, self.embed_in, self.position, self.mode)
+        logits = self.object_out(self.object_in(features))
         return logits, best_labels(self, batch, logits)
 
     def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:
@@ -138,26 +135,45 @@ class PrototypeHead(nn.Module):
             pairs, prototypes = pairs.float(), prototypes.float()
             unit, count = _unit(prototypes), len(prototypes)
             alike = (unit @ unit.detach().T).norm(dim=1).sum() / count**2
-            between = _squared_distances(prototypes, prototypes.detach()).sort(1).values
+            between = squared_distances(prototypes, prototypes.detach()).sort(1).values
             close = (APART - between[:, :2].sum(1)).clamp(min=0).mean()
-            distances = _squared_distances(pairs, prototypes)
-            right = distances.gather(1, batch.relation_labels[:, None])[:, 0]
-            wrong = distances.scatter(1, batch.relation_labels[:, None], math.inf).sort(1).values
-            nearest = wrong[:, : min(NEAREST, count - 1)].mean(1)
-            missed = (right - nearest + MARGIN).clamp(min=0)
-        images = send(torch.tensor([float(number > 0) for number in batch.num_objects]), missed.device).to(missed)
-        return {
-            "l21_loss": (alike * images, images),
-            "dist_loss2": (close * images, images),
-            "loss_dis": (of_images(missed, batch.num_pairs), of_images(torch.ones_like(missed), batch.num_pairs)),
-        }
+            missed = (farther_than_wrong(pairs, prototypes, batch.relation_labels) + MARGIN).clamp(min=0)
+        return prototype_losses(batch, alike, close, missed)
+
+
+def detector_labels(head: nn.Module, batch: RelationBatch) -> tuple[Tensor, Tensor]:
+    """Logits and labels of a head that classifies no objects: those given, else those of the detector."""
+    if head.mode == "predcls":
+        return given_labels(batch, head.sizes.num_classes)
+    logits = batch.logits.detach()
+    return logits, best_labels(head, batch, logits) if batch.found_labels is None else batch.found_labels
+
+
+def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    """(R,) squared distance of a pair to its prototype, less the mean of those to the nearest others."""
+    distances = squared_distances(pairs, prototypes)
+    right = distances.gather(1, labels[:, None])[:, 0]
+    wrong = distances.scatter(1, labels[:, None], math.inf).sort(1).values
+    return right - wrong[:, : min(NEAREST, len(prototypes) - 1)].mean(1)
+
+
+def prototype_losses(
+    batch: RelationBatch, alike: Tensor, close: Tensor, missed: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(sums, denominators) of the images by name: two of the prototypes, and `missed` (R,) of the pairs."""
+    images = send(torch.tensor([float(number > 0) for number in batch.num_objects]), missed.device).to(missed)
+    return {
+        "l21_loss": (alike * images, images),
+        "dist_loss2": (close * images, images),
+        "loss_dis": (of_images(missed, batch.num_pairs), of_images(torch.ones_like(missed), batch.num_pairs)),
+    }
 
 
 def _unit(rows: Tensor) -> Tensor:
     return rows / rows.norm(dim=1, keepdim=True)
 
 
-def _squared_distances(rows: Tensor, others: Tensor) -> Tensor:
+def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
     """(N, M) of (N, D) and (M, D), without the (N, M, D) differences."""
     squares = rows.square().sum(1)[:, None] + others.square().sum(1)[None]
     return (squares - 2 * rows @ others.T).clamp(min=0)
