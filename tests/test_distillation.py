@@ -7,6 +7,7 @@ import torch
 from small_detectors import CLASSES, batch_of, small
 
 from toolkit.errors import BadInput
+from toolkit.models import build_detector
 from toolkit.models.distillation import LOSSES, Distillation, announced, correlation_loss, query_losses
 from toolkit.use.open import open_teacher
 
@@ -83,3 +84,16 @@ def test_a_checkpoint_knows_its_teacher_by_content():
         next(iter(other.parameters())).add_(1e-3)
     with pytest.raises(BadInput, match="its weights are not those of there that the checkpoint was trained with"):
         Distillation(student, other, "elsewhere", CLASSES, CLASSES).load_state_dict(state)
+
+
+def test_detectors_without_queries_learn_the_maps_of_their_strides():
+    options = {"class_names": CLASSES, "backbone": "lcnet_035"}
+    teacher = build_detector("ssd", strides=[8, 16, -1], channels=[16] * 3, aspect_ratios=[[2]] * 3, **options)
+    student = build_detector("yolov3", head_channels=[8, 8, 8], **options)
+    distillation = Distillation(student, teacher, "there", CLASSES, CLASSES)
+    assert distillation.loss_names == ["loss_distill_maps"] and {*distillation.maps} <= {"8", "16"}
+    (loss,) = losses_of(student, distillation).values()
+    loss.backward()
+    assert 0 < loss < 2 and any(p.grad is not None for p in student.backbone.parameters())
+    with pytest.raises(BadInput, match="it takes sides that are multiples of 32, the detector of 16"):
+        Distillation(teacher, student, "there", CLASSES, CLASSES)
