@@ -149,10 +149,12 @@ def test_a_source_with_a_resnet_of_transformers(name):
 
 def test_a_source_s_groups_and_proportions_of_rf_detr():
     detector = build("rf_detr", source_config=TINY_RF_DETR)
-    assert_built_again(detector)
+    assert_built_again(detector, ("pretrained", "size"))
     assert detector.resolved_options()["heads"] == 2 and detector.resolved_options()["encoder_layers"] == 2
     odd = build("rf_detr", source_config={**TINY_RF_DETR, "decoder_cross_attention_heads": 2})
-    assert_built_again(odd, ("pretrained", "heads"))
+    assert_built_again(odd, ("pretrained", "heads", "size"))
+    with pytest.raises(BadInput, match="model.size nano: those of model.pretrained are of another"):
+        build("rf_detr", source_config=TINY_RF_DETR, size="nano")
 
 
 def test_learned_position_embeddings_learn_and_are_saved(tmp_path):
@@ -325,3 +327,18 @@ def test_pre_norm_and_points_train_drop_out_and_are_saved_in_our_own_format(tmp_
     for own in ("pre_norm", "query_points"):
         with pytest.raises(BadInput, match="model.pre_norm, model.query_points: the pretrained model"):
             build("detr", source_config=plain(small("detr").model.config.to_dict()), **{own: True})
+
+
+BY_NAME = [("nano", 2, 32), ("small", 3, 32), ("medium", 4, 32), ("base", 3, 56)]
+
+
+@pytest.mark.parametrize(("size", "layers", "stride"), BY_NAME)
+def test_sizes_of_rf_detr_by_name(size, layers, stride):
+    """Those of roboflow/rf-detr, rfdetr/config.py; a number of layers that is given counts more."""
+    detector = build("rf_detr", size=size, encoder_layers=4)
+    resolved = detector.resolved_options()
+    assert (resolved["size"], resolved["decoder_layers"], detector.stride) == (size, layers, stride)
+    side = {"nano": 24, "small": 32, "medium": 36, "base": 37}[size]
+    positions = detector.model.model.backbone.backbone.embeddings.position_embeddings
+    assert positions.shape[1] == 1 + side**2
+    assert build("rf_detr", size=size, encoder_layers=4, decoder_layers=1).resolved_options()["decoder_layers"] == 1

@@ -5,6 +5,8 @@ import functools
 import importlib.util
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -20,16 +22,18 @@ from timm.layers.padding import get_same_padding
 from timm.layers.pool2d_same import MaxPool2dSame
 from torch.nn.functional import pad
 
-from scripts import export
+from scripts import export as script
 from toolkit import trust
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.use.export import check_exportable, export_detector, export_final, operators
+from toolkit.use.export import check_exportable, export_detector, export_final, judge, operators
 from toolkit.use.export.check import batches_agree, check_outputs, difference
 from toolkit.use.export.files import KEY, About, open_file, write_onnx
 from toolkit.use.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
+from toolkit.use.export.half import write_half
 from toolkit.use.export.relations import PixelsToGraph, export_graph
+from toolkit.use.export.sampling import grid_sample_by_gather
 from toolkit.use.open import OwnDetector, open_predictor
 from toolkit.use.prediction import own_predict, predict_with
 
@@ -241,7 +245,8 @@ def test_same_padding_is_that_of_timm():
 
 
 @pytest.mark.parametrize("size", [{"height": 64, "width": 64}, {"shortest_edge": 64, "longest_edge": 100}, None])
-def test_the_lines_of_the_documentation_give_what_the_toolkit_gives(ssd, tmp_path, monkeypatch, capsys, size):
+def test_the_lines_of_the_documentation_give_what_the_toolkit_gives(ssd, tmp_path, monkeypatch, size):
+    """In a program that can import neither PyTorch nor the toolkit."""
     model, side = onnx.load(ssd[0]["onnx"]), 64 if size is None else 128
     entry = next(each for each in model.metadata_props if each.key == KEY)
     entry.value = json.dumps(json.loads(entry.value) | {"size": size, "score_threshold": 0.1})
@@ -250,9 +255,12 @@ def test_the_lines_of_the_documentation_give_what_the_toolkit_gives(ssd, tmp_pat
     picture = Image.fromarray(images_of(1, side, side)[0].permute(1, 2, 0).numpy())
     picture.save(tmp_path / "photo.jpg")
     monkeypatch.chdir(tmp_path)
-    page = Path(export.__file__).parent.parent / "docs" / "export.md"
-    exec(page.read_text().split("```python\n")[1].split("```")[0], {})
-    printed = [line.split(" ", 2) for line in capsys.readouterr().out.splitlines()]
+    page = Path(script.__file__).parent.parent / "docs" / "export.md"
+    alone = "import sys; sys.modules['torch'] = sys.modules['toolkit'] = None\n"
+    command = [sys.executable, "-c", alone + page.read_text().split("```python\n")[1].split("```")[0]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = [line.split(" ", 2) for line in done.stdout.splitlines()]
     expected = open_predictor("exported/model.onnx")(Image.open("photo.jpg"))
     assert len(printed) == len(expected["scores"]) > 3
     for (name, score, box), at, label, boxes in zip(printed, *(expected[key] for key in ("scores", "labels", "boxes")),
@@ -398,8 +406,7 @@ def test_a_graph_that_cannot_be_exported_says_why(capsys):
         detector = build_detector("scene_graph", class_names=CLASSES, **options | more)
         assert words in detector.graph_obstacle()
     trained = OwnDetector("here", detector, CATEGORIES, None)
-    arguments = export.parser().parse_args(["run", "--out", "there"])
-    assert export.write_relations(trained, None, 0.3, arguments, {}) == []
+    assert judge.write_relations(trained, None, Path("there"), judge.Asked(), {}) == []
     assert "the relations are not exported, the files have the detector alone: in predcls" in capsys.readouterr().out
 
 
@@ -409,12 +416,12 @@ def test_an_exported_graph_is_judged_by_its_recall(tmp_path):
     options = RELATIONS | {"predicates": list(table.predicates)}
     detector = build_detector("egtr", class_names=table.class_names, **options).eval()
     trained = OwnDetector("here", detector, table.categories, {"height": 64, "width": 64})
-    arguments, problems = export.parser().parse_args(["run", "--out", str(tmp_path)]), {}
-    torch_line, file_line = export.write_relations(trained, table, 0.3, arguments, problems)
+    problems = {}
+    torch_line, file_line = judge.write_relations(trained, table, tmp_path, judge.Asked(), problems)
     assert not problems and (tmp_path / "graph.onnx").is_file() and torch_line["R@100"] is not None
     for name in ("R@20", "R@50", "R@100", "mR@100"):
         assert file_line[name] == pytest.approx(torch_line[name], abs=0.02)
-    assert "graph.onnx" in export.graphs_as_table([torch_line, file_line]) and file_line["latency_ms"] > 0
+    assert "graph.onnx" in judge.graphs_as_table([torch_line, file_line]) and file_line["ms"] > 0
 
 
 def labelled(predict, folder):
@@ -443,18 +450,74 @@ def test_every_detector_as_every_file(detectors, tmp_path, name):
     size = {"shortest_edge": 70, "longest_edge": 200} if graph.sides == "any" else wide
     table = labelled(own_predict(graph.detector, size), tmp_path / "images")
     more = ["openvino"] if importlib.util.find_spec("openvino") else []
-    arguments = ["x", "--out", str(tmp_path / "out"), "--top-k", "100", "--formats", "onnx", "torch", *more]
+    asked = judge.Asked(["onnx", "torch", "fp16", *more], top_k=100)
     own = OwnDetector(name, detector, CATEGORIES, size)
-    lines, problems = export.write_and_check(own, table, 0.3, export.parser().parse_args(arguments))
+    lines, problems = judge.write_and_check(own, table, tmp_path / "out", asked)
     refused = {"model.xml"} if name == "rf_detr" and more else set()  # OpenVINO's finds other boxes
-    assert set(problems) == refused, problems
-    for each in (line for line in lines[1:] if line.file not in refused):
+    assert set(problems) - {"model_fp16.onnx"} == refused, problems  # of random weights many scores are nearly equal
+    half = next(line for line in lines if line.file == "model_fp16.onnx")
+    assert abs(half.AP_moved) <= 0.02
+    for each in (line for line in lines[1:] if line is not half and line.file not in refused):
         assert lines[0].AP > 0.05 and abs(each.AP_moved) <= 1e-3 and list(each.differences) == [1, 2, 5]
         if graph.sides != "fixed":
             batches_agree(graph, tmp_path / "out" / each.file, images_of(5, 128, 96))
         apart = " | ".join(f"{found.score:.0e}, {found.box:.0e}" for found in each.differences.values())
-        print(f"| {name} | {each.file} | {lines[0].AP:.4f} | {each.AP:.4f} | {apart} | {lines[0].latency_ms:.0f} | "
-              f"{each.latency_ms:.0f} |")  # fmt: skip
+        ms = " | ".join(f"{sum(line.milliseconds.values()):.0f}" for line in (lines[0], each))
+        print(f"| {name} | {each.file} | {lines[0].AP:.4f} | {each.AP:.4f} | {apart} | {ms} |")
+    print(f"| {name} | {half.file} | {lines[0].AP:.4f} | {half.AP:.4f} |")
+
+
+def test_half_precision_is_in_the_products_and_not_in_the_boxes(ssd, tmp_path):
+    path, images = tmp_path / "model_fp16.onnx", images_of(3, 64, 64).numpy()
+    write_half(ssd[0]["onnx"], path)
+    onnx.checker.check_model(path, full_check=True)
+    weights = [tensor.data_type for tensor in onnx.load(path).graph.initializer if len(tensor.dims) == 4]
+    assert len(weights) > 10 and set(weights) == {onnx.TensorProto.FLOAT16}
+    (exact, expected), (half, about) = open_file(ssd[0]["onnx"]), open_file(path)
+    (boxes, scores, _), (half_boxes, half_scores, _) = exact(images), half(images)
+    assert about == expected and 0 < abs(half_scores - scores)[:, :5].max() < 1e-3
+    nearest = abs(half_boxes[:, None, :5] - boxes[:, :5, None]).max(-1).min(-1)
+    assert (nearest < 0.01).mean() > 0.8, "pixels"
+    assert (half_boxes != half_boxes.astype("float16")).mean() > 0.5
+
+
+@pytest.mark.parametrize("hw", [(7, 5), (1, 9)])
+def test_sampling_by_gather_is_grid_sample(hw):
+    """Beyond the borders too; and other modes are refused."""
+    generator = torch.Generator().manual_seed(0)
+    maps, grid = torch.randn(3, 4, *hw, generator=generator), torch.rand(3, 6, 2, 2, generator=generator) * 3 - 1.5
+    expected = torch.nn.functional.grid_sample(maps, grid, align_corners=False)
+    torch.testing.assert_close(grid_sample_by_gather(maps, grid), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="nearest"):
+        grid_sample_by_gather(maps, grid, mode="nearest")
+
+
+@pytest.mark.slow  # a minute
+def test_a_file_without_grid_sample_finds_the_same(detectors, tmp_path):
+    asked = {"categories": CATEGORIES, "size": {"height": 64, "width": 64}, "source": "here", "grid_sample": False}
+    files, graph = export_detector(detectors("rt_detr_v2"), tmp_path, ["onnx"], **asked)
+    assert "GridSample" not in {node.op_type for node in onnx.load(files["onnx"]).graph.node}
+    assert list(batches_agree(graph, files["onnx"], images_of(5, 64, 64))) == [1, 2, 5]
+
+
+def test_settings_of_prediction_are_in_the_file_and_its_times_beside_its_ap(detectors, tmp_path, capsys, monkeypatch):
+    """The script from its command line on, without data: a stricter suppression leaves worse boxes."""
+    size = {"height": 64, "width": 64}
+    detectors("ssd").save_final(tmp_path / "final", CATEGORIES, size)
+    words = [str(tmp_path / "final"), "--formats", "onnx", "--top-k", "50", "--score-threshold", "0.25"]
+    words += ["--model.nms_threshold", "0.01", "--benchmark", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(judge, "BENCHMARK", ((1, 1), (8, 2)))
+    assert script.main(words) == 0
+    assert "ms an image, batch 1, 1 thread | ms an image, batch 8, 2 threads" in capsys.readouterr().out
+    run, about = open_file(tmp_path / "out" / "model.onnx")
+    assert (about.top_k, about.score_threshold) == (50, 0.25)
+    images = images_of(1, 64, 64)
+    with torch.no_grad():
+        found = make_graph(detectors("ssd"), 50)(images)[1]
+    assert run(images.numpy())[1][0, -1] < found[0, -1] - 1e-4
+    written = json.loads((tmp_path / "out" / "export.json").read_text())["files"]
+    assert all(len(line["milliseconds"]) == 2 and min(line["milliseconds"].values()) > 0 for line in written)
+    assert script.main([*words, "--model.backbone", "x"]) == 2
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import nn
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.timm_features import group_norms, leaves_stages, number_of_groups, timm_features
-from toolkit.step.freezing import FrozenBatchNorm2d
+from toolkit.step.freezing import FrozenBatchNorm2d, freeze_prefixes
 
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
@@ -168,3 +168,11 @@ def test_a_file_that_holds_no_weights_is_one_sentence(tmp_path):
 def test_faults_are_bad_input(options, words):
     with pytest.raises(BadInput, match=words):
         timm_features(**{"backbone": "resnet18d", "strides": (8, 16), **options})
+
+
+def test_a_frozen_transformer_stays_as_it_is_below_a_detector_that_learns():
+    detector = build_detector("yolov3", class_names=["a"], backbone="test_vit", head_channels=[8, 8, 8])
+    freeze_prefixes(detector, ["backbone.vit"])
+    trained = [name for name, p in detector.named_parameters() if p.requires_grad]
+    assert any(name.startswith("backbone.scales") for name in trained) and not any(".vit." in name for name in trained)
+    assert not detector.train().backbone.vit.training and detector.backbone.scales.training

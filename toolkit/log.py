@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from toolkit.distributed import gather_objects
+from toolkit.distributed import broadcast_object, gather_objects
 from toolkit.errors import BadInput
 from toolkit.files import waiting_aloud
 from toolkit.runs.failures import attempt
@@ -189,6 +189,11 @@ class Log:
         text += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(position.step - self._bar.n)
+
+    def raise_trouble(self) -> None:
+        """Raises BadInput on every rank if the main process could not write a row; a collective."""
+        if trouble := broadcast_object(self.trouble):
+            raise BadInput(trouble)
 
     def close(self, state: str = "done") -> None:
         """Ends the bar, the rows and the trackers, which learn how the run ended: "done", "preempted" or "failed"."""

@@ -25,7 +25,7 @@ from toolkit.batch import Batch
 from toolkit.data import pipeline
 from toolkit.data.batches import collate, naming_killed_workers
 from toolkit.data.joining import counts_of, is_several
-from toolkit.data.sampling import EpochSampler, SampleKey
+from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import READING, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.distributed import agree_max, leave, run_on_main, seed_step, state_from_main
@@ -34,6 +34,7 @@ from toolkit.evaluation.coco import check_ground_truth
 from toolkit.log import Log
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
+from toolkit.models.distillation import Distillation, announced
 from toolkit.models.start import check_losses, check_weights, start_detector
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint, resolve_resume
@@ -56,12 +57,13 @@ from toolkit.step.ema import Ema
 from toolkit.step.guard import NanGuard
 from toolkit.step.length import Pace, StepBudget, is_time, steps_from
 from toolkit.step.losses import LossWeights
-from toolkit.step.memory import largest_samples, probe_memory
+from toolkit.step.memory import probe_memory
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
 from toolkit.step.schedules import schedule_of_settings
-from toolkit.training import Training, raise_trouble
+from toolkit.training import Training
 from toolkit.use.export import check_exportable, export_final
+from toolkit.use.open import open_teacher
 from toolkit.use.publish import check_push, push, report_and_card
 from toolkit.validation import Validation, check_metric, evaluate_test_split, finish, validate, warn_of_crowds
 
@@ -201,7 +203,9 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
 
     evaluator: what measures predictions on `val_table`, such as `CocoEvaluator`.
     """
-    weights = LossWeights(detector.loss_names, s.config.loss.weights, detector.default_weights).to(s.accelerator.device)
+    distillation = open_teacher(s.config.loss.teacher, detector, table.class_names, not s.config.data.scales)
+    names, defaults = announced(detector, distillation)
+    weights = LossWeights(names, s.config.loss.weights, defaults).to(s.accelerator.device)
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
     _settle(s, detector, weights, sampler, loader)
     c, run, optim = s.config, s.config.run, s.config.optim
@@ -213,7 +217,8 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     checkpoint_in_place(detector, optim.checkpointing, optim.compile)
     compile_in_place(detector, optim.compile)
     one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
-    model, optimizer = prepare(s.accelerator, detector, _optimizer(s, detector, weights), run.tf32, one_size)
+    optimizer = _optimizer(s, detector, weights, distillation)
+    model, optimizer = prepare(s.accelerator, detector, optimizer, run.tf32, one_size)
     t = Training(
         accelerator=s.accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer, ema=ema,
         schedule=schedule_of_settings(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
@@ -223,6 +228,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
         log=Log(s.is_main, run.meters, per_epoch, run.log_every), signals=s.signals, folder=s.folder, seed=run.seed,
         budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps, limit=limit,
         max_norm=optim.max_norm, eval_only=run.eval_only, data={"training": table, "validation": val_table},
+        distillation=distillation,
     )  # fmt: skip
     if not run.eval_only:
         t.warn_of_length()
@@ -248,7 +254,7 @@ def end(s: Session, t: Training) -> None:
         stop_if_asked(s, "after final/ was written")
         if s.test_table is not None:
             evaluate_test_split(t, s.test_table, _evaluation_loader(s, t.detector, s.test_table), s.config.eval)
-    raise_trouble(t)
+    t.log.raise_trouble()
     trained, hub = not s.config.run.eval_only, s.config.hub
     run_on_main(lambda: t.log.attempt("the report", lambda: report_and_card(s.folder, t.validation.table, trained)))
     if trained:  # after the report, which completes the model card
@@ -318,7 +324,7 @@ def _settle(s: Session, detector: Detector, weights: LossWeights, sampler: Epoch
     s.config = replace(s.config, run=run, optim=replace(optim, compile=settled.compile))
 
 
-def _optimizer(s: Session, detector: Detector, weights: LossWeights):
+def _optimizer(s: Session, detector: Detector, weights: LossWeights, distillation: Distillation | None):
     c = s.config.optim
     images = s.config.data.batch_size_per_device * c.accumulation_steps * s.accelerator.num_processes
     scale = images if c.scale_lr_by_images else 1
@@ -333,6 +339,7 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights):
         **{key: getattr(c, key) for key in same},
     )
     groups += weights.parameter_groups(c.lr)
+    groups += [] if distillation is None else distillation.parameter_groups(c.lr, c.weight_decay)
     for group in groups:
         group["lr"] *= scale
     embeddings = [module.weight for module in detector.modules() if isinstance(module, torch.nn.Embedding)]
@@ -355,22 +362,14 @@ def _pace(c: Any, per_epoch: int) -> Pace:
     )
 
 
-def _largest_batch(t: Training, count: int) -> Batch:
-    """The largest and the most crowded training images, `count` on each device, as epoch 0 augments them."""
-    dataset, size_hw = t.loader.dataset.dataset, None
-    if t.sampler.sizes is not None:
-        size_hw, count = t.sampler.sizes.largest(count)
-    chosen = largest_samples(dataset.table.sizes_hw(), dataset.table.num_boxes(), count)
-    return collate([dataset[SampleKey(0, index, size_hw)] for index in chosen], t.detector.stride)
-
-
 def _begin(s: Session, t: Training, table: DetectionTable) -> None:
     """Takes up the checkpoint, writes down what is run, and evaluates where that is due. Refuses before it writes."""
     run, checkpoint = s.config.run, s.checkpoint
     settings, changed = _settings(s, t)
     check_metric(t)
     if run.probe_memory:
-        probe_memory(t, _largest_batch(t, s.config.data.batch_size_per_device))
+        dataset, count = t.loader.dataset.dataset, s.config.data.batch_size_per_device
+        probe_memory(t, pipeline.largest_batch(dataset, count, t.detector.stride, t.sampler.sizes))
     notes = load(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
     for note in (*changed, *notes):
         s.say(str(note))

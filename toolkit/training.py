@@ -18,11 +18,12 @@ from toolkit.data.batches import Prefetcher, windows
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, accumulation_at
 from toolkit.data.table import DetectionTable
-from toolkit.distributed import OUTSIDE_MICRO_BATCHES, agree_max, broadcast_object, seed_step
+from toolkit.distributed import OUTSIDE_MICRO_BATCHES, agree_max, seed_step
 from toolkit.draws import seed_micro_batch
 from toolkit.errors import BadInput, Preempted
 from toolkit.log import Log, length_warnings, training_row
 from toolkit.models.detector import Detector
+from toolkit.models.distillation import LOSSES, Distillation
 from toolkit.recovery import broken_state, in_words, keep_start, ranks_apart, recover, state_is_sound, state_of
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint
@@ -80,6 +81,7 @@ class Training:
     recut: int = 0
     last_row: dict[str, float | None] = field(default_factory=dict)
     data: Mapping[str, DetectionTable] = field(default_factory=dict)  # tables by what they are for, to know them again
+    distillation: Distillation | None = None
     start: Checkpoint | None = None  # what the run begins with, until a checkpoint stands
 
     def __post_init__(self):
@@ -90,15 +92,17 @@ class Training:
         self.trainable = {name for name, p in self.detector.named_parameters() if p.requires_grad}
         self.accumulation = self.pace.accumulation  # that the length of the run was reckoned with
         self.check = LoopCheck(self._counts)
-        self._own_losses: dict[str, str | None] = {}  # announced by the script -> what it divides them by
+        self._own_losses: dict[str, str | None] = {}  # not of the criterion -> what they are divided by
+        if self.distillation is not None:
+            self.extra["distillation"] = self.distillation
+            self._own_losses = {name: LOSSES[name][1] for name in self.distillation.loss_names}
         self._micro: tuple[dict, Mapping] = {}, {}  # counts and denominators of the micro-batch under way
         self._unscaled = self._own_rates = False
         self._best_step = -1  # before the window
         self._versions: int | None = None  # of the parameters, after the last update
         self._layout: list[str] = []
         self.check.watch(self.optimizer)
-        self._broken: list[str] = []
-        self._warned: set[str] = set()
+        self._broken, self._warned = [], set()
         self._ahead = Prefetcher(self.accelerator.device)
         self._part = 0  # of the state, the one to look at next
         self._sums: dict[str, Tensor] = {}
@@ -235,8 +239,8 @@ class Training:
             self.seed_micro_batch(micro, arrived)
             self._micro = counts[micro], denominators
             self.check.hand_out(arrived.targets)
-            last = micro == len(window) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
+            watched = nullcontext() if self.distillation is None else self.distillation.watching(arrived)
+            with watched, nullcontext() if micro == len(window) - 1 else self.accelerator.no_sync(self.model):
                 yield arrived, denominators
 
     def seed_window(self) -> None:
@@ -259,6 +263,8 @@ class Training:
         Raises BadInput: boxes of the micro-batch, or gradients of the one before, are gone.
         """
         self.check.before_backward()
+        if self.distillation is not None:
+            losses = {**losses, **self.distillation()}
         counts, denominators = self._micro
         divided = {
             name: losses[name] * (counts[f"own {kind}"] / denominators[f"own {kind}"])
@@ -415,7 +421,7 @@ class Training:
             better = (evaluates and validate(self)) or noted
             if better or signal or saves:
                 save(self, best=better)
-        raise_trouble(self)
+        self.log.raise_trouble()
         if signal:
             name = self.signals.name or "signal"
             raise Preempted(f"{name} at step {self.step}; saved, `--run.resume latest` goes on")
@@ -442,9 +448,3 @@ class Training:
     @property
     def weights_were_changed(self) -> bool:
         return self._versions not in (None, self._count_versions())
-
-
-def raise_trouble(t: Training) -> None:
-    """Raises BadInput on every rank if the main process could not write a row; a collective."""
-    if trouble := broadcast_object(t.log.trouble):
-        raise BadInput(trouble)

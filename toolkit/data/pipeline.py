@@ -8,11 +8,12 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 
-from toolkit.data.batches import make_loader
+from toolkit.batch import Batch
+from toolkit.data.batches import collate, make_loader
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.image_sources import ImageSources, Shards
 from toolkit.data.joining import set_repeats
-from toolkit.data.sampling import EpochSampler, EvalSampler, aspect_ratio_groups, repeat_factors
+from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey, aspect_ratio_groups, repeat_factors
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
     Compose,
@@ -277,3 +278,18 @@ def blocks_of(table: DetectionTable) -> np.ndarray | None:
         return None
     groups = pc.replace_substring_regex(table.rows["file_name"], "/[0-9]+$", "").combine_chunks().dictionary_encode()
     return groups.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def largest_batch(dataset: DetectionDataset, count: int, stride: int, sizes: VariableSizes | None = None) -> Batch:
+    """The `count` training images that need most memory, half by their boxes, half by their pixels, as epoch 0 augments
+    them.
+
+    sizes: of batches whose sizes vary, which say how many images there are then.
+    """
+    size_hw = None
+    if sizes is not None:
+        size_hw, count = sizes.largest(count)
+    by_boxes = np.argsort(-dataset.table.num_boxes(), kind="stable")[: count // 2].tolist()
+    by_pixels = np.argsort(-dataset.table.sizes_hw().astype(np.int64).prod(1), kind="stable")[:count].tolist()
+    chosen = list(dict.fromkeys([*by_boxes, *by_pixels]))[:count]
+    return collate([dataset[SampleKey(0, index, size_hw)] for index in chosen], stride)

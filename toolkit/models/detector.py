@@ -1,6 +1,7 @@
 """The detector contract, between a model and everything that trains, evaluates, saves or uses it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,27 @@ class MapTap:
     strides: Sequence[int]
     channels: Sequence[int]
     read: Callable[[tuple, Any], Sequence[Tensor]] = lambda arguments, output: list(output)
+
+
+@contextmanager
+def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
+    """Feature maps by stride, filled while the detector runs inside.
+
+    Those of a part's first run count: SSD then asks its backbone how large the maps of such an image are.
+    """
+    maps: dict[int, Tensor] = {}
+
+    def keep(tap: MapTap):
+        def hook(_, arguments: tuple, output) -> None:
+            if tap.strides[0] not in maps:
+                maps.update(zip(tap.strides, tap.read(arguments, output), strict=True))
+
+        return hook
+
+    with ExitStack() as stack:
+        for tap in taps:
+            stack.enter_context(tap.module.register_forward_hook(keep(tap)))
+        yield maps
 
 
 class Detector(nn.Module):

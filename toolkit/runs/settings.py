@@ -335,6 +335,9 @@ class LossConfig:
     denominators: Literal["global", "original"] = "global"
     """Loss normalisation: over the accumulation window and all processes (global), or by the rule of the original
     program (original)."""
+    teacher: str | None = None
+    """Distillation: run, checkpoint or `final/` folder of a trained detector with the same classes, from whose feature
+    maps, and in the DETR family predictions, this one learns too (`loss_distill_...`); a resume needs it in place."""
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Adapts any detector with feature maps to the place of a Faster R-CNN below a relation head."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torchvision.ops.poolers import LevelMapper
 from toolkit.batch import rows_of, send, sizes_on_host, to_host
 from toolkit.box_ops import pairwise_iou
 from toolkit.errors import BadInput
-from toolkit.models.detector import Detector, MapTap
+from toolkit.models.detector import Detector, kept_maps
 from toolkit.models.faster_rcnn.model import of_one_class_each, with_boxes_on_host
 from toolkit.models.faster_rcnn.regions import LevelPool, clip, limits_whwh
 
@@ -171,27 +170,6 @@ def _with_missed(
         room = top_k - len(further)
         together.append({name: torch.cat([image[name][:room], more[name][order]]) for name in more})
     return with_boxes_on_host(together)
-
-
-@contextmanager
-def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
-    """Feature maps by stride, filled while the detector runs inside.
-
-    Those of a part's first run count: SSD then asks its backbone how large the maps of such an image are.
-    """
-    maps: dict[int, Tensor] = {}
-
-    def keep(tap: MapTap):
-        def hook(_, arguments: tuple, output) -> None:
-            if tap.strides[0] not in maps:
-                maps.update(zip(tap.strides, tap.read(arguments, output), strict=True))
-
-        return hook
-
-    with ExitStack() as stack:
-        for tap in taps:
-            stack.enter_context(tap.module.register_forward_hook(keep(tap)))
-        yield maps
 
 
 def distribution_logits(scores: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.batch import rows_of
+from toolkit.models.detector import kept_maps
 from toolkit.models.nms import class_wise_nms
 from toolkit.scene_graphs.batch import RelationBatch
-from toolkit.scene_graphs.detector_below import CANDIDATES, distribution_logits, kept_maps
+from toolkit.scene_graphs.detector_below import CANDIDATES, distribution_logits
 from toolkit.scene_graphs.frequency import log_prior
 from toolkit.scene_graphs.geometry import union_boxes
 from toolkit.scene_graphs.postprocess import late_labels

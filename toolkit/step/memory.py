@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,17 +44,6 @@ def naming_the_batch(window: Sequence[Batch]) -> Iterator[None]:
         ) from error
 
 
-def largest_samples(sizes_hw: np.ndarray, num_boxes: np.ndarray, count: int) -> list[int]:
-    """Indices of the `count` samples that need most memory: half by their boxes, half by their pixels.
-
-    Args:
-        sizes_hw: (N, 2) integers, pixels. num_boxes: (N,) integers.
-    """
-    by_boxes = np.argsort(-num_boxes, kind="stable")[: count // 2].tolist()
-    by_pixels = np.argsort(-sizes_hw.astype(np.int64).prod(1), kind="stable")[:count].tolist()
-    return list(dict.fromkeys([*by_boxes, *by_pixels]))[:count]
-
-
 def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Tensors as large as the state (Adam's moments, momentum) that the optimizer lacks before its first update.
 
@@ -79,7 +67,7 @@ def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def probe_memory(t, worst: Batch) -> None:
     """Forward and backward of a batch beside the optimizer's state, and one evaluation batch; changes nothing.
 
-    t: a `toolkit.training.Training`. worst: the batch that needs most memory, see `largest_samples`.
+    t: a `toolkit.training.Training`. worst: the batch that needs most memory, see `data.pipeline.largest_batch`.
 
     Raises:
         BadInput: memory runs out; names the batch.

@@ -16,6 +16,7 @@ from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions_file import read_about, read_predictions
 from toolkit.models import options_class
+from toolkit.models.distillation import LOSSES as DISTILLED
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
 from toolkit.runs.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
@@ -110,7 +111,8 @@ def predict_run(
         raise BadInput(f"the data has classes {table.class_names}, the run {names}")
     loss_weights = None
     if same and table.num_boxes().any():  # a test split without annotations has no loss
-        loss_weights = LossWeights(detector.loss_names, config["loss"]["weights"], detector.default_weights)
+        weights = {name: value for name, value in config["loss"]["weights"].items() if name not in DISTILLED}
+        loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
         loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
         loss_weights.to(device)
     settings, kept = config["data"], max_detections or evaluated_detections(config, detector)

@@ -83,13 +83,13 @@ class TransformersDetector(Detector):
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
         logits, boxes = self.last_layer(outputs)
-        return denormalize_boxes(cxcywh_to_xyxy(boxes.float()), sizes), self._class_scores(logits.float())
+        return denormalize_boxes(cxcywh_to_xyxy(boxes.float()), sizes), self.class_scores(logits.float())
 
     def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits (B, Q, C) and boxes (B, Q, 4) cxcywh as fractions of the image, of the queries that detect."""
         return outputs["logits"][-1], outputs["boxes"][-1]
 
-    def _class_scores(self, logits: Tensor) -> Tensor:
+    def class_scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
 
     def resolved_options(self) -> dict:

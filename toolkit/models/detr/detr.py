@@ -83,7 +83,7 @@ class Detr(MatchedDetector):
                 boxes = torch.cat([boxes[..., :2] + self.query_points, boxes[..., 2:]], dim=-1)
             return {"logits": logits, "boxes": boxes.sigmoid()}
 
-    def _class_scores(self, logits: Tensor) -> Tensor:
+    def class_scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)[..., :-1]
 
     def _check_sides(self, height: int, width: int) -> None:

@@ -25,6 +25,15 @@ from toolkit.models.detr.initialise import initialise_sampling_, initialise_tran
 from toolkit.models.detr.options import RfDetrOptions
 from toolkit.models.weights import vit as vit_weights
 
+# (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
+# of roboflow/rf-detr, rfdetr/config.py, whose larger sizes have another licence or another pyramid.
+SIZES = {
+    "nano": ((16, 2, [3, 6, 9, 12], 384), 2),
+    "small": ((16, 2, [3, 6, 9, 12], 512), 3),
+    "medium": ((16, 2, [3, 6, 9, 12], 576), 4),
+    "base": ((14, 4, [2, 5, 8, 11], 518), 3),
+}
+BACKBONE_KEYS = ("patch_size", "num_windows", "out_indices", "image_size")
 TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
 
 
@@ -51,10 +60,13 @@ class RfDetr(MatchedDetector):
 
     def _entries(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         values = handed_over(options, source_config)
+        size = values.get("size")
+        if source_config is None and "decoder_layers" not in options.given:
+            values["decoder_layers"] = SIZES[size or "base"][1]
         entries, heads = to_entries(values, self.entries), values.get("heads")
         if heads is not None:
             entries |= {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
-        return entries | {"backbone_config": _backbone_entry(source_config, values.get("encoder_layers"))}
+        return entries | {"backbone_config": _backbone_entry(source_config, values.get("encoder_layers"), size)}
 
     def _initialise(self, options: RfDetrOptions, source_config: Mapping | None) -> None:
         core = self.model.model
@@ -72,7 +84,7 @@ class RfDetr(MatchedDetector):
             core.enc_out_bbox_embed[group] = copy.deepcopy(self.model.bbox_embed)
 
     def _prepare_backbone(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
-        """With `heads` (None: in another proportion than ours) and `encoder_layers`."""
+        """With `heads` (None: in another proportion than ours), `encoder_layers` and `size` (None: none of ours)."""
         config, vit = self.model.config, self.model.model.backbone.backbone
         vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
         vit.embeddings.__class__ = _Embeddings
@@ -83,7 +95,12 @@ class RfDetr(MatchedDetector):
         self.stride = patch * config.backbone_config.num_windows
         heads = config.decoder_self_attention_heads
         in_proportion = config.decoder_cross_attention_heads == 2 * heads
-        return {"heads": heads if in_proportion else None, "encoder_layers": config.backbone_config.num_hidden_layers}
+        built = (patch, config.backbone_config.num_windows, config.backbone_config.image_size)
+        depths = config.backbone_config.num_hidden_layers
+        size = next((name for name, ((p, w, _, side), _) in SIZES.items() if (p, w, side) == built), None)
+        if options.given.get("size") not in (None, size):
+            raise BadInput(f"model.size {options.size}: those of model.pretrained are of another; leave it out")
+        return {"heads": heads if in_proportion else None, "encoder_layers": depths, "size": size}
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
         return FocalCriterion(num_layers, costs, "classes", quality_terms)
@@ -153,10 +170,11 @@ class _Embeddings(RfDetrDinov2Embeddings):
         return torch.cat((first, patches.reshape(-1, rows * columns, embeddings.shape[-1])), dim=1)
 
 
-def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None) -> dict:
-    """DINOv2 small as in RF-DETR base, or the source's; other depths give maps at the four quarters."""
-    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12, "image_size": 518}
-    base = {"model_type": "rf_detr_dinov2", **sizes, "out_indices": [2, 5, 8, 11]}
+def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
+    """DINOv2 small as in RF-DETR of this size, or the source's; other depths give maps at the four quarters."""
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12}
+    published = dict(zip(BACKBONE_KEYS, SIZES[size or "base"][0], strict=True))
+    base = {"model_type": "rf_detr_dinov2", **sizes, **published}
     entry = dict((source_config or {}).get("backbone_config") or base)
     if encoder_layers in (None, entry.get("num_hidden_layers")):
         return entry

@@ -50,7 +50,8 @@ def load_timm_vit(
     if width not in by_width:
         widths = ", ".join(f"{w} ({name})" for w, name in by_width.items())
         raise BadInput(f"model.pretrained_backbone: timm has weights of width {widths}, not {width}; set it to false.")
-    source = timm_model(by_width[width], pretrained, num_classes=0).state_dict()
+    patch = vit.embeddings.patch_embeddings.projection.kernel_size[0]  # to which timm resamples its own
+    source = timm_model(by_width[width], pretrained, num_classes=0, patch_size=patch).state_dict()
     positions = resample_abs_pos_embed(source.pop("pos_embed"), list(grid_hw), num_prefix_tokens=1)
     vit.embeddings.position_embeddings[:, : positions.shape[1]] = positions
     wanted, tensors = vit.state_dict(), renamed(split_attention(source, ".qkv."), names)

@@ -37,6 +37,7 @@ def export_detector(
     score_threshold: float = 0.3,
     top_k: int | None = None,
     max_detections: int | None = None,
+    grid_sample: bool = True,
     say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Path], nn.Module]:
     """Writes `model.onnx` and `model.pt2` of a detector, which stays as it is.
@@ -47,6 +48,7 @@ def export_detector(
         source: where the detector comes from, in words.
         top_k: rows of an image; None: 300, or `max_detections` where that is more.
         max_detections: rows of an image that an evaluation keeps; None: as many as of the detector.
+        grid_sample: whether the files may have that operator, see `trace`.
         say: called at each stage, which may take a minute.
 
     Returns:
@@ -67,7 +69,7 @@ def export_detector(
     if graph.sides != "fixed" and min(height, width) < graph.smallest_side:
         graph.sides = "fixed"
         say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
-    program = trace(graph, (height, width))
+    program = trace(graph, (height, width), grid_sample)
     about = About(architecture, categories, size, graph.sides, stride, score_threshold, top_k, source)
     about.max_detections = kept
     folder = Path(folder)

@@ -2,7 +2,7 @@
 
 import statistics
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +71,19 @@ def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Dif
     return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
 
-def speed(run: Callable, images: np.ndarray, repeats: int = 7) -> dict[str, float]:
-    """`latency_ms` of one image and `images_per_s` of all of them together: medians."""
-    seconds = {}
-    for name, some in (("one", images[:1]), ("all", images)):
-        run(some)
-        seconds[name] = statistics.median(timeit.repeat(lambda some=some: run(some), number=1, repeat=repeats))
-    return {"latency_ms": 1e3 * seconds["one"], "images_per_s": len(images) / seconds["all"]}
+def milliseconds(open_runner: Callable, images: np.ndarray, cases: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Milliseconds of an image, the median of seven runs, by case in words: (images of a batch, threads).
+
+    open_runner: makes the runner, which takes the number of threads that PyTorch has when it is made.
+    """
+    threads, found = torch.get_num_threads(), {}
+    try:
+        for batch, count in cases:
+            torch.set_num_threads(count)
+            run, some = open_runner(), images[np.arange(batch) % len(images)]
+            run(some)
+            seconds = statistics.median(timeit.repeat(lambda run=run, some=some: run(some), number=1, repeat=7))
+            found[f"batch {batch}, {count} thread{'s' * (count > 1)}"] = 1e3 * seconds / batch
+    finally:
+        torch.set_num_threads(threads)
+    return found

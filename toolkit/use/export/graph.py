@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector
+from toolkit.use.export.sampling import grid_sample_by_gather
 
 MAX_BATCH, MAX_SIDE = 4096, 16384
 
@@ -96,10 +97,11 @@ def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architectu
     return -(-96 // stride) * stride, -(-128 // stride) * stride
 
 
-def trace(graph: PixelsToBoxes, size_hw: tuple[int, int]) -> torch.export.ExportedProgram:
+def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = True) -> torch.export.ExportedProgram:
     """Traces the function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
 
-    size_hw: of the images it is traced with, the only ones when its `sides` are "fixed".
+    size_hw: of the images it is traced with, the only ones when its `sides` are "fixed". grid_sample: whether the
+        program may have that operator; else `grid_sample_by_gather`.
     """
     device = next(graph.parameters()).device
     images = torch.zeros(2, 3, *size_hw, dtype=torch.uint8, device=device)
@@ -111,7 +113,8 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int]) -> torch.export.Export
     elif graph.sides == "any":
         names, lowest = {2: "height", 3: "width"}, graph.smallest_side
         dynamic |= {i: torch.export.Dim(name, min=lowest, max=MAX_SIDE) for i, name in names.items()}
-    with torch.no_grad(), traceable(graph.detector):
+    sampling = torch.nn.functional.grid_sample if grid_sample else grid_sample_by_gather
+    with torch.no_grad(), traceable(graph.detector), mock.patch("torch.nn.functional.grid_sample", sampling):
         graph(images)  # what a detector keeps of an image size is made now, outside of the trace
         return torch.export.export(
             graph, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True

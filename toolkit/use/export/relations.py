@@ -38,6 +38,7 @@ def export_graph(
     size: Mapping[str, int] | None,
     source: str,
     score_threshold: float,
+    grid_sample: bool = True,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Writes `graph.onnx` of a scene graph whose `graph_obstacle` is None; arguments as of `export_detector`."""
@@ -46,7 +47,7 @@ def export_graph(
     graph = PixelsToGraph(detector).eval()
     architecture = detector.options["architecture"]
     say(f"tracing {architecture} with its relations")
-    program = trace(graph, trace_hw(graph.sides, detector.stride, size, architecture))
+    program = trace(graph, trace_hw(graph.sides, detector.stride, size, architecture), grid_sample)
     about = About(architecture, categories, size, graph.sides, detector.stride, score_threshold, RELATIONS, source,
                   predicates=list(detector.predicates))  # fmt: skip
     path = Path(folder) / "graph.onnx"

@@ -1,0 +1,99 @@
+"""Distillation from a trained detector: what is learned, from whom, and that a resume goes on to the bit."""
+
+import copy
+
+import pytest
+import torch
+from small_detectors import CLASSES, batch_of, small
+
+from toolkit.errors import BadInput
+from toolkit.models import build_detector
+from toolkit.models.distillation import LOSSES, Distillation, announced, correlation_loss, query_losses
+from toolkit.use.open import open_teacher
+
+
+def distilled(student: str, teacher: str, **options):
+    student = small(student)
+    return student, Distillation(student, small(teacher, seed=1), "there", CLASSES, options.get("classes", CLASSES))
+
+
+def losses_of(student, distillation, counts=(2, 3)):
+    batch = batch_of(counts)
+    with distillation.watching(batch):
+        student.train()(batch.images, batch.sizes, batch.targets)
+        return distillation()
+
+
+def test_maps_that_are_alike_up_to_scale_and_shift_cost_nothing():
+    maps = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    assert correlation_loss(maps, 3 * maps + 1).item() == pytest.approx(0, abs=1e-5)
+    assert correlation_loss(maps, -maps).item() == pytest.approx(2, abs=1e-5)
+    both = torch.stack([correlation_loss(maps[i : i + 1], maps[i : i + 1].flip(3)) for i in (0, 1)]).mean()
+    torch.testing.assert_close(correlation_loss(maps, maps.flip(3)), both)  # of each image alone
+
+
+def test_queries_of_the_same_object_are_compared():
+    """In whatever order they come; an object that one of them has no query for counts nothing."""
+    targets = [{"boxes": torch.tensor([[0.0, 0, 32, 32], [32, 32, 64, 64]]), "labels": torch.tensor([0, 1]),
+                "size": torch.tensor([64, 64])}]  # fmt: skip
+    boxes = torch.tensor([[[0.25, 0.25, 0.5, 0.5], [0.75, 0.75, 0.5, 0.5], [0.5, 0.5, 1.0, 1.0]]])
+    scores = torch.tensor([[[0.9, 0.1], [0.1, 0.9], [0.2, 0.2]]])
+    order = [2, 1, 0]
+    sharp = (scores > 0.5).float()
+    same = query_losses((sharp, boxes), (sharp[:, order], boxes[:, order]), targets)
+    assert all(loss.item() == 0 for loss in same.values())
+    moved = query_losses((scores, boxes + 0.01), (scores[:, order], boxes[:, order]), targets)
+    assert moved["loss_distill_boxes"].item() == pytest.approx(0.04, rel=1e-4)
+    one = query_losses((scores[:, :1], boxes[:, :1] + 0.01), (scores, boxes), targets)
+    assert one["loss_distill_boxes"].item() == pytest.approx(0.02, rel=1e-4)
+
+
+@pytest.mark.parametrize(("student", "teacher", "count"), [("detr", "detr", 3), ("rt_detr_v2", "d_fine", 3)])
+def test_a_student_learns_and_the_teacher_does_not(student, teacher, count):
+    student, distillation = distilled(student, teacher)
+    names = distillation.loss_names
+    assert len(names) == count and announced(student, distillation)[0][-count:] == names
+    losses = losses_of(student, distillation)
+    assert list(losses) == names and all(loss.isfinite() and loss > 0 for loss in losses.values())
+    sum(losses.values()).backward()
+    assert any(p.grad is not None and p.grad.any() for p in student.parameters())
+    assert all(p.grad is not None for p in distillation.parameters())
+    teacher = distillation._both[1]
+    assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+    (group,) = distillation.parameter_groups(0.1, 0.0)
+    assert {*map(id, group["params"])} == {*map(id, distillation.parameters())}
+    assert not any(name.startswith("distill") for name in student.state_dict())
+    assert not student._forward_hooks, "hooks last as long as a micro-batch"
+
+
+def test_what_does_not_fit_is_refused_all_at_once():
+    with pytest.raises(BadInput, match=r"classes are \['b'\], those of the data \['circle"):
+        distilled("detr", "detr", classes=["b"])
+    with pytest.raises(BadInput, match="no such run"):
+        open_teacher("/nowhere/at/all", small("detr"), CLASSES, True)
+    assert open_teacher(None, small("detr"), CLASSES, True) is None and set(LOSSES) >= {"loss_distill_maps"}
+
+
+def test_a_checkpoint_knows_its_teacher_by_content():
+    student, distillation = distilled("detr", "detr")
+    state = copy.deepcopy(distillation.state_dict())
+    assert {key.partition(".")[0] for key in state} == {"maps", "_extra_state"}, "and has no weight of it"
+    distilled("detr", "detr")[1].load_state_dict(state)
+    other = small("detr", seed=1)
+    with torch.no_grad():
+        next(iter(other.parameters())).add_(1e-3)
+    with pytest.raises(BadInput, match="its weights are not those of there that the checkpoint was trained with"):
+        Distillation(student, other, "elsewhere", CLASSES, CLASSES).load_state_dict(state)
+
+
+def test_detectors_without_queries_learn_the_maps_of_their_strides():
+    options = {"class_names": CLASSES, "backbone": "lcnet_035"}
+    teacher = build_detector("ssd", strides=[8, 16, -1], channels=[16] * 3, aspect_ratios=[[2]] * 3, **options)
+    student = build_detector("yolov3", head_channels=[8, 8, 8], **options)
+    distillation = Distillation(student, teacher, "there", CLASSES, CLASSES)
+    assert distillation.loss_names == ["loss_distill_maps"] and {*distillation.maps} <= {"8", "16"}
+    (loss,) = losses_of(student, distillation).values()
+    loss.backward()
+    assert 0 < loss < 2 and any(p.grad is not None for p in student.backbone.parameters())
+    with pytest.raises(BadInput, match="it takes sides that are multiples of 32, the detector of 16"):
+        Distillation(teacher, student, "there", CLASSES, CLASSES)
