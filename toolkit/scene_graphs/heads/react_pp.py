@@ -23,6 +23,7 @@ from toolkit.scene_graphs.heads.prototypes import (
 APART, MARGIN = 1.5, 0.4  # of unit vectors: as APART and MARGIN of prototypes.py
 KEPT = 0.999  # of a prototype when it moves to the mean of a batch's pairs
 MOST_SCALE = 100.0
+EPSILON = 1e-6
 HEADS = 4  # of attention
 
 
@@ -30,14 +31,16 @@ def linear(in_dim: int, out_dim: int) -> nn.Linear:
     return nn.Linear(in_dim, out_dim, bias=False)
 
 
-class RMSNorm(nn.RMSNorm):
-    """In float32: in float16 epsilon would be 0."""
+class RMSNorm(nn.Module):
+    """Rows over their root mean square, in float32: in float16 epsilon would be 0."""
 
     def __init__(self, dim: int):
-        super().__init__(dim, eps=1e-6)
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, rows: Tensor) -> Tensor:
-        return super().forward(rows.float())
+        rows = rows.float()
+        return rows * (rows.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * self.weight
 
 
 class GatedLayers(nn.Module):
