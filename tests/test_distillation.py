@@ -9,7 +9,7 @@ from small_detectors import CLASSES, batch_of, small
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.distillation import LOSSES, Distillation, announced, correlation_loss, query_losses
-from toolkit.use.open import open_teacher
+from toolkit.use.teacher import open_teacher
 
 
 def distilled(student: str, teacher: str, **options):

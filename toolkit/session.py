@@ -63,8 +63,8 @@ from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers
 from toolkit.step.schedules import schedule_of_settings
 from toolkit.training import Training
 from toolkit.use.export import check_exportable, export_final
-from toolkit.use.open import open_teacher
 from toolkit.use.publish import check_push, push, report_and_card
+from toolkit.use.teacher import open_teacher
 from toolkit.validation import Validation, check_metric, evaluate_test_split, finish, validate, warn_of_crowds
 
 

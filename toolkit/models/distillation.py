@@ -17,7 +17,6 @@ from torch.nn.functional import binary_cross_entropy, interpolate
 from toolkit.batch import Batch
 from toolkit.errors import BadInput
 from toolkit.models.detector import Detector, kept_maps
-from toolkit.models.detr.detr_criterion import MatchingCosts, PaddedTargets, match, pad_targets
 
 # Losses by name: default weight, and what they are a mean over.
 LOSSES = {
@@ -139,6 +138,8 @@ def query_losses(
 ) -> dict[str, Tensor]:
     """Binary cross-entropy of class scores (B, Q, C) and L1 distance of boxes (B, Q, 4), of the queries of both that
     are matched to the same object; sums divided by the number of boxes of `targets`."""
+    from toolkit.models.detr.detr_criterion import pad_targets  # scipy: other detectors do not wait for it
+
     padded = pad_targets(targets, own[0].device, torch.float32)
     rows, their_rows = (_query_of_each(*predictions, padded) for predictions in (own, theirs))
     image, target = ((rows >= 0) & (their_rows >= 0)).nonzero(as_tuple=True)
@@ -155,8 +156,10 @@ def _scores_and_boxes(detector: Detector, outputs: Mapping) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def _query_of_each(scores: Tensor, boxes: Tensor, padded: PaddedTargets) -> Tensor:
-    """(B, T) the query that is matched to each object by DETR's costs; -1: none."""
+def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
+    """(B, T) the query that is matched to each object of `PaddedTargets` by DETR's costs; -1: none."""
+    from toolkit.models.detr.detr_criterion import MatchingCosts, match
+
     labels = padded.labels[:, None].expand(-1, scores.shape[1], -1)
     found = match(-scores.gather(2, labels)[None], boxes[None], padded, MatchingCosts())
     queries = torch.full_like(padded.labels, -1)

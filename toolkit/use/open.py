@@ -3,7 +3,7 @@ knows. Runs are rebuilt from their folder alone.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,6 @@ from toolkit.errors import BadInput
 from toolkit.files import near_names, read_json
 from toolkit.models import build_detector, options_class
 from toolkit.models.detector import Detector
-from toolkit.models.distillation import Distillation
 from toolkit.models.final import load_detector_folder, load_weights
 from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.start import load_pretrained
@@ -138,25 +137,6 @@ def open_own_detector(
         return None
     detector, categories, size = load_detector_folder(path, settings)
     return OwnDetector(str(path), detector, categories, size, detector.max_detections)
-
-
-def open_teacher(
-    source: str | None, student: Detector, class_names: Sequence[str], one_size: bool
-) -> Distillation | None:
-    """The losses of `student` beside the detector of a run, a checkpoint or a `final/` folder; None without a source.
-
-    class_names: of the data. one_size: all images of a batch have one size, without padding. Raises BadInput as
-    `Distillation`; a detector that takes no padding, where there is some; a model of transformers.
-    """
-    if source is None:
-        return None
-    opened = open_own_detector(source)
-    if opened is None:
-        raise BadInput(f"loss.teacher {source}: a model of transformers; give a run of this project or its checkpoint")
-    if opened.detector.fixed_size and not one_size:
-        raise BadInput(f"loss.teacher {source}: it takes images of one size; leave data.scales out")
-    device, names = next(student.parameters()).device, [category.name for category in opened.categories]
-    return Distillation(student, opened.detector.to(device), source, class_names, names).to(device)
 
 
 def evaluated_detections(config: Mapping, detector: Detector) -> int:
