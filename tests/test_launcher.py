@@ -60,6 +60,7 @@ def test_what_is_not_done_is_refused_all_at_once_and_an_exported_one_thread_coun
     assert found["threads"] == 1 and found["argv"] == ["--cpu"], "the script's own flags are not the launcher's"
 
 
+@pytest.mark.slow
 def test_its_settings_file_is_read_and_its_own_one_thread_does_not_count(tmp_path):
     (tmp_path / "accelerate").mkdir()
     file = tmp_path / "accelerate" / "default_config.yaml"  # where `accelerate config` writes it

@@ -163,6 +163,7 @@ def executed(path: Path, values: dict, folder: Path, monkeypatch) -> tuple[str, 
     return "".join(shown), pictures
 
 
+@pytest.mark.slow
 def test_the_first_runs_to_its_end(data, tmp_path, monkeypatch):
     text, pictures = executed(NOTEBOOKS[0], parameters("01_train_detr", data, None), tmp_path, monkeypatch)
     assert pictures >= 5 and "evaluation at step 4" in text

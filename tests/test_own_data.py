@@ -63,16 +63,26 @@ def test_missing_files_of_two_splits_are_one_message(tmp_path):
     assert [problem[-31:] for problem in caught.value.problems] == [f"{n}.json: no such annotation file" for n in "ab"]
 
 
-def test_the_printed_command_trains(whole, tmp_path, monkeypatch, capsys):
+def printed_command(whole, tmp_path, monkeypatch, capsys) -> tuple[str, dict[str, str]]:
+    """The last line of check_data.py, and its flags."""
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     assert check_data.main([str(whole), "--image-size", "96"]) == 2
     said, command = capsys.readouterr().out.strip().splitlines()[-2:]
     words = shlex.split(command)
     assert said.startswith("to train on them") and words[:2] == ["accelerate", "launch"]
-    given = dict(zip(words[3::2], words[4::2], strict=True))
+    return command, dict(zip(words[3::2], words[4::2], strict=True))
+
+
+def test_the_printed_command_names_the_data(whole, tmp_path, monkeypatch, capsys):
+    _, given = printed_command(whole, tmp_path, monkeypatch, capsys)
     assert given["--data.path"] == str(whole) and given["--data.val"] == "0.2" and given["--data.on_error"] == "drop"
     assert "--data.train" not in given and given["--data.image_size"] == "96"
+
+
+@pytest.mark.slow
+def test_the_printed_command_trains(whole, tmp_path, monkeypatch, capsys):
+    command, given = printed_command(whole, tmp_path, monkeypatch, capsys)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(f"{command} --run.max_steps 2", shell=True, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

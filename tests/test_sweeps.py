@@ -76,6 +76,7 @@ def test_a_sweep_says_all_that_is_wrong_with_it(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same_study(tmp_path):
     path = written(tmp_path)
     assert sweep.main([str(path), "--out", str(tmp_path / "whole"), "--trials", "4"]) == 0

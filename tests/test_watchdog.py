@@ -102,7 +102,8 @@ def test_a_broken_collective_is_told_by_its_cause_and_all_of_three_end(tmp_path)
     assert words[0][1] == words[2][1] == "rank 1 failed: Foreign: of ours"
 
 
-@pytest.mark.parametrize("hanging", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hanging", [0, 1])
 def test_a_process_that_hangs_is_ended_and_shows_where(tmp_path, hanging):
     codes, words = ended(tmp_path, hanging, "hangs", "waiting", size=3)
     assert codes == [1, 1, 1]

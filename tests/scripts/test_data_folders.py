@@ -71,7 +71,8 @@ def test_streamed_shards_are_resumed_to_the_bit(server, script, settings, data, 
     assert_same_run(server.run(script, args, 2).ok().folder, reference.folder)
 
 
-@pytest.mark.every_script("slow")
+@pytest.mark.slow
+@pytest.mark.every_script
 def test_two_partly_labelled_sets_are_resumed_to_the_bit(server, script, settings, data, tmp_path):
     """On two processes; scene graphs refuse it in one sentence."""
     shutil.copytree(data, tmp_path / "other")

@@ -31,7 +31,7 @@ ONE_STEP = {
 }  # fmt: skip
 
 
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 def test_the_gradient_of_a_window_is_the_same_however_it_is_cut(server, script, settings, tmp_path):
     """Eight images as 1 x 8, 8 x 1 and two processes of 4: one step of plain descent at rate 1.
 

@@ -54,6 +54,7 @@ def python(code: str, *arguments) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_without_what_windows_lacks():
     python(WITHOUT + IMPORT_ALL)
 

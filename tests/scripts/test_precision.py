@@ -87,6 +87,7 @@ def test_recipes_of_papers_say_their_precision():
     assert {run.get("tf32") for run in runs.values()} == {True}
 
 
+@pytest.mark.slow
 def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings, tmp_path):
     """By the variables that `accelerate launch --mixed_precision bf16 --dynamo_backend eager` sets."""
     asked = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}

@@ -126,6 +126,7 @@ def test_evaluation_of_the_folder_alone_gives_the_numbers_of_the_run(server, who
     assert ended.code == 1 and "missed: bbox_AP" in ended.text
 
 
+@pytest.mark.slow
 def test_the_folds_of_a_cross_validation_are_judged_as_one(server, script, settings, tmp_path):
     folds = []
     for fold in ("1/2", "2/2"):

@@ -175,6 +175,7 @@ def test_annotations_edited_before_a_resume_are_told(server, script, settings, d
     assert changed not in first.text + again.text and "validation data are not" not in edited.text
 
 
+@pytest.mark.slow
 def test_machines_without_a_shared_disk(server, script, resumable, tmp_path):
     """Only the first process sees the run folder."""
     args, reference = resumable(2)
@@ -188,6 +189,7 @@ def test_machines_without_a_shared_disk(server, script, resumable, tmp_path):
     assert not list((tmp_path / "second").rglob("*.*"))
 
 
+@pytest.mark.slow
 def test_more_images_a_step_see_the_data_that_was_to_be_seen(server, script, resumable, tmp_path):
     """1 process -> 2 of the same batch size: half the steps that were left, and the schedule ends with them."""
     args, _ = resumable(1)

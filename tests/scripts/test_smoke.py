@@ -93,6 +93,7 @@ def test_evaluating_only_gives_the_same_numbers(server, script, settings, launch
     assert again == trained and "val/bbox_AP" in again
 
 
+@pytest.mark.slow
 def test_trackers_have_every_step_after_a_kill(server, script, settings, tmp_path):
     """Killed, stopped in an evaluation, ended, and started once more; tests/test_writers.py has each tracker alone."""
     args = settings("--run.output_dir", tmp_path, "--run.tracker", "[wandb, tensorboard]", "--run.resume", "latest",
