@@ -33,7 +33,8 @@ from toolkit.step.precision import describe_float32_layers, has_lstm_kernel
 CLASSES, PREDICATES = 6, 5
 SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)
 SMALL = {"transformer": {"heads": 2, "key_dim": 3, "value_dim": 3, "inner_dim": 8, "dropout": 0.0},
-         **dict.fromkeys(("penet", "react", "react_pp", "squat"), {"dim": 16, "dropout": 0.0})}  # fmt: skip
+         **dict.fromkeys(("penet", "react", "react_pp"), {"dim": 16, "dropout": 0.0}),
+         "squat": {"dim": 16, "dropout": 0.0, "query_share": 0.1}}  # fmt: skip
 
 
 def head_of(name: str, mode: str, **options):
@@ -149,6 +150,16 @@ def test_effects_survive_half_precision():
             half = head(batch).relation_logits
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+def test_squat_reads_union_boxes_only_where_told():
+    batch = batch_of([4, 3])
+    for reads in (False, True):
+        head, outputs = head_of("squat", "predcls", use_union=reads).eval(), []
+        for _ in range(2):
+            outputs.append(head(batch).relation_logits)
+            batch.union_features = batch.union_features + 1
+        assert head.reads_union == reads and torch.equal(*outputs) != reads
 
 
 def test_wrong_options_are_named():
