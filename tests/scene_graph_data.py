@@ -17,7 +17,8 @@ INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representatio
          "anchor_sizes": [[16], [32]], "rpn_post_nms_top_n_test": 12, "rpn_post_nms_top_n_train": 12}  # fmt: skip
 OPTIONS = {"backbone": "test_resnet", "detector_options": INNER, "hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16,
            "detections_per_image": 5}  # fmt: skip
-NARROW = dict.fromkeys(("penet", "react", "react_pp"), {"dim": 32})  # of 2048, half precision is slow on some CPUs
+OF_HEADS = ("penet", "react", "react_pp", "squat")
+NARROW = dict.fromkeys(OF_HEADS, {"dim": 32})  # of 2048, half precision is slow on some CPUs
 OF_OBJECTS = ("boxes", "labels", "area", "iscrowd", "attributes")
 
 

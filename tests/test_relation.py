@@ -33,7 +33,8 @@ from toolkit.step.precision import describe_float32_layers, has_lstm_kernel
 CLASSES, PREDICATES = 6, 5
 SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)
 SMALL = {"transformer": {"heads": 2, "key_dim": 3, "value_dim": 3, "inner_dim": 8, "dropout": 0.0},
-         **dict.fromkeys(("penet", "react", "react_pp"), {"dim": 16, "dropout": 0.0})}  # fmt: skip
+         **dict.fromkeys(("penet", "react", "react_pp"), {"dim": 16, "dropout": 0.0}),
+         "squat": {"dim": 16, "dropout": 0.0, "query_share": 0.1}}  # fmt: skip
 
 
 def head_of(name: str, mode: str, **options):
@@ -151,11 +152,22 @@ def test_effects_survive_half_precision():
     torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
 
 
+def test_squat_reads_union_boxes_only_where_told():
+    batch = batch_of([4, 3])
+    for reads in (False, True):
+        head, outputs = head_of("squat", "predcls", use_union=reads).eval(), []
+        for _ in range(2):
+            outputs.append(head(batch).relation_logits)
+            batch.union_features = batch.union_features + 1
+        assert head.reads_union == reads and torch.equal(*outputs) != reads
+
+
 def test_wrong_options_are_named():
     for words, head, mode, options in (
         ("motif'", "motif", "predcls", {}),
         ("predcl'", "imp", "predcl", {}),
         ("dim is 10", "react_pp", "predcls", {"dim": 10}),
+        ("(?s)dim is 12.*query_share is 0.*above 0 to 1", "squat", "predcls", {"dim": 12, "query_share": 0}),
         ("(?s)'lstm'.*'max'.*'TDA'", "causal", "predcls", {"context": "lstm", "fusion": "max", "effect": "TDA"}),
     ):
         with pytest.raises(BadInput, match=words):
@@ -209,7 +221,7 @@ def test_react_keeps_the_labels_of_the_detector():
     batch = batch_of([4, 3])
     batch.found_labels = torch.tensor([2, 2, 1, 1, 3, 3, 3])
     batch.boxes_per_class = torch.tensor([[0.0, 0, 50, 50]]).expand(7, CLASSES, 4)
-    for name, keeps in (("react", True), ("react_pp", True), ("penet", False)):
+    for name, keeps in (("react", True), ("react_pp", True), ("squat", True), ("penet", False)):
         with torch.no_grad():
             objects, _ = rank_triplets(head_of(name, "sgdet").eval()(batch), batch, given_boxes=False)
         assert torch.equal(objects["labels"], batch.found_labels - 1) == keeps

@@ -1,8 +1,8 @@
 """Heads with prototypes, and features of boxes and union boxes, against numbers of their own code.
 
 `data/relation_heads` holds outputs on small random weights and inputs that it holds too: `prototypes.npz` of
-VL-Group/PENET (9c9f507) and Maelic/SGG-Benchmark (a664201), `union.npz` of the feature extractors of
-Scene-Graph-Benchmark (6f75881); all MIT.
+VL-Group/PENET (9c9f507), Maelic/SGG-Benchmark (a664201) and hesedjds/SQUAT (bd2e21c), `union.npz` of the feature
+extractors of Scene-Graph-Benchmark (6f75881); all MIT.
 """
 
 import numpy as np
@@ -39,6 +39,16 @@ REACT_PP = [  # of REACT++; its geometry bias changes nothing
     (r"proto_weight", "prototypes.weight"), (r"proto_ema.protos", "prototypes.means"),
     (r"proto_ema", "prototypes"), (r"\bscale", "weight"),
 ]  # fmt: skip
+SQUAT = [
+    (r"(context_layer|pairwise_feature_extractor|m2m_decoder)\.", ""), (r"obj_embed_on_prob_dist", "embed_in"),
+    (r"obj_embed_on_pred_label", "embed_out"), (r"pairwise_obj_feat_updim_fc", "split"), (r"pos_embed", "position"),
+    (r"spt_emb", "positions"), (r"pairwise_rel_feat_finalize_fc\.0", "join"), (r"obj_hidden_linear", "object_in"),
+    (r"obj_feat_aug_finalize_fc\.0", "objects"), (r"self_attn_node", "among_objects"), (r"self_attn", "among_pairs"),
+    (r"multihead_attn_e2e", "to_pairs"), (r"multihead_attn_e2n", "to_objects"), (r"linear1", "inner.0"),
+    (r"linear2", "inner.3"), (r"norm1_unary", "object_norm"), (r"norm1", "pair_norm"), (r"norm2", "seen_norm"),
+    (r"norm3", "out_norm"), (r"rel_classifier", "out"), (r"mask_predictor_", "scores."), (r"layer1", "first"),
+    (r"mask_predictor", "scores.query"), (r"layer2", "last"), (r"freq_bias\.obj_baseline", "frequency.table"),
+]  # fmt: skip
 UNION_NAMES = [("feature_extractor.pooler.reduce_channel.0", "pool.reduce"), ("feature_extractor", "head"),
                ("spatial_fc", "spatial"), ("rect_conv", "rectangles.conv")]  # fmt: skip
 CHANNELS, WIDTH = 2, 6
@@ -52,7 +62,8 @@ def load_original(module: torch.nn.Module, state: dict, names) -> None:
 
 
 @pytest.mark.parametrize(("name", "mode"), [("penet", "predcls"), ("penet", "sgcls"), ("penet", "sgdet"),
-                                            ("react", "predcls"), ("react_pp", "predcls")])  # fmt: skip
+                                            ("react", "predcls"), ("react_pp", "predcls"), ("squat", "predcls"),
+                                            ("squat", "sgcls")])  # fmt: skip
 def test_heads_give_the_numbers_of_their_originals(name, mode):
     """REACT and REACT++ take the detector's labels in every mode: the same numbers."""
     data = arrays("prototypes")
@@ -61,9 +72,9 @@ def test_heads_give_the_numbers_of_their_originals(name, mode):
     head = build_relation_head(name, mode, sizes, torch.zeros(5, 5, 13), dim=8, dropout=0.0)
     state = part(data, f"{name}/state/")
     state = {key: value for key, value in state.items() if not key.startswith("linear_pred") and "rope" not in key}
-    load_original(head, state, REACT_PP if name == "react_pp" else NAMES)
+    load_original(head, state, {"react_pp": REACT_PP, "squat": SQUAT}.get(name, NAMES))
     fields = ("boxes", "sizes_hw", "num_objects", "pairs", "num_pairs", "roi_features", "labels", "logits",
-              "boxes_per_class", "relation_labels")  # fmt: skip
+              "boxes_per_class", "relation_labels", "related")  # fmt: skip
     given = {key: data[key].tolist() if key.startswith("num") else data[key] for key in fields}
     batch = RelationBatch(boxes_xyxy=given.pop("boxes"), union_features=union, **given)
     for when in ("eval", "train", "after"):

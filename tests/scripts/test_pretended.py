@@ -20,7 +20,7 @@ EVALUATION = 4  # of a whole evaluation, beside its batches: losses are read, an
 LAUNCHES = 40 * 32  # of an evaluated batch, 40 for each of as many images as it has by default; however many it has
 MODES = {mode: ["--model.mode", mode, "--eval.metric_for_best", "R@20"] for mode in ("predcls", "sgcls", "sgdet")}
 GRAPHS = {"predcls": (1, 1), "sgcls": (3, 2), "sgdet": (6, 3)}  # a step and an evaluated batch, detector trained too
-HEADS = ("imp", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp")
+HEADS = ("imp", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp", "squat")
 FAMILY = ("conditional_detr", "deformable_detr", "dab-detr", "d_fine", "deimv2", "detr", "yolos")
 SMALL = {"--model.backbone": "test_resnet", "--model.d_model": 32, "--model.heads": 2, "--model.ffn_dim": 32,
          "--model.decoder_layers": 2, "--model.num_queries": 20}  # fmt: skip

@@ -27,7 +27,7 @@ class RelationBatch:
     roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of where the two boxes
         are, where these are kept apart from what is in their union.
     relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
-        object of the same image; in training, for VCTree only.
+        object of the same image; in training, for VCTree and SQUAT.
     attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
     on_host: boxes_xyxy and pairs on the host.
     draws: a generator for each image, for heads that draw in training; none: torch's own.

@@ -106,6 +106,9 @@ class SceneGraph(GraphDetector):
             freeze_module(below.roi_heads)
         classes, size = len(class_names) + 1, len(predicates) + 1
         self.head = _build_head(o, HeadSizes(classes, size, width, width, o.hidden_dim, width, o.embed_dim))
+        self.reads_union = getattr(self.head, "reads_union", True)
+        if not self.reads_union:
+            freeze_module(self.union)
         if o.norm_momentum is not None:
             set_bn_momentum(nn.ModuleList([self.head, self.union]), o.norm_momentum)
         self.attributes = () if o.head == "frequency" else tuple(attributes)
@@ -199,8 +202,9 @@ class SceneGraph(GraphDetector):
         objects["draws"] = [image_generator(target, "labels", images.device) for target in targets or ()]
         batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs | learned], images.device)[0])
         asked = batch.boxes_xyxy, batch.pairs, batch.num_pairs
-        features = self.union(maps, *asked, sizes, images_hw, batch.on_host)
-        batch.union_features, batch.spatial_features = features
+        if self.reads_union:
+            features = self.union(maps, *asked, sizes, images_hw, batch.on_host)
+            batch.union_features, batch.spatial_features = features
         output = self.head(batch)
         outputs = {"output": output, "batch": batch, "truths": graphs}
         if self.attribute_predictor is not None:
@@ -306,7 +310,8 @@ class SceneGraph(GraphDetector):
 def _divisor(loss: str) -> str:
     """The denominator of a loss of a head on given boxes."""
     of_others = {"loss_refine_obj": "relation_objects"}
-    of_others |= dict.fromkeys(("binary_loss", "l21_loss", "dist_loss2"), "relation_images")
+    of_images = ("binary_loss", "l21_loss", "dist_loss2", "loss_mask_query", "loss_mask_e2e", "loss_mask_n2e")
+    of_others |= dict.fromkeys(of_images, "relation_images")
     return (of_others | {"loss_refine_att": "attribute_entries"}).get(loss, "relation_pairs")
 
 

@@ -10,10 +10,13 @@ from toolkit.scene_graphs.heads.layers import HeadSizes
 from toolkit.scene_graphs.heads.motifs import MotifsHead
 from toolkit.scene_graphs.heads.prototypes import PrototypeHead
 from toolkit.scene_graphs.heads.react_pp import ReactPlusPlusHead
+from toolkit.scene_graphs.heads.squat import SquatHead
 from toolkit.scene_graphs.heads.transformer import TransformerHead
 from toolkit.scene_graphs.heads.vctree import VCTreeHead
 
-HEADS = ("frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp")
+HEADS = (
+    "frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp", "squat"
+)  # fmt: skip
 
 
 def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, **options) -> nn.Module:
@@ -37,6 +40,7 @@ def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: T
     if name == "react_pp":
         return ReactPlusPlusHead(mode, sizes, **options)
     heads = {"motifs": MotifsHead, "vctree": VCTreeHead, "transformer": TransformerHead, "causal": CausalHead}
+    heads |= {"squat": SquatHead}
     if name not in heads:
         raise BadInput(f"relation head is {name!r}; expected one of {', '.join(HEADS)}")
     return heads[name](mode, sizes, log_frequency, **options)
