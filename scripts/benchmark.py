@@ -4,6 +4,7 @@
     python scripts/benchmark.py --only loop startup   # some
     python scripts/benchmark.py --quick               # small sizes: shows that it runs, the figures mean nothing
     python scripts/benchmark.py --only gpu --out runs/gpu   # on a GPU, an hour or so; `make gpu`
+    python scripts/benchmark.py --only peers --out runs/peers/shapes   # beside other toolkits, 45 minutes; an extra
 
 Ratios are medians of interleaved rounds in one process; each has a line of ours (or of the plain program) against
 itself, which is the noise: a ratio that is no further from its requirement than that line is from 1 says nothing.
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from benches.evaluation import bench_evaluation
 from benches.gpu import bench_gpu
 from benches.loading import bench_loading
 from benches.loop import bench_loop
+from benches.peers import bench_peers
 from benches.predict import bench_predict
 from benches.reading import bench_reading
 from benches.scene_graph import bench_graph_evaluation, bench_relation_heads
@@ -57,8 +60,10 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("predict", bench_predict, {"images": 3, "side": 64, "size": 64, "rounds": 1}),
     ("ssd", bench_ssd, {"batch": 2, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
     ("gpu", bench_gpu, {"modes": ("TF32",), "resumed": ("train_ssd",), "options": TINY} | FEW_STEPS),
+    ("peers", bench_peers, {"minutes": 0.05}),
+    ("peers_bccd", partial(bench_peers, "bccd"), {"minutes": 0.05}),
 )
-ASKED_FOR = {"gpu"}  # not run unless named
+ASKED_FOR = {"gpu", "peers", "peers_bccd"}  # not run unless named
 # What a row must reach; the others explain it.
 REQUIREMENTS = {
     "loop, DETR-R50, ours / bare": "≤ 1.03",

@@ -23,7 +23,7 @@ def benchmark():
 
 
 def test_quick_run_prints_every_row_and_equal_numbers(benchmark, capsys):
-    slow = {"loop", "reading", "startup", "yolov3_export", "gpu"}
+    slow = {"loop", "reading", "startup", "yolov3_export"} | benchmark.ASKED_FOR
     rows = benchmark.main(["--quick", "--only", *({name for name, _, _ in benchmark.BENCHES} - slow)])
     values = {row["name"]: row["value"] for row in rows}
     assert len(values) == len(rows)
@@ -83,6 +83,43 @@ def test_two_processes_of_the_gpu_bench_on_a_cpu(benchmark, monkeypatch, tmp_pat
     few = ["--data.max_train_images", "32", "--data.workers", "0", "--data.image_size", "64"]
     equal, killed = gpu.Bench(tmp_path).two_processes(few)
     assert equal["value"] <= 1e-5 and 0 < killed["value"] <= 30
+
+
+@pytest.mark.slow  # a minute
+def test_programs_beside_ours_train_and_are_judged_on_the_same_file(benchmark, monkeypatch, tmp_path):
+    from benches import peers
+
+    monkeypatch.chdir(tmp_path)
+    chosen = ("our DETR", "torchvision's reference loop", "facebookresearch/detr, our weights and rates")
+    rows = {row["name"]: row for row in peers.bench_peers(minutes=0.05, programs=chosen)}
+    for program in chosen[:2]:
+        values = {name: row["value"] for name, row in rows.items() if program in name}
+        ap, ap50, steps, _, memory, first, lines = values.values()
+        assert 0 <= ap <= ap50 <= 1 and min(steps, first, lines) > 0 and memory > 0.1
+    assert "git clone" in rows[f"peers, shapes, {chosen[2]}, seed 0, failed"]["unit"], "it is not here"
+
+
+def test_boxes_of_another_program_are_read_and_judged(benchmark, tmp_path):
+    """AP is 1 if its text files have the annotated boxes, and 0 if there are none."""
+    from benches import peers
+
+    from toolkit.data.formats import open_dataset
+    from toolkit.data.shapes import make_shapes
+
+    make_shapes(tmp_path / "shapes", train_images=1, val_images=4)
+    annotations = tmp_path / "shapes" / "annotations" / "val.json"
+    document = json.loads(annotations.read_text())
+    files = {image["id"]: tmp_path / f"{Path(image['file_name']).stem}.txt" for image in document["images"]}
+    ids = [category["id"] for category in document["categories"]]
+    for each in document["annotations"]:
+        x, y, w, h = (side / 128 for side in each["bbox"])
+        with files[each["image_id"]].open("a") as file:
+            file.write(f"{ids.index(each['category_id'])} {x + w / 2} {y + h / 2} {w} {h} 0.9\n")
+    table = open_dataset(str(annotations), format="coco", image_dir=str(tmp_path / "shapes" / "val"))
+    for expected in (1, 0):
+        peers.write_json(tmp_path / "detections.json", peers._from_yolo(table, tmp_path) if expected else [])
+        assert peers.judged(str(annotations), tmp_path / "detections.json") == pytest.approx(
+            {"AP": expected, "AP50": expected})  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,0 +1,371 @@
+"""What somebody writes to train a detector with other programs' loops; `peers.py` starts each in a process of its own.
+
+`python -m benches.peer_programs plan.json` trains for the plan's minutes and leaves `detections.json` (COCO results of
+the validation split) and `trained.json` beside the plan. Rates follow the clock, where the originals go by epochs,
+because nobody knows beforehand how many steps the minutes will hold.
+"""
+
+import inspect
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+@dataclass
+class Plan:
+    """What to train on (COCO files and folders of images), for how long, and where to leave what it found."""
+
+    data: str
+    train: str
+    val: str
+    train_images: str
+    val_images: str
+    side: int  # pixels of the squares that images are resized to
+    batch: int
+    minutes: float
+    seed: int
+    folder: str
+    program: str
+
+
+class Clock:
+    """Counts steps until the minutes are over."""
+
+    def __init__(self, minutes: float):
+        self.limit, self.steps, self.images, self.began = 60 * minutes, 0, 0, time.perf_counter()
+        self.seconds = 0.0  # from the start to the end of the last step
+
+    @property
+    def share(self) -> float:
+        """Of the minutes that are gone, 0 to 1."""
+        return min(1.0, (time.perf_counter() - self.began) / self.limit)
+
+    def tick(self, images: int) -> None:
+        """After each step."""
+        self.steps, self.images, self.seconds = self.steps + 1, self.images + images, time.perf_counter() - self.began
+        if self.steps == 1:
+            print("first step", flush=True)
+
+    def result(self) -> dict:
+        return {"steps": self.steps, "images": self.images, "seconds": self.seconds}
+
+
+class Pictures(Dataset):
+    """A COCO file's images as squares in memory: (uint8 (side, side, 3), boxes xyxy in its pixels, labels from 0)."""
+
+    def __init__(self, annotations: str, folder: str, side: int):
+        document = json.loads(Path(annotations).read_text())
+        self.images, self.side = document["images"], side
+        self.category_ids = sorted(category["id"] for category in document["categories"])
+        objects = {image["id"]: [] for image in self.images}
+        for each in document["annotations"]:
+            objects[each["image_id"]].append((each["bbox"], self.category_ids.index(each["category_id"])))
+        self.samples = []
+        for image in self.images:
+            with Image.open(Path(folder) / image["file_name"]) as picture:
+                pixels = np.array(picture.convert("RGB").resize((side, side)))
+            boxes = np.array([box for box, _ in objects[image["id"]]], np.float32).reshape(-1, 4)
+            boxes[:, 2:] += boxes[:, :2]
+            boxes *= np.float32([side / image["width"], side / image["height"]] * 2)
+            self.samples.append((pixels, boxes, [label for _, label in objects[image["id"]]]))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int):
+        return self.samples[index]
+
+    def results(self, index: int, boxes_xyxy, scores, labels) -> list[dict]:
+        """Detections of an image, boxes in pixels of its square, as COCO results."""
+        image = self.images[index]
+        scale = torch.tensor([image["width"], image["height"]] * 2) / self.side
+        corners = boxes_xyxy.cpu() * scale
+        boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
+        return [
+            {"image_id": image["id"], "category_id": self.category_ids[label], "bbox": box, "score": score}
+            for box, score, label in zip(boxes, scores.tolist(), labels.tolist(), strict=True)
+        ]
+
+
+def mirrored_or_not(pixels: np.ndarray, boxes: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half of the images are mirrored; uint8 (3, side, side)."""
+    image, (x1, y1, x2, y2) = torch.tensor(pixels).permute(2, 0, 1), torch.tensor(boxes).T
+    if random.random() < 0.5:
+        image, x1, x2 = image.flip(-1), image.shape[-1] - x2, image.shape[-1] - x1
+    return image, torch.stack([x1, y1, x2, y2], dim=1)
+
+
+def our_detector(plan: Plan, config: str):
+    """A detector of this toolkit with random weights, and the settings of its configuration."""
+    import yaml
+
+    from toolkit.models import build_detector
+
+    settings = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
+    model = dict(settings["model"])
+    names = [each["name"] for each in json.loads(Path(plan.train).read_text())["categories"]]
+    return build_detector(model.pop("architecture"), class_names=names, pretrained_backbone=False, **model), settings
+
+
+def transformers_trainer(plan: Plan, ours: bool = False) -> tuple[list[dict], Clock]:
+    """transformers' Trainer as its object-detection example has it: albumentations, image processor, AdamW, cosine.
+
+    ours: begin with weights as we draw them, at the rates, weight decay and clipping of our configuration.
+    """
+    import albumentations
+    from transformers import (
+        AutoModelForObjectDetection,
+        RTDetrImageProcessor,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    detector, settings = our_detector(plan, f"detr/{plan.data}")
+    model = AutoModelForObjectDetection.from_config(detector.model.config)
+    optim, warm_up = {"lr": 5e-5, "weight_decay": 1e-4, "max_norm": 0.1}, 300
+    if ours:
+        model.load_state_dict(detector.model.state_dict())
+        optim, warm_up = settings["optim"], settings["schedule"]["warmup_steps"]
+    processor = RTDetrImageProcessor(size={"height": plan.side, "width": plan.side})
+    augment = albumentations.Compose(
+        [
+            albumentations.Perspective(p=0.1),
+            albumentations.HorizontalFlip(p=0.5),
+            albumentations.RandomBrightnessContrast(p=0.5),
+            albumentations.HueSaturationValue(p=0.1),
+        ],
+        bbox_params=albumentations.BboxParams("pascal_voc", label_fields=["labels"], clip=True, min_area=25),
+    )
+    train, val = (Pictures(*split, plan.side) for split in splits(plan))
+
+    def collate(samples: list) -> dict:
+        images, annotations = [], []
+        for number, (pixels, boxes, labels) in enumerate(samples):
+            changed = augment(image=pixels, bboxes=boxes, labels=labels)
+            images.append(changed["image"])
+            objects = []
+            for (x1, y1, x2, y2), label in zip(changed["bboxes"], changed["labels"], strict=True):
+                box = {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": (x2 - x1) * (y2 - y1), "iscrowd": 0}
+                objects.append(box | {"category_id": int(label)})
+            annotations.append({"image_id": number, "annotations": objects})
+        batch = processor(images, annotations, return_tensors="pt")
+        return {"pixel_values": batch["pixel_values"], "labels": batch["labels"]}
+
+    clock = Clock(plan.minutes)
+
+    class UntilOver(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            clock.tick(args.per_device_train_batch_size)
+            control.should_training_stop = clock.share == 1
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=optim["lr"], weight_decay=optim["weight_decay"])
+    schedule = LambdaLR(optimizer, lambda step: min(1, (step + 1) / warm_up) * cosine(clock.share))
+    arguments = TrainingArguments(
+        str(Path(plan.folder) / "trainer"), per_device_train_batch_size=plan.batch, max_steps=10**6, seed=plan.seed,
+        max_grad_norm=optim["max_norm"], save_strategy="no", report_to="none", remove_unused_columns=False,
+        dataloader_num_workers=1, dataloader_persistent_workers=True, disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    Trainer(model, arguments, collate, train, callbacks=[UntilOver()], optimizers=(optimizer, schedule)).train()
+    found = []
+    model.eval()
+    for index, (pixels, _, _) in enumerate(val):
+        with torch.no_grad():
+            outputs = model(**processor([pixels], return_tensors="pt"))
+        best = processor.post_process_object_detection(outputs, 0.0, target_sizes=[(plan.side, plan.side)])[0]
+        found += val.results(index, best["boxes"], best["scores"], best["labels"])
+    return found, clock
+
+
+def torchvision_loop(plan: Plan) -> tuple[list[dict], Clock]:
+    """torchvision's reference for detection: its Faster R-CNN with the anchors, widths and numbers of boxes of our
+    configuration, on its resnet18; SGD at 0.02 for 16 images, warmed up, a tenth after 16 and 22 of 26 parts."""
+    import yaml
+    from torchvision.models import resnet18
+    from torchvision.models.detection import FasterRCNN
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN
+    from torchvision.ops import MultiScaleRoIAlign
+
+    o = yaml.safe_load((CONFIGS / "faster_rcnn" / f"{plan.data}.yaml").read_text())["model"]
+    train, val = (Pictures(*split, plan.side) for split in splits(plan))
+    levels = {"layer1": "0", "layer2": "1", "layer3": "2"}  # strides 4, 8, 16, and a pooled one
+    backbone = BackboneWithFPN(resnet18(weights=None), levels, [64, 128, 256], o["fpn_channels"])
+    sizes = [*o["anchor_sizes"], [2 * size for size in o["anchor_sizes"][-1]]]
+    numbers = [name for name in o if name.startswith(("rpn_p", "rpn_b", "box_"))]
+    model = FasterRCNN(
+        backbone, num_classes=len(train.category_ids) + 1, min_size=plan.side, max_size=plan.side,
+        rpn_anchor_generator=AnchorGenerator(sizes, [o["aspect_ratios"]] * 4),
+        box_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 7, 2), box_score_thresh=0.01,
+        **{name: o[name] for name in numbers},
+    )  # fmt: skip
+
+    def collate(samples: list) -> tuple[list, list]:
+        images, targets = [], []
+        for pixels, boxes, labels in samples:
+            image, boxes = mirrored_or_not(pixels, boxes)
+            images.append(image.float() / 255)
+            targets.append({"boxes": boxes, "labels": torch.tensor(labels) + 1})
+        return images, targets
+
+    loader = DataLoader(train, plan.batch, True, num_workers=1, collate_fn=collate, drop_last=True,
+                        persistent_workers=True)  # fmt: skip
+    clock, lr = Clock(plan.minutes), 0.02 * plan.batch / 16
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+    warm_up = min(1000, len(loader) - 1)
+    schedule = LambdaLR(optimizer, lambda step: min(1, (step + 1) / warm_up) * 0.1 ** (
+        (clock.share > 16 / 26) + (clock.share > 22 / 26)))  # fmt: skip
+    model.train()
+    while clock.share < 1:
+        for images, targets in loader:
+            losses = model(images, targets)
+            total = sum(losses.values())
+            if not math.isfinite(sum(loss.item() for loss in losses.values())):
+                raise RuntimeError(f"the loss is {losses}")
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+            schedule.step()
+            clock.tick(len(images))
+            if clock.share == 1:
+                break
+    found = []
+    model.eval()
+    for index, (pixels, _, _) in enumerate(val):
+        with torch.no_grad():
+            best = model([torch.tensor(pixels).permute(2, 0, 1).float() / 255])[0]
+        found += val.results(index, best["boxes"], best["scores"], best["labels"] - 1)
+    return found, clock
+
+
+def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
+    """`engine.py` and the criterion of facebookresearch/detr around our small DETR: its weights as we draw them, at the
+    rates of our configuration. Its own network begins with trained weights that have to be downloaded."""
+    detector, settings = our_detector(plan, "detr/shapes_detr")
+    train, val = (Pictures(*split, plan.side) for split in splits(plan))
+    folder = Path(os.environ["DETR_FOLDER"])
+    if not (folder / "engine.py").is_file():
+        raise RuntimeError(f"{folder}: git clone https://github.com/facebookresearch/detr into it")
+    sys.path.insert(0, str(folder))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("datasets", "models", "util")]:
+        del sys.modules[name]  # its packages have such names
+    import torchvision
+
+    torchvision.__version__ = "1.0"  # of which it reads three characters, and 0.29 would be older than 0.7
+    from engine import train_one_epoch
+    from models.detr import SetCriterion
+    from models.matcher import HungarianMatcher
+
+    class AsTheirs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.detector = detector
+
+        def forward(self, images: torch.Tensor) -> dict:
+            outputs = self.detector(images, torch.tensor([images.shape[-2:]] * len(images)))
+            layers = [{"pred_logits": logits, "pred_boxes": boxes}
+                      for logits, boxes in zip(outputs["logits"], outputs["boxes"], strict=True)]  # fmt: skip
+            return layers[-1] | {"aux_outputs": layers[:-1]}
+
+    def collate(samples: list) -> tuple:
+        images, targets = [], []
+        for pixels, boxes, labels in samples:
+            image, boxes = mirrored_or_not(pixels, boxes)
+            images.append(image)
+            boxes = torch.cat([(boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]], dim=1)
+            targets.append({"boxes": boxes / plan.side, "labels": torch.tensor(labels)})
+        return torch.stack(images), targets
+
+    model, optim, schedule = AsTheirs(), settings["optim"], settings["schedule"]
+    weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0} | settings["loss"]["weights"]
+    weights |= {f"{name}_{i}": weight for name, weight in weights.items()
+                for i in range(settings["model"]["decoder_layers"] - 1)}  # fmt: skip
+    terms = ["labels", "boxes", "cardinality"]
+    criterion = SetCriterion(len(train.category_ids), HungarianMatcher(1, 5, 2), weights, 0.1, terms)
+    loader = DataLoader(train, plan.batch, True, num_workers=1, collate_fn=collate, drop_last=True,
+                        persistent_workers=True)  # fmt: skip
+    clock = Clock(plan.minutes)
+
+    class Over(Exception):
+        """The minutes are."""
+
+    class Optimizer(torch.optim.AdamW):
+        def step(self, *arguments) -> None:
+            warm = min(1, (clock.steps + 1) / schedule["warmup_steps"])
+            self.param_groups[0]["lr"] = optim["lr"] * warm * cosine(clock.share)
+            super().step(*arguments)
+            clock.tick(plan.batch)
+            if clock.share == 1:
+                raise Over
+
+    optimizer = Optimizer(model.parameters(), lr=optim["lr"], weight_decay=optim["weight_decay"])
+    try:
+        while True:
+            train_one_epoch(model, criterion, loader, optimizer, torch.device("cpu"), 0, 0.1)
+    except Over:
+        pass
+    found = []
+    model.eval()
+    for index, (pixels, _, _) in enumerate(val):
+        with torch.no_grad():
+            outputs = model(torch.tensor(pixels).permute(2, 0, 1)[None])
+        scores, labels = outputs["pred_logits"][0].softmax(-1)[:, :-1].max(-1)  # as its PostProcess
+        centre, size = outputs["pred_boxes"][0].split(2, dim=1)
+        found += val.results(index, plan.side * torch.cat([centre - size / 2, centre + size / 2], 1), scores, labels)
+    return found, clock
+
+
+def cosine(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+def splits(plan: Plan) -> tuple[tuple[str, str], tuple[str, str]]:
+    return (plan.train, plan.train_images), (plan.val, plan.val_images)
+
+
+def with_ours(plan: Plan) -> tuple[list[dict], Clock]:
+    return transformers_trainer(plan, ours=True)
+
+
+PROGRAMS = {
+    "transformers' Trainer": transformers_trainer,
+    "transformers' Trainer, our weights and rates": with_ours,
+    "torchvision's reference loop": torchvision_loop,
+    "facebookresearch/detr, our weights and rates": detr_engine,
+}
+
+
+def lines_of(program: Callable) -> int:
+    """Lines of code of a program and of the pictures it reads, without blank ones, comments and docstrings."""
+    program = transformers_trainer if program is with_ours else program
+    lines = [
+        line.strip() for part in (program, Pictures, mirrored_or_not) for line in inspect.getsource(part).splitlines()
+    ]
+    return sum(bool(line) and not line.startswith(("#", '"""')) for line in lines)
+
+
+def main(path: Path) -> None:
+    plan = Plan(**json.loads(path.read_text()))
+    torch.manual_seed(plan.seed)
+    random.seed(plan.seed)
+    found, clock = PROGRAMS[plan.program](plan)
+    (path.parent / "detections.json").write_text(json.dumps(found))
+    (path.parent / "trained.json").write_text(json.dumps(clock.result()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

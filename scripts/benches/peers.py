@@ -1,0 +1,228 @@
+"""This toolkit beside other programs: the same pictures, split, minutes and cores, random weights, float32.
+
+    pip install -e '.[peers]' && git clone https://github.com/facebookresearch/detr runs/peers/detr
+    python scripts/benchmark.py --only peers --out runs/peers/shapes           # bundled shapes; 45 minutes
+    python scripts/benchmark.py --only peers_bccd --out runs/peers/table_bccd  # BCCD, from a folder with bccd/
+
+Each program is a process of its own; `runs/peers/` keeps its log and its detections, which pycocotools judges on the
+same file for all. Nobody's minutes contain an evaluation, and all are judged by their last weights. One that cannot run
+costs its own row, whose unit says why.
+"""
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.folders import write_folder
+from toolkit.data.shapes import ensure_shapes
+from toolkit.data.table import DetectionTable
+from toolkit.errors import BadInput
+from toolkit.files import read_json, write_json
+from toolkit.runs.metrics_log import read_metrics
+
+from .measuring import row
+from .peer_programs import PROGRAMS, Plan, lines_of
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+CONFIGS = SCRIPTS.parent / "configs"
+LOGS = Path("runs") / "peers"
+BCCD = ("bccd/annotations/train.json", "bccd/annotations/val.json", "bccd/JPEGImages", "bccd/JPEGImages")
+OURS = {  # script and configuration; {} is the data set
+    "our RT-DETR-v2": ("train_detr", "detr/{}"),
+    "our Faster R-CNN": ("train_faster_rcnn", "faster_rcnn/{}"),
+    "our DETR": ("train_detr", "detr/shapes_detr"),
+}
+ORDER = ("our RT-DETR-v2", "transformers' Trainer", "transformers' Trainer, our weights and rates", "our Faster R-CNN",
+         "torchvision's reference loop", "our DETR", "facebookresearch/detr, our weights and rates",
+         "ultralytics yolo11n")  # fmt: skip
+
+
+@dataclass
+class Ran:
+    """What a training left: `detections.json` in its folder, and these."""
+
+    steps: int
+    images: int
+    seconds: float
+    lines: int  # that a user writes
+    first: re.Pattern = re.compile(r"first step|step 1/")  # what is printed after the first step
+
+
+def bench_peers(
+    data: str = "shapes",
+    minutes: float = 4.75,
+    seeds: Sequence[int] = (0,),
+    programs: Sequence[str] = ORDER,
+) -> Iterator[dict]:
+    """Rows with `name`, `value` and `unit`, as they are measured: AP, AP50, steps a minute, images/s, peak memory of
+    the main process, seconds from the start of the process to the end of the first step, and lines a user writes.
+
+    data: shapes, or bccd. minutes: of training. seeds: of every program. programs: of `ORDER`.
+
+    Raises BadInput without the pictures.
+    """
+    plans = {"shapes": _shapes, "bccd": _bccd}[data]()
+    for seed in seeds:
+        for name in programs:
+            folder = (LOGS / data / f"{re.sub('[^a-z0-9]+', '_', name.lower())}_{seed}").absolute()
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            plan = Plan(**plans, minutes=minutes, seed=seed, folder=str(folder), program=name)
+            title = f"peers, {data}, {name}, seed {seed}"
+            try:
+                yield from _measured(title, plan)
+            except (RuntimeError, OSError, ValueError, KeyError) as error:
+                print(f"{title}: {error}", file=sys.stderr, flush=True)
+                yield row(f"{title}, failed", float("nan"), " ".join(str(error).split())[-300:].replace("|", "/"))
+
+
+def _shapes() -> dict:
+    root = ensure_shapes()
+    paths = [root / "annotations" / "train.json", root / "annotations" / "val.json", root / "train", root / "val"]
+    return _plan("shapes", [str(path) for path in paths], 128, 8)
+
+
+def _bccd() -> dict:
+    if not Path(BCCD[0]).is_file():
+        raise BadInput(f"{BCCD[0]}: not found. Run it from a folder that contains bccd/, see configs/README.md.")
+    return _plan("bccd", [str(Path(path).absolute()) for path in BCCD], 256, 4)
+
+
+def _plan(data: str, paths: Sequence[str], side: int, batch: int) -> dict:
+    train, val, train_images, val_images = paths
+    return {"data": data, "train": train, "val": val, "train_images": train_images, "val_images": val_images,
+            "side": side, "batch": batch}  # fmt: skip
+
+
+def _measured(title: str, plan: Plan) -> Iterator[dict]:
+    run = _ours if plan.program in OURS else _ultralytics if plan.program.startswith("ultralytics") else _program
+    watch = Watch(Path(plan.folder))
+    ran = run(plan, watch)
+    for name, value in judged(plan.val, Path(plan.folder) / "detections.json").items():
+        yield row(f"{title}, {name}", value, "")
+    yield row(f"{title}, steps", 60 * ran.steps / ran.seconds, "steps/min")
+    yield row(f"{title}, speed", ran.images / ran.seconds, "images/s")
+    yield row(f"{title}, memory", watch.peak_gib, "GiB")
+    yield row(f"{title}, to the end of the first step", watch.first_s, "s")
+    yield row(f"{title}, code", ran.lines, "lines")
+
+
+class Watch:
+    """Runs commands with their output in the folder's `log.txt`."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.peak_gib, self.first_s = folder, float("nan"), float("nan")
+
+    def run(self, words: Sequence, first: re.Pattern | None = None, environment: dict | None = None) -> str:
+        """What it prints. first: of a training, whose memory and first step are measured. Raises RuntimeError if it
+        fails."""
+        words, said, began = [str(word) for word in words], [], time.perf_counter()
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {})
+        with (self.folder / "log.txt").open("a") as log:
+            print("$", *words, file=log)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+            process = subprocess.Popen(words, env=environment, cwd=self.folder, **pipes)
+            for line in process.stdout:
+                if first is not None and self.first_s != self.first_s and first.search(line):
+                    self.first_s = time.perf_counter() - began
+                log.write(line)
+                said.append(line)
+            _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}: {''.join(said[-20:])}")
+        if first is not None:
+            self.peak_gib = usage.ru_maxrss / 2**20
+        return "".join(said)
+
+
+def judged(annotations: str, detections: Path) -> dict[str, float]:
+    """AP and AP50 by pycocotools."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with redirect_stdout(sys.stderr):
+        truth = COCO(annotations)
+        found = read_json(detections, list)
+        if not found:
+            return {"AP": 0.0, "AP50": 0.0}
+        evaluation = COCOeval(truth, truth.loadRes(found), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return {"AP": float(evaluation.stats[0]), "AP50": float(evaluation.stats[1])}
+
+
+def _ours(plan: Plan, watch: Watch) -> Ran:
+    """A script of ours with the configuration as it is, but in float32 and without an evaluation on the way: that of
+    the bundled pictures would choose the best weights."""
+    script, config = OURS[plan.program]
+    flags = {"run.name": "run", "run.output_dir": watch.folder, "run.seed": plan.seed, "run.max_minutes": plan.minutes,
+             "run.precision": "no", "run.eval_every": 0, "run.save_every": 0, "run.epochs": 10000}  # fmt: skip
+    if plan.data != "shapes":
+        flags |= {"data.format": "coco", "data.train": plan.train, "data.val": plan.val, "data.image_size": plan.side,
+                  "data.image_dir": plan.train_images, "data.batch_size_per_device": plan.batch}  # fmt: skip
+    words = [f"--{key}={value}" for key, value in flags.items()]
+    path = CONFIGS / f"{config.format(plan.data)}.yaml"
+    watch.run([sys.executable, SCRIPTS / f"{script}.py", "--config", path, *words], Ran.first)
+    saved = watch.folder / "detections.json"
+    watch.run([sys.executable, SCRIPTS / "evaluate.py", watch.folder / "run", "--save", saved])
+    trained = [each for each in read_metrics(watch.folder / "run" / "metrics.jsonl") if "train/loss" in each]
+    steps = trained[-1]["step"]
+    return Ran(steps, steps * plan.batch, 60 * plan.minutes, 1)
+
+
+def _program(plan: Plan, watch: Watch) -> Ran:
+    """One of `PROGRAMS`, in a process of its own."""
+    write_json(watch.folder / "plan.json", asdict(plan))
+    paths = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
+    detr = {"DETR_FOLDER": str((LOGS / "detr").absolute())}
+    words = [sys.executable, "-m", "benches.peer_programs", watch.folder / "plan.json"]
+    watch.run(words, Ran.first, {"PYTHONPATH": paths} | detr)
+    return Ran(**read_json(watch.folder / "trained.json"), lines=lines_of(PROGRAMS[plan.program]))
+
+
+def _ultralytics(plan: Plan, watch: Watch) -> Ran:
+    """By its command line alone, with its defaults: batches of 16, its own rates and augmentations."""
+    yolo, data = Path(sys.executable).with_name("yolo"), watch.folder / "yolo"
+    if not yolo.is_file():
+        raise RuntimeError("no command yolo: install the extra 'peers'")
+    for split, annotations, images in (("train", plan.train, plan.train_images), ("val", plan.val, plan.val_images)):
+        table = open_dataset(annotations, format="coco", image_dir=images)
+        write_folder(table, data, split, "yolo", link=True)
+    common = [f"imgsz={plan.side}", "device=cpu", f"project={watch.folder}", "exist_ok=True", "plots=False"]
+    environment = {"YOLO_CONFIG_DIR": str(watch.folder), "YOLO_OFFLINE": "true"}
+    train = ["train", f"data={data / 'data.yaml'}", "model=yolo11n.yaml", "pretrained=False", f"seed={plan.seed}",
+             f"time={plan.minutes / 60}", "val=False", "workers=1", "name=trained"]  # fmt: skip
+    watch.run([yolo, "detect", *train, *common], re.compile(r"\s1/\d+\s"), environment)
+    weights = watch.folder / "trained" / "weights" / "last.pt"
+    predict = ["predict", f"model={weights}", f"source={data / 'images' / 'val'}", "conf=0.001", "max_det=100",
+               "save_txt=True", "save_conf=True", "save=False", "name=found"]  # fmt: skip
+    watch.run([yolo, "detect", *predict, *common], environment=environment)
+    write_json(watch.folder / "detections.json", _from_yolo(table, watch.folder / "found" / "labels"))
+    with (watch.folder / "trained" / "results.csv").open() as file:
+        epochs = list(csv.DictReader(file, skipinitialspace=True))
+    images = len(list((data / "images" / "train").iterdir()))
+    return Ran(len(epochs) * -(-images // 16), len(epochs) * images, float(epochs[-1]["time"]), 1)
+
+
+def _from_yolo(table: DetectionTable, folder: Path) -> list[dict]:
+    """COCO results from text files named as the images: class, centre, size (fractions of the image), score."""
+    results = []
+    for image in table.image_rows():
+        path = folder / f"{Path(image.file_name).stem}.txt"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            label, x, y, w, h, score = map(float, line.split())
+            box = [(x - w / 2) * image.width, (y - h / 2) * image.height, w * image.width, h * image.height]
+            category = table.categories[int(label)].id
+            results.append({"image_id": image.image_id, "category_id": category, "bbox": box, "score": score})
+    return results
