@@ -265,11 +265,11 @@ class Linear:
     def __init__(self, case: dict, theirs: bool):
         options = {key.rpartition(".")[2]: value for key, value in case["options"].items()}
         self.options, self.theirs, self.step = options, theirs, 0
-        self.model = nn.Linear(len(case["init_weight"]), 1)
+        self.model = nn.Linear(len(case["init_weight"]), 1).double()  # where a weight crosses 0, float32 leaves 1e-5
         with torch.no_grad():
             self.model.weight.copy_(torch.tensor([case["init_weight"]]))
             self.model.bias.fill_(case["init_bias"])
-        self.batches = [(torch.tensor(b["samples"]), torch.tensor(b["targets"])) for b in case["batches"]]
+        self.batches = [[torch.tensor(b[key]).double() for key in ("samples", "targets")] for b in case["batches"]]
         self.ema = Ema(self.model, 1 - case["ema_momentum"], warmup=False)
         self.seen = []
 
