@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from timm.models.eva import Eva
 from toolkit.errors import BadInput
 from toolkit.models.detector import kept_maps
 from toolkit.models.final import load_detector_folder
+from toolkit.runs.settings_file import changes
+from toolkit.scene_graphs.options import SceneGraphOptions
+from toolkit.scene_graphs.start import start_scene_graph
 from toolkit.step.adapters import add_adapters, base_name, without_adapters
 from toolkit.step.optim import layer_depths, parameter_groups
 
@@ -96,12 +100,21 @@ def test_adapters_of_fused_projections_are_not_passed_by():
     assert len(gradients) == 2 and all(grad is not None and grad.any() for grad in gradients.values())
 
 
-def test_what_cannot_have_adapters_is_refused_in_a_sentence(monkeypatch):
+def test_what_cannot_have_adapters_is_refused_in_a_sentence(tmp_path, monkeypatch):
     detector = build("ssdlite", backbone="lcnet_035")
     with pytest.raises(BadInput, match="^model.lora_rank 8: ssdlite on lcnet_035 has no vision transformer"):
         add_adapters(detector, 8, 16.0)
     assert all(p.requires_grad for p in detector.parameters())
+    with pytest.raises(BadInput, match="^model.lora_rank 8: scene graphs have no adapters; train the detector with"):
+        options, table = SceneGraphOptions(lora_rank=8), SimpleNamespace(sets=())
+        start_scene_graph(options, table, tmp_path, checkpoint=None, say=print)
     monkeypatch.setitem(sys.modules, "peft", None)
     add_adapters(detector, 0, 16.0)
     with pytest.raises(BadInput, match=r"^adapters \(model.lora_rank\) need peft, .*detection-toolkit\[adapters\]"):
         add_adapters(DETECTORS["yolov3"](), 8, 16.0)
+
+
+def test_a_resumed_run_keeps_its_adapters():
+    earlier = {"model": {"lora_rank": 8, "lora_alpha": 16.0}}
+    changed = changes(earlier, {"model": {"lora_rank": 0, "lora_alpha": 8.0}}, keep_schedule=True)
+    assert [change.verdict for change in changed] == ["refused", "refused"]
