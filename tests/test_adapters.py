@@ -104,6 +104,8 @@ def test_what_cannot_have_adapters_is_refused_in_a_sentence(tmp_path, monkeypatc
     detector = build("ssdlite", backbone="lcnet_035")
     with pytest.raises(BadInput, match="^model.lora_rank 8: ssdlite on lcnet_035 has no vision transformer"):
         add_adapters(detector, 8, 16.0)
+    with pytest.raises(BadInput, match="model.lora_rank is -1, model.lora_alpha 16.0; expected"):
+        add_adapters(detector, -1, 16.0)
     assert all(p.requires_grad for p in detector.parameters())
     with pytest.raises(BadInput, match="^model.lora_rank 8: scene graphs have no adapters; train the detector with"):
         options, table = SceneGraphOptions(lora_rank=8), SimpleNamespace(sets=())

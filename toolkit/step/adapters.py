@@ -28,10 +28,14 @@ def add_adapters(detector: nn.Module, rank: int, alpha: float) -> None:
         rank: of the adapters, the rows of A and columns of B; 0: there are none.
 
     Raises:
-        BadInput: the detector has no vision transformer; `peft` is not installed.
+        BadInput: a rank below 0, an alpha that is not above 0; the detector has no vision transformer; `peft` is not
+            installed.
     """
     if not rank:
         return
+    if rank < 0 or alpha <= 0:
+        numbers = f"model.lora_rank is {rank}, model.lora_alpha {alpha}"
+        raise BadInput(f"{numbers}; expected a rank of at least 0 and an alpha above 0")
     vits = [module for module in detector.modules() if _STEMS & {name for name, _ in module.named_children()}]
     layers = {vit: _projections(vit) for vit in vits}
     if not any(layers.values()):
