@@ -37,8 +37,8 @@ def add_adapters(detector: nn.Module, rank: int, alpha: float) -> None:
         numbers = f"model.lora_rank is {rank}, model.lora_alpha {alpha}"
         raise BadInput(f"{numbers}; expected a rank of at least 0 and an alpha above 0")
     vits = [module for module in detector.modules() if _STEMS & {name for name, _ in module.named_children()}]
-    layers = {vit: _projections(vit) for vit in vits}
-    if not any(layers.values()):
+    layers = {vit: names for vit in vits if (names := _projections(vit))}
+    if not layers:
         options = getattr(detector, "options", {})
         on = " on ".join(str(options[key]) for key in ("architecture", "backbone") if options.get(key))
         raise BadInput(
