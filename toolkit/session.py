@@ -51,6 +51,7 @@ from toolkit.runs.watchdog import watchdog
 from toolkit.runs.writer import RunWriter
 from toolkit.saving import load, save
 from toolkit.signals import StopSignals, signal_name
+from toolkit.step.adapters import without_adapters
 from toolkit.step.checkpointing import checkpoint_in_place
 from toolkit.step.compiling import be_deterministic, compile_in_place
 from toolkit.step.ema import Ema
@@ -274,13 +275,13 @@ def stop_if_asked(s: Session, when: str) -> None:
 
 
 def _write_final(s: Session, t: Training) -> None:
-    c, folder, v = s.config.data, s.folder / "final", t.validation
+    c, folder, v, detector = s.config.data, s.folder / "final", t.validation, without_adapters(t.detector)
     size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
     with as_sentences():
-        t.detector.save_final(folder, v.table.categories, size)
+        detector.save_final(folder, v.table.categories, size)
         if s.config.run.export:
             images = next(iter(v.loader)).images[:4]
-            t.log.say(export_final(t.detector, folder, images, v.table.categories, size, t.log.say, v.max_detections))
+            t.log.say(export_final(detector, folder, images, v.table.categories, size, t.log.say, v.max_detections))
 
 
 def _evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:

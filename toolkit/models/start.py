@@ -17,6 +17,7 @@ from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.runs.open_run import run_folder_of
 from toolkit.runs.settings_file import ABOUT_STARTING, PRETRAINED_CONFIG
+from toolkit.step.adapters import add_adapters
 from toolkit.step.freezing import freeze_prefixes
 
 
@@ -75,6 +76,7 @@ def start_detector(
         if is_main:
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n")
     freeze_prefixes(detector, options.freeze_prefixes)
+    add_adapters(detector, options.lora_rank, options.lora_alpha)
     return detector
 
 

@@ -27,8 +27,8 @@ from toolkit.runs.settings_check import as_settings, key_faults, shown, type_fau
 CONFIG = "config.yaml"
 _CONFIG_NAME = re.compile(r"config(?:_(\d+))?\.yaml")
 PRETRAINED_CONFIG = "pretrained_config.json"
-# Settings of a detector that say where it starts, not what it is.
-ABOUT_STARTING = ("pretrained", "freeze_prefixes", "fresh_prefixes")
+# Settings of a detector that say where it starts and what of it learns, not what it is.
+ABOUT_STARTING = ("pretrained", "freeze_prefixes", "fresh_prefixes", "lora_rank", "lora_alpha")
 # The groups that every script has, beside `model`, whose settings are those of its architecture.
 GROUPS = {
     "run": RunConfig,
@@ -207,7 +207,7 @@ _DECAY = "weight_decay bias_weight_decay no_weight_decay_on_norm_and_bias"
 _SAVED = {f"optim.{key}" for key in f"{_RATES} {_DECAY} momentum nesterov betas".split()}
 _SEED = {"run.seed"}
 _BEGINNING = {f"model.{key}" for key in ("pretrained", "pretrained_backbone", "detector", "word_vectors")}
-_REFUSED = {"optim.name", "model.architecture"}
+_REFUSED = {"optim.name", "model.architecture", "model.lora_rank", "model.lora_alpha"}
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,14 @@ def start_scene_graph(
     Raises:
         BadInput: training data without a single relation; a detector that cannot be had, is a scene graph itself, or
             knows other classes; `pretrained` graphs of other classes, predicates or attributes; training data whose
-            attributes are not those of the checkpoint; what `start_detector` raises.
+            attributes are not those of the checkpoint; adapters (`lora_rank`); what `start_detector` raises.
     """
     source, known = None, None
     if table.sets:
         raise BadInput("data.path, data.train: scene graphs take one data set, since predicates are not joined by name")
+    if options.lora_rank:
+        remedy = "train the detector with them, and give its run as model.detector"
+        raise BadInput(f"model.lora_rank {options.lora_rank}: scene graphs have no adapters; {remedy}")
     if checkpoint is None:
         if not len(table.labelled().relations):
             remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"

@@ -24,6 +24,7 @@ from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.start import load_pretrained
 from toolkit.models.weights.pretrained import cached_when_offline, open_pretrained
 from toolkit.runs.open_run import Run, chosen_weights, kind_of, open_run
+from toolkit.step.adapters import add_adapters, merged
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.trust import TRUST
 from toolkit.use.export.files import AT_LEAST, open_file
@@ -218,14 +219,16 @@ def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
 
 
 def load_detector(run: Run, weights: str) -> Detector:
-    """The run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
-    detector = rebuild_detector(run.config, [category.name for category in run.categories])
-    load_weights(detector, run.checkpoint.tensors[weights], run.checkpoint.path)
+    """The run's detector in evaluation mode, with the weights of that name, adapters merged; see `chosen_weights`."""
+    model, names = {**run.config["model"], "lora_rank": 0}, [category.name for category in run.categories]
+    detector = rebuild_detector({"model": model}, names)
+    tensors = merged(run.checkpoint.tensors[weights], model.get("lora_alpha"))
+    load_weights(detector, tensors, run.checkpoint.path)
     return detector.eval()
 
 
 def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
-    """The detector that `config.yaml` describes, with random weights and its frozen layers; downloads nothing.
+    """The detector that `config.yaml` describes, with random weights, frozen layers and adapters; downloads nothing.
 
     config: of `load_config_dict`. Raises BadInput: nothing can be built of its settings, as of `d_model: -8`.
     """
@@ -237,4 +240,5 @@ def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
             f"config.yaml of the run: its group model builds no detector: {error!r}; put back what the run wrote"
         ) from error
     freeze_prefixes(detector, settings.get("freeze_prefixes", ()))
+    add_adapters(detector, settings.get("lora_rank", 0), settings.get("lora_alpha"))
     return detector
