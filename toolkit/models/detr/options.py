@@ -122,17 +122,17 @@ class RfDetrOptions(DecoderOptions):
     """RF-DETR, base unless `size` says otherwise."""
 
     architecture: str = "rf_detr"
-    size: Literal["nano", "small", "medium", "base"] | None = "base"
+    size: Literal["nano", "small", "medium", "large", "base"] | None = "base"
     """Published size: patches, windows and positions of the backbone and number of decoder layers. The publisher trains
-    nano with images of 384 pixels, small of 512, medium of 576, and base, which it no longer recommends, of 560. null:
-    a pretrained model has another one."""
+    nano with images of 384 pixels, small of 512, medium of 576, large (of 2026) of 704, and base, which it no longer
+    recommends, of 560. null: a pretrained model has another one."""
     heads: int | None = 8
     """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
     model has another ratio."""
     encoder_layers: int = 12
     """Number of layers of the vision transformer backbone; feature maps are taken at four depths."""
     decoder_layers: int = 3
-    """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium 4, base 3)."""
+    """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium and large 4, base 3)."""
 
 
 @dataclass
