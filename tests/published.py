@@ -66,9 +66,11 @@ def published_rcnn(name: str) -> tuple[dict, dict]:
 
 def not_taken(theirs: dict, ours: dict) -> list[str]:
     """Names of the publisher's tensors whose numbers are not among ours. The numbers are random, so they tell which
-    tensor is which; queries, keys and values of one matrix are three of ours."""
+    tensor is which; queries, keys and values of one matrix are three of ours, as two projections are of SwiGLU's."""
     taken = {tensor.numpy().tobytes() for tensor in ours.values()}
-    parts = {name: tensor.chunk(3) if ".in_proj_" in name else [tensor] for name, tensor in theirs.items()}
+    joint = {".in_proj_": 3, ".qkv.": 3, ".w12.": 2}
+    counts = {name: next((joint[part] for part in joint if part in name), 1) for name in theirs}
+    parts = {name: t.chunk(counts[name]) if counts[name] > 1 else [t] for name, t in theirs.items()}
     return [name for name, each in parts.items() if not all(part.numpy().tobytes() in taken for part in each)]
 
 

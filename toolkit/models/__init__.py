@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "yolos": (".detr.yolos:Yolos", ".detr.options:YolosOptions"),
     "rt_detr_v2": (".detr.rt_detr:RTDetrV2", ".detr.options:RTDetrV2Options"),
     "d_fine": (".detr.d_fine:DFine", ".detr.options:DFineOptions"),
-    "deimv2": (".detr.d_fine:Deimv2", ".detr.options:Deimv2Options"),
+    "deimv2": (".detr.deimv2:Deimv2", ".detr.options:Deimv2Options"),
     "faster_rcnn": (".faster_rcnn.build:FasterRCNNOnTimm", ".faster_rcnn.options:FasterRcnnOptions"),
     "fasterrcnn_resnet50_fpn": (".faster_rcnn.build:FasterRCNNResNet50", ".faster_rcnn.options:ResNet50Options"),
     "fasterrcnn_resnet50_fpn_v2": (".faster_rcnn.build:FasterRCNNResNet50V2", ".faster_rcnn.options:ResNet50V2Options"),

@@ -49,7 +49,7 @@ FLAGS = {
     "--max-detections": {"type": _count, "metavar": "N", "help": MOST},
     "--trust": {"action": "store_true", "help": TRUST},
 }
-PUBLISHED = (".pth", ".pt")  # files of weights that another program trained
+PUBLISHED = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
 REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
 

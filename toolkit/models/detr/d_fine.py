@@ -1,19 +1,18 @@
-"""D-FINE (Peng et al., 2024, arXiv 2410.13842) and DEIMv2 (Huang et al., 2025, arXiv 2509.20787) on any timm backbone.
+"""D-FINE (Peng et al., 2024, arXiv 2410.13842) on any timm backbone.
 
-transformers' models with our criterion. They refine the decoder of `rt_detr.py`: each side of a box is a distribution
-over offsets that every layer updates. DEIMv2 is D-FINE with a lighter encoder and decoder and another classification
-loss.
+transformers' model with our criterion. It refines the decoder of `rt_detr.py`: each side of a box is a distribution
+over offsets that every layer updates.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Deimv2Config, DFineConfig, PreTrainedConfig
+from transformers import DFineConfig, PreTrainedConfig
 
 from toolkit.models.detr.d_fine_criterion import DFineCriterion
 from toolkit.models.detr.detr_criterion import count_objects
-from toolkit.models.detr.options import Deimv2Options, DFineOptions
+from toolkit.models.detr.options import DFineOptions
 from toolkit.models.detr.rt_detr import RTDetrV2
 
 
@@ -46,20 +45,3 @@ class DFine(RTDetrV2):
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """This batch's number of boxes, crowd regions not counted, and of images, from CPU targets."""
         return {"boxes": float(sum(count_objects(targets))), "images": float(len(targets))}
-
-
-class Deimv2(DFine):
-    """`transformers.Deimv2ForObjectDetection`. Settings: see `Deimv2Options`; images and errors: see `RTDetrV2`.
-
-    The published DEIMv2-S has a DINOv3 backbone with an adapter, which timm's are not; `source_config` builds it.
-    """
-
-    Options = Deimv2Options
-    config_class = Deimv2Config
-    is_mal = True  # the classification loss: matchability-aware
-    published = {**DFine.published, "decoder_activation_function": "silu", "encoder_has_trailing_conv": False}
-    default_weights = {"loss_mal": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
-
-    def _backbone(self) -> nn.Module:
-        encoder = self.model.model.conv_encoder
-        return encoder.backbone if hasattr(encoder, "backbone") else encoder.model

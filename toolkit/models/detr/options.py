@@ -122,17 +122,17 @@ class RfDetrOptions(DecoderOptions):
     """RF-DETR, base unless `size` says otherwise."""
 
     architecture: str = "rf_detr"
-    size: Literal["nano", "small", "medium", "base"] | None = "base"
+    size: Literal["nano", "small", "medium", "large", "base"] | None = "base"
     """Published size: patches, windows and positions of the backbone and number of decoder layers. The publisher trains
-    nano with images of 384 pixels, small of 512, medium of 576, and base, which it no longer recommends, of 560. null:
-    a pretrained model has another one."""
+    nano with images of 384 pixels, small of 512, medium of 576, large (of 2026) of 704, and base, which it no longer
+    recommends, of 560. null: a pretrained model has another one."""
     heads: int | None = 8
     """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
     model has another ratio."""
     encoder_layers: int = 12
     """Number of layers of the vision transformer backbone; feature maps are taken at four depths."""
     decoder_layers: int = 3
-    """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium 4, base 3)."""
+    """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium and large 4, base 3)."""
 
 
 @dataclass
@@ -200,9 +200,17 @@ class DFineOptions(RTDetrV2Options):
 
 @dataclass
 class Deimv2Options(DFineOptions):
-    """DEIMv2-S on the backbone of DEIMv2-N with an additional stride 8, because timm does not have its own DINOv3."""
+    """DEIMv2, unless `size` says otherwise with the widths of S on the backbone of N with an additional stride 8."""
 
     architecture: str = "deimv2"
+    size: Literal["atto", "femto", "pico", "n", "s", "m", "l", "x"] | None = None
+    """Published size, with its own backbone: HGNetV2 from atto to n, DINOv3 with an adapter from s to x; `original` is
+    then true. The publisher trains atto with images of 320 pixels, femto of 416, all others of 640. null: a timm
+    backbone, or what a pretrained model has."""
+    original: bool = False
+    """Choose queries, embed their positions and predict as DEIMv2's own program does, with whose weights transformers'
+    DEIMv2 predicts something else. Files of that program are always used so. transformers has no such DEIMv2, so
+    `final/` is then in this toolkit's own format."""
     d_model: int | None = 192
     ffn_dim: int | None = 512
     decoder_layers: int = 4

@@ -26,11 +26,12 @@ from toolkit.models.detr.options import RfDetrOptions
 from toolkit.models.weights import vit as vit_weights
 
 # (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
-# of roboflow/rf-detr, rfdetr/config.py, whose larger sizes have another licence or another pyramid.
+# of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid.
 SIZES = {
     "nano": ((16, 2, [3, 6, 9, 12], 384), 2),
     "small": ((16, 2, [3, 6, 9, 12], 512), 3),
     "medium": ((16, 2, [3, 6, 9, 12], 576), 4),
+    "large": ((16, 2, [3, 6, 9, 12], 704), 4),
     "base": ((14, 4, [2, 5, 8, 11], 518), 3),
 }
 BACKBONE_KEYS = ("patch_size", "num_windows", "out_indices", "image_size")
@@ -53,7 +54,8 @@ class RfDetr(MatchedDetector):
         "num_queries": ["num_queries"],
         "dropout": ["dropout"],
     }
-    published = {"decoder_n_points": 2}  # transformers: 4, which is RF-DETR large
+    # transformers: 4 points, which is RF-DETR large of 2025, and 1e-5 for the projector's norms
+    published = {"decoder_n_points": 2, "layer_norm_eps": 1e-6}
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.enc_out_class_embed.*": (0, 1, 0)}
     fixed_size = True

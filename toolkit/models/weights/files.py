@@ -5,6 +5,7 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from toolkit.errors import BadInput
 from toolkit.models.weights import darknet, gluoncv, torchvision
+from toolkit.models.weights.deimv2 import DEIMV2
 from toolkit.models.weights.detr import CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, DETR
 from toolkit.models.weights.maskrcnn_benchmark import MASKRCNN_BENCHMARK
 from toolkit.models.weights.names import Description
+from toolkit.models.weights.rf_detr import RF_DETR
 from toolkit.models.weights.rt_detr import D_FINE, RT_DETR
 from toolkit.models.weights.scene_graph_benchmark import SCENE_GRAPH_BENCHMARK
 
-OF_DETR = (DETR, CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, D_FINE, RT_DETR)
+OF_DETR = (DETR, CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, D_FINE, DEIMV2, RT_DETR, RF_DETR)
 BY_NAMES = (SCENE_GRAPH_BENCHMARK, MASKRCNN_BENCHMARK, *OF_DETR)
 PUBLISHERS = (torchvision, *BY_NAMES, darknet, gluoncv)  # modules have the methods of a `Publisher` as functions
 # Where programs keep the weights in what they save; averaged ones go first.
@@ -27,6 +30,7 @@ INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("state_d
 KNOWN = (
     "torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
     "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
+    "Intellindust-AI-Lab/DEIMv2, roboflow/rf-detr, "
     "maskrcnn-benchmark, Scene-Graph-Benchmark (scene graphs too), Darknet's and GluonCV's YOLOv3"
 )
 
@@ -88,7 +92,7 @@ def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise BadInput(f"{setting} {path}: no safetensors file: {error}") from error
     try:
-        with torch.serialization.safe_globals([Namespace]):  # a record of flags: DETR and its relatives save theirs
+        with torch.serialization.safe_globals([Namespace, SimpleNamespace]):  # flags, which DETR's relatives save too
             document = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError) as error:
         reason = (str(error).splitlines() or ["it is empty"])[0][:120]

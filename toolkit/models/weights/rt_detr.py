@@ -144,7 +144,7 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
     bottlenecks = count(state, "encoder.fpn_blocks.0.cv2.0.bottlenecks")
     config = entries | {
         "model_type": "d_fine",
-        "backbone_config": _hgnet_entries(state, levels),
+        "backbone_config": hgnet_entries(state, levels),
         "decoder_n_points": [6, 6] if levels == 2 else [3, 6, 3],
         "depth_mult": {1: 0.34, 2: 0.67, 3: 1.0}.get(bottlenecks, bottlenecks / 3) if levels == 3 else 0.5,
         "reg_scale": float(state["decoder.reg_scale"]),
@@ -155,7 +155,7 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
     return Description("d_fine", {"source_config": config}, named(len(state["decoder.dec_score_head.0.weight"])))
 
 
-def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
+def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
     """The config of transformers' HGNetV2."""
     stages = [f"backbone.stages.{i}" for i in range(count(state, "backbone.stages"))]
     firsts = [f"{stage}.blocks.0.layers.0" for stage in stages]
@@ -178,18 +178,19 @@ def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
         "stage_light_block": light,
         "stage_kernel_size": [weight.shape[-1] for weight in leaving],
         "use_learnable_affine_block": any(re.search(r"^backbone\..*\.lab\.scale$", name) for name in state),
-        "out_indices": [2, 3, 4][-levels:],
+        "out_indices": [i + 1 for i in range(len(stages))][-levels:],
     }
 
 
-def _hgnet() -> Pairs:
+def hgnet_names(body: str) -> Pairs:
+    """Names of HGNetV2. body: ours of the whole."""
     stems = ("stem1", "stem2a", "stem2b", "stem3", "stem4")
     parts = ("blocks.*.layers.*", "blocks.*.aggregation.*", "downsample")
-    prefixes = [(f"backbone.stem.{stem}.", f"{BODY}.embedder.{stem}.") for stem in stems]
-    prefixes += [(f"backbone.stages.*.{part}.", f"{BODY}.encoder.stages.*.{part}.") for part in parts]
+    prefixes = [(f"backbone.stem.{stem}.", f"{body}.embedder.{stem}.") for stem in stems]
+    prefixes += [(f"backbone.stages.*.{part}.", f"{body}.encoder.stages.*.{part}.") for part in parts]
     # A layer is one convolution, in light blocks two.
     prefixes = [(theirs + conv, ours + conv) for theirs, ours in prefixes for conv in ("conv1.", "conv2.", "")]
-    whole = f"backbone.stem {BODY}.embedder, backbone.stages {BODY}.encoder.stages"
+    whole = f"backbone.stem {body}.embedder, backbone.stages {body}.encoder.stages"
     return [*pairs("conv convolution, bn normalization", below=prefixes), *pairs(whole)]
 
 
@@ -198,9 +199,9 @@ CSP_PLACES = [(f"encoder.{name}.*.", f"model.model.encoder.{name}.*.") for name 
 DOWNSAMPLE = [("encoder.downsample_convs.*.0.", "model.model.encoder.downsample_convs.*.")]
 D_FINE = Publisher(
     _d_fine,
-    ("decoder.pre_bbox_head.layers.0.weight", "backbone.stem.stem1.conv.weight"),
+    ("decoder.pre_bbox_head.layers.0.weight", "decoder.enc_output.proj.weight", "backbone.stem.stem1.conv.weight"),
     [
-        *_hgnet(),
+        *hgnet_names(BODY),
         *pairs(CSP, below=CSP_PLACES),
         *pairs("cv1 conv1, cv2 conv2", below=DOWNSAMPLE),
         *_transformer("mlp.layers.0", "mlp.layers.1"),
