@@ -150,6 +150,20 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
     return relations, candidates, seen
 
 
+def lacking_relations(table: DetectionTable, val_table: DetectionTable) -> list[str]:
+    """Warnings about relations that training or validation data lack; both have the same predicates."""
+    tables = (table, val_table)
+    trained, validated = (np.bincount(t.labelled().relations.predicate, minlength=len(t.predicates)) for t in tables)
+    if not validated.any():
+        what = f"there is not a single relation between the boxes of its {len(val_table)} images: R@K is not measured"
+        return [f"warning: {val_table.name}: {what}"]
+    unseen = [f"{table.predicates[i]} ({validated[i]})" for i in np.flatnonzero((trained == 0) & (validated > 0))]
+    if not unseen:
+        return []
+    listed = ", ".join(unseen[:10]) + f" and {len(unseen) - 10} more" * (len(unseen) > 10)
+    return [f"warning: predicates of the validation data that training never has, and that are not learnt: {listed}"]
+
+
 def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
     """A head's tensors combine classes and predicates, so its rows fit no other names: they must be the same."""
     trained = {"classes": source.class_names, "predicates": source.options.get("predicates", [])}
