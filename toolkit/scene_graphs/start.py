@@ -60,6 +60,7 @@ def start_scene_graph(
         known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
         if options.detector:
             source = _open_detector(options, table)
+            options = replace(options, pretrained_backbone=False)  # its weights are among the detector's
             free = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
             known["detector_options"] = {"architecture": source.architecture, **source.options, **free}
     resumed_from = None if checkpoint is None else checkpoint.path
