@@ -95,7 +95,7 @@ def main(config: Config) -> dict[str, float]:
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
         from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
-        from toolkit.scene_graphs.start import start_scene_graph
+        from toolkit.scene_graphs.start import lacking_relations, start_scene_graph
 
     e = config.eval
 
@@ -106,6 +106,8 @@ def main(config: Config) -> dict[str, float]:
         if not s.checkpoint and (note := without_detector(config.model, config.data.path)):
             s.say(note)
         evaluator = make_evaluator(detector, val_table, e.backend, **of_graphs)
+        for note in lacking_relations(table, val_table):
+            s.say(note)
         t = session.training(s, detector, table, val_table, evaluator)
         while not t.finished:
             train_one_epoch(t)

@@ -222,7 +222,7 @@ def test_it_starts_from_a_trained_detr_and_its_counts_are_those_of_all_relations
     inner = build_detector("rt_detr_v2", class_names=table.class_names, **HYBRID)
     inner.save_final(tmp_path / "detr", table.categories)
     said = []
-    options = EgtrOptions(detector=str(tmp_path / "detr"))
+    options = EgtrOptions(detector=str(tmp_path / "detr"), pretrained_backbone=True)  # not fetched
     model = start_scene_graph(options, table, tmp_path, checkpoint=None, say=said.append)
     assert all(torch.equal(v, model.detector.state_dict()[k]) for k, v in inner.state_dict().items())
     assert "weights of the detector" in said[-1]

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -35,6 +36,7 @@ from toolkit.use.export.half import write_half
 from toolkit.use.export.relations import PixelsToGraph, export_graph
 from toolkit.use.export.sampling import grid_sample_by_gather
 from toolkit.use.open import OwnDetector, open_predictor
+from toolkit.use.predict_split import SplitOptions, open_any
 from toolkit.use.prediction import own_predict, predict_with
 
 CLASSES = ["a", "b", "c"]
@@ -421,7 +423,11 @@ def test_an_exported_graph_is_judged_by_its_recall(tmp_path):
     assert not problems and (tmp_path / "graph.onnx").is_file() and torch_line["R@100"] is not None
     for name in ("R@20", "R@50", "R@100", "mR@100"):
         assert file_line[name] == pytest.approx(torch_line[name], abs=0.02)
-    assert "graph.onnx" in judge.graphs_as_table([torch_line, file_line]) and file_line["ms"] > 0
+    last = judge.graphs_as_table([torch_line, file_line]).splitlines()[-1]
+    assert last.startswith("| graph.onnx | ") and last.endswith(f" | {file_line['ms']:.1f} |") and file_line["ms"] > 0
+    split, said = SplitOptions(split=str(tmp_path / "data" / "annotations" / "train.json")), []
+    open_any(tmp_path / "graph.onnx", None, split, SimpleNamespace(device="cpu", print=said.append))
+    assert said[-1].endswith("graph.onnx: only its boxes are measured; evaluate.py RUN and export.py measure relations")
 
 
 def labelled(predict, folder):

@@ -356,7 +356,7 @@ def test_rare_predicates_weigh_more():
     assert float(total / count) == pytest.approx(float(torch.log(torch.tensor(4.0))))
 
 
-def test_union_features_of_all_images_at_once():
+def test_union_features_of_all_images_at_once(monkeypatch):
     pool = MultiScaleRoIAlign(["0"], output_size=7, sampling_ratio=2)
     union = UnionFeatures(pool, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * 49, 10)), 6)
     batch = batch_of([3, 0, 2])
@@ -366,6 +366,12 @@ def test_union_features_of_all_images_at_once():
     one = image_of(batch, 2)
     alone, _ = union({"0": maps["0"][2:]}, one.boxes_xyxy, one.pairs, one.num_pairs, one.sizes_hw)
     torch.testing.assert_close(features[6:], alone)
+    seen = []
+    pool.register_forward_hook(lambda _, __, pooled: seen.append(len(pooled)))
+    monkeypatch.setattr("toolkit.scene_graphs.union.PAIRS_AT_ONCE", 5)
+    in_parts, _ = union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, batch.sizes_hw)
+    torch.testing.assert_close(in_parts, features)
+    assert seen == [5, 3], "the pairs of an image may be in two parts"
     none, _ = union.train()(maps, torch.zeros(0, 4), torch.zeros(0, 2, dtype=torch.int64), [0, 0, 0], batch.sizes_hw)
     none.sum().backward()
     assert none.shape == (0, 10) and union.rectangles.conv[2].running_mean.isfinite().all()

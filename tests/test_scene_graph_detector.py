@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
+from documents import row_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scene_graph_data import INNER, as_denominators, cut_objects, loader_of, losses_of, model_of, shapes_table
@@ -18,6 +19,8 @@ from scene_graph_data import INNER, as_denominators, cut_objects, loader_of, los
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import ATTRIBUTES, PREDICATES
+from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import RandomFlip
 from toolkit.draws import seed_images
 from toolkit.errors import BadInput
@@ -31,7 +34,13 @@ from toolkit.scene_graphs.frequency import log_frequencies
 from toolkit.scene_graphs.heads import HEADS
 from toolkit.scene_graphs.options import EgtrOptions, SceneGraphOptions, without_detector
 from toolkit.scene_graphs.sampling import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
-from toolkit.scene_graphs.start import count_table, load_word_vectors, start_from_words, start_scene_graph
+from toolkit.scene_graphs.start import (
+    count_table,
+    lacking_relations,
+    load_word_vectors,
+    start_from_words,
+    start_scene_graph,
+)
 from toolkit.step.losses import LossWeights
 
 
@@ -303,6 +312,20 @@ def test_two_commands_find_objects_on_own_data():
         assert len(files) == 4 and all((Path(__file__).parents[1] / file).is_file() for file in files)
         assert "finds none" in words or "random weights" in words
         assert without_detector(replace(options, detector="runs/x"), "my/data") == without_detector(options, None) == ""
+
+
+def test_relations_that_a_split_lacks_are_named(tmp_path):
+    def split(name, *predicates):
+        row = row_of(1, [[1, 1, 9, 9], [2, 2, 20, 20]], labels=[0, 0], relations=[(0, 1, p) for p in predicates])
+        known = {"categories": [Category(1, "cup")], "predicates": ["on", "under", "near"], "image_root": tmp_path}
+        return write_rows([row], cache_file=tmp_path / f"{name}.json", **known)
+
+    train, val, none = split("train", 0), split("val", 0, 1, 1), split("none")
+    assert lacking_relations(val, train) == [] == lacking_relations(train, train)
+    (told,) = lacking_relations(train, val)
+    assert told.endswith("training never has, and that are not learnt: under (2)")
+    (told,) = lacking_relations(train, none)
+    assert "there is not a single relation between the boxes of its 1 images: R@K is not measured" in told
 
 
 def test_phrase_detection_compares_unions(table):

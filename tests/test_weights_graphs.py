@@ -124,6 +124,10 @@ def test_a_published_scene_graph_is_opened_as_it_is(tmp_path):
     predictor = open_predictor(tmp_path / "model_0028000.pth", settings={"head_options.effect": "TDE"})
     found = predictor(torch.zeros(3, 64, 64, dtype=torch.uint8), score_threshold=0.0)
     assert len(predictor.class_names) == 4 and found["pairs"].shape[1] == 2 and len(found["predicates"]) > 0
+    of_boxes = open_predictor(tmp_path / "model_0028000.pth", settings={"mode": "sgcls"})
+    assert predictor.given is None and of_boxes.given == "boxes", "the file does not say its mode"
+    with pytest.raises(BadInput, match="model.mode is 'sgd'"):
+        open_predictor(tmp_path / "model_0028000.pth", settings={"mode": "sgd"})
 
 
 @pytest.mark.parametrize("change, words", [

@@ -125,6 +125,7 @@ class FrequencyHead(nn.Module):
     """The baseline: predicates from the counts alone. The detector's labels in sgcls and sgdet; nothing to train."""
 
     loss_names = ()
+    reads_union = False
 
     def __init__(self, mode: str, log_frequency: Tensor):
         super().__init__()

@@ -63,6 +63,7 @@ def start_scene_graph(
         known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
         if options.detector:
             source = _open_detector(options, table)
+            options = replace(options, pretrained_backbone=False)  # its weights are among the detector's
             free = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
             known["detector_options"] = {"architecture": source.architecture, **source.options, **free}
     resumed_from = None if checkpoint is None else checkpoint.path
@@ -151,6 +152,20 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
         ends, labels = row["relations"], row["objects"]["category"]
         seen[labels[ends["subject"]], labels[ends["object"]], ends["predicate"]] = True
     return relations, candidates, seen
+
+
+def lacking_relations(table: DetectionTable, val_table: DetectionTable) -> list[str]:
+    """Warnings about relations that training or validation data lack; both have the same predicates."""
+    tables = (table, val_table)
+    trained, validated = (np.bincount(t.labelled().relations.predicate, minlength=len(t.predicates)) for t in tables)
+    if not validated.any():
+        what = f"there is not a single relation between the boxes of its {len(val_table)} images: R@K is not measured"
+        return [f"warning: {val_table.name}: {what}"]
+    unseen = [f"{table.predicates[i]} ({validated[i]})" for i in np.flatnonzero((trained == 0) & (validated > 0))]
+    if not unseen:
+        return []
+    listed = ", ".join(unseen[:10]) + f" and {len(unseen) - 10} more" * (len(unseen) > 10)
+    return [f"warning: predicates of the validation data that training never has, and that are not learnt: {listed}"]
 
 
 def _check_same_names(source: Pretrained, table: DetectionTable) -> None:

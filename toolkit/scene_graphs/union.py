@@ -1,6 +1,7 @@
 """Features of the union box of two objects: visual features of its content, and the positions of the two boxes."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from toolkit.batch import image_of_each
 from toolkit.box_ops import moved_ends
 from toolkit.scene_graphs.geometry import rectangle_masks, union_boxes
 from toolkit.scene_graphs.heads.layers import fc
+
+PAIRS_AT_ONCE = 4096  # in evaluation, which has all pairs: about 1 GB of 256 channels
 
 
 class RectangleFeatures(nn.Module):
@@ -96,17 +99,33 @@ class UnionFeatures(nn.Module):
 
         boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
         images without padding, on whatever device; images_hw: the same on the host, where it is known there. on_host:
-        boxes and pairs, where they are known there.
+        boxes and pairs, where they are known there. In evaluation `PAIRS_AT_ONCE`, so that an image of hundreds of
+        objects fits the memory.
         """
+        about = feature_maps, boxes_xyxy, sizes_hw, images_hw or list(map(tuple, sizes_hw.tolist()))
+        if self.training or len(pairs) <= PAIRS_AT_ONCE:
+            return self._of_pairs(*about, pairs, list(num_pairs), on_host)
+        parts = []
+        for first in range(0, len(pairs), PAIRS_AT_ONCE):
+            rows = slice(first, first + PAIRS_AT_ONCE)
+            ends = zip(accumulate(num_pairs), num_pairs, strict=True)
+            counts = [max(0, min(end, rows.stop) - max(end - count, first)) for end, count in ends]
+            parts.append(self._of_pairs(*about, pairs[rows], counts, on_host and (on_host[0], on_host[1][rows])))
+        features, spatial = zip(*parts, strict=True)
+        return torch.cat(features), None if self.spatial is None else torch.cat(spatial)
+
+    def _of_pairs(
+        self, feature_maps: Mapping[str, Tensor], boxes_xyxy: Tensor, sizes_hw: Tensor, shapes: Sequence,
+        pairs: Tensor, num_pairs: list[int], on_host: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         subjects, objects = boxes_xyxy[pairs[:, 0]], boxes_xyxy[pairs[:, 1]]
         pair_sizes = sizes_hw.to(boxes_xyxy)[image_of_each(num_pairs, boxes_xyxy.device)]
         rectangles = self.rectangles(subjects, objects, pair_sizes)
-        shapes = list(images_hw or map(tuple, sizes_hw.tolist()))
         unions = [union_boxes(subjects, objects)]
         if on_host is not None:
             unions.append(union_boxes(*(on_host[0][rows] for rows in on_host[1].unbind(1))))
         unions = [moved_ends(boxes, self.last_pixel) for boxes in unions]
-        unions, *unions_on_host = ([*boxes.split(list(num_pairs))] for boxes in unions)
+        unions, *unions_on_host = ([*boxes.split(num_pairs)] for boxes in unions)
         pooled = self.pool(dict(feature_maps), unions, shapes, *unions_on_host)
         if self.spatial is not None:
             return self.head(pooled), self.spatial(rectangles.flatten(1))

@@ -204,7 +204,10 @@ def _open_published(path: Path, settings: Mapping) -> OwnDetector:
         remedy = "give them to a training script as --model.pretrained, with run.max_steps 1"
         raise BadInput(f"{path}: these weights do not say what images are resized to; {remedy}, and open that run")
     options = {"architecture": source.architecture, "pretrained_backbone": False, **source.options}
-    detector = build_detector(**with_inference_settings(options, settings), class_names=source.class_names)
+    asked = dict(settings)
+    if "mode" in options:  # of a scene graph, whose file does not say it
+        options["mode"] = asked.pop("mode", options["mode"])
+    detector = build_detector(**with_inference_settings(options, asked), class_names=source.class_names)
     load_pretrained(detector, source, source.class_names)
     categories = [Category(number + 1, name) for number, name in enumerate(source.class_names)]
     return OwnDetector(str(path), detector.eval(), categories, source.size)

@@ -82,6 +82,8 @@ def open_any(
     folder, data, table = _data_of(source, {}, options, accelerator.print)
     predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
     about = {"detector": predictor.source, "data": data}
+    if predictor.predicates:
+        accelerator.print(f"{source}: only its boxes are measured; evaluate.py RUN and export.py measure relations")
     return Predicted(table, predict_table(predictor, table), about, run_folder=folder)
 
 

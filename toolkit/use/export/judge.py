@@ -218,7 +218,8 @@ def lines_as_table(lines: Sequence[Line]) -> str:
 def graphs_as_table(graphs: Sequence[dict]) -> str:
     """Markdown of the lines of `write_relations`."""
     rows = [[*graphs[0]], ["---"] * len(graphs[0])]
-    rows += [[f"{value:.4f}" if isinstance(value, float) else str(value) for value in line.values()] for line in graphs]
+    digits = {key: 1 if key == "ms" else 4 for key in graphs[0]}
+    rows += [[f"{v:.{digits[k]}f}" if isinstance(v, float) else str(v) for k, v in line.items()] for line in graphs]
     return _markdown(rows)
 
 
