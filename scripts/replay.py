@@ -11,6 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from toolkit.errors import says_bad_input
 from toolkit.files import read_json_object
 from toolkit.models import options_class
@@ -37,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     config = load_config_dict(newest_config(run), options_class)
     detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
     load_weights(detector, state, folder)
+    detector.to(memory_format=torch.channels_last)  # as in training: the same sums
     print((folder / "report.txt").read_text())
     script, remark = open_script(read_json_object(run / "environment.json").get("script"))
     if remark:

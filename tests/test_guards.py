@@ -249,6 +249,18 @@ def test_a_criterion_inside_the_model_is_told_from_its_layers_compiled_or_not():
     finding = diagnose(model, run)
     assert (finding["where"], finding["kind"], finding["first_nonfinite_module"]) == ("loss", "criterion", "set_loss")
 
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(9)
+        model[1].weight.fill_(9)
+
+    def run_after_a_look():  # as SSD's backbone is asked for the shapes of its maps
+        model[0](torch.full((1, 2), 1e38))
+        return losses_of(model, torch.full((1, 2), 1e37))()
+
+    finding = diagnose(model, run_after_a_look)
+    assert (finding["first_nonfinite_module"], finding["kind"]) == ("1", "output")
+
     model, x = nn.Sequential(nn.Linear(2, 2), Poison()), torch.ones(1, 2)
     model.compile(backend="eager")
     model(x)

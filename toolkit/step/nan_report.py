@@ -266,7 +266,7 @@ def _watch(model: nn.Module) -> Iterator[dict]:
     Inner modules finish before those around them, so it is the innermost one.
     """
     first = {"first_nonfinite_module": None, "module_type": None, "kind": None}
-    in_forward = False
+    in_forward = None  # before the first forward, where SSD's backbone is asked for the shapes of its maps
 
     def enter(*_: Any) -> None:
         nonlocal in_forward
@@ -275,7 +275,9 @@ def _watch(model: nn.Module) -> Iterator[dict]:
     def hook_of(name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             nonlocal in_forward
-            if first["first_nonfinite_module"] is None and any(_is_broken(t) for t in _tensors_in(output)):
+            if in_forward is None or first["first_nonfinite_module"] is not None:
+                return
+            if any(_is_broken(t) for t in _tensors_in(output)):
                 kind = _kind(module, (args, kwargs)) if in_forward else "criterion"
                 first.update(first_nonfinite_module=name or "(itself)", module_type=type(module).__name__, kind=kind)
             in_forward = in_forward and module is not model
