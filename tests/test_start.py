@@ -168,7 +168,7 @@ def test_settings_are_read_without_anything_heavy(path):
 # Settings that no value stands for before the backbone, the data or the source of the weights is known.
 DERIVED = {
     "pretrained", "mean", "std", "leaky_slope", "head_channels", "detector", "detector_options", "backbone", "freeze",
-    "word_vectors", "norm_momentum",
+    "word_vectors", "norm_momentum", "size",
 }  # fmt: skip
 
 

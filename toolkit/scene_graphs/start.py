@@ -63,9 +63,9 @@ def start_scene_graph(
         known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
         if options.detector:
             source = _open_detector(options, table)
-            options = replace(options, pretrained_backbone=False)  # its weights are among the detector's
             free = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
             known["detector_options"] = {"architecture": source.architecture, **source.options, **free}
+            known["pretrained_backbone"] = False  # its weights are among the detector's
     resumed_from = None if checkpoint is None else checkpoint.path
     model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
     if model.attributes and model.attributes != table.attributes:
