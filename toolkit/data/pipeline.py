@@ -235,7 +235,7 @@ def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> 
     if of_predicates:
         if not table.predicates:
             raise BadInput(f"data.predicate_repeat_factor: {table.name} has no relations; leave it out")
-        relations = table.labelled().relations
+        relations = table.relations()
         predicates = np.split(relations.predicate, relations.offsets[1:-1])
         factors.append(repeat_factors(predicates, len(table.predicates), of_predicates, "predicate_repeat_factor"))
     return np.max(factors, axis=0) if factors else None

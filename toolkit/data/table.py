@@ -196,11 +196,15 @@ class DetectionTable:
             extra={"attributes": flat["attributes"]} if self.attributes else {},
         )
 
+    def relations(self) -> Relations:
+        """All annotated relations, straight from Arrow."""
+        offsets, ends = _joined([batch.relations for batch in self._batches])
+        return Relations(offsets, **ends)
+
     def labelled(self) -> LabelledImages:
         """All that the table holds but the images themselves, as columns."""
-        offsets, ends = _joined([batch.relations for batch in self._batches])
-        images, relations = self.image_rows(), Relations(offsets, **ends)
-        return LabelledImages(images, self.boxes(), self.categories, relations, self.predicates, self.attributes)
+        columns = self.boxes(), self.categories, self.relations(), self.predicates, self.attributes
+        return LabelledImages(self.image_rows(), *columns)
 
     def image_rows(self) -> list[ImageRow]:
         """Id, file name and size of every image."""

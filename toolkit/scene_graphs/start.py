@@ -51,7 +51,7 @@ def start_scene_graph(
         remedy = "train the detector with them, and give its run as model.detector"
         raise BadInput(f"model.lora_rank {options.lora_rank}: scene graphs have no adapters; {remedy}")
     if checkpoint is None:
-        if not len(table.labelled().relations):
+        if not len(table.relations()):
             remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"
             what = f"there is not a single relation between the boxes of its {len(table)} images"
             raise BadInput(f"{table.name}: {what}; {remedy}")
@@ -157,7 +157,7 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
 def lacking_relations(table: DetectionTable, val_table: DetectionTable) -> list[str]:
     """Warnings about relations that training or validation data lack; both have the same predicates."""
     tables = (table, val_table)
-    trained, validated = (np.bincount(t.labelled().relations.predicate, minlength=len(t.predicates)) for t in tables)
+    trained, validated = (np.bincount(t.relations().predicate, minlength=len(t.predicates)) for t in tables)
     if not validated.any():
         what = f"there is not a single relation between the boxes of its {len(val_table)} images: R@K is not measured"
         return [f"warning: {val_table.name}: {what}"]
