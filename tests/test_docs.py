@@ -1,6 +1,7 @@
 """The documentation: every setting that it names exists, the page of settings is complete, the site builds strictly."""
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -122,7 +123,7 @@ def test_the_examples_of_the_api_run(here, monkeypatch):
     assert "val/bbox_AP" in values["last_row"] and (here / "runs" / "mine" / "checkpoints" / "latest").exists()
 
 
-def test_the_circuit_boards_become_a_data_set(here):
+def test_the_circuit_boards_become_a_data_set_and_their_publishers_measure_counts(here, monkeypatch, capsys):
     examples((ROOT / "docs" / "data.md").read_text())
     for number, (split, box) in enumerate({"trainval": "4 6 20 30 1", "test": "8 8 12 12 6"}.items()):
         for name, shade in (("_test", 255), ("_temp", number)):
@@ -134,6 +135,14 @@ def test_the_circuit_boards_become_a_data_set(here):
     config = yaml.safe_load((ROOT / "configs" / "ssd" / "deep_pcb.yaml").read_text())["data"]
     train, val = open_splits("train", "val", here, say=print, path=config["path"], cache_dir=here)
     assert train.class_names == ["open", "pin-hole"] and (len(train), len(val)) == (1, 1)
+    found = [(20, 20, 0.9, 2), (8, 8, 0.8, 2), (8, 8, 0.7, 1)]  # beside the pin-hole; it; it, of another class
+    results = [
+        {"image_id": 1, "category_id": label, "bbox": [x, y, 4, 2], "score": score} for x, y, score, label in found
+    ]
+    Path("found.json").write_text(json.dumps(results))
+    monkeypatch.setattr(sys, "argv", ["deep_pcb_measure.py", "found.json"])
+    runpy.run_path("deep_pcb_measure.py")
+    assert "AP 0.2500" in capsys.readouterr().out
 
 
 @pytest.mark.slow
