@@ -114,6 +114,14 @@ def test_the_recipe_without_gpu_and_network_needs_neither(name):
     build_detector(**config.model.given | {"architecture": config.model.architecture}, class_names=["a", "b"])
 
 
+def test_flags_win_over_a_settings_file_that_follows_them():
+    file = str(ROOT / "configs" / "detr" / "bccd.yaml")
+    for words in (["--config", file], [f"--config={file}"]):
+        config = parse_config(Config, ["--data.image_size", "64", *words, "--run.max_minutes=1"])
+        assert (config.data.image_size, config.run.max_minutes, config.run.name) == (64, 1, "bccd")
+        assert parse_config(Config, ["--model.architecture", "d_fine", *words]).model.architecture == "d_fine"
+
+
 def test_a_path_takes_the_place_of_the_data_set_of_a_settings_file(tmp_path, capsys):
     file, other = str(ROOT / "configs" / "detr" / "bccd.yaml"), ["--data.path", "other"]
     usual, theirs = Config().data, parse_config(Config, ["--config", file])

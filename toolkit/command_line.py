@@ -9,9 +9,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,7 +72,8 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
 
 
 def parse_config(cls: type[Config], argv: list[str] | None = None, default_config: Path | None = None) -> Config:
-    """Reads `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`; later arguments win.
+    """Reads `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`. Flags win over files wherever they
+    stand; of several files and of several flags the last wins.
 
     Args:
         cls: dataclass whose fields are dataclasses, one per group; `model` is a `DetectorOptions`, whose class follows
@@ -84,7 +86,7 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     Raises:
         BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = _files_first(sys.argv[1:] if argv is None else argv)
     bundled, given = None, dict(_flags(argv))
     if default_config is not None and "--config" not in given:
         bundled = _read_yaml(str(default_config))
@@ -203,6 +205,17 @@ def _options_of_family(default: type[DetectorOptions], architecture: str) -> typ
 def _family(options: type[DetectorOptions]) -> list[str]:
     """The architectures whose options are defined in the same module."""
     return [name for name in ARCHITECTURES if options_class(name).__module__ == options.__module__]
+
+
+def _files_first(argv: Sequence[str]) -> list[str]:
+    """The arguments with every `--config` before all flags, which would else be lost where a file follows them."""
+    files, rest, words = [], [], iter(argv)
+    for word in words:
+        if word == "--config":
+            files += [word, *islice(words, 1)]
+        else:
+            (files if word.startswith("--config=") else rest).append(word)
+    return files + rest
 
 
 def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
