@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import partial
 from itertools import islice
@@ -71,7 +71,12 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
         return 0
 
 
-def parse_config(cls: type[Config], argv: list[str] | None = None, default_config: Path | None = None) -> Config:
+def parse_config(
+    cls: type[Config],
+    argv: list[str] | None = None,
+    default_config: Path | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> Config:
     """Reads `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`. Flags win over files wherever they
     stand; of several files and of several flags the last wins.
 
@@ -82,6 +87,7 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
             no share), `data.image_dir`, `data.format` and `data.name` do not count: they are of another data set.
         default_config: YAML file that applies where no `--config` is given, without its `model` and `loss` where
             another architecture is chosen, or trained weights say what the model is.
+        defaults: values of keys, such as run.output_dir, that no file and no flag gives.
 
     Raises:
         BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
@@ -102,6 +108,7 @@ def parse_config(cls: type[Config], argv: list[str] | None = None, default_confi
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, usage=usage, **about)
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
     parser.add_class_arguments(make_dataclass(cls.__name__, [(n, t, field(default_factory=d)) for n, t, d in groups]))
+    parser.set_defaults(dict(defaults or {}))
     if bundled is not None:  # made for another model: what it says of data and run serves this one too
         kept = {group: entries for group, entries in bundled.items() if group not in ("model", "loss")}
         parser.set_defaults({f"{name}.{key}": value for name, group in kept.items() for key, value in group.items()})

@@ -64,8 +64,8 @@ def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> Mod
 def config_of(script: ModuleType, *settings: object) -> object:
     """The Config of a training script: its defaults and what its command line would be given, with runs below
     `runs_folder()`. Raises BadInput, as the command line does."""
-    given = ["--run.output_dir", runs_folder(), *settings]
-    return parse_config(script.Config, [str(word) for word in given], script.DEFAULT_CONFIG)
+    words = [str(word) for word in settings]
+    return parse_config(script.Config, words, script.DEFAULT_CONFIG, {"run.output_dir": str(runs_folder())})
 
 
 def folder_of(config: object) -> Path:
