@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import subprocess
 import zlib
 from pathlib import Path
@@ -90,3 +91,11 @@ def once(tmp_path_factory):
         return folder
 
     return build
+
+
+@pytest.fixture
+def hangups():
+    """SIGHUP as in a terminal: under nohup it is ignored, also in the processes that a test starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -96,7 +96,7 @@ def test_a_training_ends_with_the_program_that_watches_it(tmp_path, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_program_that_is_stopped_cleans_up(number):
+def test_a_program_that_is_stopped_cleans_up(hangups, number):
     before, cleaned = signal.getsignal(number), []
     with pytest.raises(SystemExit) as end, stop_signals_raise():
         try:

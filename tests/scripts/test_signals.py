@@ -144,7 +144,7 @@ def test_a_killed_rank_restarts_the_job_from_the_newest_checkpoint(server, scrip
     assert_same_run(ended.folder, reference)
 
 
-def test_a_closed_terminal_ends_a_run_with_85(script, settings, tmp_path):
+def test_a_closed_terminal_ends_a_run_with_85(hangups, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.epochs", 1000, "--run.eval_every", 0)
     process = start([sys.executable, script.path, *args], {"PYTHONUNBUFFERED": "1"})
     assert any("step 2/" in line for line in process.stdout)
