@@ -163,6 +163,7 @@ def shortened(config, data: Path, folder: Path) -> None:
     side = 280 if config.model.architecture == "rf_detr" else 224  # its 300 queries need that many patches
     config.data.format, config.data.path, config.data.name, config.data.image_dir = "coco", None, None, None
     config.data.train, config.data.val = (str(data / f"{split}.json") for split in ("train", "val"))
+    config.data.shares, config.eval.test_split = [], None  # of several sets, and of a folder
     config.data.workers, config.data.batch_size_per_device, config.data.max_train_images = 0, 2, None
     config.data.image_size, config.data.max_size = min(config.data.image_size, side), side
     config.data.scales = [side] if config.data.scales else []
