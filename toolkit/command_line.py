@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -165,13 +164,8 @@ def _with_other_data(argv: list[str], files: dict[str, dict]) -> list[str]:
             if len(dropped) > 1 and os.environ.get("RANK", "0") == "0":
                 names = ", ".join(f"data.{key}" for key in dropped)
                 print(f"{path}: {names} are of its own data set, and not used with --data.path", file=sys.stderr)
-    words = []
-    for before, word in zip(["", *argv], argv, strict=False):
-        flag, equals, value = word.partition("=")
-        if flag == "--config" and equals:
-            word = f"--config={replaced.get(value, value)}"
-        words.append(replaced.get(word, word) if before == "--config" else word)
-    return words
+    pairs = zip(["", *argv], argv, strict=False)
+    return [replaced.get(word, word) if before == "--config" else word for before, word in pairs]
 
 
 def _is_share(val: object) -> bool:
@@ -215,13 +209,15 @@ def _family(options: type[DetectorOptions]) -> list[str]:
 
 
 def _files_first(argv: Sequence[str]) -> list[str]:
-    """The arguments with every `--config` before all flags, which would else be lost where a file follows them."""
+    """The arguments with every `--config FILE`, as two words, before all flags, which would else be lost where a file
+    follows them."""
     files, rest, words = [], [], iter(argv)
     for word in words:
-        if word == "--config":
-            files += [word, *islice(words, 1)]
+        flag, equals, value = word.partition("=")
+        if flag == "--config" and (path := value if equals else next(words, None)) is not None:
+            files += [flag, path]
         else:
-            (files if word.startswith("--config=") else rest).append(word)
+            rest.append(word)
     return files + rest
 
 
