@@ -267,7 +267,9 @@ CONFIGS = (DEEP, "[]", "{", b"\xff\xfe", '{"format": 2}', '{"format": 2, "model"
 def test_a_final_folder_with_another_config_is_one_sentence(final, tmp_path, capsys):
     shutil.copytree(final, tmp_path / "final")
     (tmp_path / "photo.jpg").write_bytes(b"")
-    for text in CONFIGS:
+    own = json.loads((final / "config.json").read_text())
+    sizes = ({"height": 8}, {"height": 8, "width": "8"}, {"shortest_edge": 0, "longest_edge": 9}, [8, 8])
+    for text in (*CONFIGS, *(json.dumps(own | {"processor_size": size}) for size in sizes)):
         (tmp_path / "final" / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
         assert predict.main([f"{tmp_path}/final", f"{tmp_path}/photo.jpg", f"--out={tmp_path}/out"]) == 2
         assert capsys.readouterr().err.count("error: ") == 1

@@ -98,9 +98,22 @@ def load_detector_folder(
         detector = build_detector(**options, class_names=[category.name for category in categories])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
+    if not _is_size(size):
+        raise BadInput(
+            f"{folder / 'config.json'}: processor_size is {size!r}, not null, height and width, or shortest_edge and "
+            "longest_edge, in pixels"
+        )
     weights = folder / "model.safetensors"
     load_weights(detector, read_tensors(weights, "model"), weights)
     return detector.eval(), categories, size
+
+
+def _is_size(size: object) -> bool:
+    """Whether it is what `processor_size` of `toolkit.data.pipeline` makes, or None."""
+    if size is None:
+        return True
+    known = isinstance(size, dict) and set(size) in ({"height", "width"}, {"shortest_edge", "longest_edge"})
+    return known and all(type(side) is int and side > 0 for side in size.values())
 
 
 def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
