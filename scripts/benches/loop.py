@@ -99,7 +99,8 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
         config.run = replace(config.run, output_dir=folder, name="bench", **often)
         shapes = {"format": "shapes", "image_size": image_size, "cache_images": True, "max_train_images": 64}
         config.data = replace(config.data, **shapes, batch_size_per_device=2, workers=0)
-        config.optim = replace(config.optim, backbone_lr=1e-5, ema_decay=0.9998)
+        # so low that random weights stay what they are: with the default rate ResNet-50 was NaN after seven steps
+        config.optim = replace(config.optim, lr=1e-6, backbone_lr=1e-6, ema_decay=0.9998)
         with contextlib.redirect_stdout(io.StringIO()):
             s = held.enter_context(session.session(config))
             table, val_table = session.open_data(s)
@@ -147,6 +148,7 @@ def bare_loop(
         for _ in range(steps):
             batch = next(batches)
             seed_micro_batch(batch.targets, config.run.seed, updates, 0, 0)  # the same anchors and regions are sampled
+            optimizer.zero_grad()
             counts = detector.denominators(batch.targets)
             batch = batch.to(device, non_blocking=True)
             outputs = detector(batch.images, batch.sizes, batch.targets)
@@ -156,7 +158,6 @@ def bare_loop(
             if optim.max_norm:
                 torch.nn.utils.clip_grad_norm_(trained, optim.max_norm)
             optimizer.step()
-            optimizer.zero_grad()
             with torch.no_grad():
                 decay = min(optim.ema_decay, (1 + updates) / (10 + updates))
                 torch._foreach_lerp_(into, source, 1 - decay)
