@@ -1,6 +1,6 @@
 """Measures this toolkit against plain programs that do the same, and prints one Markdown table.
 
-    python scripts/benchmark.py                       # everything: about 10 minutes on two CPU cores; `make bench`
+    python scripts/benchmark.py                       # everything: about 12 minutes on two CPU cores; `make bench`
     python scripts/benchmark.py --only loop startup   # some
     python scripts/benchmark.py --quick               # small sizes: shows that it runs, the figures mean nothing
     python scripts/benchmark.py --only gpu --out runs/gpu   # on a GPU, an hour or so; `make gpu`

@@ -48,7 +48,7 @@ WIDE = (
 )
 
 
-def bench_loop(blocks: int = 9, steps: int = 1, narrow_blocks: int = 15, narrow_steps: int = 10) -> list[dict]:
+def bench_loop(blocks: int = 5, steps: int = 5, narrow_blocks: int = 15, narrow_steps: int = 10) -> list[dict]:
     """Seconds of a step, both loops in turn, block by block of `steps` steps, each block with one row of metrics.
 
     Each detector at 256 px, two images, random weights; then a DETR as deep but so narrow that what our loop adds to a
