@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.step.checkpointing import checkpoint_in_place
-from toolkit.step.compiling import repeated_blocks
+from toolkit.step.compiling import compile_in_place, repeated_blocks
 
 DEEP = {  # backbones whose stages have several blocks, with live batch norms
     "ssd": EVERY["ssd"] | {"backbone": "resnet18", "strides": [4, 8]},
@@ -75,3 +75,5 @@ def test_what_has_nothing_to_checkpoint_is_refused():
         checkpoint_in_place(nn.Linear(2, 2), True)
     with pytest.raises(BadInput, match="optim.compile"):
         checkpoint_in_place(small("detr"), True, "inductor")
+    with pytest.raises(BadInput, match="no backend 'mine'; give true, or one of .*inductor"):
+        compile_in_place(nn.Linear(2, 2), "mine")

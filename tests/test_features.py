@@ -3,11 +3,13 @@
 import pytest
 import timm
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import BatchNormAct2d
 from torch import nn
 
 from toolkit.errors import BadInput
 from toolkit.models import build_detector
+from toolkit.models.detector import Detector
 from toolkit.models.timm_features import group_norms, leaves_stages, number_of_groups, timm_features
 from toolkit.step.freezing import FrozenBatchNorm2d, freeze_prefixes
 
@@ -24,6 +26,10 @@ def test_maps_have_the_strides_and_channels_that_are_promised(backbone):
     features, channels = timm_features(backbone, strides=(8, 32))
     maps = maps_of(features)
     assert [tuple(m.shape) for m in maps] == [(2, channels[0], 8, 8), (2, channels[1], 2, 2)]
+
+
+def test_images_are_normalised_as_the_weights_of_imagenet_expect():
+    assert (Detector.mean, Detector.std) == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 
 
 def test_the_deepest_map_of_a_stride_is_taken_and_channels_come_first():

@@ -19,6 +19,7 @@ from scripts import check_data
 from toolkit.data import image_sources
 from toolkit.data.decoding import ImageError, decode_image, probe_image
 from toolkit.data.formats import open_dataset
+from toolkit.data.formats.coco import listed_names
 from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.pipeline import loader_of_settings
@@ -127,6 +128,11 @@ def test_a_changed_archive_is_read_anew(shapes, tmp_path):
         archive.writestr("more.jpg", next(folder.iterdir()).read_bytes())
     problems = [str(problem) for problem in open_dataset(file, image_dir=image_dir).problems]
     assert problems == ["warning: more.jpg: file not listed in the annotation file; not used"]
+
+
+def test_what_is_no_file_name_is_passed_over(tmp_path):
+    (tmp_path / "a.json").write_text('{"images": [3, {"file_name": 4}, {}, {"file_name": "b.jpg"}]}')
+    assert list(listed_names(tmp_path / "a.json")) == ["b.jpg"]
 
 
 def test_defects_name_the_place(shapes, tmp_path):

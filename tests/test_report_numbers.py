@@ -214,6 +214,15 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
     assert 20 < len(of_detector) < 80
 
 
+def test_a_box_moved_by_its_side_and_what_was_found_in_its_place_are_one_suspect(tmp_path):
+    right, seen, moved = [10, 10, 30, 50], [10, 110, 30, 150], [28, 110, 48, 150]
+    images = [[(right, 0)]] * 25 + [[(right, 0), (moved, 0)]]
+    found = {10 + i: {"boxes": np.array([right, seen][: 1 + (i == 25)]), "labels": np.zeros(1 + (i == 25), int),
+                      "scores": np.full(1 + (i == 25), 0.9)} for i in range(26)}  # fmt: skip
+    (suspect,) = suspects(match(found, table_of(tmp_path, images, draw=False, size=(200, 200))))
+    assert (suspect.kind, suspect.image, suspect.det, suspect.gt) == ("place", 25, 26, 26)
+
+
 def test_a_predictions_file_comes_back(tmp_path):
     table, predictions = random_case(tmp_path, scores=10**6)
     scores = CocoEvaluator(table).evaluate(predictions)

@@ -123,6 +123,9 @@ def test_charts_of_odd_values(tmp_path):
     assert [svg(chart) for chart in nothing] == [""] * 4 and save_charts(nothing, tmp_path / "a.png") is None
     axes = figure([LineChart("x", [Line("a", [0, 1], [0, 1])], marks=[(0.6, "best")])]).axes[0]
     assert axes.lines[1].get_xdata() == [0.6, 0.6] and axes.texts[0].get_text() == "best"
+    rates = [{"step": step, "train/lr/a": 1e-3, "train/lr/b": 1e-3} for step in (1, 2)]
+    chart = next(c for c in figures.training_charts(rows=rates)[figures.LOSSES] if c.title == "Learning rates")
+    assert [line.dashed for line in chart.lines] == [False, True], "one curve over the other"
     sweep = Sweep(*np.array([[0.5], [0.2], [0.1], [0.15]]), total=10)
     for chart in (figures.f1_chart({"a": sweep}), figures.precision_recall_chart({"a": sweep})):
         axes = figure([chart]).axes[0]

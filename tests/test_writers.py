@@ -27,7 +27,7 @@ from tracked import offline_history, offline_records
 from toolkit.errors import BadInput
 from toolkit.log import Place, averages_line, console_line, length_warnings, progress, total_line
 from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
-from toolkit.runs.trackers import About, DataFacts, tracker_names, weights_and_biases
+from toolkit.runs.trackers import About, DataFacts, agent_run_id, tracker_names, weights_and_biases
 from toolkit.runs.trackers.of_accelerate import mlflow_names, options
 from toolkit.runs.writer import RunWriter
 from toolkit.step.meters import Meters
@@ -363,6 +363,14 @@ def history(folder: Path) -> list[tuple[str, int, dict]]:
 
     wandb.teardown()
     return offline_history(folder)
+
+
+def test_a_run_id_of_the_environment_counts_in_a_sweep_alone(monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "trial")
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    assert agent_run_id() is None
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
+    assert agent_run_id() == "trial"
 
 
 def test_offline_wandb_gets_every_row_once_under_one_id(wandb_home, monkeypatch):
