@@ -1,6 +1,7 @@
 """What members of the DETR family share: losses, initial weights, sources, the final folder, two ranks."""
 
 import multiprocessing
+import re
 
 import numpy as np
 import pytest
@@ -143,6 +144,17 @@ def test_proposals_of_two_stage_deformable_detr_learn_foreground():
     as_main = {"logits": outputs["encoder_logits"][None], "boxes": outputs["encoder_boxes"][None]}
     wanted, _ = FocalCriterion(1)(as_main, relabelled, {"boxes": 3.0})
     assert {name: losses[f"{name}_enc"] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_losses_weigh_what_the_published_configuration_says(name):
+    detector, weights = small(name), {}
+    for key, value in vars(detector.config_class()).items():  # the coefficient of the classes has several names
+        if named := re.fullmatch(r"weight_loss_(\w+)|(bbox|giou)_loss_coefficient", key):
+            weights[f"loss_{named[1] or named[2]}"] = value
+    ours = detector.default_weights
+    assert {"loss_bbox", "loss_giou"} <= weights.keys()
+    assert {name: ours[name] for name in ours.keys() & weights} == {name: weights[name] for name in ours.keys() & weights}
 
 
 @pytest.mark.parametrize("name", list(SMALL))

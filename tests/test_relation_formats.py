@@ -101,6 +101,8 @@ def test_open_images(tmp_path):
     assert table.class_names == ["Chair", "Man"] and table.predicates == ("at", "on")
     with pytest.raises(BadInput, match="vrd-train-anno.json: no such annotation file"):
         opened(tmp_path, "open_images", "train")
+    with pytest.raises(BadInput, match="'open_images' has no split 'mine'; expected train, val, test"):
+        opened(tmp_path, "open_images", "mine")
     (tmp_path / "vrd-test-anno.json").write_text(json.dumps([entry, entry | {"bbox": [[1, 2, 3]]}]))
     with pytest.raises(BadInput, match="entry 1: expected img_fn"):
         opened(tmp_path, "open_images", "test")

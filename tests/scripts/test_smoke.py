@@ -55,6 +55,7 @@ def test_run_folder_says_what_was_run(launched):
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
     assert status["ended_by"] == ["run.max_steps"] and f"{status['reason']}, at step 4" in text
     assert f"state done, reason {status['reason']}" in (folder / "report" / "README.md").read_text()
+    assert not [*folder.rglob("*.onnx"), *folder.rglob("*.pt2")], "nobody asked for an export"
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["processes"] == 1 and {"torch", "transformers"} <= environment["packages"].keys()
     config = yaml.safe_load((folder / "config.yaml").read_text())
