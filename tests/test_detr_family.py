@@ -1,7 +1,6 @@
 """What members of the DETR family share: losses, initial weights, sources, the final folder, two ranks."""
 
 import multiprocessing
-import re
 
 import numpy as np
 import pytest
@@ -147,14 +146,17 @@ def test_proposals_of_two_stage_deformable_detr_learn_foreground():
 
 
 @pytest.mark.parametrize("name", list(SMALL))
-def test_losses_weigh_what_the_published_configuration_says(name):
-    detector, weights = small(name), {}
-    for key, value in vars(detector.config_class()).items():  # the coefficient of the classes has several names
-        if named := re.fullmatch(r"weight_loss_(\w+)|(bbox|giou)_loss_coefficient", key):
-            weights[f"loss_{named[1] or named[2]}"] = value
-    ours = detector.default_weights
-    assert {"loss_bbox", "loss_giou"} <= weights.keys()
-    assert {name: ours[name] for name in ours.keys() & weights} == {name: weights[name] for name in ours.keys() & weights}
+def test_costs_and_weights_are_those_of_the_published_configuration(name):
+    detector = small(name)
+    options, published = detector.Options(), vars(detector.config_class())
+    if hasattr(options, "class_cost"):  # not a setting of RT-DETR and its like
+        costs = [published[f"{kind}_cost"] for kind in ("class", "bbox", "giou")]
+        costs[0] += options.architecture == "deformable_detr"  # the original's is 2
+        assert [options.class_cost, options.bbox_cost, options.giou_cost] == costs
+    weights = {key.removeprefix("loss_"): value for key, value in detector.default_weights.items()}
+    named = {kind: published.get(f"weight_loss_{kind}", published.get(f"{kind}_loss_coefficient")) for kind in weights}
+    assert weights == {kind: weights[kind] if value is None else value for kind, value in named.items()}
+    assert None not in (named["bbox"], named["giou"])
 
 
 @pytest.mark.parametrize("name", list(SMALL))
