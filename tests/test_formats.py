@@ -316,7 +316,7 @@ def test_yolo_defects_are_named(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "filename,width,height,class,xmin,ymin,xmax,ymax\n1.png,40,30,cat,4,5,20,25\n2.png,2147483648,?,cat,1,2,3,4\n",
+        "filename,width,height,class,xmin,ymin,xmax,ymax\n1.png,40,30,cat,4,5,20,25\n2.png,2147483648,30,cat,1,2,3,4\n",
         "image;x;y;w;h;label\n1.png;4;5;16;20;cat\n2.png;1;2;2;2;cat\n",
         "Image Name,Label,x1,y1,x2,y2\n1,cat,4,5,20,25\n2,cat,1,2,3,4\n",
         "1.png,4,5,20,25,cat\n2.png,1,2,3,4,cat\n",

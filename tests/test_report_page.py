@@ -11,7 +11,7 @@ import pytest
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
 from toolkit.evaluation.predictions_file import write_predictions
-from toolkit.evaluation.report import PREDICTIONS, figures, sections, write_report
+from toolkit.evaluation.report import PREDICTIONS, figures, gallery, sections, write_report
 from toolkit.evaluation.report.advice import MORE_BOXES, advise
 from toolkit.evaluation.report.charts import COLOURS, MOST_POINTS, BarChart, Line, LineChart, figure, save_charts, svg
 from toolkit.evaluation.report.facts import RunFacts
@@ -115,6 +115,23 @@ def test_a_comparison_is_one_file(case, tmp_path):
     assert pictured[:2] == ["a", "b"], "the images that changed most, of the first and of the last"
     content = json.loads((tmp_path / "report.json").read_text())
     assert len(content["detectors"]) == 2 and content["differences"][0]["metric"] == "AP"
+
+
+def test_a_crowded_picture_names_its_mistakes_alone(tmp_path):
+    boxes = [[20.0 * k, 0, 20 * k + 15, 20] for k in range(6)]
+    found = {10: {"boxes": np.array(boxes), "labels": np.array([0, 0, 1, 0, 0, 0]), "scores": np.full(6, 0.9)}}
+    judged = judge("a", found, table_of(tmp_path, [[(box, 0) for box in boxes]], size=(40, 140)), draws=2)
+
+    class Marks(gallery.Pictures):
+        def figure(self, picture, caption, link=""):
+            return caption
+
+        def of(self, image, marks, caption, focus=None):
+            self.marks = marks
+            return super().of(image, marks, caption, focus)
+
+    assert gallery.whole_image(judged, maker := Marks(judged.table, tmp_path), 0).endswith("5 right, 1 wrong, 1 missed")
+    assert [mark.colour for mark in maker.marks if mark.text] == [gallery.WRONG]
 
 
 def test_charts_of_odd_values(tmp_path):

@@ -82,6 +82,8 @@ def test_a_rate_that_float32_cannot_hold(kind, fits, overflows):
     assert unusable_rate(optimizer.param_groups)
     with pytest.raises(RuntimeError, match="overflow"):
         optimizer.step()
+    optimizer.param_groups[0] |= {"lr": fits, "weight_decay": 1e38}
+    assert unusable_rate(optimizer.param_groups), "their product overflows"
 
 
 def test_what_another_window_cannot_mend_is_not_skipped():

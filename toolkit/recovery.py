@@ -52,7 +52,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
         load_weights(t, checkpoint)
-        t.watched_state.clear()  # holds what was replaced
+        t.state_parts.forget()  # what was replaced
         t.saved_step = t.step
         t.schedule.scale = t.guard.lr_scale
         t.set_rates()

@@ -38,7 +38,7 @@ from toolkit.step.length import Pace, StepBudget, is_time
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
 from toolkit.step.schedules import PlateauSchedule, Schedule
-from toolkit.step.state import PARTS, looks_finite, unusable_rate
+from toolkit.step.state import StateParts, unusable_rate
 from toolkit.validation import Validation, validate
 
 OWN_RATES = """warning: the learning rates that the loop set for the last update were gone at this one. Set them before
@@ -104,8 +104,7 @@ class Training:
         self.check.watch(self.optimizer)
         self._broken, self._warned = [], set()
         self._ahead = Prefetcher(self.accelerator.device)
-        self._part = 0  # of the state, the one to look at next
-        self.watched_state: list[tuple[tuple[str, str], Tensor]] = []  # as of the last first part
+        self.state_parts = StateParts(lambda: state_of(self, in_window=True))
         self._sums: dict[str, Tensor] = {}
         self._unknown: list[str] = []
         self._denominators: list[Mapping[str, Tensor]] = []
@@ -298,10 +297,7 @@ class Training:
     def sums(self, grad_norm: Tensor) -> tuple[dict[str, Tensor | float], list[str], list[str]]:
         """What `reduce_dict` is to reduce: everything the step must know of every rank, under announced names."""
         values = self._sums | {"grad_norm": grad_norm, "buffers_finite": self.guard.buffers_finite()}
-        if self._part % PARTS == 0 or not self.watched_state:  # to walk over it takes longer than the norms of a part
-            self.watched_state = list(state_of(self, in_window=True))
-        values["state_finite"] = looks_finite(self.watched_state, self._part)  # as the last update left it
-        self._part += 1
+        values["state_finite"] = self.state_parts.next_looks_finite()  # as the last update left it
         values |= {"signal": self.signals.received or int(bool(self.log.trouble)), "time_s": self.log.timer.last_step_s}
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
         if self.log.is_due(self.step + 1, self.total_steps):
