@@ -510,7 +510,7 @@ def test_settings_of_prediction_are_in_the_file_and_its_times_beside_its_ap(dete
     """The script from its command line on, without data: a stricter suppression leaves worse boxes."""
     size = {"height": 64, "width": 64}
     detectors("ssd").save_final(tmp_path / "final", CATEGORIES, size)
-    words = [str(tmp_path / "final"), "--formats", "onnx", "--top-k", "50", "--score-threshold", "0.25"]
+    words = [str(tmp_path / "final"), "--formats", "onnx", "fp16", "--top-k", "50", "--score-threshold", "0.25"]
     words += ["--model.nms_threshold", "0.01", "--benchmark", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(judge, "BENCHMARK", ((1, 1), (8, 2)))
     assert script.main(words) == 0
