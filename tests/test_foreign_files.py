@@ -301,6 +301,7 @@ def test_an_onnx_file_with_our_metadata_and_another_graph_is_one_sentence(tmp_pa
         ("pixels", (1, 1, 1), {}, "does not run on images uint8 .1, 3, 8, 8.: "),
         ("images", (1,), {}, "does not run on images"), ("images", (1, 0, 0), {}, "gives boxes .1, 1, 1, 1., scores"),
         ("images", (1, 1, 1), {"size": {"height": 10**9, "width": 1}}, "does not say what its classes and sizes are"),
+        ("images", (1, 1, 1), {"size": {"height": 8}}, "does not say what its classes and sizes are"),
         ("images", (1, 1, 1), {"categories": [3]}, "does not say what"), ("images", (1, 1, 1), None, "does not say"),
     ):  # fmt: skip
         onnx_file(path, of_input, outputs, about)

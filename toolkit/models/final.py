@@ -17,7 +17,7 @@ from toolkit.errors import BadInput
 from toolkit.files import read_json
 from toolkit.models import build_detector, options_class
 from toolkit.models.card import write_card
-from toolkit.models.inference_settings import with_inference_settings
+from toolkit.models.inference_settings import checked_size, with_inference_settings
 from toolkit.models.weights.files import read_tensors
 from toolkit.runs.checkpoint_content import FORMAT, stale
 from toolkit.runs.settings_check import type_faults
@@ -91,29 +91,16 @@ def load_detector_folder(
         raise BadInput(f"{folder} {fault}")
     try:
         categories = [Category(entry["id"], entry["name"]) for entry in table]
-        options, size = with_inference_settings(config["model"], settings), config["processor_size"]
+        options, size = with_inference_settings(config["model"], settings), checked_size(config["processor_size"])
         kinds = {"model": options_class(options["architecture"])}
         if faults := type_faults({"model": config["model"]}, kinds, str(folder / "config.json")):
             raise BadInput(faults)
         detector = build_detector(**options, class_names=[category.name for category in categories])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
-    if not _is_size(size):
-        raise BadInput(
-            f"{folder / 'config.json'}: processor_size is {size!r}, not null, height and width, or shortest_edge and "
-            "longest_edge, in pixels"
-        )
     weights = folder / "model.safetensors"
     load_weights(detector, read_tensors(weights, "model"), weights)
     return detector.eval(), categories, size
-
-
-def _is_size(size: object) -> bool:
-    """Whether it is what `processor_size` of `toolkit.data.pipeline` makes, or None."""
-    if size is None:
-        return True
-    known = isinstance(size, dict) and set(size) in ({"height", "width"}, {"shortest_edge", "longest_edge"})
-    return known and all(type(side) is int and side > 0 for side in size.values())
 
 
 def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a trained detector that change its predictions but not its weights."""
+"""Settings of a trained detector that change its predictions but not its weights, and the size that it takes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +7,18 @@ import yaml
 
 from toolkit.errors import BadInput
 from toolkit.models import options_class
+
+LARGEST_SIDE = 20_000  # pixels that an image may be resized to
+KEYS_OF_SIZE = ({"height", "width"}, {"shortest_edge", "longest_edge"}, {"shortest_edge"})
+
+
+def checked_size(size: Any) -> Mapping[str, int] | None:
+    """What images are resized to, in pixels, as a file has it: see `toolkit.data.pipeline.processor_size`; None: they
+    keep their size. Raises ValueError where it is anything else."""
+    known = isinstance(size, dict) and size.keys() in KEYS_OF_SIZE
+    if size is None or known and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in size.values()):
+        return size
+    raise ValueError(f"size {size!r}: expected null, height and width, or shortest_edge and longest_edge")
 
 
 def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -16,6 +16,7 @@ import torch
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.imports import import_extra
+from toolkit.models.inference_settings import checked_size
 from toolkit.text import escaped
 from toolkit.trust import files_are_trusted
 
@@ -23,7 +24,6 @@ Runner = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 OUTPUTS = ("boxes", "scores", "labels")
 OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # outputs too, see `toolkit.use.export.relations`
 KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
-LARGEST_SIDE = 20_000  # pixels that an image may be resized to
 AT_LEAST = 300  # detections of an image that a prediction keeps, unless told otherwise
 
 
@@ -68,9 +68,7 @@ class About:
             entries["categories"] = [Category(entry["id"], str(entry["name"])) for entry in entries["categories"]]
             entries["score_threshold"] = float(entries["score_threshold"])
             entries["max_detections"] = int(entries.get("max_detections", cls.max_detections))
-            sides = (entries["size"] or {"none": 1}).values()
-            if not all(isinstance(side, int) and 0 < side <= LARGEST_SIDE for side in sides):
-                raise ValueError(f"size {entries['size']}")
+            checked_size(entries["size"])
             return cls(**entries)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadInput(
