@@ -17,7 +17,7 @@ from toolkit.saving import load_weights, save, tensors_of
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import Action
 from toolkit.step.nan_report import investigate, rerun_window
-from toolkit.step.state import named_state, nonfinite, unusable_rate
+from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
 
 
 def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
@@ -52,7 +52,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
         load_weights(t, checkpoint)
-        t.state_parts.forget()  # what was replaced
+        t.state_parts = state_in_parts(t)  # not those that were replaced
         t.saved_step = t.step
         t.schedule.scale = t.guard.lr_scale
         t.set_rates()
@@ -70,6 +70,15 @@ def state_of(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tens
     averages = t.ema.averages() if t.ema is not None else ()
     yield from named_state(t.detector, t.guard.watched(in_window), averages, t.optimizer, t.weights)
     yield from ((("t.extra", name), tensor) for name, tensor in t.extra.tensors())
+
+
+def state_in_parts(t) -> Iterator[Tensor]:
+    """`looks_finite` of one part of the state a step, in turn. Its tensors are listed once a round, because that takes
+    longer than the norms of a part."""
+    while True:
+        state = list(state_of(t, in_window=True))
+        for part in range(PARTS):
+            yield looks_finite(state, part)
 
 
 def broken_state(t, in_window: bool = False) -> list[str]:

@@ -24,7 +24,7 @@ from toolkit.errors import BadInput, Preempted
 from toolkit.log import Log, length_warnings, training_row
 from toolkit.models.detector import Detector
 from toolkit.models.distillation import LOSSES, Distillation
-from toolkit.recovery import broken_state, in_words, keep_start, ranks_apart, recover, state_is_sound, state_of
+from toolkit.recovery import broken_state, in_words, keep_start, ranks_apart, recover, state_in_parts, state_is_sound
 from toolkit.runs.best import Best
 from toolkit.runs.checkpoint import Checkpoint
 from toolkit.saving import infinite_buffers, retime, save
@@ -38,7 +38,7 @@ from toolkit.step.length import Pace, StepBudget, is_time
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
 from toolkit.step.schedules import PlateauSchedule, Schedule
-from toolkit.step.state import StateParts, unusable_rate
+from toolkit.step.state import unusable_rate
 from toolkit.validation import Validation, validate
 
 OWN_RATES = """warning: the learning rates that the loop set for the last update were gone at this one. Set them before
@@ -104,7 +104,7 @@ class Training:
         self.check.watch(self.optimizer)
         self._broken, self._warned = [], set()
         self._ahead = Prefetcher(self.accelerator.device)
-        self.state_parts = StateParts(lambda: state_of(self, in_window=True))
+        self.state_parts = state_in_parts(self)
         self._sums: dict[str, Tensor] = {}
         self._unknown: list[str] = []
         self._denominators: list[Mapping[str, Tensor]] = []
@@ -297,7 +297,7 @@ class Training:
     def sums(self, grad_norm: Tensor) -> tuple[dict[str, Tensor | float], list[str], list[str]]:
         """What `reduce_dict` is to reduce: everything the step must know of every rank, under announced names."""
         values = self._sums | {"grad_norm": grad_norm, "buffers_finite": self.guard.buffers_finite()}
-        values["state_finite"] = self.state_parts.next_looks_finite()  # as the last update left it
+        values["state_finite"] = next(self.state_parts)  # as the last update left it
         values |= {"signal": self.signals.received or int(bool(self.log.trouble)), "time_s": self.log.timer.last_step_s}
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
         if self.log.is_due(self.step + 1, self.total_steps):

@@ -5,7 +5,7 @@ parts of the state, in turn, without a host read; all of it is checked before an
 `final/`, and when anything else looks wrong.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -47,29 +47,6 @@ def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
     """
     tensors = [tensor for i, (_, tensor) in enumerate(state) if i % PARTS == part % PARTS and tensor.numel()]
     return torch.nn.utils.get_total_norm(tensors).isfinite().float() if tensors else torch.ones(())
-
-
-class StateParts:
-    """Looks at the parts of a state in turn, one a step. Its tensors are listed once a round: that takes longer than
-    the norms of a part.
-
-    state: makes what `looks_finite` takes.
-    """
-
-    def __init__(self, state: Callable[[], Iterable[tuple[object, Tensor]]]):
-        self._state, self._part = state, 0
-        self._listed: list[tuple[object, Tensor]] = []
-
-    def next_looks_finite(self) -> Tensor:
-        """`looks_finite` of the next part."""
-        if self._part % PARTS == 0 or not self._listed:
-            self._listed = list(self._state())
-        self._part += 1
-        return looks_finite(self._listed, self._part - 1)
-
-    def forget(self) -> None:
-        """After tensors were replaced: the list would hold the old ones."""
-        self._listed = []
 
 
 @torch.no_grad()
