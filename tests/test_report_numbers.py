@@ -217,8 +217,11 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
 def test_a_box_moved_by_its_side_and_what_was_found_in_its_place_are_one_suspect(tmp_path):
     right, seen, moved = [10, 10, 30, 50], [10, 110, 30, 150], [28, 110, 48, 150]
     images = [[(right, 0)]] * 25 + [[(right, 0), (moved, 0)]]
-    found = {10 + i: {"boxes": np.array([right, seen][: 1 + (i == 25)]), "labels": np.zeros(1 + (i == 25), int),
-                      "scores": np.full(1 + (i == 25), 0.9)} for i in range(26)}  # fmt: skip
+
+    def predicted(*boxes):
+        return {"boxes": np.array(boxes), "labels": np.zeros(len(boxes), int), "scores": np.full(len(boxes), 0.9)}
+
+    found = {10 + i: predicted(right) for i in range(25)} | {35: predicted(right, seen)}
     (suspect,) = suspects(match(found, table_of(tmp_path, images, draw=False, size=(200, 200))))
     assert (suspect.kind, suspect.image, suspect.det, suspect.gt) == ("place", 25, 26, 26)
 

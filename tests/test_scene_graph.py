@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from report_data import table_of
 
 from scripts.benches import scene_graph
 from toolkit.errors import BadInput
 from toolkit.scene_graphs.egtr import largest_first
-from toolkit.scene_graphs.evaluator import grouped_recall, predicate_groups
+from toolkit.scene_graphs.evaluator import grouped_recall, predicate_groups, zero_shot_triplets
 from toolkit.scene_graphs.matches import best_combinations, boxes_of_objects, compact_graph
 from toolkit.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.scene_graphs.open_images import open_images_metrics
@@ -153,6 +154,15 @@ def test_zero_shot_triplets_name_classes_not_boxes():
     truths = [truth([[0, 1, 2], [1, 2, 3]], labels=labels)]
     metrics = evaluate_scene_graphs(truths, [prediction([[0, 1]], [2], labels=labels)], "sgdet", 4, zero_shot=unseen)
     assert metrics.values["zR"].tolist() == [0.0] * 3 and metrics.values["R"].tolist() == [0.5] * 3
+
+
+def test_triplets_that_training_did_not_show_are_those_of_the_table(tmp_path):
+    objects = [((10 * k, 5, 10 * k + 8, 20), label) for k, label in enumerate((0, 1, 1))]
+    relations = [(0, 1, 1), (0, 2, 1), (1, 0, 0), (1, 2, 0)]  # of objects; the second is the first's triplet
+    table = table_of(tmp_path, [{"objects": objects, "relations": relations}], predicates=("on", "of"), draw=False)
+    seen = np.zeros((2, 2, 2), bool)
+    seen[1, 0, 0] = True
+    assert zero_shot_triplets(seen, table).tolist() == [[0, 1, 1], [1, 1, 0]]
 
 
 def test_lost_boxes_match_nothing():

@@ -148,7 +148,7 @@ def bare_loop(
         for _ in range(steps):
             batch = next(batches)
             seed_micro_batch(batch.targets, config.run.seed, updates, 0, 0)  # the same anchors and regions are sampled
-            optimizer.zero_grad()
+            optimizer.zero_grad()  # here, as the scripts: memory given back after the update is fetched again
             counts = detector.denominators(batch.targets)
             batch = batch.to(device, non_blocking=True)
             outputs = detector(batch.images, batch.sizes, batch.targets)
