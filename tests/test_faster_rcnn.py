@@ -209,7 +209,7 @@ def test_autocast_keeps_boxes_and_losses_in_float32():
     assert {v.dtype for v in outputs.values()} <= {torch.float32, torch.int64}
     losses, _ = detector.criterion(outputs, TARGETS[:2], {"images": 2.0})
     full, _ = losses_of(detector, images, sizes, TARGETS[:2], seed=0)
-    assert float(losses["loss_objectness"]) == pytest.approx(float(full["loss_objectness"]), rel=0.05)
+    assert losses["loss_objectness"].item() == pytest.approx(full["loss_objectness"].item(), rel=0.05)
 
 
 def test_padded_images_are_detected_within_their_own_size_with_and_without_targets():
