@@ -18,7 +18,10 @@ def checked_size(size: Any) -> Mapping[str, int] | None:
     known = isinstance(size, dict) and size.keys() in KEYS_OF_SIZE
     if size is None or known and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in size.values()):
         return size
-    raise ValueError(f"size {size!r}: expected null, height and width, or shortest_edge and longest_edge")
+    raise ValueError(
+        f"size {size!r}: expected null, height and width, or shortest_edge with or without longest_edge, in whole "
+        f"pixels up to {LARGEST_SIDE:,}"
+    )
 
 
 def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -40,12 +40,12 @@ def named_state(
 
 @torch.no_grad()
 def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
-    """1.0 or 0.0, 0-dim, without a host read: whether the norm of one part (of `PARTS`) of the state is finite.
+    """1.0 or 0.0, 0-dim, without a host read: whether the norm of one part (of `PARTS`, from 0) of the state is finite.
 
     0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite` makes sure. (The largest magnitude would
     not overflow, and takes fifteen times as long on a CPU.)
     """
-    tensors = [tensor for i, (_, tensor) in enumerate(state) if i % PARTS == part % PARTS and tensor.numel()]
+    tensors = [tensor for i, (_, tensor) in enumerate(state) if i % PARTS == part and tensor.numel()]
     return torch.nn.utils.get_total_norm(tensors).isfinite().float() if tensors else torch.ones(())
 
 
