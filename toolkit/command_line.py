@@ -5,6 +5,7 @@ the chosen architecture.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -54,6 +55,16 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
     the program and keeps its traceback.
     """
+    code = _run_to_its_end(main, cls, default_config, argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # The model sits in cycles, and holds the process group. If Python frees it only as it ends, a thread of gloo
+        # may ask for the interpreter that is gone, and the process aborts: for a launcher, the run has failed.
+        gc.unfreeze()  # some of those cycles lead through what `importing` has frozen
+        gc.collect()
+    return code
+
+
+def _run_to_its_end(main: Callable, cls: type, default_config: Path | None, argv: list[str] | None) -> int:
     if os.environ.get("RANK", "0") != "0":  # what torch itself warns of, every process would; read when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with lasting_console():

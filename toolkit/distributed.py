@@ -34,8 +34,8 @@ def world() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """Ends the process group after the last collective, so that no thread of it lives when Python ends: one that does
-    can abort the process, which a launcher takes for a failure of a run that is done."""
+    """Ends the process group after the last collective. Its threads end once the model, which holds it, is gone too;
+    see `toolkit.command_line.run_script`."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

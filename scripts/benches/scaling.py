@@ -122,7 +122,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     import train_detr
 
     from toolkit import distributed, session, training, validation
-    from toolkit.command_line import parse_config
+    from toolkit.command_line import parse_config, run_script
 
     clocks, make = Clocks(), session.training
 
@@ -149,7 +149,8 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     for module, name in ((training, "save"), (training, "validate"), (validation, "validate")):
         clocks.once(module, name)
     config = parse_config(train_detr.Config, arguments, train_detr.DEFAULT_CONFIG)
-    train_detr.main(config)
+    if code := run_script(train_detr.main, train_detr.Config, train_detr.DEFAULT_CONFIG, arguments):
+        sys.exit(code)
     if int(os.environ.get("RANK", 0)) == 0:
         out.write_text(json.dumps(clocks.written(Path(config.run.output_dir) / config.run.name)))
 
