@@ -20,7 +20,7 @@ ARGS ?=
 
 # `accelerate launch`, without the imports of accelerate's other commands, which take seconds.
 train: .venv/installed
-	$(BIN)/python -m accelerate.commands.launch scripts/train_detr.py $(ARGS)
+	$(BIN)/python -m accelerate.commands.launch scripts/train_faster_rcnn.py $(ARGS)
 
 # One thread a process: two test processes share two cores without getting in each other's way. Files in their order,
 # not those with the fewest tests last: these are long, and one process would wait for the other.

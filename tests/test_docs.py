@@ -88,7 +88,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     detector = build_detector("ssd", backbone="lcnet_035", strides=[4, -1], channels=[16, 16],
                               aspect_ratios=[[2], [2]], class_names=["circle"])  # fmt: skip
-    detector.eval().save_final(tmp_path / "runs" / "detr", [Category(7, "circle")], {"height": 64, "width": 64})
+    for run in ("detr", "faster_rcnn"):
+        detector.eval().save_final(tmp_path / "runs" / run, [Category(7, "circle")], {"height": 64, "width": 64})
     Image.new("RGB", (90, 60), "#336699").save("photo.jpg")
     return tmp_path
 

@@ -1,6 +1,6 @@
 """Tiles and flips, with a detector that knows what is in every picture, and with a trained one.
 
-    TRAINED_RUN=runs/detr python -m pytest tests/test_tiles.py -m slow -s    # of `make train`; without it, 5 minutes
+    TRAINED_RUN=runs/detr python -m pytest tests/test_tiles.py -m slow -s    # of train_detr.py; without it, 5 minutes
 """
 
 import os
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_bad_input():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The run of `make train` that TRAINED_RUN names, else one that is trained here, in as many steps."""
+    """The run of train_detr.py that TRAINED_RUN names, else one that is trained here, in as many steps."""
     if "TRAINED_RUN" in os.environ:
         return Path(os.environ["TRAINED_RUN"])
     out = tmp_path_factory.mktemp("runs")
