@@ -56,7 +56,7 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     the program and keeps its traceback.
     """
     code = _run_to_its_end(main, cls, default_config, argv)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         # The model sits in cycles, and holds the process group. If Python frees it only as it ends, a thread of gloo
         # may ask for the interpreter that is gone, and the process aborts: for a launcher, the run has failed.
         gc.unfreeze()  # some of those cycles lead through what `importing` has frozen
