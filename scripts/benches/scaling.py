@@ -122,7 +122,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     import train_detr
 
     from toolkit import distributed, session, training, validation
-    from toolkit.command_line import parse_config, run_script
+    from toolkit.command_line import run_script
 
     clocks, make = Clocks(), session.training
 
@@ -148,11 +148,13 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     session.training = with_clocks
     for module, name in ((training, "save"), (training, "validate"), (validation, "validate")):
         clocks.once(module, name)
-    config = parse_config(train_detr.Config, arguments, train_detr.DEFAULT_CONFIG)
-    if code := run_script(train_detr.main, train_detr.Config, train_detr.DEFAULT_CONFIG, arguments):
-        sys.exit(code)
-    if int(os.environ.get("RANK", 0)) == 0:
-        out.write_text(json.dumps(clocks.written(Path(config.run.output_dir) / config.run.name)))
+
+    def main(config):
+        train_detr.main(config)
+        if int(os.environ.get("RANK", 0)) == 0:
+            out.write_text(json.dumps(clocks.written(Path(config.run.output_dir) / config.run.name)))
+
+    sys.exit(run_script(main, train_detr.Config, train_detr.DEFAULT_CONFIG, arguments))
 
 
 def _wait_for_data(t, clocks: Clocks) -> None:

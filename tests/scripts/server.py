@@ -5,6 +5,7 @@ What runs in the child is the script itself, as `python SCRIPT ARGS` would run i
 """
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
@@ -72,8 +73,11 @@ def run_script(request: dict, rank: int) -> int:
 
 
 def threads_of_gloo() -> int:
-    tasks = [task.joinpath("comm") for task in Path("/proc/self/task").glob("*")]  # none but on Linux
-    return sum("gloo" in comm.read_text() for comm in tasks if comm.exists())
+    names = []
+    for task in Path("/proc/self/task").glob("*"):  # none but on Linux
+        with contextlib.suppress(OSError):  # a thread that ends meanwhile
+            names.append(task.joinpath("comm").read_text())
+    return sum("gloo" in name for name in names)
 
 
 def fork(request: dict, rank: int, group: int) -> int:
