@@ -295,7 +295,8 @@ def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
     weights |= {f"{name}_{i}": weight for name, weight in weights.items()
                 for i in range(settings["model"]["decoder_layers"] - 1)}  # fmt: skip
     terms = ["labels", "boxes", "cardinality"]
-    criterion = SetCriterion(len(train.category_ids), HungarianMatcher(1, 5, 2), weights, 0.1, terms)
+    eos_coef = settings["model"]["eos_coef"]
+    criterion = SetCriterion(len(train.category_ids), HungarianMatcher(1, 5, 2), weights, eos_coef, terms)
     loader = DataLoader(train, plan.batch, True, num_workers=1, collate_fn=collate, drop_last=True,
                         persistent_workers=True)  # fmt: skip
     clock = Clock(plan.minutes)
