@@ -294,8 +294,7 @@ def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
     weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0} | settings["loss"]["weights"]
     weights |= {f"{name}_{i}": weight for name, weight in weights.items()
                 for i in range(settings["model"]["decoder_layers"] - 1)}  # fmt: skip
-    terms = ["labels", "boxes", "cardinality"]
-    eos_coef = settings["model"]["eos_coef"]
+    eos_coef, terms = settings["model"]["eos_coef"], ["labels", "boxes", "cardinality"]
     criterion = SetCriterion(len(train.category_ids), HungarianMatcher(1, 5, 2), weights, eos_coef, terms)
     loader = DataLoader(train, plan.batch, True, num_workers=1, collate_fn=collate, drop_last=True,
                         persistent_workers=True)  # fmt: skip
