@@ -95,7 +95,8 @@ def test_adapters_of_fused_projections_are_not_passed_by():
     before = vit.eval()(pixels)
     add_adapters(model := torch.nn.Sequential(vit), 2, 4.0)
     torch.testing.assert_close(model(pixels), before)
-    model(pixels).sum().backward()
+    found = model(pixels)
+    (found * torch.arange(found.numel()).view_as(found)).sum().backward()  # the plain sum of a layer norm is constant
     gradients = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
     assert len(gradients) == 2 and all(grad is not None and grad.any() for grad in gradients.values())
 
