@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from toolkit.data.table import Category
@@ -58,7 +59,8 @@ def export_detector(
         BadInput: `check_exportable`; a detector that is exported for one size, with images of many.
     """
     check_exportable(detector)
-    detector = copy.deepcopy(detector).cpu().float().eval()
+    detector = copy.deepcopy(detector).float().eval()
+    detector.to("cpu", memory_format=torch.contiguous_format)  # training leaves channels last: torch.export warns
     vars(detector).pop("forward", None)  # that of Accelerate, under autocast: a file computes in float32
     kept = max_detections or detector.max_detections
     top_k = top_k or max(AT_LEAST, kept)
