@@ -4,18 +4,16 @@ graph: a detector as one function; faster_rcnn: the same for two stages. operato
 and running files, and their metadata. check: comparison with PyTorch.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from toolkit.data.table import Category
 from toolkit.errors import BadInput
 from toolkit.use.export.check import check_outputs
 from toolkit.use.export.files import AT_LEAST, About, write_onnx, write_program
-from toolkit.use.export.graph import detector_meant, make_graph, trace, trace_hw
+from toolkit.use.export.graph import copy_for_files, detector_meant, make_graph, trace, trace_hw
 
 
 def check_exportable(detector: nn.Module) -> None:
@@ -59,9 +57,7 @@ def export_detector(
         BadInput: `check_exportable`; a detector that is exported for one size, with images of many.
     """
     check_exportable(detector)
-    detector = copy.deepcopy(detector).float().eval()
-    detector.to("cpu", memory_format=torch.contiguous_format)  # training leaves channels last: torch.export warns
-    vars(detector).pop("forward", None)  # that of Accelerate, under autocast: a file computes in float32
+    detector = copy_for_files(detector)
     kept = max_detections or detector.max_detections
     top_k = top_k or max(AT_LEAST, kept)
     graph = make_graph(detector, top_k)

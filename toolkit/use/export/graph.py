@@ -1,6 +1,7 @@
 """A detector as one function from pixels to boxes, which exporters can trace."""
 
 import contextlib
+import copy
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,16 @@ def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Ten
     boxes, scores, labels = pad(boxes, (0, 0, 0, more)), pad(scores, (0, more)), pad(labels, (0, more))
     scores, order = scores.topk(count, dim=1)
     return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels.gather(1, order)
+
+
+def copy_for_files(detector: nn.Module) -> nn.Module:
+    """A copy in evaluation mode that computes as a file does: on the CPU, in float32, with contiguous weights.
+
+    Training leaves weights in channels last, of which torch.export warns in every file.
+    """
+    detector = copy.deepcopy(detector).float().eval()
+    vars(detector).pop("forward", None)  # that of Accelerate, under autocast
+    return detector.to("cpu", memory_format=torch.contiguous_format)
 
 
 def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:

@@ -1,6 +1,5 @@
 """A scene graph as one function from pixels to boxes and relations: a fixed number of objects, and all their pairs."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from toolkit.data.table import Category
 from toolkit.use.export.faster_rcnn import pool_where
 from toolkit.use.export.files import About, write_onnx
-from toolkit.use.export.graph import PixelsToBoxes, detector_meant, trace, trace_hw
+from toolkit.use.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
 RELATIONS = 100  # of an image, as recall counts
 
@@ -42,8 +41,7 @@ def export_graph(
     say: Callable[[str], None] = print,
 ) -> Path:
     """Writes `graph.onnx` of a scene graph whose `graph_obstacle` is None; arguments as of `export_detector`."""
-    detector = copy.deepcopy(detector).cpu().float().eval()
-    vars(detector).pop("forward", None)  # that of Accelerate, under autocast
+    detector = copy_for_files(detector)
     graph = PixelsToGraph(detector).eval()
     architecture = detector.options["architecture"]
     say(f"tracing {architecture} with its relations")
