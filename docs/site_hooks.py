@@ -8,6 +8,7 @@ takes that file along; mkdocs, which is strict, reports a link to a file that is
 import ast
 import os
 import re
+import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,10 +76,10 @@ def settings_page() -> str:
     """Every key of the command line with its default and text. Sources are read, not run: nothing heavy is imported."""
     lines = [
         "# Settings\n",
-        "Written from the dataclasses in `toolkit/runs/settings.py` and beside each detector. A script may set other "
+        "Written from the dataclasses in `toolkit/run/settings.py` and beside each detector. A script may set other "
         "defaults of its own (`--print_config` shows them); `--help` shows the same texts.\n",
     ]
-    common = classes_of(ROOT / "toolkit" / "runs" / "settings.py")
+    common = classes_of(ROOT / "toolkit" / "run" / "settings.py")
     for name, (_, text, rows) in common.items():
         group = "eval" if name == "SceneGraphEvalConfig" else name.removesuffix("Config").lower()
         title = "eval, of scene graphs" if name == "SceneGraphEvalConfig" else group
@@ -112,11 +113,8 @@ def inherited(name: str, classes: dict) -> dict:
 
 
 def options_by_architecture() -> dict[str, str]:
-    tree = ast.parse((ROOT / "toolkit" / "models" / "__init__.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ARCHITECTURES":
-            return {name: options.split(":")[1] for name, (_, options) in ast.literal_eval(node.value).items()}
-    raise ValueError("toolkit/models/__init__.py has no ARCHITECTURES")
+    tables = runpy.run_path(str(ROOT / "toolkit" / "index.py"))  # imports nothing of the toolkit, nor torch
+    return {name: options.split(":")[1] for name, (_, options) in tables["DETECTORS"].items()}
 
 
 def _default(value: ast.expr | None) -> str:

@@ -23,15 +23,15 @@ from pathlib import Path
 
 import yaml
 
+from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.text import ShortUsage
 from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.annotated import ALL, split_of
 from toolkit.data.formats.folders import recognise
-from toolkit.data.inspection import Finding, Inspection, clean_copy, inspect_tables
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
-from toolkit.errors import BadInput, says_bad_input
-from toolkit.text import ShortUsage
+from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
@@ -101,7 +101,7 @@ def data_settings(config: str, script: str | None = None):
     script: its name; None: the one that the file names first, as the configurations here do in their first line. The
     config.yaml of a run has every value, so that it needs none.
     """
-    from toolkit.runs.settings import DataConfig
+    from toolkit.run.settings import DataConfig
 
     try:
         text = Path(config).read_text(encoding="utf-8")
@@ -122,7 +122,7 @@ def data_settings(config: str, script: str | None = None):
 def draw_augmented(config: str, script: str | None, table: DetectionTable, file: Path) -> Path:
     """A batch of training images with their boxes, through the augmentation of a settings file."""
     from toolkit.data.pipeline import loader_of_settings
-    from toolkit.use.data_pictures import draw_batch
+    from toolkit.tools.doctor.pictures import draw_batch
 
     settings = data_settings(config, script)
     settings.workers, settings.batch_size_per_device = 0, min(16, len(table))
@@ -164,7 +164,7 @@ def training_command(options: argparse.Namespace, tables: dict[str, DetectionTab
 
 def _recipe(script: str) -> tuple[str, str, str]:
     """(training script, its settings file for this machine, why that one), the files as seen from where we are."""
-    from toolkit.distributed import default_device  # here: `--help` does without torch
+    from toolkit.base.distributed import default_device  # here: `--help` does without torch
     from toolkit.models.weights.pretrained import hub_answers
 
     root, here = Path(__file__).resolve().parent.parent, Path.cwd()
@@ -196,14 +196,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(report(tables, inspection))
     first = next(iter(tables.values()))
     if options.anchors:
-        from toolkit.use.anchors import anchors_report  # here: it imports the detectors
+        from toolkit.tools.anchors import anchors_report  # here: it imports the detectors
 
         print(anchors_report(first, size_hw, per_level=3, seed=0))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(inspection.to_json(), encoding="utf-8")
     if options.pictures:
-        from toolkit.use.data_pictures import draw_data  # here: it imports matplotlib
+        from toolkit.tools.doctor.pictures import draw_data  # here: it imports matplotlib
 
         print(f"pictures: {len(draw_data(tables, size_hw, options.pictures))} in {options.pictures}")
     if options.augment:

@@ -14,12 +14,12 @@ import os
 import sys
 from pathlib import Path
 
+from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.text import ShortUsage
 from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.folders import losses, recognise, write_folder
 from toolkit.data.splits import hold_out, share_of
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput, says_bad_input
-from toolkit.text import ShortUsage
 
 WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet": "hub"}
 

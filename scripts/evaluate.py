@@ -24,18 +24,18 @@ from statistics import mean, stdev
 
 from accelerate import Accelerator
 
-from toolkit.distributed import run_on_main
-from toolkit.errors import BadInput, says_bad_input
+from toolkit.base.distributed import run_on_main
+from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.text import ShortUsage
+from toolkit.base.trust import trust_files
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions_file import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.models.inference_settings import inference_flags
-from toolkit.text import ShortUsage
-from toolkit.trust import trust_files
-from toolkit.use.open import add_flags
-from toolkit.use.pooled import pool_folds
-from toolkit.use.predict_split import Predicted, SplitOptions, open_any
+from toolkit.tools.predict.open import add_flags
+from toolkit.tools.predict.pooled import pool_folds
+from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_any
 
 
 def expected_numbers(arguments: list[str]) -> dict[str, float]:

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.distributed import default_device
-from toolkit.errors import BadInput, says_bad_input
-from toolkit.runs.settings_file import save_config
-from toolkit.runs.watch import WatchedRun, resolved_settings, steps_alone
-from toolkit.signals import stop_signals_raise
-from toolkit.text import ShortUsage
+from toolkit.base.distributed import default_device
+from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.signals import stop_signals_raise
+from toolkit.base.text import ShortUsage
+from toolkit.run.settings_file import save_config
+from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
 TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # of toolkit/data/sampling.py
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")

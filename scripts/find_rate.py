@@ -19,11 +19,11 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from toolkit.errors import BadInput, says_bad_input
-from toolkit.runs.settings_file import save_config
-from toolkit.runs.watch import WatchedRun, resolved_settings, steps_alone
-from toolkit.signals import stop_signals_raise
-from toolkit.text import ShortUsage
+from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.signals import stop_signals_raise
+from toolkit.base.text import ShortUsage
+from toolkit.run.settings_file import save_config
+from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
 SMOOTHING = 0.9
 DIVERGED = 4.0  # times the smallest smoothed loss

@@ -40,25 +40,25 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from toolkit.base.distributed import default_device
+from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.files import distinct, without_suffix
+from toolkit.base.text import ShortUsage, shown
+from toolkit.base.trust import trust_files
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
-from toolkit.distributed import default_device
-from toolkit.errors import BadInput, says_bad_input
+from toolkit.detectors.scene_graphs.draw import draw_found
+from toolkit.detectors.scene_graphs.formats import SUFFIXES
 from toolkit.evaluation.detections import without_graph_constraint
 from toolkit.evaluation.predictions import joined
-from toolkit.files import distinct, without_suffix
 from toolkit.models.inference_settings import inference_flags
-from toolkit.scene_graphs.draw import draw_found
-from toolkit.scene_graphs.formats import SUFFIXES
-from toolkit.text import ShortUsage, shown
-from toolkit.trust import trust_files
-from toolkit.use.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
-from toolkit.use.open import add_flags, open_predictor
-from toolkit.use.outputs import FORMATS, check_outputs, clear_outputs, images_root, write_outputs
-from toolkit.use.prediction import DEFAULT_THRESHOLD, Predictor, from_report, of_classes, smallest_threshold
-from toolkit.use.tiles import flipped, tiled
-from toolkit.use.uncertain import most_uncertain, write_uncertain
-from toolkit.use.video import VIDEO_SUFFIXES, predict_video
+from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
+from toolkit.tools.predict.open import add_flags, open_predictor
+from toolkit.tools.predict.outputs import FORMATS, check_outputs, clear_outputs, images_root, write_outputs
+from toolkit.tools.predict.prediction import DEFAULT_THRESHOLD, Predictor, from_report, of_classes, smallest_threshold
+from toolkit.tools.predict.tiles import flipped, tiled
+from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
+from toolkit.tools.predict.video import VIDEO_SUFFIXES, predict_video
 
 
 def predict(arguments: argparse.Namespace) -> int:

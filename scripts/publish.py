@@ -9,10 +9,10 @@ Exit code 0: done, 2: bad input, which a missing token is, too.
 import argparse
 import sys
 
-from toolkit.errors import says_bad_input
-from toolkit.models.card import LICENCE
-from toolkit.text import ShortUsage
-from toolkit.use.publish import push, write_run_card
+from toolkit.base.errors import says_bad_input
+from toolkit.base.text import ShortUsage
+from toolkit.tools.publish.card import LICENCE
+from toolkit.tools.publish.push import push, write_run_card
 
 
 @says_bad_input

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 
-from toolkit.errors import says_bad_input
-from toolkit.files import read_json_object
+from toolkit.base.errors import says_bad_input
+from toolkit.base.files import read_json_object
+from toolkit.base.text import ShortUsage
+from toolkit.base.trust import trust_files
 from toolkit.models import options_class
 from toolkit.models.final import load_weights
-from toolkit.replay_session import loop_of_script, weights_as_they_were, window_of_report
-from toolkit.runs.open_run import open_script
-from toolkit.runs.settings_file import load_config_dict, newest_config
+from toolkit.run.open_run import open_script
+from toolkit.run.settings_file import load_config_dict, newest_config
 from toolkit.step.nan_report import describe_finding, load_report, replay
-from toolkit.text import ShortUsage
-from toolkit.trust import trust_files
-from toolkit.use.open import add_flags, rebuild_detector
+from toolkit.tools.predict.open import add_flags, rebuild_detector
+from toolkit.tools.replay.session import loop_of_script, weights_as_they_were, window_of_report
 
 
 @says_bad_input

@@ -15,17 +15,17 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.errors import BadInput, says_bad_input
-from toolkit.evaluation.report import PREDICTIONS
-from toolkit.evaluation.report.comparison import settings_without_seed
-from toolkit.evaluation.report.facts import read_records, run_facts
-from toolkit.evaluation.report.judgement import judge
-from toolkit.evaluation.report.write import write_comparison, write_page
-from toolkit.runs.open_run import run_folder_of
-from toolkit.text import ShortUsage
-from toolkit.trust import trust_files
-from toolkit.use.open import add_flags
-from toolkit.use.predict_split import SplitOptions, open_any
+from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.text import ShortUsage
+from toolkit.base.trust import trust_files
+from toolkit.run.open_run import run_folder_of
+from toolkit.tools.predict.open import add_flags
+from toolkit.tools.predict.predict_split import SplitOptions, open_any
+from toolkit.tools.report import PREDICTIONS
+from toolkit.tools.report.comparison import settings_without_seed
+from toolkit.tools.report.facts import read_records, run_facts
+from toolkit.tools.report.judgement import judge
+from toolkit.tools.report.write import write_comparison, write_page
 
 
 def report(arguments: argparse.Namespace) -> Path:

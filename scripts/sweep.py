@@ -24,14 +24,14 @@ from types import ModuleType
 
 from filelock import FileLock, Timeout
 
-from toolkit.errors import BadInput, Preempted
-from toolkit.files import write_json_atomic
-from toolkit.imports import import_extra
-from toolkit.runs.status import LOCK
-from toolkit.runs.sweep_file import Parameter, Sweep, read_sweep
-from toolkit.runs.watch import POLL_S, WatchedRun
-from toolkit.signals import StopSignals
-from toolkit.text import ShortUsage
+from toolkit.base.errors import BadInput, Preempted
+from toolkit.base.files import write_json_atomic
+from toolkit.base.imports import import_extra
+from toolkit.base.signals import StopSignals
+from toolkit.base.text import ShortUsage
+from toolkit.run.status import LOCK
+from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
+from toolkit.tools.watch import POLL_S, WatchedRun
 
 HOPELESS = 3  # trials that failed before any did not
 STORAGE = "sqlite:///{}/study.db"

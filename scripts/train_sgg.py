@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.command_line import run_script
-from toolkit.imports import importing
-from toolkit.runs.settings import (
+from toolkit.base.imports import importing
+from toolkit.detectors.scene_graphs.options import SceneGraphOptions, without_detector
+from toolkit.run.command_line import run_script
+from toolkit.run.settings import (
     DataConfig,
     HubConfig,
     LossConfig,
@@ -28,10 +29,9 @@ from toolkit.runs.settings import (
     SceneGraphEvalConfig,
     ScheduleConfig,
 )
-from toolkit.scene_graphs.options import SceneGraphOptions, without_detector
 
 if TYPE_CHECKING:
-    from toolkit.training import Training
+    from toolkit.run.training import Training
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "sgg" / "shapes.yaml"
 
@@ -58,7 +58,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
     """Train to the end of the epoch, or of the run, and return the epoch's averages. See docs/design.md."""
     from torch.nn.utils import clip_grads_with_norm_  # here, as in main: seconds of imports
 
-    from toolkit.distributed import reduce_dict
+    from toolkit.base.distributed import reduce_dict
     from toolkit.step.memory import naming_the_batch
 
     t.model.train()
@@ -94,8 +94,8 @@ def main(config: Config) -> dict[str, float]:
     """Train as `config` says and return the last evaluation; notebooks call it with their own Config."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
+        from toolkit.detectors.scene_graphs.start import lacking_relations, start_scene_graph
         from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
-        from toolkit.scene_graphs.start import lacking_relations, start_scene_graph
 
     e = config.eval
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.command_line import run_script
-from toolkit.imports import importing
-from toolkit.models.ssd.options import SsdliteOptions
-from toolkit.runs.settings import (
+from toolkit.base.imports import importing
+from toolkit.detectors.ssd.options import SsdliteOptions
+from toolkit.run.command_line import run_script
+from toolkit.run.settings import (
     DataConfig,
     EvalConfig,
     HubConfig,
@@ -29,7 +29,7 @@ from toolkit.runs.settings import (
 )
 
 if TYPE_CHECKING:
-    from toolkit.training import Training
+    from toolkit.run.training import Training
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "ssd" / "shapes.yaml"
 
@@ -54,7 +54,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
     """Train to the end of the epoch, or of the run, and return the epoch's averages. See docs/design.md."""
     from torch.nn.utils import clip_grads_with_norm_  # here, as in main: seconds of imports
 
-    from toolkit.distributed import reduce_dict
+    from toolkit.base.distributed import reduce_dict
     from toolkit.step.memory import naming_the_batch
 
     t.model.train()

@@ -10,11 +10,11 @@ from torchvision.models.detection import fcos
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 
-from toolkit.batch import normalize_images
-from toolkit.box_ops import resize_boxes
+from toolkit.base.batch import normalize_images
+from toolkit.base.box_ops import resize_boxes
+from toolkit.detectors.faster_rcnn.build import FeaturePyramid
 from toolkit.models.backbones import image_statistics
 from toolkit.models.detector import Detector
-from toolkit.models.faster_rcnn.build import FeaturePyramid
 from toolkit.models.options import DetectorOptions
 from toolkit.models.timm_features import timm_features
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 from accelerate import Accelerator
 from torch import nn
 
+from toolkit.base.signals import StopSignals
 from toolkit.data.sampling import EpochSampler
-from toolkit.log import Log
-from toolkit.runs.writer import RunWriter
-from toolkit.signals import StopSignals
+from toolkit.run.log import Log
+from toolkit.run.training import Training
+from toolkit.run.validation import Validation
+from toolkit.run.writer import RunWriter
 from toolkit.step.guard import NanGuard
 from toolkit.step.losses import LossWeights
-from toolkit.training import Training
-from toolkit.validation import Validation
 
 
 def plain_training(detector, batches: list, optimizer, make_schedule, folder: Path, *, total_steps: int, **options):

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toolkit.models.weights import darknet
-from toolkit.models.weights.detr import DETR
+from toolkit.detectors.detr.weights_detr import DETR
+from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.models.weights.names import renamed
 
 FOLDER = Path(__file__).parent / "data" / "weights"

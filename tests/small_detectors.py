@@ -10,7 +10,7 @@ from transformers import (
     RTDetrV2Config,
 )
 
-from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
+from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.data.batches import collate
 from toolkit.data.table import Category
 from toolkit.models import build_detector

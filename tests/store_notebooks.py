@@ -46,7 +46,7 @@ def client(path: Path, runs: Path, values: Mapping | None = None, timeout_s: int
         cell.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     here = runs.parent / "notebooks"
     here.mkdir(parents=True, exist_ok=True)
-    redirect = "import pathlib, toolkit.use.notebook as shared"
+    redirect = "import pathlib, toolkit.tools.notebook as shared"
     redirect += f"\nshared.runs_folder = lambda: pathlib.Path({str(runs)!r})"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(redirect))
     return nbclient.NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", record_timing=False,

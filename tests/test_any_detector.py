@@ -7,14 +7,14 @@ import torch
 from contract import assert_resolved_options_build_it_again
 from scene_graph_data import cut_objects, losses_of, shapes_table
 
-from toolkit.box_ops import pairwise_iou
+from toolkit.base.box_ops import pairwise_iou
+from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.errors import BadInput
+from toolkit.detectors.scene_graphs.detector_below import FOUND_IOU, distribution_logits, scores_of
+from toolkit.detectors.scene_graphs.start import count_table
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector, check_contract
 from toolkit.models.final import load_detector_folder
-from toolkit.scene_graphs.detector_below import FOUND_IOU, distribution_logits, scores_of
-from toolkit.scene_graphs.start import count_table
 
 TRANSFORMER = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2,
                "ffn_dim": 32, "num_queries": 20}  # fmt: skip

@@ -15,20 +15,20 @@ from scene_graph_data import INNER, as_denominators, cut_objects, loader_of, sha
 from scene_graph_data import model_of as graph_model
 from visual_genome_writer import write_visual_genome
 
+from toolkit.base.errors import BadInput
 from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
 from toolkit.data.formats.coco import read_coco, write_coco
 from toolkit.data.shapes import ATTRIBUTES
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixing import mixup, mosaic
-from toolkit.errors import BadInput
+from toolkit.detectors.scene_graphs.batch import attribute_loss, mean
+from toolkit.detectors.scene_graphs.evaluator import attribute_r_precision
+from toolkit.detectors.scene_graphs.readers.visual_genome import read_visual_genome
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.detections import best_first, detections_as_json
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models.final import load_detector_folder
-from toolkit.scene_graphs.batch import attribute_loss, mean
-from toolkit.scene_graphs.evaluator import attribute_r_precision
-from toolkit.scene_graphs.readers.visual_genome import read_visual_genome
 from toolkit.step.losses import LossWeights
 
 NAMES = ("red", "striped", "wet")

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import assert_same, assert_well_formed, generator, painted, sample, samples, shapes_table
 
+from toolkit.base.errors import BadInput
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.pipeline import loader_of_settings, train_transform
 from toolkit.data.sampling import EpochSampler, SampleKey, repeat_factors
 from toolkit.data.transforms.geometry import recheck_boxes
 from toolkit.data.transforms.policy import policy_of
-from toolkit.errors import BadInput
-from toolkit.runs.settings import DataConfig
+from toolkit.run.settings import DataConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 patient = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))

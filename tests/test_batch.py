@@ -7,13 +7,13 @@ import pytest
 import torch
 from samples import target_of
 
-from toolkit.batch import Batch, dicts_to_host, on_host, pack, send_dicts, sizes_on_host, unpack
+from toolkit.base.batch import Batch, dicts_to_host, on_host, pack, send_dicts, sizes_on_host, unpack
 from toolkit.data import pipeline
 from toolkit.data.batches import Prefetcher
 from toolkit.data.formats import open_dataset
-from toolkit.models.detr.rt_detr import without_crowd
-from toolkit.runs.settings import DataConfig
-from toolkit.session import Session
+from toolkit.detectors.detr.rt_detr import without_crowd
+from toolkit.run.session import Session
+from toolkit.run.settings import DataConfig
 
 
 def _targets() -> list[dict]:

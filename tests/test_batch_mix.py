@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import assert_same, sample, shapes_table
 
+from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.transforms.mixing import OBJECTS, blend_objects, mix_batch, mix_neighbours
-from toolkit.errors import BadInput
-from toolkit.runs.settings import DataConfig
+from toolkit.run.settings import DataConfig
 
 SIDE = 40
 

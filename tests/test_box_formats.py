@@ -11,10 +11,10 @@ from documents import BCCD, DIRTY, box, checked, columns_of, document, image, wr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from toolkit.base.errors import BadInput
 from toolkit.data.checks import EVIDENCE, format_fault
 from toolkit.data.formats.json_stream import Whole, stream_lists
 from toolkit.data.shapes import make_shapes
-from toolkit.errors import BadInput
 
 CONVERTED = {
     "xyxy": lambda x, y, w, h, W, H: [x, y, x + w, y + h],

@@ -2,8 +2,8 @@
 
 import pytest
 
-from toolkit.errors import BadInput
-from toolkit.runs.settings_file import (
+from toolkit.base.errors import BadInput
+from toolkit.run.settings_file import (
     changes,
     config_files,
     in_force,

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from scripts import check_data
-from toolkit.data import inspection, near_duplicates
+from toolkit.base.errors import BadInput
+from toolkit.data import near_duplicates
 from toolkit.data.formats import open_dataset
-from toolkit.data.inspection import near_boxes
 from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, folds_of, groups, held_out, signatures_of
 from toolkit.data.shapes import draw_scene, make_shapes
 from toolkit.data.splits import Fold, hold_out, open_split, open_splits, share_of, share_that_came_out
-from toolkit.errors import BadInput
+from toolkit.tools.doctor import inspection
+from toolkit.tools.doctor.inspection import near_boxes
 
 ROOT = Path(__file__).resolve().parent.parent
 

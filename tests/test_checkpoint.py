@@ -22,9 +22,9 @@ from audit import at_events
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from toolkit.errors import BadInput
-from toolkit.files import decode_json, encode_json
-from toolkit.runs.checkpoint import (
+from toolkit.base.errors import BadInput
+from toolkit.base.files import decode_json, encode_json
+from toolkit.run.checkpoint import (
     CheckpointError,
     linked,
     load_checkpoint,

@@ -10,7 +10,7 @@ from test_export import SMALL as EVERY
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.step.checkpointing import checkpoint_in_place
 from toolkit.step.compiling import compile_in_place, repeated_blocks

@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from launching import REPORT
 
-from toolkit import detect
-from toolkit.command_line import parse_config
+from toolkit.base.errors import BadInput
 from toolkit.data.shapes import make_shapes
-from toolkit.errors import BadInput
+from toolkit.run.command_line import parse_config
+from toolkit.tools import detect
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [path for path in sorted(ROOT.glob("docs/**/*.md")) if path.stem != "design"]  # which speaks of scripts/x.py
@@ -123,7 +123,8 @@ def is_understood(command: str, words: list[str]) -> bool:
         return wanted <= set(project["optional-dependencies"])
     if "-m" in words:
         return importlib.util.find_spec(words[words.index("-m") + 1]) is not None
-    return (ROOT / words[words[0] == "python"]).exists()
+    title = f'```python title="{words[-1]}"'  # a program that stands on the page itself, and has a test of its own
+    return (ROOT / words[words[0] == "python"]).exists() or any(title in path.read_text() for path in PROSE)
 
 
 HELP = {}

@@ -8,7 +8,7 @@ from contract import assert_losses_are_divided_as_announced
 from small_detectors import FINE, HYBRIDS, SMALL, TINY_RF_DETR, batch_of, build, gradient_of, hub_config, run, wake
 from torch import nn
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.step.losses import window_denominators
 
 CONFIGS = Path(__file__).parent / "scripts" / "configs"

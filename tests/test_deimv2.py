@@ -7,14 +7,14 @@ from safetensors.torch import save_file
 from small_detectors import CATEGORIES, batch_of, build, run, small, wake
 from transformers import Deimv2Config, Deimv2ForObjectDetection
 
-from toolkit.errors import BadInput
-from toolkit.models.detr.deimv2 import as_its_program_
-from toolkit.models.detr.deimv2_sizes import SIZES, size_config
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.deimv2 import as_its_program_
+from toolkit.detectors.detr.deimv2_sizes import SIZES, size_config
+from toolkit.detectors.detr.weights_deimv2 import DEIMV2, vit_names
+from toolkit.detectors.detr.weights_rf_detr import RF_DETR
 from toolkit.models.final import load_detector_folder
-from toolkit.models.weights.deimv2 import DEIMV2, vit_names
-from toolkit.models.weights.files import RF_DETR
 from toolkit.models.weights.pretrained import open_pretrained
-from toolkit.use.open import open_own_detector
+from toolkit.tools.predict.open import open_own_detector
 
 # Numbers that learn in the models of configs/deimv2, built with the program; L and X less the masked biases of keys.
 LEARNING = {"atto": 508983, "femto": 983943, "pico": 1539537, "n": 3600419, "s": 9779836, "m": 18357748, "l": 32546220,

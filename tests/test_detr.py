@@ -16,8 +16,8 @@ from transformers import AutoModelForObjectDetection, Deimv2Config
 from transformers.loss.loss_deimv2 import Deimv2Loss
 from transformers.loss.loss_rt_detr import RTDetrForObjectDetectionLoss
 
-from toolkit.models.detr.detr_criterion import DetrCriterion, MatchingCosts, PaddedTargets, match
-from toolkit.models.detr.rt_detr import _transformers_targets, without_crowd
+from toolkit.detectors.detr.detr_criterion import DetrCriterion, MatchingCosts, PaddedTargets, match
+from toolkit.detectors.detr.rt_detr import _transformers_targets, without_crowd
 from toolkit.step.optim import parameter_groups
 
 ONES = {"boxes": 1.0, "class_weights": 1.0}

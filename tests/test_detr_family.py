@@ -29,13 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoImageProcessor, AutoModelForObjectDetection, pipeline
 from transformers.loss.loss_lw_detr import LwDetrHungarianMatcher, LwDetrImageLoss
 
-from toolkit.batch import normalize_images, pixel_mask
-from toolkit.errors import BadInput
-from toolkit.models.detr.focal_criterion import FocalCriterion, quality_terms
+from toolkit.base.batch import normalize_images, pixel_mask
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.step.losses import window_denominators
 
 # The ranks are forked from a server that has imported transformers once for both.
-multiprocessing.set_forkserver_preload(["torch", "toolkit.models.detr.d_fine", "test_detr_family"])
+multiprocessing.set_forkserver_preload(["torch", "toolkit.detectors.detr.d_fine", "test_detr_family"])
 NEW = [name for name in SMALL if name not in ("detr", *HYBRIDS)]
 ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", "yolos", *HYBRIDS]
 FIXED = ("rf_detr", "yolos", *HYBRIDS)  # they ignore padding

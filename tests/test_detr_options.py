@@ -26,17 +26,18 @@ from small_detectors import (
 from torch import nn
 from transformers import ResNetConfig
 
-from toolkit.batch import normalize_images, pixel_mask
-from toolkit.errors import BadInput
-from toolkit.models import ARCHITECTURES, build_detector, options_class
-from toolkit.models.detr.query_points import encode_sinusoidal_position_embedding, grid_points
+from toolkit.base.batch import normalize_images, pixel_mask
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.query_points import encode_sinusoidal_position_embedding, grid_points
+from toolkit.index import DETECTORS
+from toolkit.models import build_detector, options_class
 from toolkit.models.final import load_detector_folder
 
 SETTINGS = SMALL | {
     "conditional_detr": {**ON_TIMM, "dilation": True},
     "rf_detr": {"encoder_layers": 4, "decoder_layers": 2, "num_queries": 6, "heads": 4},
 }
-FAMILY = [name for name, (module, _) in ARCHITECTURES.items() if module.startswith(".detr.")]
+FAMILY = [name for name, (module, _) in DETECTORS.items() if module.startswith("toolkit.detectors.detr.")]
 
 
 def plain(value):

@@ -11,7 +11,7 @@ import torch
 from processes import run_on_ranks
 from torch import nn
 
-from toolkit.distributed import (
+from toolkit.base.distributed import (
     UnannouncedName,
     agree_max,
     all_reduce,
@@ -24,8 +24,8 @@ from toolkit.distributed import (
     state_from_main,
     world,
 )
-from toolkit.errors import BadInput
-from toolkit.runs.processes import RESTARTABLE
+from toolkit.base.errors import BadInput
+from toolkit.run.processes import RESTARTABLE
 from toolkit.step.losses import window_denominators
 
 STATE = {
@@ -240,7 +240,7 @@ class Tiny(nn.Module):
 def as_prepared() -> list:
     """For each kind of detector: whether DDP looks for unused parameters, whether gradients share a bucket, and the
     buffer of this rank behind a step."""
-    from toolkit.runs.processes import prepare, start_accelerator
+    from toolkit.run.processes import prepare, start_accelerator
 
     rank, ranks = world()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}

@@ -17,8 +17,9 @@ from PIL import Image
 
 from toolkit.data.splits import open_splits
 from toolkit.data.table import Category
-from toolkit.models import ARCHITECTURES, build_detector, options_class
-from toolkit.runs import settings
+from toolkit.index import DETECTORS
+from toolkit.models import build_detector, options_class
+from toolkit.run import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -45,7 +46,7 @@ def test_every_setting_that_a_page_names_is_one():
 
 
 def test_the_page_of_settings_has_every_key_of_the_dataclasses():
-    expected = {f"model.{field.name}" for name in ARCHITECTURES for field in fields(options_class(name))}
+    expected = {f"model.{field.name}" for name in DETECTORS for field in fields(options_class(name))}
     for group in GROUPS[:2] + GROUPS[3:]:
         expected |= {f"{group}.{field.name}" for field in fields(getattr(settings, f"{group.capitalize()}Config"))}
     expected |= {f"eval.{field.name}" for field in fields(settings.SceneGraphEvalConfig)}
@@ -112,7 +113,7 @@ def test_the_python_of_the_readme_runs(here, capsys):
 
 def test_the_examples_of_the_api_run(here, monkeypatch):
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(here / "cache"))
-    monkeypatch.setattr("toolkit.session.report_and_card", lambda *_, **__: None)
+    monkeypatch.setattr("toolkit.run.session._report", lambda *_, **__: None)
     monkeypatch.syspath_prepend(here)
     program = examples((ROOT / "docs" / "api.md").read_text())
     try:

@@ -16,7 +16,7 @@ ALLOWED = {
         "main": [
             "- from toolkit.evaluation.coco import CocoEvaluator",
             "+ from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator",
-            "+ from toolkit.scene_graphs.start import lacking_relations, start_scene_graph",
+            "+ from toolkit.detectors.scene_graphs.start import lacking_relations, start_scene_graph",
             "+ e = config.eval",
             "- detector = session.make_detector(s, table)",
             "- t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))",

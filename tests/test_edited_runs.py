@@ -19,11 +19,11 @@ import replay
 import report
 import train_detr
 
-from toolkit.errors import BadInput
-from toolkit.evaluation.report.facts import run_facts
+from toolkit.base.errors import BadInput
 from toolkit.models import options_class
-from toolkit.runs.open_run import script_of, settings_beside
-from toolkit.runs.settings_file import GROUPS, NEEDED, load_config_dict, save_config
+from toolkit.run.open_run import script_of, settings_beside
+from toolkit.run.settings_file import GROUPS, NEEDED, load_config_dict, save_config
+from toolkit.tools.report.facts import run_facts
 
 REMOVED = object()
 # (group, key, value) of each edit -> what the sentences say

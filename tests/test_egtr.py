@@ -11,17 +11,22 @@ from scene_graph_data import SIDE, arrays, cut_objects, loader_of, losses_of, pa
 from test_any_detector import FAST, HYBRID, TRANSFORMER
 from transformers import DeformableDetrConfig, DeformableDetrModel
 
-from toolkit.box_ops import cxcywh_to_xyxy, denormalize_boxes
-from toolkit.errors import BadInput
+from toolkit.base.box_ops import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.detr_criterion import MatchingCosts, pad_targets
+from toolkit.detectors.scene_graphs.egtr import BELOW, EgtrHead, kept_states
+from toolkit.detectors.scene_graphs.egtr_criterion import (
+    RelationSampling,
+    count_entries,
+    match_with_quality,
+    relation_losses,
+)
+from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
+from toolkit.detectors.scene_graphs.options import EgtrOptions
+from toolkit.detectors.scene_graphs.start import start_scene_graph
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.models import build_detector
-from toolkit.models.detr.detr_criterion import MatchingCosts, pad_targets
 from toolkit.models.final import load_detector_folder
-from toolkit.scene_graphs.egtr import BELOW, EgtrHead, kept_states
-from toolkit.scene_graphs.egtr_criterion import RelationSampling, count_entries, match_with_quality, relation_losses
-from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
-from toolkit.scene_graphs.options import EgtrOptions
-from toolkit.scene_graphs.start import start_scene_graph
 
 NAMES = [(r"proj_q", "query_projections"), (r"proj_k", "key_projections"), (r"final_sub_proj", "subject"),
          (r"final_obj_proj", "object"), (r"rel_predictor_gate", "gate"), (r"rel_predictor\.layers", "predicate"),

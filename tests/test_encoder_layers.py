@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from small_detectors import HYBRIDS, batch_of, small
 
-from toolkit.models.detr.host_waits import ENCODER_LAYERS, without_host_waits
+from toolkit.detectors.detr.host_waits import ENCODER_LAYERS, without_host_waits
 
 
 def test_no_release_of_transformers_is_allowed_that_was_not_compared():

@@ -24,20 +24,20 @@ from timm.layers.pool2d_same import MaxPool2dSame
 from torch.nn.functional import pad
 
 from scripts import export as script
-from toolkit import trust
+from toolkit.base import trust
+from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.use.export import check_exportable, export_detector, export_final, judge, operators
-from toolkit.use.export.check import batches_agree, check_outputs, difference
-from toolkit.use.export.files import KEY, About, open_file, write_onnx
-from toolkit.use.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
-from toolkit.use.export.half import write_half
-from toolkit.use.export.relations import PixelsToGraph, export_graph
-from toolkit.use.export.sampling import grid_sample_by_gather
-from toolkit.use.open import OwnDetector, open_predictor
-from toolkit.use.predict_split import SplitOptions, open_any
-from toolkit.use.prediction import own_predict, predict_with
+from toolkit.tools.export import check_exportable, export_detector, export_final, judge, operators
+from toolkit.tools.export.check import batches_agree, check_outputs, difference
+from toolkit.tools.export.files import KEY, About, open_file, write_onnx
+from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
+from toolkit.tools.export.half import write_half
+from toolkit.tools.export.relations import PixelsToGraph, export_graph
+from toolkit.tools.export.sampling import grid_sample_by_gather
+from toolkit.tools.predict.open import OwnDetector, open_predictor
+from toolkit.tools.predict.predict_split import SplitOptions, open_any
+from toolkit.tools.predict.prediction import own_predict, predict_with
 
 CLASSES = ["a", "b", "c"]
 DETR = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32,
@@ -532,7 +532,7 @@ def test_openvino_takes_eight_bits(ssd):
     """In float32 it is among the files of every detector."""
     pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino nncf")
     pytest.importorskip("nncf", reason="nncf is not installed")
-    from toolkit.use.export.files import write_openvino
+    from toolkit.tools.export.files import write_openvino
 
     path, about = ssd[0]["onnx"], open_file(ssd[0]["onnx"])[1]
     write_openvino(path, path.with_suffix(".xml"), about, [images_of(1, 64, 64, seed=i).numpy() for i in range(4)])

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.command_line import parse_config, run_script
+from toolkit.base.errors import BadInput, FailedElsewhere, says_bad_input
+from toolkit.base.files import waiting_aloud
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput, FailedElsewhere, says_bad_input
-from toolkit.files import waiting_aloud
-from toolkit.runs import processes
-from toolkit.runs.failures import as_sentences, attempt
-from toolkit.runs.launcher import refuse
-from toolkit.runs.settings import OptimConfig, RunConfig
-from toolkit.runs.writer import RunWriter
+from toolkit.run import processes
+from toolkit.run.command_line import parse_config, run_script
+from toolkit.run.failures import as_sentences, attempt
+from toolkit.run.launcher import refuse
+from toolkit.run.settings import OptimConfig, RunConfig
+from toolkit.run.writer import RunWriter
 
 
 @dataclass
@@ -92,7 +92,7 @@ def test_a_disk_that_stalls_is_waited_for_and_that_is_said(monkeypatch):
         told.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr("toolkit.files.STALLED_S", 0)
+        patch.setattr("toolkit.base.files.STALLED_S", 0)
         with waiting_aloud("the checkpoint of step 3", say):
             assert told.wait(60)
     (text,) = said

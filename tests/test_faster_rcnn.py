@@ -13,12 +13,12 @@ from torchvision.models.detection._utils import Matcher
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou
 
+from toolkit.base.seeding import seed_images
 from toolkit.data.table import Category
-from toolkit.draws import seed_images
+from toolkit.detectors.faster_rcnn.build import torchvision_settings
+from toolkit.detectors.faster_rcnn.criterion import BACKGROUND, IGNORED, covered_share, match_boxes, sample, shares
+from toolkit.detectors.faster_rcnn.options import FasterRcnnOptions, ResNet50V2Options, TwoStageOptions
 from toolkit.models import build_detector
-from toolkit.models.faster_rcnn.build import torchvision_settings
-from toolkit.models.faster_rcnn.criterion import BACKGROUND, IGNORED, covered_share, match_boxes, sample, shares
-from toolkit.models.faster_rcnn.options import FasterRcnnOptions, ResNet50V2Options, TwoStageOptions
 from toolkit.models.final import load_detector_folder
 from toolkit.models.start import start_detector
 from toolkit.step.freezing import FrozenBatchNorm2d, eval_mode

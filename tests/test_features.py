@@ -7,7 +7,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
 from toolkit.models.timm_features import group_norms, leaves_stages, number_of_groups, timm_features

@@ -15,17 +15,17 @@ from torch import nn
 from transformers import AutoModelForObjectDetection
 
 from scripts import train_detr
-from toolkit.command_line import parse_config
+from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
 from toolkit.models import build_detector, options_class
 from toolkit.models.backbones import timm_model
 from toolkit.models.start import load_pretrained, start_detector
 from toolkit.models.weights.class_names import COCO_80, coco_by_id
 from toolkit.models.weights.mapping import copy_class_rows, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
-from toolkit.runs.settings_file import load_config_dict
-from toolkit.use.open import rebuild_detector
+from toolkit.run.command_line import parse_config
+from toolkit.run.settings_file import load_config_dict
+from toolkit.tools.predict.open import rebuild_detector
 
 TRANSFORMER = {"backbone": "test_resnet", "freeze": "none", "d_model": 16, "heads": 2, "ffn_dim": 16,
                "encoder_layers": 1, "decoder_layers": 1, "num_queries": 5}  # fmt: skip

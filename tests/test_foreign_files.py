@@ -21,25 +21,25 @@ from PIL import Image
 
 from scripts import predict, train_sgg
 from scripts.train_faster_rcnn import Config
-from toolkit import trust
-from toolkit.boxes import Boxes
-from toolkit.command_line import parse_config
+from toolkit.base import trust
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.csv import write_csv
 from toolkit.data.table import Category, LabelledImages
-from toolkit.errors import BadInput
 from toolkit.evaluation.predictions_file import read_predictions
-from toolkit.evaluation.report.facts import run_facts
 from toolkit.models import build_detector, options_class
 from toolkit.models.weights.pretrained import open_pretrained
-from toolkit.runs.checkpoint_content import FORMAT
-from toolkit.runs.metrics_log import read_metrics
-from toolkit.runs.open_run import open_run, open_script
-from toolkit.runs.settings_file import load_config_dict
+from toolkit.run.checkpoint_content import FORMAT
+from toolkit.run.command_line import parse_config
+from toolkit.run.metrics_log import read_metrics
+from toolkit.run.open_run import open_run, open_script
+from toolkit.run.settings_file import load_config_dict
 from toolkit.step.nan_report import load_report
-from toolkit.use.export.files import KEY, open_file
-from toolkit.use.open import open_predictor, rebuild_detector
+from toolkit.tools.export.files import KEY, open_file
+from toolkit.tools.predict.open import open_predictor, rebuild_detector
+from toolkit.tools.report.facts import run_facts
 
 ROOT = Path(__file__).resolve().parents[1]
 CLASS = "strangers_module:Detector"

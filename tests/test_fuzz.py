@@ -33,26 +33,26 @@ from PIL import Image
 from visual_genome_writer import write_visual_genome
 
 from scripts.train_ssd import Config
-from toolkit import trust
-from toolkit.batch import Batch
-from toolkit.command_line import parse_config
+from toolkit.base import trust
+from toolkit.base.batch import Batch
+from toolkit.base.errors import BadInput, sentence
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.errors import BadInput, sentence
 from toolkit.evaluation.predictions_file import read_predictions, write_predictions
-from toolkit.evaluation.report.facts import run_facts
 from toolkit.models import options_class
 from toolkit.models.weights.backbone_file import timm_model_from_file
 from toolkit.models.weights.pretrained import open_pretrained
-from toolkit.runs.open_run import open_run
-from toolkit.runs.sweep_file import read_sweep
+from toolkit.run.command_line import parse_config
+from toolkit.run.open_run import open_run
 from toolkit.step.nan_report import diagnose, load_report, write_report
-from toolkit.use.image_files import given_boxes, image_ids_of
-from toolkit.use.open import open_predictor, report_thresholds
-from toolkit.use.video import Video, VideoWriter
+from toolkit.tools.predict.image_files import given_boxes, image_ids_of
+from toolkit.tools.predict.open import open_predictor, report_thresholds
+from toolkit.tools.predict.video import Video, VideoWriter
+from toolkit.tools.report.facts import run_facts
+from toolkit.tools.sweeps.sweep_file import read_sweep
 
 resource = pytest.importorskip("resource", reason="limits of the kernel: not on Windows")
 

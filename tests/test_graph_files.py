@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
-from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.visual_genome import load_image_list
-from toolkit.scene_graphs.readers.visual_genome_files import find_files
+from toolkit.detectors.scene_graphs.readers.visual_genome import load_image_list
+from toolkit.detectors.scene_graphs.readers.visual_genome_files import find_files
 
 NAMES = {"label_to_idx": {"ship": 1, "crane": 2}, "predicate_to_idx": {"over": 1, "beside": 2, "at": 3}}
 ARRAYS = {  # two images, the second without relations; boxes are centre x, y, w, h where the longer side is 1024

@@ -10,14 +10,14 @@ import torch
 from faults import _NanBackward
 from torch import nn
 
-from toolkit.batch import Batch
-from toolkit.errors import BadInput
-from toolkit.replay_session import window_of_report
+from toolkit.base.batch import Batch
+from toolkit.base.errors import BadInput
 from toolkit.step import nan_report
 from toolkit.step.gradients import gradient_norm
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.losses import LossWeights, window_denominators
 from toolkit.step.nan_report import diagnose, investigate, load_report, replay, rerun_window, write_report
+from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf
 

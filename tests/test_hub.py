@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from toolkit.base.errors import BadInput
 from toolkit.data.decoding import decode_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
 
 NAMES = ["cell", "plate"]
 

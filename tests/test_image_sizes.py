@@ -15,15 +15,15 @@ from small_detectors import SMALL as DETRS
 from test_export import SMALL as EVERY
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
 
-from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
+from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
+from toolkit.base.errors import BadInput
 from toolkit.data.batches import collate
 from toolkit.data.pipeline import check_one_size, processor_size, train_transform, training_sizes, val_transform
-from toolkit.errors import BadInput
+from toolkit.detectors.ssd.criterion import encode_boxes
+from toolkit.detectors.ssd.model import square_in_pixels
+from toolkit.detectors.yolov3.targets import STRIDES, assign_boxes, make_grid
 from toolkit.models import build_detector
-from toolkit.models.ssd.criterion import encode_boxes
-from toolkit.models.ssd.model import square_in_pixels
-from toolkit.models.yolov3.targets import STRIDES, assign_boxes, make_grid
-from toolkit.runs.settings import DataConfig
+from toolkit.run.settings import DataConfig
 
 HW = (64, 128)
 SSD = {"backbone": "lcnet_035", "strides": [16, 32, 64, -1], "channels": [16] * 4, "aspect_ratios": [[2]] * 4}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from scripts import check_data
+from toolkit.base.errors import BadInput
 from toolkit.data import image_sources
 from toolkit.data.decoding import ImageError, decode_image, probe_image
 from toolkit.data.formats import open_dataset
@@ -24,8 +25,7 @@ from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.shapes import make_shapes
-from toolkit.errors import BadInput
-from toolkit.runs.settings import DataConfig
+from toolkit.run.settings import DataConfig
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from toolkit.base.errors import BadInput
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.decoding import ImageError, _jpeg_size, decode_image, probe_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.sampling import SampleKey
-from toolkit.errors import BadInput
 
 IMAGES = Path(__file__).parent / "data" / "dirty" / "images"
 SQUARE, GROUND = (220, 30, 30), (235, 230, 220)

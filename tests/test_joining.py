@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from toolkit.base.errors import BadInput
 from toolkit.data import splits
 from toolkit.data.decoding import decode_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.joining import paired, set_repeats
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.shapes import make_shapes
-from toolkit.errors import BadInput
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth
-from toolkit.runs.settings import DataConfig
+from toolkit.run.settings import DataConfig
 
 KEPT = {"a": ["circle", "square", "star"], "b": ["triangle", "circle"]}  # in this order, with these classes only
 

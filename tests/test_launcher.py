@@ -12,16 +12,16 @@ import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
-from toolkit.errors import BadInput
-from toolkit.runs.launcher import Launch, _launch_arguments, asked_precision, find_launch, refuse
+from toolkit.base.errors import BadInput
+from toolkit.run.launcher import Launch, _launch_arguments, asked_precision, find_launch, refuse
 
 ROOT = Path(__file__).resolve().parents[1]
 CHILD = """
 import json, os, sys
 import torch
-from toolkit.errors import BadInput
-from toolkit.runs.launcher import asked_settings, find_launch, refuse
-from toolkit.runs.processes import set_threads
+from toolkit.base.errors import BadInput
+from toolkit.run.launcher import asked_settings, find_launch, refuse
+from toolkit.run.processes import set_threads
 problems = ""
 launch = find_launch()
 try:

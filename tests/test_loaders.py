@@ -15,7 +15,8 @@ from PIL import Image
 from samples import assert_same, sample
 from torchvision.transforms import functional as F
 
-from toolkit.batch import Batch, normalize_images, pixel_mask
+from toolkit.base.batch import Batch, normalize_images, pixel_mask
+from toolkit.base.errors import BadInput
 from toolkit.data.annotations import ImageRow
 from toolkit.data.batches import collate, make_loader, naming_killed_workers, windows
 from toolkit.data.check_files import check_image_files
@@ -24,7 +25,6 @@ from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import ResizeShorter, detr_train_transform, exact_transform
-from toolkit.errors import BadInput
 
 resource = pytest.importorskip("resource", reason="limits of the kernel, and forked workers: not on Windows")
 
@@ -229,8 +229,8 @@ def test_a_disk_that_stalls_at_an_image_is_waited_for_and_that_is_said(tmp_path,
                 fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
                 said.append(text)
 
-        monkeypatch.setattr("toolkit.files.STALLED_S", 0.01)
-        monkeypatch.setattr("toolkit.files._say", answer)
+        monkeypatch.setattr("toolkit.base.files.STALLED_S", 0.01)
+        monkeypatch.setattr("toolkit.base.files._say", answer)
         if reader == "check":
             assert check_image_files(rows, {row.file_name for row in rows}, tmp_path, "full")[0] == []
         else:

@@ -12,17 +12,17 @@ from processes import run_on_ranks
 from torch import nn
 
 from scripts import train_detr
-from toolkit.batch import Batch
-from toolkit.distributed import world
-from toolkit.errors import BadInput
+from toolkit.base.batch import Batch
+from toolkit.base.distributed import world
+from toolkit.base.errors import BadInput
 from toolkit.models import detector as base
-from toolkit.recovery import ranks_apart
-from toolkit.runs.checkpoint import linked
+from toolkit.run.checkpoint import linked
+from toolkit.run.recovery import ranks_apart
+from toolkit.run.validation import finish
 from toolkit.step.extra import Extra
 from toolkit.step.length import Pace
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.schedules import Schedule
-from toolkit.validation import finish
 
 
 class InTurn(torch.optim.SGD):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.step.losses import LossWeights, window_denominators
 
 DETR = ("loss_ce", "loss_bbox", "loss_ce_0", "loss_bbox_0", "loss_ce_enc", "loss_ce_dn_0", "loss_ce_aux_1")
@@ -24,7 +24,7 @@ def test_a_weight_covers_its_auxiliary_layers_and_an_exact_name_overrides_it():
         "loss_ce_dn_0": 3.0, "loss_ce_aux_1": 3.0,
     }  # fmt: skip
     losses = scalars(DETR)
-    result = weights(losses, step=0)
+    result = weights.weigh(losses, step=0)
     assert result.total.item() == 2 * (3 * 4 + 5 * 2 + 0.25)
     result.total.backward()
     assert {name: loss.grad.item() for name, loss in losses.items()} == weights.values(0)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from processes import run_on_ranks
 
-from toolkit.distributed import world
-from toolkit.errors import BadInput
-from toolkit.log import Log
+from toolkit.base.distributed import world
+from toolkit.base.errors import BadInput
+from toolkit.run.log import Log
 from toolkit.step.meters import (
     KINDS,
     Averages,

@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import assert_same, shapes_table
 
+from toolkit.base.errors import BadInput
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import ALL_EPOCHS, DetectionDataset, MixedDataset, mixed_epochs
 from toolkit.data.sampling import EpochSampler, SampleKey
+from toolkit.data.transforms.geometry import FILL_RGB
 from toolkit.data.transforms.mixing import draw_point, mosaic
-from toolkit.data.transforms.yolov3 import FILL_RGB, yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
-from toolkit.errors import BadInput
+from toolkit.detectors.yolov3.transforms import yolov3_transform
 
 SIDE = 64
 

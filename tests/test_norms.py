@@ -9,7 +9,7 @@ import torch
 import torchvision
 from torch import nn
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.step.freezing import (
     FrozenBatchNorm2d,
     bn_momentum,

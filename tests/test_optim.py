@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.step.ema import Ema
 from toolkit.step.gradients import drop_gradients, gradient_norm, gradient_table
 from toolkit.step.memory import state_stand_in

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import detect
-from toolkit.command_line import parse_config
+from toolkit.base.errors import BadInput
+from toolkit.base.imports import import_extra, import_without
 from toolkit.data.formats import open_dataset
-from toolkit.errors import BadInput
-from toolkit.imports import import_extra, import_without
+from toolkit.run.command_line import parse_config
+from toolkit.tools import detect
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -49,13 +49,13 @@ def test_every_package_that_a_module_imports_at_its_top_is_in_the_core():
 IMPORTS = """
 import sys
 import train_ssd, train_yolov3, train_faster_rcnn, train_sgg, train_detr
-from toolkit.command_line import parse_config
+from toolkit.run.command_line import parse_config
 parse_config(train_detr.Config, [], train_detr.DEFAULT_CONFIG)
 print(*sys.modules)
 from toolkit import session
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.models import detector_class
-from toolkit.scene_graphs.start import start_scene_graph
+from toolkit.detectors.scene_graphs.start import start_scene_graph
 for architecture in ("ssd", "yolov3", "faster_rcnn", "scene_graph"):
     detector_class(architecture)
 from toolkit.data.formats import open_dataset
@@ -160,7 +160,7 @@ def test_a_real_shell_completes(shell, tmp_path):
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell}")
     command = tmp_path / "detect"
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from toolkit.detect import main; "
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from toolkit.tools.detect import main; "
                        'sys.exit(main())\' "$@"\n')  # fmt: skip
     command.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}

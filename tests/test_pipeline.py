@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from samples import assert_same, assert_well_formed, generator, painted, sample, samples
 
+from toolkit.base.errors import BadInput
 from toolkit.data import splits
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.pipeline import RECIPES, loader_of_settings, train_transform, training_sizes, val_transform
@@ -29,10 +30,9 @@ from toolkit.data.transforms.geometry import (
     recheck_boxes,
 )
 from toolkit.data.transforms.ssd import PhotometricDistortion
-from toolkit.data.transforms.yolov3 import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
 from toolkit.data.variable_sizes import VariableSizes
-from toolkit.errors import BadInput
-from toolkit.runs.settings import DataConfig
+from toolkit.detectors.yolov3.transforms import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
+from toolkit.run.settings import DataConfig
 
 SIDE = 48
 ALL_ON = {"flip": True, "photometric": True, "zoom_out": 3.0, "iou_crop": True}

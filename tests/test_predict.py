@@ -19,24 +19,24 @@ from PIL import Image, ImageDraw
 from report_data import found_of
 
 from scripts import predict
-from toolkit.boxes import Boxes
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
+from toolkit.base.files import distinct, without_suffix
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category, LabelledImages
-from toolkit.errors import BadInput
+from toolkit.detectors.scene_graphs.draw import draw_found, left_out_in_words
 from toolkit.evaluation.detections import detections_as_json
 from toolkit.evaluation.draw import COLOURS, draw_arrow, picture_with_boxes
-from toolkit.files import distinct, without_suffix
 from toolkit.models import options_class
-from toolkit.runs.open_run import kind_of, open_run
-from toolkit.scene_graphs.draw import draw_found, left_out_in_words
-from toolkit.use.image_files import find_images, find_or_fetch, image_ids_of, predict_files
-from toolkit.use.open import open_predictor
-from toolkit.use.outputs import check_outputs, clear_outputs, write_outputs
-from toolkit.use.predict_split import SplitOptions, data_settings, open_any
-from toolkit.use.prediction import Predictor, as_image, from_report, input_hw, of_classes
-from toolkit.use.uncertain import most_uncertain, write_uncertain
+from toolkit.run.open_run import kind_of, open_run
+from toolkit.tools.predict.image_files import find_images, find_or_fetch, image_ids_of, predict_files
+from toolkit.tools.predict.open import open_predictor
+from toolkit.tools.predict.outputs import check_outputs, clear_outputs, write_outputs
+from toolkit.tools.predict.predict_split import SplitOptions, data_settings, open_any
+from toolkit.tools.predict.prediction import Predictor, as_image, from_report, input_hw, of_classes
+from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
 

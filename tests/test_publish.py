@@ -12,12 +12,12 @@ from launching import ROOT, SCRIPTS, finish, small_settings, start
 from local_hub import local_hub
 from safetensors.torch import load, load_file
 
+from toolkit.base.errors import BadInput
 from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.card import write_card
-from toolkit.use.publish import check_push, final_folder, push, write_run_card
+from toolkit.tools.publish.card import write_card
+from toolkit.tools.publish.push import check_push, final_folder, push, write_run_card
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate: large")]
 SETTINGS = {
@@ -129,7 +129,7 @@ def test_the_folder_arrives_whole(run, hub):
 
 def test_a_training_asks_first_and_changes_nothing(hub, monkeypatch, capsys, tmp_path):
     from scripts import train_ssd
-    from toolkit.command_line import run_script
+    from toolkit.run.command_line import run_script
 
     check_push("me/cups"), check_push("lab/cups"), check_push("cups")
     cases = {"hf_reads": ("me/cups", "may only read"), "hf_wrong": ("me/cups", "did not take it"),

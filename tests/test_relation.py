@@ -9,25 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.ops import MultiScaleRoIAlign
 
+from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
-from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
-from toolkit.models.weights.mapping import map_weights
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, head_losses, mean, predicate_loss
-from toolkit.scene_graphs.frequency import predicate_weights
-from toolkit.scene_graphs.geometry import iou_plus_one, reading_order
-from toolkit.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
-from toolkit.scene_graphs.heads.layers import AVERAGE_RATIO, RunningMean
-from toolkit.scene_graphs.heads.trees import grow_trees
-from toolkit.scene_graphs.heads.vctree import drawn_columns
-from toolkit.scene_graphs.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
-from toolkit.scene_graphs.sampling import (
+from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, head_losses, mean, predicate_loss
+from toolkit.detectors.scene_graphs.frequency import predicate_weights
+from toolkit.detectors.scene_graphs.geometry import iou_plus_one, reading_order
+from toolkit.detectors.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.heads.layers import AVERAGE_RATIO, RunningMean
+from toolkit.detectors.scene_graphs.heads.trees import grow_trees
+from toolkit.detectors.scene_graphs.heads.vctree import drawn_columns
+from toolkit.detectors.scene_graphs.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
+from toolkit.detectors.scene_graphs.sampling import (
     pairs_to_ask,
     relation_matrix,
     sample_detected_boxes,
     sample_given_boxes,
 )
-from toolkit.scene_graphs.union import UnionFeatures
+from toolkit.detectors.scene_graphs.union import UnionFeatures
+from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
+from toolkit.models.weights.mapping import map_weights
 from toolkit.step.precision import describe_float32_layers, has_lstm_kernel
 
 CLASSES, PREDICATES = 6, 5
@@ -368,7 +368,7 @@ def test_union_features_of_all_images_at_once(monkeypatch):
     torch.testing.assert_close(features[6:], alone)
     seen = []
     pool.register_forward_hook(lambda _, __, pooled: seen.append(len(pooled)))
-    monkeypatch.setattr("toolkit.scene_graphs.union.PAIRS_AT_ONCE", 5)
+    monkeypatch.setattr("toolkit.detectors.scene_graphs.union.PAIRS_AT_ONCE", 5)
     in_parts, _ = union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, batch.sizes_hw)
     torch.testing.assert_close(in_parts, features)
     assert seen == [5, 3], "the pairs of an image may be in two parts"

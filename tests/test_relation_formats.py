@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
+from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import loader_of_settings
-from toolkit.errors import BadInput
+from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text
 from toolkit.evaluation.detections import relations_as_json, without_graph_constraint
-from toolkit.runs.settings import DataConfig
-from toolkit.scene_graphs.formats import SUFFIXES, graph_text
+from toolkit.run.settings import DataConfig
 
 
 def pictures(folder, names, size=(60, 40)):
@@ -70,7 +70,7 @@ def test_images_with_rare_predicates_come_more_often(tmp_path):
 
 
 def test_gqa_keeps_its_most_frequent_names(tmp_path, monkeypatch):
-    monkeypatch.setattr("toolkit.scene_graphs.readers.gqa.CLASSES", 2)
+    monkeypatch.setattr("toolkit.detectors.scene_graphs.readers.gqa.CLASSES", 2)
     pictures(tmp_path / "images", ["1.jpg", "2.jpg", "3.jpg"])
 
     def image(*objects):

@@ -13,11 +13,11 @@ from torchvision.models.detection.faster_rcnn import TwoMLPHead
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.models.faster_rcnn.build import WholePixelPool
-from toolkit.scene_graphs.batch import RelationBatch, mean
-from toolkit.scene_graphs.frequency import class_balanced_weights, log_prior
-from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
-from toolkit.scene_graphs.union import AllLevelsPool, UnionFeatures
+from toolkit.detectors.faster_rcnn.build import WholePixelPool
+from toolkit.detectors.scene_graphs.batch import RelationBatch, mean
+from toolkit.detectors.scene_graphs.frequency import class_balanced_weights, log_prior
+from toolkit.detectors.scene_graphs.heads import HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.union import AllLevelsPool, UnionFeatures
 
 NAMES = [  # of PE-Net and REACT -> ours, in order
     (r"post_emb", "split"), (r"obj_embed1", "embed_in"), (r"obj_embed", "embed_out"), (r"rel_embed", "predicate_embed"),

@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from report_data import found_of, table_of
 
+from toolkit.base.text import in_markdown
 from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions, montage
-from toolkit.evaluation.report import plot_curves, series, smoothed, write_report
-from toolkit.evaluation.report.facts import command_that_goes_on, flags_that_go_on
-from toolkit.runs.settings import EvalConfig, RunConfig, ScheduleConfig
-from toolkit.runs.status import ENDINGS, in_words
-from toolkit.text import in_markdown
+from toolkit.run.settings import EvalConfig, RunConfig, ScheduleConfig
+from toolkit.run.status import ENDINGS, in_words
+from toolkit.tools.report import plot_curves, series, smoothed, write_report
+from toolkit.tools.report.facts import command_that_goes_on, flags_that_go_on
 
 
 def write_metrics(path, rows, cut_off=False):

@@ -8,22 +8,22 @@ import pytest
 import torch
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
-from toolkit.box_ops import pairwise_iou
-from toolkit.boxes import COLUMNS
-from toolkit.errors import BadInput
+from toolkit.base.box_ops import pairwise_iou
+from toolkit.base.boxes import COLUMNS
+from toolkit.base.errors import BadInput
 from toolkit.evaluation import matches
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions import boxes_of
 from toolkit.evaluation.predictions_file import about_file, read_predictions, write_predictions
-from toolkit.evaluation.report.annotations import suspects
-from toolkit.evaluation.report.bootstrap import interval, resample, weighted_numbers
-from toolkit.evaluation.report.comparison import compare
-from toolkit.evaluation.report.errors import KINDS, strata, tide_errors
-from toolkit.evaluation.report.judgement import as_json, judge
-from toolkit.evaluation.report.thresholds import calibration, confusion_matrix, sweep
 from toolkit.evaluation.voc import voc_metrics
+from toolkit.tools.report.annotations import suspects
+from toolkit.tools.report.bootstrap import interval, resample, weighted_numbers
+from toolkit.tools.report.comparison import compare
+from toolkit.tools.report.errors import KINDS, strata, tide_errors
+from toolkit.tools.report.judgement import as_json, judge
+from toolkit.tools.report.thresholds import calibration, confusion_matrix, sweep
 
 
 def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):

@@ -11,15 +11,16 @@ import pytest
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
 
 from toolkit.evaluation.predictions_file import write_predictions
-from toolkit.evaluation.report import PREDICTIONS, figures, gallery, sections, write_report
-from toolkit.evaluation.report.advice import MORE_BOXES, advise
-from toolkit.evaluation.report.charts import COLOURS, MOST_POINTS, BarChart, Line, LineChart, figure, save_charts, svg
-from toolkit.evaluation.report.facts import RunFacts
-from toolkit.evaluation.report.judgement import judge
-from toolkit.evaluation.report.thresholds import Sweep
-from toolkit.evaluation.report.write import write_comparison, write_page
-from toolkit.models import ARCHITECTURES, options_class
-from toolkit.runs.status import RunStatus
+from toolkit.index import DETECTORS
+from toolkit.models import options_class
+from toolkit.run.status import RunStatus
+from toolkit.tools.report import PREDICTIONS, figures, gallery, sections, write_report
+from toolkit.tools.report.advice import MORE_BOXES, advise
+from toolkit.tools.report.charts import COLOURS, MOST_POINTS, BarChart, Line, LineChart, figure, save_charts, svg
+from toolkit.tools.report.facts import RunFacts
+from toolkit.tools.report.judgement import judge
+from toolkit.tools.report.thresholds import Sweep
+from toolkit.tools.report.write import write_comparison, write_page
 
 
 class Checker(HTMLParser):
@@ -256,5 +257,5 @@ def test_a_detector_that_finds_nothing_is_told_why(tmp_path):
 
 
 def test_settings_that_the_advice_for_crowded_images_names_exist():
-    known = {each.name for architecture in ARCHITECTURES for each in fields(options_class(architecture))}
+    known = {each.name for architecture in DETECTORS for each in fields(options_class(architecture))}
     assert set(MORE_BOXES) <= known

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.errors import BadInput
-from toolkit.files import write_json_atomic
-from toolkit.runs.folder import git_state, keep_staged, prepare_run_folder, staging, write_environment
-from toolkit.runs.status import EXIT_CODES, FolderLock, read_status, run_status, write_status
+from toolkit.base.errors import BadInput
+from toolkit.base.files import write_json_atomic
+from toolkit.run.folder import git_state, keep_staged, prepare_run_folder, staging, write_environment
+from toolkit.run.status import EXIT_CODES, FolderLock, read_status, run_status, write_status
 
 fcntl = pytest.importorskip("fcntl", reason="POSIX locks: not on Windows")
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.base.errors import BadInput
 from toolkit.data.sampling import (
     EpochSampler,
     EvalSampler,
@@ -16,7 +17,6 @@ from toolkit.data.sampling import (
     steps_ahead,
 )
 from toolkit.data.variable_sizes import VariableSizes
-from toolkit.errors import BadInput
 
 SIZES = ((128, 96), (160, 160), (192, 256))
 BASE = (160, 160)

@@ -16,31 +16,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scene_graph_data import INNER, as_denominators, cut_objects, loader_of, losses_of, model_of, shapes_table
 
+from toolkit.base.errors import BadInput
+from toolkit.base.seeding import seed_images
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import ATTRIBUTES, PREDICATES
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import RandomFlip
-from toolkit.draws import seed_images
-from toolkit.errors import BadInput
-from toolkit.evaluation.coco import make_evaluator
-from toolkit.evaluation.predict_dataset import predict_dataset
-from toolkit.models import build_detector
-from toolkit.models.final import load_detector_folder
-from toolkit.scene_graphs.draw import correct_triplets
-from toolkit.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
-from toolkit.scene_graphs.frequency import log_frequencies
-from toolkit.scene_graphs.heads import HEADS
-from toolkit.scene_graphs.options import EgtrOptions, SceneGraphOptions, without_detector
-from toolkit.scene_graphs.sampling import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
-from toolkit.scene_graphs.start import (
+from toolkit.detectors.scene_graphs.draw import correct_triplets
+from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
+from toolkit.detectors.scene_graphs.frequency import log_frequencies
+from toolkit.detectors.scene_graphs.heads import HEADS
+from toolkit.detectors.scene_graphs.options import EgtrOptions, SceneGraphOptions, without_detector
+from toolkit.detectors.scene_graphs.sampling import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
+from toolkit.detectors.scene_graphs.start import (
     count_table,
     lacking_relations,
     load_word_vectors,
     start_from_words,
     start_scene_graph,
 )
+from toolkit.evaluation.coco import make_evaluator
+from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.models import build_detector
+from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
+from toolkit.base.errors import BadInput
 from toolkit.data.sampling import accumulation_at
-from toolkit.errors import BadInput
-from toolkit.runs.settings import ScheduleConfig
+from toolkit.run.settings import ScheduleConfig
 from toolkit.step.length import StepBudget, is_time, steps_from
 from toolkit.step.schedules import SHAPES, PlateauSchedule, Schedule, lr_factor, schedule_of_settings, warm_up
 

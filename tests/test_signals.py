@@ -11,8 +11,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from toolkit import signals
-from toolkit.signals import StopSignals, ignore_in_worker, signal_name, sigterm_held_back, stop_signals_raise
+from toolkit.base import signals
+from toolkit.base.signals import StopSignals, ignore_in_worker, signal_name, sigterm_held_back, stop_signals_raise
 
 pytest.importorskip("fcntl", reason="POSIX signals: not on Windows")
 
@@ -59,7 +59,7 @@ def test_outside_the_main_thread_nothing_is_caught():
 def test_ctrl_c_ends_a_process_that_would_swallow_it():
     code = """
 import signal
-from toolkit.signals import interrupt_ends_at_once
+from toolkit.base.signals import interrupt_ends_at_once
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with interrupt_ends_at_once():
     pass
@@ -77,7 +77,7 @@ with interrupt_ends_at_once():
 PARENT = """
 import sys
 from pathlib import Path
-from toolkit.runs.watch import WatchedRun
+from toolkit.tools.watch import WatchedRun
 run = WatchedRun([sys.executable, "-c", "import signal; signal.pause()"], *map(Path, sys.argv[1:]))
 print(run.process.pid, flush=True)
 run.process.wait()

@@ -11,10 +11,9 @@ from processes import run_on_ranks
 from torch import nn
 from torchvision.ops import box_iou
 
-from toolkit.box_ops import cxcywh_to_xyxy
-from toolkit.distributed import all_reduce, world
-from toolkit.models import build_detector
-from toolkit.models.ssd.criterion import (
+from toolkit.base.box_ops import cxcywh_to_xyxy
+from toolkit.base.distributed import all_reduce, world
+from toolkit.detectors.ssd.criterion import (
     IGNORED,
     Objects,
     SsdCriterion,
@@ -25,6 +24,7 @@ from toolkit.models.ssd.criterion import (
     mine_negatives,
     pad_objects,
 )
+from toolkit.models import build_detector
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.losses import window_denominators
 

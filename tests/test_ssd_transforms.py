@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import generator, painted
 
-from toolkit.box_ops import pairwise_iou
+from toolkit.base.box_ops import pairwise_iou
 from toolkit.data.transforms.ssd import FILL_RGB, draw_iou_crop, draw_zoom_out, keep_seen, view
 
 

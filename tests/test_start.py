@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
+from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
+from toolkit.detectors.scene_graphs.options import SceneGraphOptions
+from toolkit.detectors.scene_graphs.start import start_scene_graph
+from toolkit.detectors.ssd.options import SsdliteOptions
 from toolkit.evaluation.coco import CocoEvaluator, make_evaluator
-from toolkit.models import ARCHITECTURES, build_detector, options_class
+from toolkit.index import DETECTORS
+from toolkit.models import build_detector, options_class
 from toolkit.models.final import load_detector_folder
-from toolkit.models.ssd.options import SsdliteOptions
 from toolkit.models.start import start_detector
-from toolkit.scene_graphs.evaluator import SceneGraphEvaluator
-from toolkit.scene_graphs.options import SceneGraphOptions
-from toolkit.scene_graphs.start import start_scene_graph
-from toolkit.use.open import rebuild_detector
+from toolkit.tools.predict.open import rebuild_detector
 
 CLASSES = ["a", "b"]
 CATEGORIES = [Category(i, name) for i, name in enumerate(CLASSES)]
@@ -172,7 +173,7 @@ DERIVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", DETECTORS)
 def test_settings_have_their_real_values(architecture):
     options = options_class(architecture)()
     empty = {name for name, value in asdict(options).items() if value is None}

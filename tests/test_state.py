@@ -11,20 +11,20 @@ from processes import run_on_ranks
 from test_training import NOTHING, make_training
 from torch import nn
 
-from toolkit.batch import Batch
-from toolkit.distributed import reduce_dict, world
-from toolkit.errors import BadInput, Preempted, StoppedByGuard
-from toolkit.recovery import keep_start, recover
-from toolkit.replay_session import window_of_report
-from toolkit.runs.checkpoint import load_checkpoint, newest_valid
-from toolkit.saving import save
+from toolkit.base.batch import Batch
+from toolkit.base.distributed import reduce_dict, world
+from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.run.checkpoint import load_checkpoint, newest_valid
+from toolkit.run.recovery import keep_start, recover
+from toolkit.run.saving import save
+from toolkit.run.validation import finish, validate
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import diagnose, load_report, replay
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
-from toolkit.validation import finish, validate
+from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf
 WINDOW = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), [{"image_id": 1}])]

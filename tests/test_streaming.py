@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from samples import shapes_table
 
+from toolkit.base.errors import BadInput
 from toolkit.data import image_sources
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
@@ -14,8 +15,7 @@ from toolkit.data.image_sources import open_sources
 from toolkit.data.pipeline import blocks_of, loader_of_settings
 from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, block_order, rank_runs
 from toolkit.data.splits import hold_out
-from toolkit.errors import BadInput
-from toolkit.runs.settings import DataConfig
+from toolkit.run.settings import DataConfig
 
 GROUP = 4  # images of a row group
 

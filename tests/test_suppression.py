@@ -10,7 +10,7 @@ from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import MultiScaleRoIAlign, batched_nms, clip_boxes_to_image, nms, remove_small_boxes
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.box_ops import (
+from toolkit.base.box_ops import (
     box_iou,
     cxcywh_to_xyxy,
     denormalize_boxes,
@@ -20,10 +20,10 @@ from toolkit.box_ops import (
     pairwise_iou,
     xyxy_to_cxcywh,
 )
-from toolkit.boxes import common_and_union
+from toolkit.base.boxes import common_and_union
+from toolkit.detectors.faster_rcnn.model import of_one_class_each
+from toolkit.detectors.faster_rcnn.regions import LevelPool, best_proposals, decode_boxes, limits_whwh
 from toolkit.models import build_detector
-from toolkit.models.faster_rcnn.model import of_one_class_each
-from toolkit.models.faster_rcnn.regions import LevelPool, best_proposals, decode_boxes, limits_whwh
 from toolkit.models.nms import _batch_at_once, best_rows, class_wise_nms, nms_keep, settled, sorted_nms
 
 TWO_STAGE = {"backbone": "lcnet_035", "norm": "batch", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,

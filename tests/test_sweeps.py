@@ -14,9 +14,9 @@ import yaml
 from launching import CPU, SCRIPTS, all_rows, checkpoint_tensors, small_settings
 
 from scripts import find_batch_size, find_rate, sweep
+from toolkit.base.errors import BadInput
 from toolkit.data.shapes import make_shapes
-from toolkit.errors import BadInput
-from toolkit.runs.sweep_file import Parameter, read_sweep
+from toolkit.tools.sweeps.sweep_file import Parameter, read_sweep
 
 pytest.importorskip("fcntl", reason="a program with POSIX locks and signals: not on Windows")
 
@@ -132,7 +132,7 @@ def test_a_sweep_whose_trials_all_fail_ends(tmp_path, capsys):
 
 def test_a_trial_worse_than_the_others_is_pruned(tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW", "0.1")
-    monkeypatch.setattr("toolkit.runs.watch.POLL_S", 0.02)
+    monkeypatch.setattr("toolkit.tools.watch.POLL_S", 0.02)
     path = written(tmp_path, early_terminate={"type": "hyperband", "min_iter": 2}, method="random")
     assert sweep.main([str(path), "--out", str(tmp_path / "out"), "--trials", "8"]) == 0
     pruned = [row for row in trials(tmp_path / "out") if row[1] == "PRUNED"]

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco, write_coco
 from toolkit.data.table import Category
 from toolkit.data.table_cache import open_table, write_rows
-from toolkit.errors import BadInput
 
 
 def row(image_id, count, **extra):

@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from PIL import Image
 
-from toolkit.data.table import Problem
-from toolkit.evaluation.draw import draw_detections, draw_grid, drawable
-from toolkit.scene_graphs.draw import _panel
-from toolkit.text import (  # fmt: skip
+from toolkit.base.text import (
     END_ISOLATE,
     ISOLATE,
     ShortUsage,
@@ -31,6 +28,9 @@ from toolkit.text import (  # fmt: skip
     lasting_console,
     shown,
 )
+from toolkit.data.table import Problem
+from toolkit.detectors.scene_graphs.draw import _panel
+from toolkit.evaluation.draw import draw_detections, draw_grid, drawable
 
 NASTY_NAMES = [
     "line\nbreak", "tab\tand\rreturn", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "nul\x00", "bell\x07", "\x08\x08space",

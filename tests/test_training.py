@@ -13,25 +13,25 @@ import torch
 from processes import run_on_ranks
 from torch import nn
 
-from toolkit.batch import Batch
+from toolkit.base.batch import Batch
+from toolkit.base.distributed import world
+from toolkit.base.errors import BadInput, Preempted
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.table import Category
-from toolkit.distributed import world
-from toolkit.errors import BadInput, Preempted
-from toolkit.log import Log
 from toolkit.models import detector as base
-from toolkit.recovery import recover
-from toolkit.runs.best import Best
-from toolkit.runs.checkpoint import linked, load_checkpoint, newest_valid
-from toolkit.runs.settings_file import Change
-from toolkit.saving import infinite_buffers, load, save
+from toolkit.run.best import Best
+from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
+from toolkit.run.log import Log
+from toolkit.run.recovery import recover
+from toolkit.run.saving import infinite_buffers, load, save
+from toolkit.run.settings_file import Change
+from toolkit.run.training import Training
+from toolkit.run.validation import Validation, finish, note_metric, validate
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import Pace, StepBudget
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
-from toolkit.training import Training
-from toolkit.validation import Validation, finish, note_metric, validate
 
 NOTHING = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from samples import assert_same, assert_well_formed, generator, sample, samples, target_of
 
+from toolkit.base.errors import BadInput
 from toolkit.data.transforms.geometry import (
     Compose,
     RandomChoice,
@@ -25,7 +26,6 @@ from toolkit.data.transforms.geometry import (
     resize_target,
     shorter_side_size,
 )
-from toolkit.errors import BadInput
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

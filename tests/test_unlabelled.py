@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from small_detectors import CLASSES, batch_of, weighted
 from test_contract import MODELS, built
 
+from toolkit.base.errors import BadInput
 from toolkit.data.transforms.mixing import join_targets
-from toolkit.errors import BadInput
 from toolkit.models.start import check_losses
 from toolkit.models.unlabelled import partial_log_softmax
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from documents import DIRTY, box, checked, document, image, write
 
+from toolkit.base.errors import BadInput
 from toolkit.data.check_files import parallel
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.formats.coco import read_coco
-from toolkit.errors import BadInput
 
 # image id -> severity, annotation id, words: the table of tests/data/dirty/README.md
 ERRORS = {

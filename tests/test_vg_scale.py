@@ -14,7 +14,7 @@ from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, rows, 
 from test_scene_graphs import visual_genome
 from test_visual_genome import CLASSES, PREDICATES
 
-from toolkit.scene_graphs.readers.visual_genome import read_visual_genome
+from toolkit.detectors.scene_graphs.readers.visual_genome import read_visual_genome
 
 VAL_IMAGES = 40
 SMALL = {"data.scales": "[64]", "data.max_size": 96, "data.batch_size_per_device": 4, "data.workers": 0,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
+from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
 from toolkit.evaluation.detections import detections_as_json
-from toolkit.use.image_files import predict_files
-from toolkit.use.prediction import Predictor
-from toolkit.use.video import Video, VideoWriter, predict_video
+from toolkit.tools.predict.image_files import predict_files
+from toolkit.tools.predict.prediction import Predictor
+from toolkit.tools.predict.video import Video, VideoWriter, predict_video
 
 av = pytest.importorskip("av", reason="PyAV is not installed: pip install av")
 CATEGORIES = [Category(1, "square")]

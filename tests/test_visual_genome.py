@@ -11,14 +11,19 @@ from documents import row_of
 from PIL import Image
 from visual_genome_writer import write_visual_genome
 
+from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
-from toolkit.errors import BadInput
-from toolkit.scene_graphs.evaluator import load_triplets
-from toolkit.scene_graphs.frequency import count_predicates, log_frequencies, table_graphs
-from toolkit.scene_graphs.readers import open_graphs
-from toolkit.scene_graphs.readers.visual_genome import load_graphs, load_image_list, load_names, read_visual_genome
+from toolkit.detectors.scene_graphs.evaluator import load_triplets
+from toolkit.detectors.scene_graphs.frequency import count_predicates, log_frequencies, table_graphs
+from toolkit.detectors.scene_graphs.readers import open_graphs
+from toolkit.detectors.scene_graphs.readers.visual_genome import (
+    load_graphs,
+    load_image_list,
+    load_names,
+    read_visual_genome,
+)
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 VOCABULARY = json.loads((STATS / "vocab.json").read_text())

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from launching import free_port
 
-from toolkit.distributed import all_reduce, world
-from toolkit.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
-from toolkit.runs import watchdog as watchdog_module
-from toolkit.runs.processes import start_accelerator, wait_at_most
-from toolkit.runs.watchdog import PORT, watchdog
+from toolkit.base.distributed import all_reduce, world
+from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
+from toolkit.run import watchdog as watchdog_module
+from toolkit.run.processes import start_accelerator, wait_at_most
+from toolkit.run.watchdog import PORT, watchdog
 
-multiprocessing.set_forkserver_preload(["torch", "accelerate", "toolkit.runs.processes", "toolkit.runs.watchdog"])
+multiprocessing.set_forkserver_preload(["torch", "accelerate", "toolkit.run.processes", "toolkit.run.watchdog"])
 SLOW_S = 600  # what a process does that never notices by itself
 
 
@@ -130,7 +130,7 @@ def test_the_port_is_the_one_that_is_given(tmp_path, monkeypatch):
 
 
 def test_a_process_that_never_comes_is_told_in_a_minute(monkeypatch):
-    from toolkit.runs import processes
+    from toolkit.run import processes
 
     monkeypatch.setitem(processes.MEET_S, "alone", 2)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",

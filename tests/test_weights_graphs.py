@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 from published import pixels, published_rcnn
 
+from toolkit.base.errors import BadInput
 from toolkit.data.formats.coco import read_coco
-from toolkit.errors import BadInput
+from toolkit.detectors.scene_graphs.options import SceneGraphOptions
+from toolkit.detectors.scene_graphs.start import start_scene_graph
+from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import SCENE_GRAPH_BENCHMARK
 from toolkit.models import build_detector
 from toolkit.models.start import load_pretrained
 from toolkit.models.weights.pretrained import open_pretrained
-from toolkit.models.weights.scene_graph_benchmark import SCENE_GRAPH_BENCHMARK
-from toolkit.scene_graphs.options import SceneGraphOptions
-from toolkit.scene_graphs.start import start_scene_graph
-from toolkit.use.open import open_predictor
+from toolkit.tools.predict.open import open_predictor
 
 HEADS = ("motifs", "imp", "vctree", "transformer", "causal_motifs", "causal_vctree", "causal_vtranse")
 BOXES = torch.tensor([[10.0, 12, 70, 90], [40, 20, 120, 100], [5, 60, 60, 120], [90, 10, 180, 110], [100, 50, 150, 90]])

@@ -19,18 +19,22 @@ from published import (
 )
 from torchvision.models import detection
 
+from toolkit import index
+from toolkit.base.errors import BadInput
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
+from toolkit.detectors.detr.weights_detr import DETR
+from toolkit.detectors.faster_rcnn import weights_maskrcnn_benchmark as maskrcnn_benchmark
+from toolkit.detectors.scene_graphs.options import SceneGraphOptions
+from toolkit.detectors.scene_graphs.start import start_scene_graph
+from toolkit.detectors.yolov3 import weights_darknet as darknet
+from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
-from toolkit.models.weights import darknet, files, gluoncv, maskrcnn_benchmark
 from toolkit.models.weights import torchvision as of_torchvision
 from toolkit.models.weights.class_names import COCO_80, VG_150, coco_by_id
-from toolkit.models.weights.files import PUBLISHERS, open_file, read
+from toolkit.models.weights.files import open_file, publishers, read
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.names import resnet_name
-from toolkit.scene_graphs.options import SceneGraphOptions
-from toolkit.scene_graphs.start import start_scene_graph
 
 
 def constants(points: list, reg_scale: float = 4.0) -> dict:
@@ -67,9 +71,10 @@ LEFT = re.compile(
 
 @pytest.mark.parametrize(("name", "publisher", "file", "points"), TRANSFORMERS, ids=[case[0] for case in TRANSFORMERS])
 def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(name, publisher, file, points):
-    publisher = getattr(files, publisher)
+    (reference,) = [reference for reference in index.PUBLISHERS if reference.endswith(f":{publisher}")]
+    publisher = index.load(reference)
     state, expected = published(name, constants(points, 8.0 if name == "dfine_x" else 4.0))
-    assert [each for each in PUBLISHERS if each.recognised(state)] == [publisher]
+    assert [each for each in publishers() if each.recognised(state)] == [publisher]
     found = publisher.described(state, file)
     queries = {"num_queries": expected["boxes"].shape[1]}
     of_source = found.options.get("source_config")
@@ -100,8 +105,8 @@ def test_a_file_of_detr_with_norms_before_gives_the_encoder_s_last_norm_too():
     detector = build_detector("detr", class_names=["a"], pre_norm=True, **sizes)
     state = {name: numbers(name, tensor.shape) for name, tensor in detector.state_dict().items()}
     theirs = as_detr_saves_it(state)
-    assert "transformer.encoder.norm.weight" in theirs and files.DETR.described(theirs, "a.pth").options["pre_norm"]
-    table = map_weights(state, files.DETR.ours_from(theirs))
+    assert "transformer.encoder.norm.weight" in theirs and DETR.described(theirs, "a.pth").options["pre_norm"]
+    table = map_weights(state, DETR.ours_from(theirs))
     assert not table.unused and all(new.endswith("num_batches_tracked") for new in table.new)
     assert all(tensor.equal(state[name]) for name, tensor in table.state.items())
 
@@ -151,7 +156,7 @@ def test_torchvision_s_detectors_equal_torchvision(name, side, eps):
         theirs = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=classes, **settings)
     state = filled(theirs)
     theirs.load_state_dict(state)
-    assert [each for each in PUBLISHERS if each.recognised(state)] == [of_torchvision]
+    assert [each for each in publishers() if each.recognised(state)] == [of_torchvision]
     found = of_torchvision.described(state, f"{name}_coco-0123abcd.pth")
     assert found.architecture == name and len(found.class_names) == classes - 1
     detector = build_detector(name, class_names=found.class_names, **found.options).eval()
@@ -176,7 +181,7 @@ def test_torchvision_s_detectors_equal_torchvision(name, side, eps):
 def test_detectors_of_maskrcnn_benchmark_find_its_boxes(name):
     benchmark = maskrcnn_benchmark.MASKRCNN_BENCHMARK
     state, expected = published_rcnn(name)
-    assert [each for each in PUBLISHERS if each.recognised(state)] == [benchmark]
+    assert [each for each in publishers() if each.recognised(state)] == [benchmark]
     found = benchmark.described(state, "model_final.pth")
     assert found.options["stride_in_1x1"] == (name == "mb_r50")
     detector = build_detector("faster_rcnn", class_names=found.class_names, **found.options).eval()

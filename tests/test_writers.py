@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from tracked import offline_history, offline_records
 
-from toolkit.errors import BadInput
-from toolkit.log import Place, averages_line, console_line, length_warnings, progress, total_line
-from toolkit.runs.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
-from toolkit.runs.trackers import About, DataFacts, agent_run_id, tracker_names, weights_and_biases
-from toolkit.runs.trackers.of_accelerate import mlflow_names, options
-from toolkit.runs.writer import RunWriter
+from toolkit.base.errors import BadInput
+from toolkit.run.log import Place, averages_line, console_line, length_warnings, progress, total_line
+from toolkit.run.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
+from toolkit.run.trackers import About, DataFacts, agent_run_id, tracker_names
+from toolkit.run.writer import RunWriter
 from toolkit.step.meters import Meters
+from toolkit.tools.trackers import weights_and_biases
+from toolkit.tools.trackers.of_accelerate import mlflow_names, options
 
 
 def train_row(step: int, **values) -> dict:
@@ -189,8 +190,8 @@ def log_rows(folder: Path, *steps: int, trackers: Sequence[str] = (), **options)
 
 def evaluation():
     """One image with an annotated and two found boxes, of two classes."""
-    from toolkit.evaluation.report.thresholds import Sweep  # here: what imports this file anew need not wait for it
-    from toolkit.evaluation.shown import Shown, ShownImage
+    from toolkit.tools.report.shown import Shown, ShownImage
+    from toolkit.tools.report.thresholds import Sweep  # here: what imports this file anew need not wait for it
 
     image = ShownImage(7, Image.new("RGB", (8, 6), (255, 0, 0)), np.array([[1.0, 1, 5, 5]]), np.array([1]),
                        np.array([[1.0, 1, 5, 4], [0, 0, 2, 2]]), np.array([1, 0]), np.array([0.75, 0.25]))  # fmt: skip

@@ -18,22 +18,16 @@ from torchvision.io import write_png
 from torchvision.ops import box_iou
 
 from scripts.benches.yolov3 import looped_losses, our_losses
+from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.data.transforms.mixing import draw_mixup_lambda, mixup
-from toolkit.errors import BadInput
+from toolkit.detectors.yolov3.model import YOLOv3
+from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
+from toolkit.detectors.yolov3.targets import STRIDES, assign_boxes, decode_boxes, kmeans_anchors, make_grid
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
-from toolkit.models.yolov3.model import YOLOv3
-from toolkit.models.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
-from toolkit.models.yolov3.targets import (
-    STRIDES,
-    assign_boxes,
-    decode_boxes,
-    kmeans_anchors,
-    make_grid,
-)
 from toolkit.step.freezing import FrozenBatchNorm2d
-from toolkit.use.anchors import main
+from toolkit.tools.anchors import main
 
 LOSSES = YOLOv3.loss_names
 ANCHORS = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)

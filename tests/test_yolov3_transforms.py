@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 from samples import generator, painted, sample, samples, target_of
 from torchvision.transforms.v2 import functional as F
 
-from toolkit.box_ops import pairwise_iou
-from toolkit.data.transforms.yolov3 import (
-    FILL_RGB,
+from toolkit.base.box_ops import pairwise_iou
+from toolkit.data.transforms.geometry import FILL_RGB, centres_in_region
+from toolkit.detectors.yolov3.transforms import (
     INTERPOLATIONS,
     ColourDistortion,
     ConstrainedCrop,
     RandomExpand,
-    centres_inside,
     resize_by,
 )
 
@@ -28,7 +27,7 @@ def test_a_region_keeps_the_centre_of_a_box_and_its_constraint(sample, seed):
     assert 0 <= top <= top + h <= height and 0 <= left <= left + w <= width and min(h, w) > 0
     if not len(boxes):
         return
-    assert centres_inside(boxes, (top, left, h, w)).any()
+    assert centres_in_region(boxes, (top, left, h, w)).any()
     if (h, w) != (height, width):
         iou = pairwise_iou(boxes, torch.tensor([[left, top, left + w, top + h]], dtype=torch.float32))
         assert any(low <= iou.min() + 1e-6 and iou.max() <= high + 1e-6 for low, high in crop.constraints)

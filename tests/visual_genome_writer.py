@@ -1,4 +1,4 @@
-"""Writes a table in the layout of `toolkit.scene_graphs.readers.visual_genome`."""
+"""Writes a table in the layout of `toolkit.detectors.scene_graphs.readers.visual_genome`."""
 
 import json
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput
-from toolkit.scene_graphs.readers.visual_genome import BOX_SCALE, NUM_ATTRIBUTE_COLUMNS
+from toolkit.detectors.scene_graphs.readers.visual_genome import BOX_SCALE, NUM_ATTRIBUTE_COLUMNS
 
 
 def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: Path) -> None:

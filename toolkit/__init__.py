@@ -1,7 +1,25 @@
-"""The toolkit. Scripts use session; session uses training and validation; those use data, models, evaluation and use,
-which build on step, runs and the loose files.
+"""The toolkit: a core, detector families, and tools around training. docs/design.md has the map.
 
-The loose files below everything are batch, boxes, box_ops, distributed, draws, errors, files, imports, signals, text
-and trust; detect is the command of that name. docs/design.md has the map, and tests/test_layout.py checks who may
-import whom.
+    base/ step/ data/ models/ evaluation/ run/    the core, which imports neither detectors nor tools
+    detectors/                                    a folder for each family; they import the core
+    tools/                                        programs around training; they import the core
+    index.py                                      the names of what lies outside the core
+
+The names below can be imported from here; each loads its module when it is asked for.
 """
+
+from typing import Any
+
+from toolkit.index import FACE, load
+
+__all__ = sorted(FACE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in FACE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return load(FACE[name])
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
-from toolkit.box_ops import cxcywh_to_xyxy
-from toolkit.models.detr.detr_criterion import DetrCriterion
+from toolkit.base.box_ops import cxcywh_to_xyxy
+from toolkit.detectors.detr.detr_criterion import DetrCriterion
 
 from .measuring import in_turn, medians
 

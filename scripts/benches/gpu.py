@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 import yaml
 
+from toolkit.base.errors import BadInput
+from toolkit.base.files import usable_cores
 from toolkit.data.shapes import ensure_shapes
-from toolkit.errors import BadInput
-from toolkit.files import usable_cores
-from toolkit.runs.metrics_log import read_metrics
-from toolkit.runs.watch import steps_alone
+from toolkit.run.metrics_log import read_metrics
+from toolkit.tools.watch import steps_alone
 
 from .measuring import row
 
@@ -301,7 +301,7 @@ class Driven:
 def drive(folder: Path, script: str, arguments: list[str]) -> int:
     """Runs a script in this process under the plan in `folder`; its exit code, 0 once everything is measured."""
     from toolkit import session
-    from toolkit.command_line import run_script
+    from toolkit.run.command_line import run_script
 
     sys.path.insert(0, str(SCRIPTS))
     module, driven, make = importlib.import_module(script), Driven(folder), session.training
@@ -360,7 +360,7 @@ def transformers_loop(t, driven: Driven) -> None:
     from accelerate.state import AcceleratorState
     from transformers import AutoModelForObjectDetection, Trainer, TrainerCallback, TrainingArguments
 
-    from toolkit.box_ops import normalize_boxes, xyxy_to_cxcywh
+    from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
     from toolkit.data.sampling import SampleKey
 
     dataset, batch = t.loader.dataset.dataset, len(next(iter(t.loader)))

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms import functional as F
 
-from toolkit.batch import Batch, normalize_images
+from toolkit.base.batch import Batch, normalize_images
 from toolkit.data.batches import collate
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.sampling import SampleKey

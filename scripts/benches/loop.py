@@ -24,14 +24,14 @@ import train_yolov3
 from torch import nn
 
 from toolkit import session
-from toolkit.batch import Batch
+from toolkit.base.batch import Batch
+from toolkit.base.seeding import seed_micro_batch
 from toolkit.data.batches import make_loader
-from toolkit.draws import seed_micro_batch
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.models import options_class
-from toolkit.runs.settings import OptimConfig
+from toolkit.run.settings import OptimConfig
+from toolkit.run.training import Training
 from toolkit.step.optim import build_optimizer, parameter_groups
-from toolkit.training import Training
 
 from .measuring import medians
 from .measuring import seconds as seconds_of

@@ -21,13 +21,13 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json, write_json
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
 from toolkit.data.shapes import ensure_shapes
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput
-from toolkit.files import read_json, write_json
-from toolkit.runs.metrics_log import read_metrics
+from toolkit.run.metrics_log import read_metrics
 
 from .measuring import row
 from .peer_programs import PROGRAMS, Plan, lines_of

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from toolkit.models import build_detector
-from toolkit.use.image_files import predict_files
-from toolkit.use.prediction import Predictor, own_predict
+from toolkit.tools.predict.image_files import predict_files
+from toolkit.tools.predict.prediction import Predictor, own_predict
 
 from .measuring import row, seconds
 

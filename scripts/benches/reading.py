@@ -15,7 +15,7 @@ from .measuring import row
 PROGRAM = """
 import sys, time
 from toolkit.data.formats import coco
-from toolkit.data.inspection import inspect_tables
+from toolkit.tools.doctor.inspection import inspect_tables
 def peak_mb():  # ru_maxrss would be that of the process before exec, too
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1e3
 before, began = peak_mb(), time.process_time()

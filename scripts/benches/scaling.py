@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from toolkit.base.text import ShortUsage
 from toolkit.data.shapes import ensure_shapes
-from toolkit.text import ShortUsage
 
 PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
 PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]
@@ -121,8 +121,9 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     """Runs main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
-    from toolkit import distributed, session, training, validation
-    from toolkit.command_line import run_script
+    from toolkit.base import distributed
+    from toolkit.run import session, training, validation
+    from toolkit.run.command_line import run_script
 
     clocks, make = Clocks(), session.training
 

@@ -9,8 +9,8 @@ from torchvision.models.detection import _utils as detection
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import box_iou
 
-from toolkit.box_ops import cxcywh_to_xyxy
-from toolkit.models.ssd.criterion import SsdCriterion, anchor_scales, level_anchors
+from toolkit.base.box_ops import cxcywh_to_xyxy
+from toolkit.detectors.ssd.criterion import SsdCriterion, anchor_scales, level_anchors
 
 from .measuring import losses_against, random_target
 

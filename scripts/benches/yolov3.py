@@ -11,9 +11,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torchvision.ops import box_iou
 
 from toolkit.data.table import Category
-from toolkit.models import build_detector
-from toolkit.models.yolov3.options import DEFAULT_ANCHORS
-from toolkit.models.yolov3.targets import (
+from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS
+from toolkit.detectors.yolov3.targets import (
     STRIDES,
     assign_boxes,
     decode_boxes,
@@ -21,9 +20,10 @@ from toolkit.models.yolov3.targets import (
     objectness_targets,
     yolov3_losses,
 )
-from toolkit.use.export import export_detector
-from toolkit.use.export.check import difference
-from toolkit.use.export.files import open_file
+from toolkit.models import build_detector
+from toolkit.tools.export import export_detector
+from toolkit.tools.export.check import difference
+from toolkit.tools.export.files import open_file
 
 from .measuring import in_turn, losses_against, random_target, row
 

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from golden_files import group, tensors
 
-from toolkit.models.weights.scene_graph_benchmark import our_name, transformer_options
-from toolkit.scene_graphs.batch import RelationBatch
-from toolkit.scene_graphs.heads import HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.batch import RelationBatch
+from toolkit.detectors.scene_graphs.heads import HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import our_name, transformer_options
 
 
 def head_sizes(head: str, data: dict[str, np.ndarray]) -> HeadSizes:

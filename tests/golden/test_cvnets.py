@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from toolkit.data.batches import windows
 from toolkit.data.sampling import accumulation_at
-from toolkit.models.ssd.criterion import (
+from toolkit.detectors.ssd.criterion import (
     IGNORED,
     Objects,
     SelfWeighting,

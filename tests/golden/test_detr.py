@@ -22,12 +22,12 @@ from processes import run_on_ranks
 from torch import nn
 
 from scripts import train_detr
-from toolkit.box_ops import cxcywh_to_xyxy
+from toolkit.base.box_ops import cxcywh_to_xyxy
+from toolkit.base.distributed import reduce_dict
 from toolkit.data.batches import collate
-from toolkit.distributed import reduce_dict
+from toolkit.detectors.detr.detr_criterion import DetrCriterion, pad_targets
 from toolkit.models import build_detector
-from toolkit.models.detr.detr_criterion import DetrCriterion, pad_targets
-from toolkit.runs.metrics_log import read_metrics
+from toolkit.run.metrics_log import read_metrics
 from toolkit.step.losses import LossWeights, window_denominators
 from toolkit.step.meters import Meters, SmoothedValue
 from toolkit.step.optim import build_optimizer, parameter_groups
@@ -121,7 +121,7 @@ def test_criterion_on_several_ranks_equals_the_original(golden):
 
 
 def test_postprocess_equals_the_original(golden):
-    from toolkit.models.detr.detr import Detr  # here: the ranks above import this file, and need no transformers
+    from toolkit.detectors.detr.detr import Detr  # here: the ranks above import this file, and need no transformers
 
     arrays = {key: torch.from_numpy(value) for key, value in load(golden, "postprocess").items()}
     outputs, sizes = {name: arrays[name][None] for name in ("logits", "boxes")}, arrays["target_sizes_hw"]

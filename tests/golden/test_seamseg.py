@@ -15,8 +15,8 @@ from torchvision.models.detection._utils import BoxCoder, encode_boxes
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.box_ops import pairwise_iou
-from toolkit.models.faster_rcnn.criterion import (
+from toolkit.base.box_ops import pairwise_iou
+from toolkit.detectors.faster_rcnn.criterion import (
     BACKGROUND,
     IGNORED,
     covered_share,

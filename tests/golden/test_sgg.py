@@ -24,19 +24,19 @@ from golden_files import (
 )
 from sgg_heads import build_head, head_batch
 
-from toolkit.batch import attribute_targets, pad_rows
-from toolkit.boxes import Boxes
-from toolkit.errors import BadInput
+from toolkit.base.batch import attribute_targets, pad_rows
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
+from toolkit.detectors.scene_graphs import batch as losses
+from toolkit.detectors.scene_graphs import frequency, geometry, postprocess, sampling
+from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
+from toolkit.detectors.scene_graphs.heads.layers import label_embedding
+from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
+from toolkit.detectors.scene_graphs.readers import visual_genome as vg
+from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import our_name
 from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
 from toolkit.evaluation.matches import match_boxes
 from toolkit.models.weights.mapping import map_weights
-from toolkit.models.weights.scene_graph_benchmark import our_name
-from toolkit.scene_graphs import batch as losses
-from toolkit.scene_graphs import frequency, geometry, postprocess, sampling
-from toolkit.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
-from toolkit.scene_graphs.heads.layers import label_embedding
-from toolkit.scene_graphs.metrics import evaluate_scene_graphs
-from toolkit.scene_graphs.readers import visual_genome as vg
 from toolkit.step.gradients import gradient_norm, gradient_table
 from toolkit.step.optim import parameter_groups
 from toolkit.step.schedules import PlateauSchedule, lr_factor, warm_up

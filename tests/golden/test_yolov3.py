@@ -15,11 +15,11 @@ from plain_training import Taps, plain_training
 from torch import nn
 
 from scripts import train_yolov3
-from toolkit.batch import Batch
+from toolkit.base.batch import Batch
 from toolkit.data.transforms.mixing import mixup
-from toolkit.models.yolov3.model import YOLOv3, class_nms, class_scores
-from toolkit.models.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
-from toolkit.models.yolov3.targets import (
+from toolkit.detectors.yolov3.model import YOLOv3, class_nms, class_scores
+from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
+from toolkit.detectors.yolov3.targets import (
     STRIDES,
     Assignment,
     assign_boxes,
@@ -29,7 +29,7 @@ from toolkit.models.yolov3.targets import (
     objectness_targets,
     yolov3_losses,
 )
-from toolkit.runs.metrics_log import read_metrics
+from toolkit.run.metrics_log import read_metrics
 from toolkit.step.optim import parameter_groups
 from toolkit.step.schedules import Schedule, lr_factor
 

@@ -1,13 +1,13 @@
 """What goes wrong in a run, at an exact moment: a signal before the n-th call of a function, or a NaN in one window.
 
-    {"signal": "SIGKILL", "at": "toolkit.training:Training.decide", "call": 2, "rank": 0}
+    {"signal": "SIGKILL", "at": "toolkit.run.training:Training.decide", "call": 2, "rank": 0}
         SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
     {..., "at": "os.symlink step_*"}    before the n-th audit event of Python whose path matches
     {..., "at": "write *"}    before the n-th file or folder that is written, renamed or removed
     {"list": FILE, "at": "write *"}    the paths of all these, a line each, into a file
     {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
-    {"skip": "toolkit.session:report_and_card"}    leave a slow function out
+    {"skip": "toolkit.run.session:_report"}    leave a slow function out
     {"set": "huggingface_hub.constants:ENDPOINT", "to": VALUE}    another value of a constant
     {"disk": "full" | "inodes" | "removed" | "read-only", "folder": FOLDER, "at": ..., "call": ...}
         what becomes of a disk then
@@ -57,7 +57,7 @@ def install(faults: list[dict], rank: int) -> None:
 
 def _wrap_build(change) -> None:
     """Changes what `build_detector` returns, wherever the script, or scripts/replay.py, looks it up."""
-    for module in map(importlib.import_module, ("toolkit.models.start", "toolkit.use.open")):
+    for module in map(importlib.import_module, ("toolkit.models.start", "toolkit.tools.predict.open")):
         build = module.build_detector
         module.build_detector = lambda *args, build=build, **kwargs: change(build(*args, **kwargs))
 
@@ -141,7 +141,7 @@ class _NanBackward(torch.autograd.Function):
 
 
 def _poison(faults: list[dict]) -> None:
-    from toolkit.training import Training
+    from toolkit.run.training import Training
 
     by_ids = {tuple(fault["ids"]): fault["nan"] for fault in faults if "ids" in fault}
     by_window = {fault["window"]: fault["nan"] for fault in faults if "window" in fault}

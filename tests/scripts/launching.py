@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = "toolkit.session:report_and_card"  # which takes seconds at the end of every run
-MICRO_BATCH, EVALUATION = "toolkit.training:Training.seed_micro_batch", "toolkit.evaluation.predict_dataset:agree_max"
+REPORT = "toolkit.run.session:_report"  # which takes seconds at the end of every run
+MICRO_BATCH = "toolkit.run.training:Training.seed_micro_batch"
+EVALUATION = "toolkit.evaluation.predict_dataset:agree_max"
 TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 

@@ -27,7 +27,7 @@ class Counting:
     """Events of the second step, by the part of the step they are in, and of the last pass over the validation data."""
 
     def __init__(self, log: pretended_device.Log):
-        from toolkit import training, validation
+        from toolkit.run import training, validation
 
         self.log, self.step, self.passed = log, [], []
         self.windows, self.micro_batches = training.Training.windows, training.Training.micro_batches
@@ -72,7 +72,7 @@ def _summary(events: list) -> dict:
 
 def run(script: str, args: list[str], counting: Counting) -> dict:
     """One run; `code` is its exit code, `step` and `evaluation` are what was counted."""
-    from toolkit import command_line
+    from toolkit.run import command_line
 
     spec = importlib.util.spec_from_file_location("script", ROOT / "scripts" / f"{script}.py")
     module = sys.modules["script"] = importlib.util.module_from_spec(spec)

@@ -22,11 +22,11 @@ from wandb.sdk.data_types._private import MEDIA_TMP
 
 PRELOAD = (
     "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
-    "transformers.models.detr.modeling_detr", "toolkit.session", "toolkit.models.detr.detr",
-    "toolkit.models.detr.rt_detr", "toolkit.evaluation.report", "toolkit.evaluation.coco",
+    "transformers.models.detr.modeling_detr", "toolkit.run.session", "toolkit.detectors.detr.detr",
+    "toolkit.detectors.detr.rt_detr", "toolkit.tools.report", "toolkit.evaluation.coco",
     "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed", "pandas", "attrs",
-    "toolkit.models.faster_rcnn.model", "toolkit.models.ssd.model", "toolkit.models.yolov3.model",
-    "toolkit.scene_graphs.start", "toolkit.use.open",
+    "toolkit.detectors.faster_rcnn.model", "toolkit.detectors.ssd.model", "toolkit.detectors.yolov3.model",
+    "toolkit.detectors.scene_graphs.start", "toolkit.tools.predict.open",
 )  # fmt: skip
 
 
@@ -34,8 +34,8 @@ def warm_up() -> None:
     """Imports; the parser of each script once, which reads the sources of the settings; and one model saved."""
     for name in PRELOAD:
         importlib.import_module(name)
-    from toolkit.command_line import parse_config
     from toolkit.models import build_detector
+    from toolkit.run.command_line import parse_config
 
     for path in sorted((Path(__file__).parents[2] / "scripts").glob("train_*.py")):
         script = runpy.run_path(str(path))

@@ -20,8 +20,8 @@ from launching import (
     training_rows,
 )
 
-from toolkit import detect
 from toolkit.data.shapes import make_shapes
+from toolkit.tools import detect
 
 PAGE = (ROOT / "docs" / "change_the_loop.md").read_text()
 RECIPES = dict(re.findall(r"^## (\d+\. .*?)\n.*?^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))

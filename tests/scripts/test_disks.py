@@ -6,20 +6,20 @@ import subprocess
 import pytest
 from launching import REPORT, ROOT, assert_same_run, small_settings
 
-from toolkit.runs.checkpoint import newest_valid
+from toolkit.run.checkpoint import newest_valid
 
 # Moment -> (function or audit event, its call). Steps 1 to 6, evaluated at 2, 4 and 6, saved at 3 and 6.
 MOMENTS = {
     "start": ("os.mkdir */run", 1),
     "settings": ("open */.tmp-config.yaml*", 1),
-    "row": ("toolkit.runs.metrics_log:MetricsLog.write", 2),
+    "row": ("toolkit.run.metrics_log:MetricsLog.write", 2),
     "pictures": ("open */pictures/step_*", 1),
     "predictions": ("open */.tmp-predictions.json*", 1),
     "first checkpoint": ("open */.tmp-step_*/MANIFEST.json", 1),
     "later checkpoint": ("safetensors.torch:save_file", 4),
     "final": ("os.mkdir */final", 1),
     "report": (REPORT, 1),
-    "end": ("toolkit.log:Log.close", 1),
+    "end": ("toolkit.run.log:Log.close", 1),
 }
 CASES = [("full", "first checkpoint"), *(pytest.param(how, moment, marks=pytest.mark.slow) for how, moments in {
     "full": MOMENTS.keys() - {"first checkpoint"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launching import CPU, ROOT, SCRIPTS, checkpoint_tensors, rows, small_settings
 
-from toolkit.distributed import default_device
+from toolkit.base.distributed import default_device
 
 # What neither Windows' Python nor its signals have is taken away before anything of this project is imported; what is
 # not this project's is imported before.

@@ -7,8 +7,8 @@ import pytest
 from launching import ROOT, Script, all_rows, assert_same_run, kill, small_settings
 
 from scripts.train_faster_rcnn import Config
-from toolkit.command_line import parse_config
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
+from toolkit.run.command_line import parse_config
 
 ENV = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of fcos_detector.py
 FASTER_RCNN = Script("train_faster_rcnn")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from launching import ROOT, SCRIPTS, checkpoint_tensors, training_rows
 
-from toolkit.runs.launcher import settle
+from toolkit.run.launcher import settle
 from toolkit.step.precision import cpu_computes_in_bf16, faster_precision, precision_of_gpu
 
 PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"  # which torch.compile captures in less time

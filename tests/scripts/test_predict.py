@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import pipeline
 
 from toolkit.data.decoding import decode_image
-from toolkit.use.open import open_predictor
+from toolkit.tools.predict.open import open_predictor
 
 NAMES = ("predict", "evaluate", "export", "report")
 PREDICT, EVALUATE, EXPORT, REPORT = (ROOT / "scripts" / f"{name}.py" for name in NAMES)

@@ -13,8 +13,8 @@ import pytest
 from launching import REPORT, SCRIPTS, TORCHRUN, all_rows, assert_same_run
 from safetensors.torch import load_file
 
-from toolkit.runs.checkpoint import linked
-from toolkit.runs.status import read_status
+from toolkit.run.checkpoint import linked
+from toolkit.run.status import read_status
 
 KILLS = 6  # under each of the two launchers
 KILLS_OF_ONE_RUN = 3  # then it may end

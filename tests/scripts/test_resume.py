@@ -20,9 +20,9 @@ MORE_MOMENTS = (  # tests/test_checkpoint.py kills before every write of a check
     kill(2),  # within the first step: nothing is saved yet
     kill(2, "safetensors.torch:save_file"),  # within the first save, the weights written, their average not
     kill(1, "os.symlink step_*"),  # the first checkpoint under its name, `latest` not yet there
-    kill(1, "toolkit.training:Training.note_step"),  # step 3: weights updated, their average and the schedule not
-    kill(1, "toolkit.validation:note_metric"),  # evaluated at step 4, nothing written down
-    kill(2, "toolkit.training:Training.decide"),  # step 6: gradients complete, no update
+    kill(1, "toolkit.run.training:Training.note_step"),  # step 3: weights updated, their average and the schedule not
+    kill(1, "toolkit.run.validation:note_metric"),  # evaluated at step 4, nothing written down
+    kill(2, "toolkit.run.training:Training.decide"),  # step 6: gradients complete, no update
     kill(2, "toolkit.evaluation.predict_dataset:gather_by_image"),  # the last evaluation
 )
 

@@ -13,10 +13,10 @@ import pytest
 from launching import EVALUATION, MICRO_BATCH, REPORT, TORCHRUN, assert_same_run, finish, rows, run_folder, start
 from signalled import MOMENTS
 
-from toolkit.runs.folder import prepare_run_folder
-from toolkit.runs.status import FolderLock, read_status
+from toolkit.run.folder import prepare_run_folder
+from toolkit.run.status import FolderLock, read_status
 
-STOP = "toolkit.session:stop_if_asked"
+STOP = "toolkit.run.session:stop_if_asked"
 SENT = (  # one run after the other, each going on where the one before stopped: step it stops at
     ("SIGTERM", MICRO_BATCH, 2, 1),
     ("SIGUSR1", EVALUATION, 3, 2),
@@ -102,7 +102,7 @@ def test_of_two_real_launches_in_one_folder_one_trains(script, settings, tmp_pat
 def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):
     faults = [
         {"signal": "SIGINT", "at": MICRO_BATCH, "call": 3},
-        {"signal": "SIGINT", "at": "toolkit.training:Training.decide", "call": 3, "wait_s": 0.3},
+        {"signal": "SIGINT", "at": "toolkit.run.training:Training.decide", "call": 3, "wait_s": 0.3},
     ]
     ended = server.run(script, settings("--run.output_dir", tmp_path), 1, faults)
     assert (ended.code, ended.status["state"]) == (130, "failed")

@@ -21,7 +21,7 @@ from launching import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracked import offline_history, offline_records
 
-from toolkit.evaluation.report.facts import run_facts
+from toolkit.tools.report.facts import run_facts
 
 OPTIONS = (
     "--run.precision", "bf16", "--optim.accumulation_steps", 2, "--run.tracker", "tensorboard", "--eval.pictures", 4,

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from toolkit.batch import Batch, Target
+from toolkit.base.batch import Batch, Target
+from toolkit.base.errors import BadInput
+from toolkit.base.files import items_aloud
+from toolkit.base.signals import ignore_in_worker, sigterm_held_back
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
-from toolkit.errors import BadInput
-from toolkit.files import items_aloud
-from toolkit.signals import ignore_in_worker, sigterm_held_back
 
 NAMED_IMAGES = 8  # of the batch of a worker that was killed
 _open: "weakref.WeakSet[_Batches]" = weakref.WeakSet()  # those that have workers in this process

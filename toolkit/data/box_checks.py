@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from toolkit.boxes import Boxes, Relations, offsets_of
+from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.data.annotations import LARGEST_AREA, Annotations, ImageRow, RelationColumns, is_id
 from toolkit.data.table import Problem
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from toolkit.base.errors import BadInput
+from toolkit.base.files import MAX_IMAGE_PIXELS, items_aloud, usable_cores
+from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.checks import Checked, unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
 from toolkit.data.image_sources import ImageSources, Stored, digest_of, is_there, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
-from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS, items_aloud, usable_cores
-from toolkit.text import shown
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
 REMOTE_THREADS = 32

@@ -8,11 +8,11 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 import numpy as np
 
-from toolkit.boxes import Boxes, Relations
+from toolkit.base.boxes import Boxes, Relations
+from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Annotations, ImageRow, is_id, is_unicode, slashed
 from toolkit.data.box_checks import check_boxes, check_relations, fits_int64, is_side, wrong_id
 from toolkit.data.table import Category, Problem
-from toolkit.errors import BadInput
 
 EVIDENCE = 10  # boxes that must leave their image as they are; fewer may be slips
 TIMES_BETTER = 10  # boxes that leave their image as they are, for each that does in the other format

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.batch import Target
+from toolkit.base.batch import Target
+from toolkit.base.errors import BadInput
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import Sample, Transform, mirrored_predicates, recheck_boxes
 from toolkit.data.transforms.mixing import draw_mixup_lambda, draw_point, mix_batch, mixup, mosaic
-from toolkit.errors import BadInput
 
 ALL_EPOCHS = 2**62
 

@@ -12,8 +12,8 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.image_sources import Stored
-from toolkit.files import MAX_IMAGE_PIXELS
 
 JPEG_START = b"\xff\xd8\xff"
 EXTENSIONS = {

@@ -22,8 +22,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from toolkit.base.errors import BadInput, all_faults
 from toolkit.data.sampling import MIXED_BLOCKS
-from toolkit.errors import BadInput, all_faults
 
 ARCHIVES = (".zip", ".tar")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.boxes import Boxes, offsets_of
+from toolkit.base.boxes import Boxes, offsets_of
+from toolkit.base.errors import BadInput, all_faults
 from toolkit.data.annotations import ImageRow
 from toolkit.data.image_sources import ImageSources, Shards, parts_of
 from toolkit.data.table import Category, DetectionTable, JoinedSet
 from toolkit.data.table_cache import cache_root, open_table, write_table
-from toolkit.errors import BadInput, all_faults
 
 Paired = list[tuple[str | Path | None, str]]  # (data.path, data.train) of each set
 

@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from toolkit.base.errors import BadInput
 from toolkit.data.check_files import parallel, waits_for
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import Stored, digest_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root
-from toolkit.errors import BadInput
 
 SIDE = 16
 SIGNS_DIFFER = 10  # of 64

@@ -8,7 +8,11 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 
-from toolkit.batch import Batch
+from toolkit import index
+from toolkit.base.batch import Batch
+from toolkit.base.distributed import world
+from toolkit.base.errors import BadInput
+from toolkit.base.text import size_text
 from toolkit.data.batches import collate, make_loader
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.image_sources import ImageSources, Shards
@@ -27,13 +31,9 @@ from toolkit.data.transforms.geometry import (
 )
 from toolkit.data.transforms.policy import policy_of
 from toolkit.data.transforms.ssd import PhotometricDistortion, SeenRegion, SsdTransform
-from toolkit.data.transforms.yolov3 import yolov3_transform
 from toolkit.data.variable_sizes import VariableSizes
-from toolkit.distributed import world
-from toolkit.errors import BadInput
-from toolkit.text import size_text
 
-RECIPES = ("detr", "ssd", "yolov3")
+RECIPES = ("detr", "ssd", *index.RECIPES)
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
 ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
 ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixels
@@ -61,7 +61,7 @@ def train_transform(c: Any) -> Transform:
     carry it. Transforms of `augment` come before all of these.
 
     Args:
-        c: settings with the names of `toolkit.runs.settings.DataConfig`.
+        c: settings with the names of `toolkit.run.settings.DataConfig`.
 
     Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
     """
@@ -71,8 +71,8 @@ def train_transform(c: Any) -> Transform:
     options = {"zoom_out": c.zoom_out, "iou_crop": c.iou_crop, "flip": c.flip, "photometric": c.photometric}
     if c.recipe == "ssd":
         return SsdTransform(**options)
-    if c.recipe == "yolov3":
-        return yolov3_transform(**options)
+    if c.recipe in index.RECIPES:
+        return index.load(index.RECIPES[c.recipe])(**options)
     probability = 0.5 if c.flip else 0.0
     first = (SeenRegion(c.zoom_out, c.iou_crop),) if c.zoom_out > 1 or c.iou_crop else ()
     colours = (PhotometricDistortion(),) if c.photometric else ()
@@ -92,7 +92,7 @@ def training_sizes(c: Any) -> VariableSizes | None:
     The recipes ssd and yolov3, and mosaics, always have a size.
 
     Args:
-        c: settings with the names of `toolkit.runs.settings.DataConfig`.
+        c: settings with the names of `toolkit.run.settings.DataConfig`.
 
     Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
     """
@@ -155,7 +155,7 @@ def loader_of_settings(
     before every epoch.
 
     Args:
-        c: settings with the names of `toolkit.runs.settings.DataConfig`.
+        c: settings with the names of `toolkit.run.settings.DataConfig`.
         augmented: False: images as in validation, each once in an epoch.
         pin: as in `make_loader`.
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from toolkit.base.errors import BadInput
 from toolkit.data.variable_sizes import VariableSizes
-from toolkit.errors import BadInput
 
 MIXED_BLOCKS = 4  # whose samples are shuffled together, where samples are read by blocks
 

@@ -21,8 +21,8 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.data.table_cache import cache_root
-from toolkit.errors import BadInput, says_bad_input
 
 VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
 CLASSES = ("circle", "square", "triangle", "star")

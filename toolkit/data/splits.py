@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from toolkit.base.distributed import first_on_each_machine, run_on_main
+from toolkit.base.errors import BadInput, all_faults
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import recognise, split_in
 from toolkit.data.joining import is_several, notes_of, paired, with_classes_of
 from toolkit.data.near_duplicates import VERSION, folds_of, held_out, signatures_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, open_table, write_selection
-from toolkit.distributed import first_on_each_machine, run_on_main
-from toolkit.errors import BadInput, all_faults
 
 Say = Callable[[str], None]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from toolkit.boxes import Boxes, Relations, offsets_of
+from toolkit.base.boxes import Boxes, Relations, offsets_of
+from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.image_sources import ImageSources, Stored
-from toolkit.files import MAX_IMAGE_PIXELS
-from toolkit.text import shown
 
 OBJECT_TYPES = {
     "id": pa.int64(),

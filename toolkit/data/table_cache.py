@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from toolkit.boxes import Boxes, Relations, offsets_of
+from toolkit.base.boxes import Boxes, Relations, offsets_of
+from toolkit.base.errors import BadInput
+from toolkit.base.files import MAX_IMAGE_PIXELS, write_json
 from toolkit.data.annotations import ImageRow
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
 from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, JoinedSet, Problem
-from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from toolkit.text import escaped
+from toolkit.base.text import escaped
 
 
 def class_keys(table) -> list[str]:

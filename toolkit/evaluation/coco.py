@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.boxes import Boxes
-from toolkit.errors import BadInput
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
+from toolkit.base.text import columns, shown
 from toolkit.evaluation.class_keys import class_keys
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
 from toolkit.evaluation.draw import draw_predictions
 from toolkit.evaluation.explain import explain_zero_ap
 from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, match, match_boxes
 from toolkit.evaluation.voc import voc_metrics
-from toolkit.text import columns, shown
 
 BACKENDS = ("toolkit", "pycocotools")
 

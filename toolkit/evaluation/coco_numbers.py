@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.boxes import Boxes
+from toolkit.base.boxes import Boxes
+from toolkit.base.imports import uncollected
 from toolkit.evaluation.matches import AREAS, IOUS, Matches
-from toolkit.imports import uncollected
 
 TWELVE = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 RECALLS = np.linspace(0.0, 1.0, 101)

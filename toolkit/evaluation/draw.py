@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from toolkit.base.text import JOINERS, escaped, shown
 from toolkit.data.decoding import decode_image
-from toolkit.text import JOINERS, escaped, shown
 
 # Okabe & Ito (2008), told apart with every kind of colour vision; without black, plus three of Tol's.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
@@ -49,8 +49,8 @@ def _letters() -> frozenset[int]:
 
 
 def drawable(text: object, limit: int = 30) -> str:
-    """`toolkit.text.shown`, with code points in place of letters that `text_font` lacks: the empty boxes of missing
-    glyphs all look alike."""
+    """`toolkit.base.text.shown`, with code points in place of letters that `text_font` lacks: the empty boxes of
+    missing glyphs all look alike."""
     supported = _letters()
     names = (c if ord(c) in supported or c in JOINERS else f"<{ord(c):X}>" for c in escaped(text, limit))
     return shown("".join(names), limit)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchvision.ops import box_iou
 
-from toolkit.boxes import Boxes
+from toolkit.base.boxes import Boxes
 from toolkit.evaluation.predictions import boxes_of
 
 log = logging.getLogger(__name__)

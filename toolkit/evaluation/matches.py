@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from toolkit.boxes import Boxes, intersection_area
+from toolkit.base.boxes import Boxes, intersection_area
 from toolkit.evaluation.class_keys import class_keys
 from toolkit.evaluation.predictions import boxes_of, usable
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from toolkit.batch import dicts_to_host
-from toolkit.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
+from toolkit.base.batch import dicts_to_host
+from toolkit.base.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.step.freezing import eval_mode
 
 LITTLE = 10**9  # bytes

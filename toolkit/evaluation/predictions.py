@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from toolkit.boxes import Boxes
-from toolkit.errors import BadInput
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
 
 log = logging.getLogger(__name__)
 

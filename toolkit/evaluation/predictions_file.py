@@ -17,14 +17,16 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from toolkit.boxes import Boxes
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
+from toolkit.base.files import write_json
 from toolkit.data.formats.coco import write_coco
 from toolkit.data.table import LabelledImages
-from toolkit.errors import BadInput
 from toolkit.evaluation.predictions import boxes_of
-from toolkit.files import write_json
 
 VERSION = 1
+# In the report folder of a run: the predictions of its best weights on the validation data.
+PREDICTIONS = "predictions.json"
 _OF_GRAPHS = (
     "boxes labels scores pairs predicate_scores predicates triplet_scores combinations two_predicates two_scores "
     "true_labels true_relations"

@@ -8,7 +8,7 @@ recalls, VOC12 over all of them.
 
 import numpy as np
 
-from toolkit.boxes import Boxes, common_and_union
+from toolkit.base.boxes import Boxes, common_and_union
 from toolkit.evaluation.matches import Matches, best_pairs, paired
 
 RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000000004, as in the programs of the field

@@ -1,7 +1,6 @@
 """Detectors. `build_detector` is the one place where training, evaluation and prediction build a model."""
 
 import difflib
-import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,56 +8,32 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.errors import BadInput
-from toolkit.imports import import_without, importing
+from toolkit import index
+from toolkit.base.errors import BadInput
+from toolkit.base.imports import import_without, importing
+from toolkit.base.text import escaped
+from toolkit.base.trust import may_import
 from toolkit.models.options import DetectorOptions
-from toolkit.text import escaped
-from toolkit.trust import may_import
 
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
 
-# Detector and its options by name: module and class of each, relative to toolkit.models. Detectors are imported when
-# needed: transformers takes seconds, which other scripts and loader processes need not wait for.
-ARCHITECTURES = {
-    "detr": (".detr.detr:Detr", ".detr.options:DetrOptions"),
-    "conditional_detr": (".detr.conditional_detr:ConditionalDetr", ".detr.options:ConditionalDetrOptions"),
-    "deformable_detr": (".detr.deformable_detr:DeformableDetr", ".detr.options:DeformableDetrOptions"),
-    "dab-detr": (".detr.conditional_detr:DabDetr", ".detr.options:DabDetrOptions"),
-    "rf_detr": (".detr.rf_detr:RfDetr", ".detr.options:RfDetrOptions"),
-    "yolos": (".detr.yolos:Yolos", ".detr.options:YolosOptions"),
-    "rt_detr_v2": (".detr.rt_detr:RTDetrV2", ".detr.options:RTDetrV2Options"),
-    "d_fine": (".detr.d_fine:DFine", ".detr.options:DFineOptions"),
-    "deimv2": (".detr.deimv2:Deimv2", ".detr.options:Deimv2Options"),
-    "faster_rcnn": (".faster_rcnn.build:FasterRCNNOnTimm", ".faster_rcnn.options:FasterRcnnOptions"),
-    "fasterrcnn_resnet50_fpn": (".faster_rcnn.build:FasterRCNNResNet50", ".faster_rcnn.options:ResNet50Options"),
-    "fasterrcnn_resnet50_fpn_v2": (".faster_rcnn.build:FasterRCNNResNet50V2", ".faster_rcnn.options:ResNet50V2Options"),
-    "scene_graph": ("..scene_graphs.two_stage:SceneGraph", "..scene_graphs.options:SceneGraphOptions"),
-    "egtr": ("..scene_graphs.egtr:EGTR", "..scene_graphs.options:EgtrOptions"),
-    "yolov3": (".yolov3.model:YOLOv3", ".yolov3.options:Yolov3Options"),
-    "ssd": (".ssd.model:SSD", ".ssd.options:SsdOptions"),
-    "ssd300_vgg16": (".ssd.model:SSD300", ".ssd.options:Ssd300Options"),
-    "ssdlite320_mobilenet_v3_large": (".ssd.model:SSDLite320", ".ssd.options:Ssdlite320Options"),
-    "ssdlite": (".ssd.model:SSDLite", ".ssd.options:SsdliteOptions"),
-}
-
-
 def detector_class(architecture: str) -> type["Detector"]:
-    """The class of a detector: by a name of `ARCHITECTURES`, or as `module:Class`.
+    """The class of a detector: by a name of `toolkit.index.DETECTORS`, or as `module:Class`.
 
     Raises:
         BadInput: no such name, module or class, a class that is no `Detector`, or one that only a file names, see
-            `toolkit.trust`.
+            `toolkit.base.trust`.
     """
-    if architecture in ARCHITECTURES:
+    if architecture in index.DETECTORS:
         with importing():
             import_without("timm", "wandb")  # which it has for summaries of its own training: a second of every start
-            return _load(ARCHITECTURES[architecture][0])
+            return index.load(index.DETECTORS[architecture][0])
     if ":" not in str(architecture):
-        similar = difflib.get_close_matches(str(architecture), ARCHITECTURES, n=1)
+        similar = difflib.get_close_matches(str(architecture), index.DETECTORS, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
         expected = f"no `module:Class` of your own{hint}"
-        raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(ARCHITECTURES)}, and {expected}")
+        raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(index.DETECTORS)}, and {expected}")
     if not may_import(architecture):
         raise BadInput(
             f"model.architecture: {escaped(architecture)} is a class that a file names, and importing it runs its "
@@ -68,7 +43,7 @@ def detector_class(architecture: str) -> type["Detector"]:
     if (folder := str(Path.cwd())) not in sys.path:  # for this alone: what lies there must not stand in for a package
         sys.path.append(folder)
     try:
-        cls = _load(architecture)
+        cls = index.load(architecture)
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(
             f"model.architecture: {architecture} cannot be imported: {error}. Expected `module:Class` with the module "
@@ -83,8 +58,8 @@ def detector_class(architecture: str) -> type["Detector"]:
 
 def options_class(architecture: str) -> type[DetectorOptions]:
     """The dataclass of a detector's settings. Raises BadInput as `detector_class`."""
-    if architecture in ARCHITECTURES:
-        return _load(ARCHITECTURES[architecture][1])
+    if architecture in index.DETECTORS:
+        return index.load(index.DETECTORS[architecture][1])
     return detector_class(architecture).Options
 
 
@@ -92,7 +67,7 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **settings)
     """A detector whose `options` build the same one again.
 
     Args:
-        architecture: one of `ARCHITECTURES`, or `module:Class`.
+        architecture: one of `toolkit.index.DETECTORS`, or `module:Class`.
         class_names: one name per class, in the order of the labels.
         settings: values of the detector's options, plain numbers, strings and lists, so that a run's `config.yaml`
             builds the same model again; None: not given. Also what its class takes beside options, such as
@@ -128,8 +103,3 @@ def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Ite
         problems.append(f"{architecture} has no setting model.{key}; {hint}")
     if problems:
         raise BadInput(problems)
-
-
-def _load(reference: str):
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module, __name__), name)

@@ -15,7 +15,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.utils.model import unfreeze_batch_norm_2d
 from torch import nn
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.models.weights.backbone_file import timm_model_from_file
 from toolkit.models.weights.pretrained import cached_when_offline
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.batch import first_rows, kept_first
-from toolkit.errors import BadInput
+from toolkit.base.batch import first_rows, kept_first
+from toolkit.base.errors import BadInput
 from toolkit.models.nms import settled
 from toolkit.models.options import DetectorOptions
 

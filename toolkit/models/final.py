@@ -12,15 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from toolkit import index
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json
 from toolkit.data.table import Category
-from toolkit.errors import BadInput
-from toolkit.files import read_json
 from toolkit.models import build_detector, options_class
-from toolkit.models.card import write_card
 from toolkit.models.inference_settings import checked_size, with_inference_settings
 from toolkit.models.weights.files import read_tensors
-from toolkit.runs.checkpoint_content import FORMAT, stale
-from toolkit.runs.settings_check import type_faults
+from toolkit.run.checkpoint_content import FORMAT, stale
+from toolkit.run.settings_check import type_faults
 
 
 def save_transformers_folder(
@@ -116,6 +116,7 @@ def _write_about(folder: Path, categories: Sequence) -> None:
     """The classes, and the model card."""
     table = [{"label": i, "id": category.id, "name": category.name} for i, category in enumerate(categories)]
     (folder / "categories.json").write_text(json.dumps(table, indent=2) + "\n")
+    write_card = index.tool("model_card")
     write_card(folder, [category.name for category in categories])
 
 

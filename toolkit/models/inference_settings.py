@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.models import options_class
 
 LARGEST_SIDE = 20_000  # pixels that an image may be resized to

@@ -1,7 +1,7 @@
 """Greedy non-maximum suppression of a whole batch, class by class, on any device.
 
 On a CPU it is torchvision's loop. Exported files hold that as one operator, `nms_keep`, which ONNX has too
-(`toolkit.use.export.operators`). On a GPU, where the loop would wait for each image, it is computed as a fixed point:
+(`toolkit.tools.export.operators`). On a GPU, where the loop would wait for each image, it is computed as a fixed point:
 a box is kept if no better kept box overlaps it too much. After n rounds the result is correct for at least the n best
 boxes, so the rounds converge to the greedy result; they number the longest chain of boxes that suppress each other.
 Only the device knows whether they were enough, and `settled` reads that along with what is copied from there anyway.
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torchvision.ops import batched_nms, nms
 
-from toolkit.batch import rows_of, to_host
-from toolkit.box_ops import intersection_and_union
+from toolkit.base.batch import rows_of, to_host
+from toolkit.base.box_ops import intersection_and_union
 
 ROUNDS = 16  # before checking whether they were enough
 USUAL_GROUP, LARGEST_GROUP = 1024, 4096  # boxes, whose pairs fill 4 and 64 MB of float32

@@ -29,12 +29,6 @@ class DetectorOptions:
     heads, for example, when objects are much smaller or larger than in the source's data."""
     freeze_prefixes: list[str] = field(default_factory=list)
     """Modules or parameters, by prefix of their names, to freeze; frozen modules stay in evaluation mode."""
-    lora_rank: int = 0
-    """Rank of low-rank adapters (LoRA) to train on the attention of a vision transformer backbone, 8 for example, while
-    its own weights stay as they are; 0: none. Needs the package peft, only for training."""
-    lora_alpha: float = 16.0
-    """Scale of the low-rank adapters: what they add to a layer's output is multiplied by this divided by
-    `model.lora_rank`."""
 
     def __new__(cls, *args, **given):
         self = super().__new__(cls)

@@ -7,17 +7,16 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor, nn
 
-from toolkit.distributed import run_on_main, world
-from toolkit.errors import BadInput
-from toolkit.files import read_json, write_json
+from toolkit.base.distributed import run_on_main, world
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json, write_json
 from toolkit.models import build_detector
 from toolkit.models.detector import Detector
 from toolkit.models.options import DetectorOptions
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
-from toolkit.runs.open_run import run_folder_of
-from toolkit.runs.settings_file import ABOUT_STARTING, PRETRAINED_CONFIG
-from toolkit.step.adapters import add_adapters
+from toolkit.run.open_run import run_folder_of
+from toolkit.run.settings_file import ABOUT_STARTING, PRETRAINED_CONFIG
 from toolkit.step.freezing import freeze_prefixes
 
 
@@ -76,7 +75,6 @@ def start_detector(
         if is_main:
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n")
     freeze_prefixes(detector, options.freeze_prefixes)
-    add_adapters(detector, options.lora_rank, options.lora_alpha)
     return detector
 
 

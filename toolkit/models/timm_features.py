@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from timm.layers import GroupNormAct, convert_sync_batchnorm
 from torch import Tensor, nn
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.models.backbones import feature_strides, timm_model, wake_frozen_norms
 from toolkit.models.vit_pyramid import STRIDES as PYRAMID_STRIDES
 from toolkit.models.vit_pyramid import VitPyramid, is_plain_vit

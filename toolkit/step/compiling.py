@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 
 _NO_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implementation")
 VARIANTS = 64  # of one block: its widths, with and without gradients, sizes of images; torch would give up after 8

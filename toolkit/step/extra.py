@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from toolkit.distributed import state_from_main, world
-from toolkit.errors import BadInput
+from toolkit.base.distributed import state_from_main, world
+from toolkit.base.errors import BadInput
 from toolkit.step.gradients import average_gradients
 
 

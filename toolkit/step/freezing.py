@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 
 
 def freeze(module: nn.Module) -> nn.Module:

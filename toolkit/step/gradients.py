@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from toolkit.distributed import all_reduce, world
+from toolkit.base.distributed import all_reduce, world
 
 
 def gradient_table(

@@ -4,16 +4,20 @@
 update, so weights, optimizer state and averages never see the gradient; only buffers, which the forward alone can spoil
 (running statistics of a batch norm), have to be put back. A finite gradient can still make an update that overflows:
 `toolkit.step.state` looks at what the last update left. `nan_report` finds out what broke.
+
+In a loop of one's own one call does it, `NanGuard.check`; see docs/parts.md.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import BadInput
+from toolkit.base.distributed import reduce_dict
+from toolkit.base.errors import BadInput, StoppedByGuard
 
 POLICIES = ("stop", "skip", "rollback")
 
@@ -63,7 +67,69 @@ class NanGuard:
         self.max_calibrations = max_calibrations
         self.skips = self.calibrations = self.rollbacks = self.snapshots = 0
         self.reason = ""
+        self.checked = 0
         self._model: nn.Module | None = None
+        self._slots: list[tuple[dict, str]] = []
+        self._names: list[str] = []
+        self._copies: list[Tensor] = []
+        self._watched: list[int] = []
+
+    def check(
+        self, losses: Mapping[str, float], model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Any = None
+    ) -> bool:
+        """Decide about one update of a plain loop, after the backward pass and before the step.
+
+            reduced = reduce_dict(losses)
+            if guard.check(reduced, model, optimizer, accelerator):
+                optimizer.step()
+
+        Losses, gradients and buffers (running statistics) are looked at on all ranks, with one collective and one host
+        read. A refused update is undone: gradients are dropped, and buffers are as they were after the last update
+        that was accepted; of the first update, as they were when the guard saw the model first.
+
+        Args:
+            losses: reduced losses by name, equal on all ranks.
+            model: with or without wrappers. Call `watch(model)` before the first forward pass if it has batch norms
+                that train; else the statistics of the first batch cannot be undone.
+            optimizer: as `accelerator.prepare` returned it, or a plain one.
+            accelerator: of Hugging Face Accelerate; its scaler of fp16 is unscaled, and goes on where its scale is too
+                high, which is not a divergence. None: there is none, and no scaler.
+
+        Returns:
+            True: update. False: go on with the next batch.
+
+        Raises:
+            StoppedByGuard: on every rank, under the policy "stop", and when too many updates in succession were
+                refused.
+            BadInput: the policy is "rollback", which needs the checkpoints of a run.
+        """
+        if self.policy == "rollback":
+            raise BadInput("NanGuard.check: a plain loop has no checkpoints to roll back to; choose stop or skip")
+        if self._model is not model:
+            self.watch(model)
+        scaler = getattr(accelerator, "scaler", None)
+        if scaler is not None:
+            accelerator.unscale_gradients(optimizer)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        state = reduce_dict({"norm": norm, "buffers": self.buffers_finite()}, ["norm", "buffers"])
+        scale = None if scaler is None else scaler.get_scale()
+        action = self.decide(self.checked, losses, state["norm"], scale, state["buffers"])
+        self.checked += 1
+        if action is Action.STEP:
+            _copy(self._copies, self._live())
+            return True
+        if action is Action.CALIBRATE:
+            optimizer.step()  # the scaler leaves it out, and lowers its scale
+            optimizer.zero_grad()
+            return False
+        self.restore(model)
+        optimizer.zero_grad()
+        if scaler is not None:
+            scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled
+        if action is Action.STOP:
+            raise StoppedByGuard(self.reason)
+        return False
 
     def decide(
         self,

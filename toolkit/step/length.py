@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 
 
 class StepBudget:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 
 # What is done with a window -> the line that does it, and what a run without it is.
 BEFORE = {

@@ -5,13 +5,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.batch import send
-from toolkit.distributed import all_reduce, world
-from toolkit.errors import BadInput
+from toolkit.base.batch import send
+from toolkit.base.distributed import all_reduce, world
+from toolkit.base.errors import BadInput
 from toolkit.step.gradients import average_gradients
 
 # Endings by which the DETR family names the copies of a loss: decoder layers, encoder, denoising.
@@ -42,8 +43,11 @@ class LossWeights(nn.Module):
     A weight given for `loss_ce` also covers the layers `loss_ce_0`, `loss_ce_enc`, `loss_ce_aux_0`, `loss_ce_dn_0`; one
     given for an exact name overrides it.
 
+        weights = LossWeights({"loss_ce": 1.0, "loss_bbox": 5.0})    # alone, in a loop of your own
+        total = weights(losses).total
+
     Args:
-        names: the losses that the model announces.
+        names: the losses that the model announces; or {name: weight}, which needs nothing more.
         weights: by name, each a number; or [[step, value], ...], linear between the steps and constant beyond them; or
             "learned": exp(-s) * loss + s with one trained s per entry, shared by the layers it covers, starting where
             exp(-s) is the default weight (homoscedastic uncertainty, Kendall et al., CVPR 2018, with L of any kind).
@@ -54,8 +58,15 @@ class LossWeights(nn.Module):
             all of them at once.
     """
 
-    def __init__(self, names: Sequence[str], weights: Mapping[str, Weight], default_weights: Mapping[str, float]):
+    def __init__(
+        self,
+        names: Sequence[str] | Mapping[str, Weight],
+        weights: Mapping[str, Weight] = MappingProxyType({}),
+        default_weights: Mapping[str, float] = MappingProxyType({}),
+    ):
         super().__init__()
+        if isinstance(names, Mapping):
+            weights = {**names, **weights}
         self.names = tuple(names)
         given = {key: _parse(value) for key, value in weights.items()}
         defaults = {key: float(value) for key, value in default_weights.items()}
@@ -79,12 +90,29 @@ class LossWeights(nn.Module):
             raise BadInput(f"the loss {name!r}: {weight!r} is no weight; expected {kinds}")
         self.names, self._entries[name] = (*self.names, name), entry
 
-    def forward(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
-        """Weighs the scalars in `losses`; an announced loss that is missing counts 0.
+    def forward(self, losses: Mapping[str, Tensor], step: int = 0, micro_batches: int = 1) -> WeightedLosses:
+        """Weigh the scalars in `losses`; an announced loss that is missing counts 0.
 
         step: optimizer step, for scheduled weights.
         micro_batches: number of micro-batches of this optimizer step. The term s of learned weights is divided by it,
             so that it is counted once per step.
+
+        Raises:
+            BadInput: a loss that has no weight. It would be left out of the total, and the model not learn from it.
+        """
+        weighted = self.weigh(losses, step, micro_batches)
+        if weighted.unknown:
+            raise BadInput(
+                f"losses without a weight: {', '.join(weighted.unknown)}; weights are given for: "
+                f"{', '.join(self.names)}. Give each loss a weight, 0 to leave it out"
+            )
+        return weighted
+
+    def weigh(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
+        """Weigh as `forward` does, but return the names of losses without a weight in `unknown`.
+
+        Raised here, on the one rank that has such a loss, an error would leave the others waiting: give `unknown` to
+        `reduce_dict`, which raises on every rank.
         """
         names = [name for name in self.names if name in losses]
         if not names:

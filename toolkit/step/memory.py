@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from toolkit.batch import Batch
-from toolkit.errors import BadInput
+from toolkit.base.batch import Batch
+from toolkit.base.errors import BadInput
 from toolkit.step.freezing import eval_mode
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.meters import peak_memory_mb
@@ -67,7 +67,7 @@ def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def probe_memory(t, worst: Batch) -> None:
     """Forward and backward of a batch beside the optimizer's state, and one evaluation batch; changes nothing.
 
-    t: a `toolkit.training.Training`. worst: the batch that needs most memory, see `data.pipeline.largest_batch`.
+    t: a `toolkit.run.training.Training`. worst: the batch that needs most memory, see `data.pipeline.largest_batch`.
 
     Raises:
         BadInput: memory runs out; names the batch.

@@ -9,14 +9,18 @@ import platform
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
 import psutil
 import torch
 
-from toolkit.distributed import gather_objects
-from toolkit.errors import BadInput
+from toolkit.base.distributed import gather_objects, world
+from toolkit.base.errors import BadInput
+
+Item = TypeVar("Item")
 
 
 class SmoothedValue:
@@ -119,12 +123,60 @@ class MomentumMeter:
 class Meters(dict[str, SmoothedValue | MomentumMeter]):
     """Meters by name, made on first use; `str` joins them as DETR's `MetricLogger` does.
 
+        meters = Meters(delimiter="  ")
+        for images, targets in meters.log_every(loader, 10, "epoch 1"):
+            ...
+            meters.update(reduced)
+        print(meters.loss_ce.global_avg)
+
     `class_error` is shown as its last value, as there.
+
+    Args:
+        delimiter: between the meters in a line.
+        meters: by name, as of a dict.
 
     new: what makes another one; an attribute, see `make_meters`.
     """
 
     new: Callable[[], SmoothedValue | MomentumMeter] = SmoothedValue
+
+    def __init__(self, *meters, delimiter: str = "  ", **more: SmoothedValue | MomentumMeter):
+        super().__init__(*meters, **more)
+        self.delimiter = delimiter
+
+    def __getattr__(self, name: str) -> SmoothedValue | MomentumMeter:
+        if name.startswith("__") or name not in self:
+            raise AttributeError(f"there is no meter {name!r}; there are {', '.join(self) or 'none yet'}")
+        return self[name]
+
+    def add_meter(self, name: str, meter: SmoothedValue | MomentumMeter) -> None:
+        """Set the meter of a name, for another window or format than the usual ones."""
+        self[name] = meter
+
+    def log_every(self, batches: Iterable[Item], every: int, header: str = "") -> Iterator[Item]:
+        """Yield the batches, and print a line on the main process after each `every` of them and after the last one.
+
+        A line has the place, the time left, the meters, and the seconds of a batch with those that it waited for data.
+        """
+        total = len(batches) if isinstance(batches, Sized) else None
+        timer = StepTimer()
+        for number, batch in enumerate(batches, start=1):
+            timer.data_ready()
+            yield batch
+            timer.step_done(images=1)
+            if number % every == 0 or number == total:
+                self._print_line(header, number, total, timer)
+
+    def _print_line(self, header: str, number: int, total: int | None, timer: "StepTimer") -> None:
+        rank, _ = world()
+        if rank:
+            return
+        place = f"[{number}]" if total is None else f"[{number:{len(str(total))}}/{total}]"
+        parts = [f"{header} {place}".strip()]
+        if total is not None:
+            parts.append(f"eta: {timedelta(seconds=round(timer.eta_s(total - number)))}")
+        parts += [str(self), f"time: {timer.step_s:.4f}", f"data: {timer.data_s:.4f}"]
+        print(self.delimiter.join(filter(None, parts)), flush=True)
 
     def update(self, values: Mapping[str, float] | None = None, **more: float) -> None:
         """Adds one value to the meter of each name."""
@@ -134,7 +186,7 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
             self[name].update(value)
 
     def __str__(self) -> str:
-        return "  ".join(f"{name}: {meter}" for name, meter in self.items())
+        return self.delimiter.join(f"{name}: {meter}" for name, meter in self.items())
 
     def state_dict(self) -> dict:
         return {name: meter.state_dict() for name, meter in self.items()}

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from toolkit.batch import Batch
-from toolkit.distributed import gather_objects, world
-from toolkit.draws import seed_micro_batch
-from toolkit.errors import BadInput
+from toolkit.base.batch import Batch
+from toolkit.base.distributed import gather_objects, world
+from toolkit.base.errors import BadInput
+from toolkit.base.seeding import seed_micro_batch
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard
 
@@ -173,7 +173,7 @@ def rerun_window(
         with autocast(parameter.device.type, precision):
             outputs = detector(batch.images, batch.sizes, batch.targets)
         losses, _ = detector.criterion(outputs, batch.targets, given)
-        weighted = weights(losses, step, len(batches))
+        weighted = weights.weigh(losses, step, len(batches))
         (weighted.total * scale).backward()
         window_losses.append(weighted.unweighted)
     return window_losses

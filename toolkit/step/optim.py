@@ -6,8 +6,7 @@ from itertools import compress
 import torch
 from torch import nn
 
-from toolkit.errors import BadInput
-from toolkit.step.adapters import base_name
+from toolkit.base.errors import BadInput
 
 _OF_PARAMETERS = ("params", "param_names")  # entries of a group with one item for each parameter
 
@@ -86,7 +85,7 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
         if isinstance(cfg := getattr(module, "pretrained_cfg", None), dict) and "architecture" in cfg:
             of_name = _timm_depths(cfg["architecture"])
             for name, _ in module.named_parameters():
-                if (depth := of_name.get(_spelling(base_name(name)))) is not None:
+                if (depth := of_name.get(_spelling(name))) is not None:
                     depths[f"{prefix}.{name}" if prefix else name] = depth
     if not depths:
         raise BadInput("optim.layer_decay: the detector has no timm backbone that names its layers; set it to 1")

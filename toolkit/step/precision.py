@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from toolkit.batch import Batch
-from toolkit.distributed import run_on_main
+from toolkit.base.batch import Batch
+from toolkit.base.distributed import run_on_main
 from toolkit.step.nan_report import rerun_window
 
 PRECISIONS = ("no", "bf16")

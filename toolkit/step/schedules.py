@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.step.length import steps_from
 
 SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
@@ -325,7 +325,7 @@ class PlateauSchedule(GroupRates):
 
 
 def schedule_of_settings(c: Any, optimizer: torch.optim.Optimizer, total_steps: int, per_epoch: int) -> GroupRates:
-    """Builds the schedule from settings with the names of `toolkit.runs.settings.ScheduleConfig`.
+    """Builds the schedule from settings with the names of `toolkit.run.settings.ScheduleConfig`.
 
     total_steps: length of the run. per_epoch: optimizer steps of an epoch, for what is given in epochs.
     """

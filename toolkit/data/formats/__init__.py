@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from toolkit import index
+from toolkit.base.errors import BadInput
+from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.formats.folders import NOT_STREAMED, open_folder
 from toolkit.data.joining import is_several, open_joined, paired
 from toolkit.data.shapes import SPLITS, ensure_shapes
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS
 
-GRAPHS = ("visual_genome", "psg", "vrd", "gqa", "open_images")  # read by `toolkit.scene_graphs.readers`
-FORMATS = ("auto", "coco", "shapes", "hub", *GRAPHS, "voc", "yolo", "csv")
+FORMATS = ("auto", "coco", "shapes", "hub", *index.READERS, "voc", "yolo", "csv")
 
 
 def open_dataset(
@@ -76,10 +76,9 @@ def open_dataset(
         raise BadInput(f"format {format!r}: {NOT_STREAMED}")
     if keep_images_without_relations and format == "visual_genome":
         options["keep_images_without_relations"] = "train"
-    if format in GRAPHS:
-        from toolkit.scene_graphs.readers import open_graphs  # here, since every start would pay for h5py
-
-        return open_graphs(source, image_dir, format, name, **options)
+    if format in index.READERS:
+        open_split = index.load(index.READERS[format])
+        return open_split(source, image_dir, format, name, **options)
     if format == "shapes":
         if source not in SPLITS or name is not None:
             asked = repr(source) if name is None else f"data set {name!r}"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from toolkit.base.errors import BadInput
+from toolkit.base.files import distinct
 from toolkit.data.annotations import Annotations, ImageRow
 from toolkit.data.check_files import image_names, parallel, waits_for, with_good_files
 from toolkit.data.checks import check
@@ -18,8 +20,6 @@ from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, probe_
 from toolkit.data.image_sources import ImageSources, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
-from toolkit.errors import BadInput
-from toolkit.files import distinct
 
 # What folders and files of a split are called.
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}

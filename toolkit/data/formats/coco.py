@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.boxes import Boxes, Relations
+from toolkit.base.boxes import Boxes, Relations
+from toolkit.base.errors import BadInput
+from toolkit.base.files import MAX_IMAGE_PIXELS, write_text_atomic
+from toolkit.base.imports import uncollected
 from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
@@ -20,9 +23,6 @@ from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
-from toolkit.errors import BadInput
-from toolkit.files import MAX_IMAGE_PIXELS, write_text_atomic
-from toolkit.imports import uncollected
 
 TITLE = "COCO"
 HEAD = 4096  # bytes that a COCO file must show one of its keys in

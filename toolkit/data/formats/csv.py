@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from toolkit.base.errors import BadInput
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats.annotated import (
     ALL,
@@ -23,7 +24,6 @@ from toolkit.data.formats.annotated import (
 )
 from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
-from toolkit.errors import BadInput
 
 TITLE = "CSV"
 COLUMNS = {

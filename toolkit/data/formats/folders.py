@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from toolkit.base.errors import BadInput
 from toolkit.data.formats import coco, csv, hub_folder, voc, yolo
 from toolkit.data.formats.annotated import ALL, split_of
 from toolkit.data.image_sources import open_sources
 from toolkit.data.table import DetectionTable
-from toolkit.errors import BadInput
 
 # In the order in which they are tried: the surest signs first. Names as `data.format` has them.
 FOLDERS: dict[str, ModuleType] = {"hub": hub_folder, "voc": voc, "coco": coco, "yolo": yolo, "csv": csv}

@@ -15,6 +15,8 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json
 from toolkit.data.annotations import Annotations
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
 from toolkit.data.checks import check
@@ -23,8 +25,6 @@ from toolkit.data.formats.annotated import UNKNOWN_SIZE
 from toolkit.data.image_sources import ImageSources, Shards, open_shard
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
-from toolkit.errors import BadInput
-from toolkit.files import read_json
 
 CATEGORY_KEYS = ("category", "categories", "category_id", "label", "labels")
 ID_KEYS = ("id", "bbox_id", "ids")

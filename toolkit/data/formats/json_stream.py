@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 
 WINDOW = 2**20  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")

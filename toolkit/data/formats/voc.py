@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from toolkit.base.errors import BadInput
+from toolkit.base.files import distinct, without_suffix
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
@@ -23,8 +25,6 @@ from toolkit.data.formats.annotated import (
 )
 from toolkit.data.image_sources import ImageSources, open_sources, watched_of
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
-from toolkit.errors import BadInput
-from toolkit.files import distinct, without_suffix
 
 TITLE = "Pascal VOC"
 CLASS_FILES = ("labels.txt", "classes.txt", "labelmap.txt", "predefined_classes.txt")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import yaml
 
+from toolkit.base.errors import BadInput
+from toolkit.base.files import without_suffix
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import ALL, SPLIT_NAMES, Listing, copy_images, images_in, open_annotated, ordered
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
-from toolkit.errors import BadInput
-from toolkit.files import without_suffix
 
 TITLE = "YOLO"
 CLASS_FILES = ("classes.txt", "obj.names", "labels.txt")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from toolkit.batch import Target
-from toolkit.errors import BadInput
+from toolkit.base.batch import Target
+from toolkit.base.errors import BadInput
 
 Sample = tuple[Tensor, Target]
 Transform = Callable[[Tensor, Target, torch.Generator], Sample]
@@ -28,6 +28,7 @@ Region = tuple[int, int, int, int]  # top, left, height, width in pixels
 PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: of mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightmost": "leftmost"}
+FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
 UNKNOWN = -1  # predicate that has no name in a mirrored picture
 
 
@@ -314,3 +315,18 @@ def detr_train_transform(
 def exact_transform(size: int | Sequence[int]) -> Transform:
     """Every image to exactly this size, see `pair_hw`; for models that ignore a pixel mask."""
     return ThenResize(size_hw=pair_hw(size))
+
+
+def centres_in_region(boxes: Tensor, region: tuple[int, int, int, int]) -> Tensor:
+    """Return (N,) bool: whether the centre of each box (N, 4) xyxy lies in the region, borders included, as in GluonCV.
+
+    region: top, left, height and width in pixels.
+    """
+    top, left, height, width = region
+    x, y = ((boxes[:, :2] + boxes[:, 2:]) / 2).unbind(1)
+    return (x >= left) & (x <= left + width) & (y >= top) & (y <= top + height)
+
+
+def filled_canvas(size_hw: tuple[int, int]) -> Tensor:
+    """Return a uint8 image (3, H, W) of `FILL_RGB`, channels-last in memory like a decoded image."""
+    return torch.tensor(FILL_RGB, dtype=torch.uint8).repeat(*size_hw, 1).permute(2, 0, 1)

@@ -10,9 +10,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from toolkit.batch import Target
-from toolkit.data.transforms.geometry import PER_BOX_FIELDS, Sample, Size, crop, draw_int, keep_boxes, resize
-from toolkit.data.transforms.yolov3 import centres_inside, filled_canvas
+from toolkit.base.batch import Target
+from toolkit.data.transforms.geometry import (
+    PER_BOX_FIELDS,
+    Sample,
+    Size,
+    centres_in_region,
+    crop,
+    draw_int,
+    filled_canvas,
+    keep_boxes,
+    resize,
+)
 
 SHARES = (0.45, 0.55)  # of the image itself
 OBJECTS = 3  # blended into each image
@@ -90,7 +99,7 @@ def mosaic(samples: Sequence[Sample], size_hw: Size, point_yx: tuple[int, int]) 
         height, top = _span(fitted[0], point_yx[0], size_hw[0], bool(below))
         width, left = _span(fitted[1], point_yx[1], size_hw[1], bool(right))
         region = (top, left, height, width)
-        image, target = crop(image, keep_boxes(target, centres_inside(target["boxes"], region)), region)
+        image, target = crop(image, keep_boxes(target, centres_in_region(target["boxes"], region)), region)
         y, x = point_yx[0] - (0 if below else height), point_yx[1] - (0 if right else width)
         canvas[:, y : y + height, x : x + width] = image
         parts.append({**target, "boxes": target["boxes"] + torch.tensor([x, y, x, y], dtype=torch.float32)})

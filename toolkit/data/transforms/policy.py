@@ -18,10 +18,10 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from toolkit.batch import Target
+from toolkit.base.batch import Target
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_yaml
 from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
-from toolkit.errors import BadInput
-from toolkit.files import read_yaml
 
 # Of whole batches, or away from uint8 images: the loader and the detector do that.
 NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()

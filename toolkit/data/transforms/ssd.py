@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from toolkit.batch import Target
-from toolkit.box_ops import pairwise_iou
+from toolkit.base.batch import Target
+from toolkit.base.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, flip, keep_boxes, resize
 
 FILL_RGB = (123, 117, 104)  # ImageNet's mean
@@ -134,7 +134,7 @@ def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> 
         starts = ((whole - sides) * places).long()
         corners = torch.cat([starts, starts + sides], dim=1).float() + torch.tensor([left, top, left, top])
         ratio = sides[:, 0] / sides[:, 1]
-        inside = centres_inside(boxes, corners)
+        inside = centres_strictly_inside(boxes, corners)
         overlap = pairwise_iou(corners, boxes).masked_fill(~inside, -1.0).amax(dim=1)
         good = (sides > 0).all(dim=1) & (ratio >= 0.5) & (ratio <= 2.0) & inside.any(dim=1) & (overlap >= min_iou)
         if bool(good.any()):
@@ -144,8 +144,11 @@ def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> 
     return region
 
 
-def centres_inside(boxes: Tensor, regions_xyxy: Tensor) -> Tensor:
-    """Whether the centre of each of N boxes lies inside each of M regions: (M, N) bool."""
+def centres_strictly_inside(boxes: Tensor, regions_xyxy: Tensor) -> Tensor:
+    """Return (M, N) bool: whether the centre of each of N boxes lies inside each of M regions, borders left out.
+
+    As torchvision's `RandomIoUCrop` has it; GluonCV counts borders, see `centres_in_region`.
+    """
     centres = (boxes[:, :2] + boxes[:, 2:]) / 2
     return ((centres > regions_xyxy[:, None, :2]) & (centres < regions_xyxy[:, None, 2:])).all(dim=-1)
 
@@ -154,7 +157,7 @@ def keep_seen(target: Target, region: Region) -> Target:
     """The target without boxes whose centre lies outside the region; of crowd boxes every bit in it stays."""
     top, left, height, width = region
     corners = torch.tensor([[left, top, left + width, top + height]], dtype=torch.float32)
-    return keep_boxes(target, centres_inside(target["boxes"], corners)[0] | (target["iscrowd"] != 0))
+    return keep_boxes(target, centres_strictly_inside(target["boxes"], corners)[0] | (target["iscrowd"] != 0))
 
 
 def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:

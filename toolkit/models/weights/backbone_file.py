@@ -10,8 +10,8 @@ import torch
 from timm.models import _builder
 from torch import Tensor, nn
 
-from toolkit.distributed import world
-from toolkit.errors import BadInput
+from toolkit.base.distributed import world
+from toolkit.base.errors import BadInput
 from toolkit.models.weights import efficientnet_pytorch
 from toolkit.models.weights.files import read_tensors
 

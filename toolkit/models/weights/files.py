@@ -3,28 +3,19 @@
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from toolkit.errors import BadInput
-from toolkit.models.weights import darknet, gluoncv, torchvision
-from toolkit.models.weights.deimv2 import DEIMV2
-from toolkit.models.weights.detr import CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, DETR
-from toolkit.models.weights.maskrcnn_benchmark import MASKRCNN_BENCHMARK
-from toolkit.models.weights.names import Description
-from toolkit.models.weights.rf_detr import RF_DETR
-from toolkit.models.weights.rt_detr import D_FINE, RT_DETR
-from toolkit.models.weights.scene_graph_benchmark import SCENE_GRAPH_BENCHMARK
+from toolkit import index
+from toolkit.base.errors import BadInput
+from toolkit.models.weights.names import Description, Publisher
 
-OF_DETR = (DETR, CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, D_FINE, DEIMV2, RT_DETR, RF_DETR)
-BY_NAMES = (SCENE_GRAPH_BENCHMARK, MASKRCNN_BENCHMARK, *OF_DETR)
-PUBLISHERS = (torchvision, *BY_NAMES, darknet, gluoncv)  # modules have the methods of a `Publisher` as functions
 # Where programs keep the weights in what they save; averaged ones go first.
 INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("state_dict_ema",), ("model",), ("state_dict",))
 KNOWN = (
@@ -45,7 +36,7 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
         BadInput: it cannot be read, or the names of its tensors are nobody's.
     """
     state = read(path)
-    publisher = next((candidate for candidate in PUBLISHERS if candidate.recognised(state)), None)
+    publisher = next((candidate for candidate in publishers() if candidate.recognised(state)), None)
     if publisher is None:
         some = ", ".join(list(state)[:3])
         raise BadInput(
@@ -57,6 +48,11 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
     if "predicates" in description.options:
         description.options["predicates"] = _names_beside(path, ".predicates", description.options["predicates"])
     return description, publisher.ours_from(state)
+
+
+def publishers() -> Iterator[Publisher | ModuleType]:
+    """Load every publisher of `toolkit.index.PUBLISHERS`; a module has the methods of a `Publisher` as functions."""
+    return map(index.load, index.PUBLISHERS)
 
 
 def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
@@ -77,10 +73,9 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises:
         BadInput: it is of no kind that is known, broken, or holds objects beside tensors.
     """
-    if path.suffix.lower() == ".params":
-        return gluoncv.read(path)
-    if path.suffix.lower() == ".weights" or ".conv." in path.name:
-        return darknet.read(path)
+    ending = ".weights" if ".conv." in path.name else path.suffix.lower()  # Darknet's backbones: darknet53.conv.74
+    if ending in index.WEIGHT_FILES:
+        return index.load(index.WEIGHT_FILES[ending])(path)
     return read_tensors(path, "model.pretrained")
 
 

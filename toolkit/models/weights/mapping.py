@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 
 ClassLayout = tuple[int, int, int]  # rows before, for each class, after
 

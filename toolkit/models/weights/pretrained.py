@@ -34,13 +34,12 @@ from pathlib import Path
 from huggingface_hub import constants
 from torch import Tensor
 
-from toolkit.errors import BadInput
-from toolkit.files import near_names
+from toolkit.base.errors import BadInput
+from toolkit.base.files import near_names
 from toolkit.models import options_class
 from toolkit.models.weights.files import open_file
-from toolkit.runs.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
-from toolkit.runs.settings_file import detector_options
-from toolkit.step.adapters import merged
+from toolkit.run.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
+from toolkit.run.settings_file import detector_options
 
 PROBE_S = 5.0  # seconds that the hub has to answer
 
@@ -84,7 +83,7 @@ def open_pretrained(name: str) -> Pretrained:
 def _from_run(name: str, path: Path) -> Pretrained:
     run = open_run(path, options_class)
     architecture, options = _described(run.config["model"])
-    tensors = merged(run.checkpoint.tensors[chosen_weights(run)], run.config["model"].get("lora_alpha"))
+    tensors = run.checkpoint.tensors[chosen_weights(run)]
     return Pretrained(name, architecture, options, [category.name for category in run.categories], tensors)
 
 

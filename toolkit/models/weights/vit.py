@@ -9,7 +9,7 @@ import torch
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
-from toolkit.errors import BadInput
+from toolkit.base.errors import BadInput
 from toolkit.models.backbones import timm_model
 from toolkit.models.weights.names import Pairs, pairs, renamed, split_attention
 

@@ -1,0 +1,202 @@
+"""The parts of the loop alone, in somebody's own loop: docs/parts.md."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import run_on_ranks
+from torch import nn
+
+from toolkit import LossWeights, Meters, NanGuard, reduce_dict
+from toolkit.base.distributed import UnannouncedName, world
+from toolkit.base.errors import BadInput, StoppedByGuard
+from toolkit.step.meters import SmoothedValue
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "parts.md").read_text(encoding="utf-8")
+(PROGRAM,) = re.findall(r'```python title="plain.py"\n(.*?)```', PAGE, re.DOTALL)
+# A picture of NaN makes every loss NaN; at the end each process shows its weights.
+WITH_A_NAN = PROGRAM.replace(
+    "    losses = model(images, targets)\n",
+    "    images = [image * float('nan') for image in images] if NAN_AT == seen else images\n"
+    "    seen += 1\n"
+    "    losses = model(images, targets)\n",
+)
+HEAD = """
+import sys
+from toolkit import LossWeights, Meters, NanGuard, reduce_dict
+modules = [name for name in ("accelerate", "transformers", "timm", "datasets", "wandb") if name in sys.modules]
+NAN_AT, seen = 6, 0
+"""
+TAIL = """
+total = sum(p.double().abs().sum() for p in accelerator.unwrap_model(model).parameters()).item()
+print(f"RESULT {accelerator.process_index} {total!r} {guard.skips} {len(meters.loss_objectness.window)} {modules}")
+"""
+
+
+def run_plain(folder: Path, program: str, *launcher: str) -> str:
+    script = folder / "plain.py"
+    script.write_text(HEAD + program + TAIL, encoding="utf-8")
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=folder)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_program_of_the_page_trains_on_after_a_nan(tmp_path, processes):
+    two = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    launcher = () if processes == 1 else two
+    printed = run_plain(tmp_path, WITH_A_NAN, *launcher)
+    assert printed.count("skipped: at step 6") == processes
+    results = re.findall(r"RESULT (\d) (\S+) (\d+) (\d+) (\[.*\])", printed)
+    assert len(results) == processes and len({total for _, total, *_ in results}) == 1
+    steps = 20 // processes
+    for _, total, skips, updates, modules in results:
+        assert float(total) > 0 and skips == "0" and int(updates) == steps - 1 and modules == "[]"
+    assert re.search(rf"epoch 1 \[{steps}/{steps}\]  eta: 0:00:00  loss_box_reg: ", printed)
+
+
+def test_the_program_is_as_short_as_promised():
+    lines = [line for line in PROGRAM.splitlines() if line.strip()]
+    assert len(lines) <= 36 and "nan" not in PROGRAM.replace("NanGuard", "")
+
+
+def test_a_misspelt_loss_raises_where_it_would_be_left_out():
+    weights = LossWeights({"loss_classifer": 1.0})
+    with pytest.raises(ValueError, match="none of the announced losses"):
+        weights({"loss_classifier": torch.ones(())})
+    weights = LossWeights({"loss_classifer": 1.0, "loss_box": 2.0})
+    with pytest.raises(BadInput, match=r"without a weight: loss_classifier; weights .*: loss_classifer, loss_box"):
+        weights({"loss_classifier": torch.ones(()), "loss_box": torch.ones(())})
+    assert weights({"loss_box": torch.tensor(3.0)}).total == 6.0
+
+
+def test_a_weight_of_the_mapping_may_be_scheduled_or_learned():
+    weights = LossWeights({"loss_a": [[0, 1.0], [10, 0.0]], "loss_b": "learned"})
+    assert weights({"loss_a": torch.tensor(4.0), "loss_b": torch.zeros(())}, step=5).total.item() == 2.0
+    assert [group["name"] for group in weights.parameter_groups(0.1)] == ["loss_weights"]
+    with pytest.raises(BadInput, match="loss_a"):
+        LossWeights({"loss_a": "heavy"})
+
+
+def without_names() -> dict:
+    rank, _ = world()
+    same = reduce_dict({"b": float(rank), "a": torch.tensor(1.0)} if rank else {"a": torch.tensor(1.0), "b": 0.0})
+    try:
+        reduce_dict({"a": 1.0} if rank else {"a": 1.0, "b": 2.0})
+    except UnannouncedName as error:
+        return {"same": same, "error": str(error)}
+    return {"same": same, "error": ""}
+
+
+def test_reduce_dict_takes_the_names_of_the_values():
+    assert reduce_dict({"b": 2, "a": torch.tensor(1.5)}) == {"a": 1.5, "b": 2.0}
+    assert reduce_dict({}) == {}
+    for result in run_on_ranks(without_names, 2):
+        assert result["same"] == {"a": 1.0, "b": 0.5}
+        assert "rank 1 has the names a, rank 0 has a, b" in result["error"]
+
+
+def normed() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def train(model, optimizer, guard, batches, accelerator=None, factor: float = 1.0) -> list[bool]:
+    scaler = getattr(accelerator, "scaler", None)
+    answers = []
+    for batch in batches:
+        loss = model(batch).square().mean() * factor
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        reduced = reduce_dict({"loss": loss})
+        answers.append(guard.check(reduced, model, optimizer, accelerator))
+        if answers[-1]:
+            optimizer.step()
+            optimizer.zero_grad()
+    return answers
+
+
+def test_a_refused_batch_leaves_no_trace():
+    good = [torch.randn(8, 3) for _ in range(4)]
+    bad = torch.full((8, 3), float("nan"))
+    states = []
+    for batches in (good, [bad, *good[:2], bad, bad, *good[2:]]):
+        model, optimizer = normed()
+        guard = NanGuard("skip")
+        guard.watch(model)
+        answers = train(model, optimizer, guard, batches)
+        assert answers == [bool(batch.isfinite().all()) for batch in batches]
+        states.append([*model.state_dict().values(), *(s["momentum_buffer"] for s in optimizer.state.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("watches", [True, False])
+def test_the_guard_stops_as_its_policy_says(watches):
+    bad = torch.full((8, 3), float("inf"))
+    model, optimizer = normed()
+    before = [p.clone() for p in model.parameters()]
+    guard = NanGuard("stop")
+    assert guard.buffers_finite() == 1.0, "before it has seen a model"
+    if watches:
+        guard.watch(model)
+    with pytest.raises(StoppedByGuard, match="loss is nan"):
+        train(model, optimizer, guard, [bad])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(StoppedByGuard):
+        train(*normed(), NanGuard("skip", max_skips=2), [bad] * 3)
+    with pytest.raises(BadInput, match="no checkpoints to roll back to"):
+        train(*normed(), NanGuard("rollback"), [bad])
+
+
+class Scaled:
+    """What Accelerate adds in fp16: a scaler, and an optimizer that steps through it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scale: float):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self.optimizer = SimpleNamespace(
+            param_groups=optimizer.param_groups, zero_grad=optimizer.zero_grad, step=self._step
+        )
+        self._plain = optimizer
+
+    def unscale_gradients(self, optimizer) -> None:
+        self.scaler.unscale_(self._plain)
+
+    def _step(self) -> None:
+        self.scaler.step(self._plain)
+        self.scaler.update()
+
+
+def test_in_fp16_a_scale_that_is_too_high_is_lowered_and_a_nan_is_skipped():
+    good = torch.randn(8, 3)
+    model, plain = normed()
+    scaled = Scaled(plain, scale=3e38)  # a scaled loss overflows until it has fallen
+    guard = NanGuard("stop", max_calibrations=200)
+    answers = train(model, scaled.optimizer, guard, [good] * 40, scaled, factor=8.0)
+    assert answers[0] is False and answers[-1] is True, "calibrated, not stopped"
+    assert scaled.scaler.get_scale() < 3e38
+    guard = NanGuard("skip")
+    bad = torch.full((8, 3), float("nan"))
+    assert train(model, scaled.optimizer, guard, [good, bad, good], scaled) == [True, False, True]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_meters_are_used_as_those_of_detr(capsys):
+    meters = Meters(delimiter="\t")
+    meters.add_meter("lr", SmoothedValue(window_size=1, fmt="{value:.6f}"))
+    for number in meters.log_every([1.0, 2.0, 6.0], every=2, header="epoch 3"):
+        meters.update(loss=number, lr=0.1)
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("epoch 3 [2/3]\teta: ") and last.startswith("epoch 3 [3/3]\teta: 0:00:00\tlr: 0.100000\t")
+    assert meters.loss.global_avg == 3.0 and meters.loss.median == 2.0 and meters.loss is meters["loss"]
+    with pytest.raises(AttributeError, match="no meter 'los'; there are lr, loss"):
+        _ = meters.los
+    seen = list(meters.log_every(iter("ab"), every=1))
+    assert seen == ["a", "b"] and "[2]" in capsys.readouterr().out

@@ -1,0 +1,343 @@
+"""Collectives on which several processes agree; with one process (torch.distributed not initialised) they work too.
+
+Every function here but `world`, `leave`, `seed_step`, `asked_for_cpu` and `default_device` is a collective: all ranks
+call it, in the same order.
+"""
+
+import os
+import random
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.base.batch import send
+from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
+
+Result = TypeVar("Result")
+IMAGES_AT_ONCE = 1000  # whose predictions travel in one message
+
+
+class UnannouncedName(BadInput):
+    """A value was reported under a name that was not announced; raised on every rank, whichever reported it."""
+
+
+def world() -> tuple[int, int]:
+    """(rank, number of processes); (0, 1) when torch.distributed is not initialised."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def leave() -> None:
+    """Ends the process group after the last collective. Its threads end once the model, which holds it, is gone too;
+    see `toolkit.run.command_line.run_script`."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_reduce(values: Tensor, op: str = "sum") -> Tensor:
+    """Sum, mean or maximum of `values` over the ranks, on the device of `values`, without a host read on NCCL.
+
+    op: "sum", "mean" or "max". The input is left as it is.
+    """
+    _, world_size = world()
+    if world_size > 1:
+        # gloo may hold CPU tensors only, and NCCL device tensors only, wherever the values happen to be
+        reduced = values.to(_collective_device(values.device), copy=True)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        values = reduced.to(values.device)
+    return values / world_size if op == "mean" else values
+
+
+def reduce_dict(
+    values: Mapping[str, Tensor | float],
+    names: Sequence[str] | None = None,
+    unknown: Iterable[str] = (),
+    op: str = "mean",
+) -> dict[str, float]:
+    """Reduce values over all ranks by name: one collective and one host read for all of them, whatever their number.
+
+        reduced = reduce_dict(losses)    # {"loss_ce": 1.7, ...}, means over the ranks, equal on all of them
+
+    Args:
+        values: scalars of this rank (Tensors on any device, or numbers); a name that is missing counts 0.
+        names: the announced names, the same set on every rank. Their sorted order is the layout of the message, so a
+            rank with other keys, or keys in another order, cannot shift the values of its neighbours. None: the names
+            in `values`, which every rank must have; that takes one more message, so give names in a loop.
+        unknown: further names that this rank met without announcement.
+        op: "mean", "sum" or "max" over all ranks. A NaN on one rank makes the mean and sum NaN on every rank.
+
+    Returns:
+        {name: value} for the sorted `names`, equal on every rank.
+
+    Raises:
+        UnannouncedName: on every rank, when any rank had a key that is not in `names`, or an `unknown` one; without
+            `names`, when the ranks have different keys.
+    """
+    layout = _common_names(values) if names is None else sorted(set(names))
+    strangers = sorted({*unknown, *(set(values) - set(layout))})
+    # The count of strangers travels in a slot of its own: the ranks learn of it without a second message.
+    vector = stack_scalars([*(values.get(name, 0.0) for name in layout), float(len(strangers))])
+    *reduced, stranger_count = all_reduce(vector, op).tolist()
+    if stranger_count > 0:
+        _raise_unannounced(strangers, layout)
+    return dict(zip(layout, reduced, strict=True))
+
+
+def _common_names(values: Mapping[str, Any]) -> list[str]:
+    """The sorted names in `values`, which are the same on every rank; a collective."""
+    of_ranks = gather_objects(sorted(values))
+    first = of_ranks[0]
+    problems = [
+        f"reduce_dict: rank {rank} has the names {', '.join(of_rank) or 'none'}, rank 0 has "
+        f"{', '.join(first) or 'none'}; give names=[...], under which a value that a rank lacks counts 0"
+        for rank, of_rank in enumerate(of_ranks)
+        if of_rank != first
+    ]
+    if problems:
+        raise UnannouncedName(problems)
+    return first
+
+
+def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
+    """One float64 vector (float32 where the device has no float64) on the device of the tensors among `values`."""
+    device = next((v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    scalars: list = list(values)
+    kinds: dict[object, list[int]] = {}  # converted a kind at a time: one by one, each would be a kernel of its own
+    for i, v in enumerate(values):
+        kinds.setdefault((v.dtype, v.device) if isinstance(v, Tensor) else "number", []).append(i)
+    for kind, indices in kinds.items():
+        members = [values[i] for i in indices]
+        together = torch.tensor(members, dtype=dtype) if kind == "number" else torch.stack(members).detach()
+        for i, scalar in zip(indices, send(together, device).to(dtype).unbind(), strict=True):
+            scalars[i] = scalar
+    return torch.stack(scalars)
+
+
+def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, dict]:
+    """Predictions of all ranks by image id on rank 0, which alone looks at them; nothing on the others.
+
+    items: (image id, prediction), a prediction being a dict whose tensors are moved to the CPU first. The lists of
+    different images are never joined. An image that several ranks (or batches) had is kept once: the first in the
+    order of ranks. They travel some images at a time, so that nothing but the result is ever large.
+    """
+    local = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
+    rank, world_size = world()
+    by_rank = [local] if world_size == 1 else [[] for _ in range(world_size)]
+    for first in range(0, agree_max(len(local)) if world_size > 1 else 0, IMAGES_AT_ONCE):
+        parts = [None] * world_size if rank == 0 else None
+        dist.gather_object(local[first : first + IMAGES_AT_ONCE], parts, dst=0)
+        for predictions, part in zip(by_rank, parts or (), strict=False):
+            predictions += part
+    gathered: dict[int | str, dict] = {}
+    for image_id, prediction in (item for part in by_rank for item in part):
+        gathered.setdefault(image_id, prediction)
+    return gathered
+
+
+def gather_objects(value: Result) -> list[Result]:
+    """The `value` of every rank, in the order of ranks, on every rank."""
+    _, world_size = world()
+    if world_size == 1:
+        return [value]
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value: Result) -> Result:
+    """The `value` of rank 0, on every rank."""
+    _, world_size = world()
+    if world_size == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0, device=_collective_device(torch.device("cpu")))
+    return holder[0]
+
+
+def run_on_main(function: Callable[[], Result]) -> Result:
+    """Calls `function` on rank 0 and returns its result on every rank.
+
+    Raises:
+        What `function` raises, on every rank: the same built-in or toolkit exception; an exception of another package
+        becomes a RuntimeError on the ranks that may not be able to rebuild it.
+    """
+    rank, world_size = world()
+    if world_size == 1:
+        return function()
+    if rank == 0:
+        try:
+            result = function()
+        except BaseException as error:
+            broadcast_object((None, _portable(error)))  # the others wait for a word, whatever happened
+            raise
+        broadcast_object((result, None))
+        return result
+    result, error = broadcast_object(None)
+    if error is not None:
+        raise error
+    return result
+
+
+def state_from_main(function: Callable[[], Result]) -> Result:
+    """`run_on_main` for what holds large tensors (in dicts, lists, tuples, dataclasses): they travel as they are, not
+    pickled, and arrive on the CPU. Raises what `run_on_main` raises."""
+    rank, world_size = world()
+    if world_size == 1:
+        return function()
+    held: list[Any] = []
+    run_on_main(lambda: held.append(function()))
+    skeleton = broadcast_object(_mapped(held[0], _TensorSpec.of, Tensor) if rank == 0 else None)
+
+    def arrived(spec: "_TensorSpec") -> Tensor:
+        shared = torch.empty(spec.shape.numel() * spec.dtype.itemsize, dtype=torch.uint8, device=device)
+        if len(shared):
+            dist.broadcast(shared, src=0)
+        return shared.cpu().view(spec.dtype).as_strided(spec.shape, spec.stride)
+
+    def sent(tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            dense = torch.empty_like(tensor, device="cpu").copy_(tensor)
+            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).to(device), src=0)
+        return tensor
+
+    device = _collective_device(torch.device("cpu"))
+    return _mapped(held[0], sent, Tensor) if rank == 0 else _mapped(skeleton, arrived, _TensorSpec)
+
+
+@dataclass(frozen=True)
+class _TensorSpec:
+    """Stands for a tensor in a message. Strides are kept: a fused optimizer wants those of its state to be the same on
+    all processes."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_TensorSpec":
+        return cls(tensor.shape, torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
+    """Applies `change` to every instance of `kind` in a nested value, depth first."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, change, kind) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)([_mapped(item, change, kind) for item in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _mapped(getattr(value, f.name), change, kind) for f in fields(value)})
+    return value
+
+
+def first_on_each_machine(function: Callable[[], object]) -> None:
+    """Calls `function` on rank 0, then on one rank of each other machine, while the others wait.
+
+    For what is prepared once on each disk: where the machines share one, the later ones find it done.
+
+    Raises:
+        What `function` raises, on every rank: see `run_on_main`.
+    """
+    run_on_main(lambda: [function()] and None)  # what it returns stays here
+    rank, world_size = world()
+    if world_size == 1:
+        return
+    error = None
+    if rank and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        try:
+            function()
+        except Exception as caught:  # noqa: BLE001  the others wait for a word, whatever happened
+            error = caught
+    failures = [failure for failure in gather_objects(error and _portable(error)) if failure is not None]
+    if error is not None:
+        raise error
+    if failures:
+        raise failures[0]
+
+
+def broadcast_buffers(module: torch.nn.Module) -> None:
+    """Gives every rank the buffers of rank 0 (running statistics, which each rank gathers from its own images)."""
+    _, world_size = world()
+    for buffer in module.buffers() if world_size > 1 else ():
+        shared = buffer.detach().to(_collective_device(buffer.device), copy=True)
+        dist.broadcast(shared, src=0)
+        buffer.copy_(shared)
+
+
+def agree_max(value: int) -> int:
+    """The largest `value` of all ranks (a signal number, say: 0 where none came)."""
+    return int(all_reduce(torch.tensor(value), "max"))
+
+
+def asked_for_cpu() -> bool:
+    """Whether ACCELERATE_USE_CPU says that accelerators are left alone."""
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+
+
+def default_device() -> torch.device:
+    """Where a model goes unless told otherwise, as Accelerate chooses it: CUDA, Apple's MPS or another accelerator,
+    else, or if `asked_for_cpu`, the CPU."""
+    accelerator = None if asked_for_cpu() else torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else accelerator
+
+
+OUTSIDE_MICRO_BATCHES = 2**31  # a number that no micro-batch has
+
+
+def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
+    """Seeds torch (CPU and accelerators), NumPy and Python as a pure function of the four numbers (all >= 0).
+
+    Called before each forward, it leaves no generator state to save: a resumed run draws what the uninterrupted one
+    drew, and the ranks draw different numbers.
+    """
+    words = np.random.SeedSequence((seed, step, rank, micro)).generate_state(4, np.uint32)
+    torch_seed = int(words[0]) << 32 | int(words[1])
+    if torch.accelerator.is_available():
+        torch.manual_seed(torch_seed)
+    else:  # the same for the CPU; torch.manual_seed would take a millisecond to note it for accelerators there are not
+        torch.default_generator.manual_seed(torch_seed)
+    np.random.seed(words[2:])
+    random.seed(int(words[2]) << 32 | int(words[3]))
+
+
+def _collective_device(device: torch.device) -> torch.device:
+    """The device on which a collective takes a tensor that is on `device`."""
+    backend = dist.get_backend()
+    if backend in ("gloo", "mpi"):
+        return torch.device("cpu")
+    if "gloo" in backend and device.type == "cpu":  # one for each kind of device, see `toolkit.run.processes`
+        return device
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+
+
+def _raise_unannounced(strangers: list[str], layout: list[str]) -> None:
+    problems = [
+        f"rank {rank}: value {name!r} was not announced. In a script: a loss by t.announce({name!r}, weight=1.0, "
+        f'divided_by="images") after t = session.training(...), a metric by t.log.note({name!r}, value). '
+        f"A detector names its own in `loss_names` and `metric_names`: {', '.join(layout)}"
+        for rank, names in enumerate(gather_objects(strangers))
+        for name in names
+    ]
+    raise UnannouncedName(problems)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An exception that unpickles on another process; those of other packages often do not."""
+    if isinstance(error, BadInput):
+        return BadInput(error.problems)
+    if type(error).__module__ == "builtins" or type(error) in (StoppedByGuard, Preempted):
+        return error
+    return RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
+
+
+def _to_cpu(prediction: Mapping[Hashable, Any]) -> dict:
+    # clone: a view would send its whole base tensor, the batch's predictions, once per image
+    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in prediction.items()}

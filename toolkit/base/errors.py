@@ -1,0 +1,102 @@
+"""The errors that end a run on purpose; each becomes one message, an exit code and an entry in status.json."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from toolkit.base.text import lasting_console
+
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on that disk (space, or inodes: `df -h` and `df -i`)"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it readable and writable, or give another place"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (`ulimit -n`), or lower data.workers"),
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.EFBIG: "that file system or `ulimit -f` takes no larger files; give another place",
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; look at it"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "it was removed or replaced; put it back"),
+}
+# no memory, as pyarrow and torch say it, and libraries that are being loaded
+_NO_MEMORY = ("Cannot allocate memory", "failed to map segment")
+
+
+class BadInput(Exception):
+    """Something the user gave cannot be used. Exit code 2.
+
+    Args:
+        problems: one sentence or several, each saying what is wrong, where, what was expected and what to do.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def all_faults(*calls: Callable[[], Any]) -> list:
+    """Calls each, also after one has failed, and returns what they return. Raises BadInput with the problems of all."""
+    made, problems = [], []
+    for call in calls:
+        try:
+            made.append(call())
+        except BadInput as error:
+            problems += error.problems
+    if problems:
+        raise BadInput(dict.fromkeys(problems))
+    return made
+
+
+def sentence(error: Exception) -> BadInput | None:
+    """What the file system refuses, or memory that runs out, in one sentence with what to do; None for other errors."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        reason = str(error).partition("\n")[0]
+        return BadInput(
+            f"out of memory{reason and f': {reason}'}. What is to be done: allow this process more (`ulimit -v`, "
+            "the limit of the job or container), or let it need less: fewer workers, smaller batches or images."
+        )
+    if not isinstance(error, OSError) or error.errno not in _ADVICE:
+        return None
+    prefix = f"{error.filename}: " if error.filename else ""
+    if len(prefix) >= 200:
+        prefix = f"{prefix[:80]}… ({len(prefix)} characters): "
+    return BadInput(f"{prefix}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}.")
+
+
+class StoppedByGuard(Exception):
+    """The NaN guard ended the run before a non-finite value reached the weights. Exit code 3."""
+
+    exit_code = 3
+
+
+class Preempted(Exception):
+    """A signal ended the run after its state was saved; `--run.resume latest` goes on. Exit code 85."""
+
+    exit_code = 85
+
+
+class FailedElsewhere(Exception):
+    """Another process of the run failed; the others end with its cause. Exit code 1."""
+
+    exit_code = 1
+
+
+def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
+    """Wraps the `main` of a command: bad input, and what `sentence` knows, becomes one message and its exit code;
+    nothing returned means 0."""
+
+    @wraps(main)
+    def wrapped(*arguments, **named) -> int:
+        with lasting_console():
+            try:
+                return main(*arguments, **named) or 0
+            except (BadInput, MemoryError, OSError, ImportError, RuntimeError) as error:
+                problem = error if isinstance(error, BadInput) else sentence(error)
+                if problem is None:
+                    raise
+                print(f"error: {problem}", file=sys.stderr)
+                return problem.exit_code
+
+    return wrapped

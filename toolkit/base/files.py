@@ -1,0 +1,262 @@
+"""Files written whole or not at all, JSON that keeps every float, and the cores that may read them."""
+
+import difflib
+import json
+import math
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from toolkit.base.errors import BadInput
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# A wheel has scripts/ and configs/ inside the package; in a checkout they stand beside it.
+ROOT = PACKAGE if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
+MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
+MOST_YAML = 1_000_000  # letters and nodes of a YAML file, once its aliases are written out
+STALLED_S = 30.0  # then a wait for a disk is said
+_NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict JSON lacks
+
+
+def near_names(path: Path) -> str:
+    """The end of the message about a missing path: "; did you mean ...?", or a few names in its nearest folder."""
+    path = Path(path).expanduser()
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    name = path.absolute().relative_to(folder).parts[0]
+    given = Path(*path.parts[: len(path.parts) - len(path.absolute().relative_to(folder).parts)])  # as it was given
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(name, names, n=3)
+    if near:
+        return f"; did you mean {' or '.join(str(given / match) for match in near)}?"
+    return f"; {given}{os.sep} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+
+
+def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str]:
+    """The names, of which no two are the `same`: further ones get a number before their suffix, a.jpg and a_2.jpg."""
+    used, chosen = set(), []
+    for name in names:
+        stem, suffix = os.path.splitext(name)
+        number = 1
+        while same(name) in used:
+            number += 1
+            name = f"{stem}_{number}{suffix}"
+        used.add(same(name))
+        chosen.append(name)
+    return chosen
+
+
+def without_suffix(name: str) -> str:
+    """A path without its suffix."""
+    return os.path.splitext(name)[0]
+
+
+def read_json(path: Path, kind: type = dict):
+    """Reads a JSON file. Raises BadInput if it cannot be read or does not hold a `kind`."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, kind):
+        raise BadInput(f"{path}: cannot be read: it holds a {type(content).__name__}; expected a {kind.__name__}")
+    return content
+
+
+def read_json_object(path: Path) -> dict:
+    """Reads the object in a JSON file; an empty one if the file is missing or unreadable."""
+    try:
+        return read_json(path)
+    except BadInput:
+        return {}
+
+
+def read_yaml(path: Path, where: str, what: str = "YAML"):
+    """Reads a YAML file, of which nothing can run. `where` it is and `what` it should be stand in the error.
+
+    Raises BadInput if it cannot be read, has a key twice, or has aliases that contain themselves or never seem to end.
+    """
+    try:
+        return yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise BadInput(f"{where}: cannot be read as {what}: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such day
+        raise BadInput(f"{where}: cannot be read as {what}: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what PyYAML takes without a word: a key that stands twice, and aliases that fill the memory when used."""
+
+    def __init__(self, stream):
+        super().__init__(stream)
+        self.sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent, index):
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if not is_alias:
+            parts = [p for entry in node.value for p in (entry if isinstance(entry, tuple) else (entry,))]
+            self.sizes[node] = 1 + sum(1 if isinstance(p, str) else self.sizes[p] for p in parts)
+        if self.sizes.get(node, math.inf) > MOST_YAML:
+            raise yaml.composer.ComposerError(None, None, "it contains itself, or far too much", node.start_mark)
+        return node
+
+    def compose_mapping_node(self, anchor):
+        node, keys = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if (name := (key.tag, str(key.value))) in keys:
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value} stands twice", key.start_mark)
+            keys.add(name)
+        return node
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable (a rename survives a power cut only after this). A no-op on Windows.
+
+    Of a file: make its content durable.
+    """
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) so that a reader, or a crash at any moment, finds the whole old or the whole new file.
+
+    Raises:
+        OSError: nothing was changed (no space, no right to write, ...).
+    """
+    path = Path(path)
+    descriptor, temp = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temp, 0o644)  # mkstemp makes 0600; a run folder is to be read by colleagues
+        os.replace(temp, path)
+    except BaseException:
+        Path(temp).unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_json_atomic(path: Path, obj) -> None:
+    """`write_text_atomic` of `obj` as indented strict JSON.
+
+    Raises:
+        ValueError, TypeError: NaN, infinity or something JSON has no form for; see `replace_nonfinite`.
+    """
+    write_text_atomic(path, json.dumps(obj, indent=2, allow_nan=False) + "\n")
+
+
+def replace_nonfinite(obj):
+    """`obj` with every NaN or infinite float inside replaced by None, which is what strict JSON can say."""
+    if isinstance(obj, float):
+        return obj if math.isfinite(obj) else None
+    if isinstance(obj, dict):
+        return {key: replace_nonfinite(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [replace_nonfinite(value) for value in obj]
+    return obj
+
+
+def encode_json(value, where: str = "value"):
+    """Strict JSON form of `value` from which `decode_json` gives it back: floats to the last bit, NaN and infinities.
+
+    Tuples come back as lists, NumPy scalars as Python's.
+
+    Raises:
+        TypeError: something JSON has no form for (tensors, keys other than strings); says where, starting from `where`.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_NONFINITE: repr(value)}
+    if isinstance(value, list | tuple):
+        return [encode_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and _NONFINITE not in value:
+        return {key: encode_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, Mapping):
+        raise TypeError(f"{where} has keys other than strings ({list(value)[:5]}), which JSON cannot keep")
+    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot keep")
+
+
+def decode_json(value):
+    """Inverse of `encode_json`."""
+    if isinstance(value, dict):
+        if value.keys() == {_NONFINITE}:
+            return float(value[_NONFINITE])
+        return {key: decode_json(item) for key, item in value.items()}
+    return [decode_json(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def waiting_aloud(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says once what a block waits for, if it takes longer than `STALLED_S`, as on a stalled disk."""
+    timer = threading.Timer(STALLED_S, say, [_stalled(what)])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def items_aloud(items: Iterable, what: str) -> Iterator:
+    """The items; stderr tells of each that takes longer than `STALLED_S`, once. One thread watches over all of them."""
+    began, ended = None, threading.Event()
+
+    def watch() -> None:
+        told, wait_s = None, STALLED_S
+        while not ended.wait(wait_s):
+            since, wait_s = began, STALLED_S
+            waited_s = 0.0 if since in (None, told) else time.monotonic() - since
+            if waited_s < STALLED_S:
+                wait_s -= waited_s
+            else:
+                told = since
+                _say(_stalled(what))
+
+    threading.Thread(target=watch, name="stalled", daemon=True).start()
+    try:
+        began = time.monotonic()
+        for item in items:
+            began = None
+            yield item
+            began = time.monotonic()
+    finally:
+        ended.set()
+
+
+def _stalled(what: str) -> str:
+    return f"still waiting for the disk, for {STALLED_S:g} s now: {what}; the run goes on when it answers"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may use; all there are where the system does not tell (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def write_json(path: Path, content: object) -> None:
+    """`write_text_atomic` of JSON that may hold a NaN, as ids of defective data can be."""
+    write_text_atomic(path, json.dumps(content))

@@ -1,0 +1,1 @@
+"""Detector families, a folder each. They import the core and, where one is built on another, each other; no tool."""

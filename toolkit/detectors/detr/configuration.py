@@ -1,0 +1,250 @@
+"""The transformers configuration of the DETR family: options over a hub model's config over the published values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import nn
+from transformers import PreTrainedConfig, TimmBackboneConfig
+
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.options import BackboneOptions, RTDetrV2Options, TransformerOptions
+from toolkit.models.backbones import FREEZE_CHOICES, feature_strides, image_statistics, start_backbone
+from toolkit.models.options import DetectorOptions
+
+# Entries of a source's config that this toolkit sets, or that make timm load weights when the model is built.
+REPLACED = (
+    "id2label label2id num_labels auxiliary_loss backbone use_timm_backbone backbone_kwargs use_pretrained_backbone"
+).split()
+# The same of RT-DETR's.
+REPLACED_OF_RT_DETR = ("label2id", "num_labels", "dtype", "torch_dtype", "head_dim")
+RT_DETR_STRIDES = (8, 16, 32)
+
+
+# Options of an encoder-decoder and the entries of transformers' config that they set.
+ENCODER_DECODER = {
+    "d_model": ["d_model"],
+    "heads": ["encoder_attention_heads", "decoder_attention_heads"],
+    "encoder_layers": ["encoder_layers"],
+    "decoder_layers": ["decoder_layers"],
+    "ffn_dim": ["encoder_ffn_dim", "decoder_ffn_dim"],
+    "num_queries": ["num_queries"],
+    "dropout": ["dropout"],
+}
+
+
+# ---------------------------------------------------------------- options and entries of transformers' config
+
+
+def handed_over(options: DetectorOptions, source_config: Mapping | None) -> dict[str, Any]:
+    """The settings that apply: all of them or, with a source, those that are given; the source decides the others."""
+    values = asdict(options) if source_config is None else options.given
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Entries of a transformers config from our options. entries: their names by the name of the option."""
+    return {name: values[option] for option, names in entries.items() if option in values for name in names}
+
+
+def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Our options from a transformers config; None where one of ours stands for entries that differ."""
+    values = {option: [getattr(config, name) for name in names] for option, names in entries.items()}
+    return {option: entry[0] if entry == entry[:1] * len(entry) else None for option, entry in values.items()}
+
+
+def detector_config(
+    config_class: type[PreTrainedConfig], class_names: Sequence[str], source_config: Mapping | None, **entries
+) -> PreTrainedConfig:
+    """A transformers config: `config_class`'s values, replaced by the source's, replaced by `entries`.
+
+    Raises:
+        BadInput: the source is of another architecture.
+    """
+    source = source_config or {}
+    if source.get("model_type", config_class.model_type) != config_class.model_type:
+        raise BadInput(
+            f"model.architecture: the pretrained model is a {source['model_type']}, not a {config_class.model_type}; "
+            f"set model.architecture to {source['model_type']}."
+        )
+    inherited = {key: value for key, value in source.items() if key not in REPLACED}
+    names = dict(enumerate(class_names))
+    labels = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
+    return config_class(**{**inherited, **entries, **labels, "auxiliary_loss": False})
+
+
+def pixel_statistics(
+    config: PreTrainedConfig, options: TransformerOptions, published=(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+) -> tuple[tuple, tuple]:
+    """Mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else `published`."""
+    name = timm_name(config)
+    default_mean, default_std = image_statistics(name) if name else published
+    return tuple(options.mean or default_mean), tuple(options.std or default_std)
+
+
+# ---------------------------------------------------------------- backbone
+
+
+def timm_name(config: PreTrainedConfig) -> str | None:
+    """Name of the timm backbone in a detector's config; None: it has none, or transformers' own."""
+    backbone = getattr(config, "backbone_config", None)
+    return backbone.backbone if backbone is not None and backbone.model_type == "timm_backbone" else None
+
+
+def backbone_entry(options: BackboneOptions, source_config: Mapping | None, strides: Sequence[int] | None = None):
+    """The `backbone_config` of a detector: that of the source, unless another backbone is given.
+
+    Args:
+        strides: of the feature maps that are used; None: the last map alone.
+
+    timm backbones get frozen batch norms, made by timm; see backbones.py.
+
+    Raises:
+        BadInput: unknown backbone, missing strides, dilation of a backbone that is not timm's.
+    """
+    source, values = source_config or {}, handed_over(options, source_config)
+    entry, name, dilation = source.get("backbone_config"), values.get("backbone"), values.get("dilation")
+    if entry is not None and entry["model_type"] != "timm_backbone" and name is None:
+        if dilation is not None and dilation != bool(source.get("dilation")):
+            raise BadInput(
+                f"model.dilation: the pretrained model has a backbone of transformers ({entry['model_type']}), which "
+                "has no such setting; leave it out."
+            )
+        return dict(entry)
+    if entry is not None and name in (None, entry.get("backbone")):
+        name, indices = entry["backbone"], list(entry["out_indices"])
+        dilation = entry.get("output_stride") == 16 if dilation is None else dilation
+    else:
+        name = name or options.backbone
+        needed = f"feature maps of stride {', '.join(map(str, strides or ()))} are needed"
+        indices = _indices(name, strides, needed) if strides else [len(feature_strides(name)) - 1]
+    stride = 16 if dilation else None
+    return TimmBackboneConfig(backbone=name, out_indices=indices, freeze_batch_norm_2d=True, output_stride=stride)
+
+
+def _indices(backbone: str, strides: Sequence[int], needed: str) -> list[int]:
+    available = feature_strides(backbone)
+    if missing := [stride for stride in strides if stride not in available]:
+        raise BadInput(
+            f"model.backbone: {needed}; {backbone!r} has {available}, without {', '.join(map(str, missing))}."
+        )
+    return [available.index(stride) for stride in strides]
+
+
+def prepare_backbone(
+    module: nn.Module, config: PreTrainedConfig, options: BackboneOptions, source_config: Mapping | None
+) -> dict[str, Any]:
+    """Load the weights of a detector's backbone and freeze parts of it.
+
+    Args:
+        module: the backbone; of timm: the feature extractor itself.
+        config: the detector's.
+
+    Returns:
+        the options `backbone`, `freeze` and, for detectors that have it, `dilation`, as they are now. A backbone of
+        transformers has no name; where `freeze` is not given it is "paper" for a ResNet, else "none".
+
+    Raises:
+        BadInput: settings that this backbone does not support.
+    """
+    backbone, name, pretrained = config.backbone_config, timm_name(config), options.pretrained_backbone
+    if name:
+        start_backbone(module, backbone, options.freeze, pretrained)
+        freeze, dilation = options.freeze, backbone.output_stride == 16
+    elif pretrained:
+        raise BadInput(
+            f"model.pretrained_backbone: the backbone ({backbone.model_type}) is none of timm's and gets its weights "
+            "with the pretrained detector; set it to false."
+        )
+    else:
+        freeze = handed_over(options, source_config).get("freeze")
+        freeze = _freeze_transformers_backbone(module, backbone.model_type, freeze)
+        dilation = bool(config.dilation)
+    used = {"backbone": name, "freeze": freeze, "dilation": dilation}
+    return {option: value for option, value in used.items() if hasattr(options, option)}
+
+
+def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: str | None) -> str:
+    # transformers makes batch norms frozen buffers, and of its ResNet freezes all by a mistaken name.
+    is_resnet = model_type == "resnet"
+    freeze = freeze or ("paper" if is_resnet else "none")
+    if freeze not in FREEZE_CHOICES:
+        raise BadInput(f"model.freeze: {freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
+    possible = ("paper", "norms") if is_resnet else ("none",)
+    if freeze not in possible:
+        raise BadInput(
+            f"model.freeze: {freeze!r} is not possible with the pretrained model's own backbone ({model_type} of "
+            f"transformers); use {' or '.join(possible)}."
+        )
+    trained = ("encoder.stages.1.", "encoder.stages.2.", "encoder.stages.3.") if freeze == "paper" else ("",)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    return freeze
+
+
+# ---------------------------------------------------------------- RT-DETR, D-FINE and DEIMv2
+
+
+def rt_detr_config(
+    detector: type, class_names: Sequence[str], options: RTDetrV2Options, source: Mapping[str, Any] | None
+) -> tuple[PreTrainedConfig, str]:
+    """The config of RT-DETR-v2, D-FINE or DEIMv2, and what is frozen of its backbone.
+
+    Args:
+        detector: its class, see `TransformersDetector`.
+        source: `to_dict()` of a transformers config, which the model is to be built from.
+
+    Raises:
+        BadInput: `source` is of another model; a backbone without the strides; `backbone`, `pretrained_backbone` or
+            freeze "paper" for a backbone that is not timm's.
+    """
+    config_class, kind = detector.config_class, detector.config_class.model_type
+    if source is not None and source.get("model_type") != kind:
+        raise BadInput(f"model.architecture {kind}: the weights are of a {source.get('model_type')!r} model")
+    base = source or {"freeze_backbone_batch_norms": False, **detector.published}
+    entries = {key: value for key, value in base.items() if key not in REPLACED_OF_RT_DETR}
+    given = handed_over(options, source)
+    entries |= to_entries(given, detector.entries)
+    if "d_model" in given:
+        entries["decoder_in_channels"] = [given["d_model"]] * len(entries.get("decoder_in_channels", RT_DETR_STRIDES))
+    # Fixed anchors are those of one size; generated ones are the same there, and right elsewhere.
+    entries |= {"id2label": dict(enumerate(class_names)), "auxiliary_loss": True, "anchor_image_size": None}
+
+    name, freeze = given.get("backbone"), given.get("freeze")
+    backbone = entries.get("backbone_config") or {}
+    if backbone and backbone["model_type"] != "timm_backbone":
+        _check_own_backbone(backbone["model_type"], name, options.pretrained_backbone, freeze)
+        if freeze is not None:
+            entries["freeze_backbone_batch_norms"] = freeze == "norms"
+        frozen = entries.get("freeze_backbone_batch_norms", True)
+        return config_class.from_dict(entries), "norms" if frozen else "none"
+    name = name or backbone["backbone"]
+    freeze = freeze or ("norms" if backbone.get("freeze_batch_norm_2d") else "none")
+    if name == backbone.get("backbone") and backbone.get("out_indices"):
+        out_indices = backbone["out_indices"]
+    else:
+        strides = entries.get("feat_strides", RT_DETR_STRIDES)
+        needed = f"{kind} needs feature maps of stride {', '.join(map(str, strides[:-1]))} and {strides[-1]}"
+        out_indices = _indices(name, strides, needed)
+    # timm freezes the norms, with their activations; see backbones.py
+    frozen = freeze != "none"
+    entries["backbone_config"] = TimmBackboneConfig(
+        backbone=name, out_indices=out_indices, freeze_batch_norm_2d=frozen, output_stride=None
+    )
+    return config_class.from_dict(entries | {"freeze_backbone_batch_norms": False}), freeze
+
+
+def _check_own_backbone(kind: str, backbone: str | None, pretrained: bool | str | None, freeze: str | None) -> None:
+    problems = []
+    if backbone or pretrained:
+        problems.append(
+            f"model.backbone, model.pretrained_backbone: the model comes with a backbone of its own ({kind}); "
+            "leave both out, or start without its weights"
+        )
+    if freeze == "paper":
+        problems.append(f"model.freeze: 'paper' has no meaning for a {kind} backbone; use 'norms' or 'none'.")
+    elif freeze not in (None, *FREEZE_CHOICES):
+        problems.append(f"model.freeze: {freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
+    if problems:
+        raise BadInput(problems)

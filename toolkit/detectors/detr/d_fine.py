@@ -1,0 +1,47 @@
+"""D-FINE (Peng et al., 2024, arXiv 2410.13842) on any timm backbone.
+
+transformers' model with our criterion. It refines the decoder of `rt_detr.py`: each side of a box is a distribution
+over offsets that every layer updates.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DFineConfig, PreTrainedConfig
+
+from toolkit.detectors.detr.d_fine_criterion import DFineCriterion
+from toolkit.detectors.detr.detr_criterion import count_objects
+from toolkit.detectors.detr.options import DFineOptions
+from toolkit.detectors.detr.rt_detr import RTDetrV2
+
+
+class DFine(RTDetrV2):
+    """`transformers.DFineForObjectDetection`. Settings: see `DFineOptions`; images and errors: see `RTDetrV2`.
+
+    The union of matches (`union_matching`) is as published, while transformers has it in DEIMv2 only.
+    """
+
+    Options = DFineOptions
+    config_class = DFineConfig
+    is_mal = False  # the classification loss: varifocal
+    entries = {**RTDetrV2.entries, "depth_mult": ["depth_mult"]}
+    published = {"decoder_n_points": [3, 6, 3]}
+    default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
+
+    def _criterion(self, num_classes: int, config: PreTrainedConfig, options: DFineOptions) -> nn.Module:
+        return DFineCriterion(num_classes, config, self.is_mal, options.union_matching)
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
+        """Predictions, and with targets what `DFineCriterion.forward` takes beside them; see `RTDetrV2.forward`."""
+        # Outside training mode the decoder keeps the last layer only, and the loss would lack the others.
+        self.model.model.decoder.training = self.training or targets is not None
+        return super().forward(images, sizes, targets)
+
+    def _layers(self, outputs: Any) -> dict:
+        references = outputs.initial_reference_points[:, 0]  # the same for every layer
+        return super()._layers(outputs) | {"corners": outputs.intermediate_predicted_corners, "references": references}
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """This batch's number of boxes, crowd regions not counted, and of images, from CPU targets."""
+        return {"boxes": float(sum(count_objects(targets))), "images": float(len(targets))}

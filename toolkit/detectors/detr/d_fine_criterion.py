@@ -1,0 +1,235 @@
+"""Criterion of D-FINE (Peng et al., 2024, arXiv 2410.13842) and DEIMv2 (Huang et al., 2025, arXiv 2509.20787).
+
+Same numbers as `transformers.loss.loss_d_fine.DFineLoss` and `loss_deimv2.Deimv2Loss` on outputs that belong together,
+as in Peterande/D-FINE. (transformers hands them the distributions one layer too late: docs/differences.md.)
+
+All layers are dense tensors over (output, image, query); which query has which object is a mask and an index, so that
+nothing but the matcher waits for the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.loss.loss_d_fine import weighting_function
+
+from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
+from toolkit.detectors.detr.detr_criterion import Matches, PaddedTargets, full_precision, pad_targets
+from toolkit.detectors.detr.focal_criterion import match_focal
+from toolkit.detectors.detr.rt_detr_criterion import MATCHING_COSTS, VARIFOCAL_ALPHA, denoising_matches
+
+TEMPERATURE = 5.0  # of the self-distillation
+
+
+class Outputs(NamedTuple):
+    """Predictions of one group of queries: M outputs, of which L, after the first one, have distributions."""
+
+    logits: Tensor  # (M, B, N, C)
+    boxes_cxcywh: Tensor  # (M, B, N, 4) fractions of the image
+    corners: Tensor  # (L, B, N, 4, bins + 1) logits of the offset of each side
+    references: Tensor  # (B, N, 4) cxcywh, what the offsets are relative to
+
+
+class Assignment(NamedTuple):
+    """The object of each query, `(M, B, N)`, or `(1, B, N)` when it is the same in every output."""
+
+    target: Tensor  # int64, index among the targets of the image
+    matched: Tensor  # 1 where the query has an object, else 0
+
+
+class DFineCriterion(nn.Module):
+    """Losses of every output, by suffix: none: last decoder layer; `_aux_i`: decoder layer i; `_pre`: the first one's
+    boxes before refinement; `_enc`: the encoder's proposals; `_dn_i`, `_dn_pre`: the denoising queries.
+
+    `loss_vfl` (or `loss_mal`), `loss_bbox`, `loss_giou` of all of them; `loss_fgl` (fine-grained localisation: the
+    distribution of each side) of decoder layers; `loss_ddf` (their distillation from the last layer) of all but the
+    last one.
+
+    Args:
+        num_classes: object classes C, the columns of the logits.
+        config: of transformers: number of layers, whether there are denoising queries in training, the exponent of the
+            classification loss (published: 2 in D-FINE, 1.5 in DEIM), and bins, `reg_scale` and `up` of the
+            distribution, see `transformers.loss.loss_d_fine.weighting_function`.
+        is_mal: the classification is matchability-aware (DEIM) instead of varifocal (D-FINE).
+        union_matching: losses of boxes go to every query that some output matched, with the object it was matched to
+            most often, and are divided by their number; else each output has its own matches.
+    """
+
+    metric_names = ()
+
+    def __init__(self, num_classes: int, config: PreTrainedConfig, is_mal: bool, union_matching: bool):
+        super().__init__()
+        self.num_classes, self.num_layers, self.gamma = num_classes, config.decoder_layers, config.focal_loss_gamma
+        self.is_mal, self.union_matching, self.reg_scale = is_mal, union_matching, config.reg_scale
+        layers = range(self.num_layers)
+        self.query_suffixes = ("_pre", *(f"_aux_{i}" for i in layers[:-1]), "", "_enc")
+        self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in layers)) if config.num_denoising > 0 else ()
+        offsets = weighting_function(config.max_num_bins, torch.tensor([config.up]), config.reg_scale)
+        self.register_buffer("bin_offsets", offsets, persistent=False)
+        announced = self._names(self.query_suffixes)
+        if self.denoising_suffixes:
+            announced += self._names(self.denoising_suffixes)
+        self.loss_names = tuple(sorted(announced, key=lambda n: n.count("_") > 1))
+        self.divided_by = {n: "images" if n.startswith("loss_ddf") else "boxes" for n in self.loss_names}
+
+    def _names(self, suffixes: Sequence[str]) -> list[str]:
+        everywhere = ("loss_mal" if self.is_mal else "loss_vfl", "loss_bbox", "loss_giou")
+        refined = suffixes[1 : self.num_layers + 1]
+        rows = [(everywhere, suffixes), (("loss_fgl",), refined), (("loss_ddf",), refined[:-1])]
+        return [f"{name}{suffix}" for names, group in rows for name in names for suffix in group]
+
+    def forward(
+        self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
+    ) -> dict[str, Tensor]:
+        """Losses by name, float32 (float64 for float64 input), whatever autocast says.
+
+        Args:
+            layers: `logits (B, L + 1, D + Q, C)` and `boxes (B, L + 1, D + Q, 4)`, before refinement, then after each
+                layer, denoising queries first; `corners (B, L, D + Q, 4 * (bins + 1))`; `references (B, D + Q, 4)`;
+                `encoder_logits (B, Q, C)`, `encoder_boxes (B, Q, 4)`; `denoising`: transformers'
+                `denoising_meta_values`, None when there are none (no boxes in the batch, evaluation), and then the
+                `_dn` losses are missing. Boxes are cxcywh, fractions of the image.
+            targets: per image, see `pad_targets`, without crowd regions.
+            denominators: `boxes`, `images`. What is not divided by boxes, but by what was matched (the union) or not
+                at all (distillation), is weighed by this batch's share of them.
+        """
+        device = layers["logits"].device
+        with torch.autocast(device.type, enabled=False):
+            every = {key: full_precision(layers[key]) for key in layers if key != "denoising"}
+            padded = _at_least_one(pad_targets(targets, device, every["logits"].dtype))
+            meta, counts = layers["denoising"], [len(target["labels"]) for target in targets]
+            noisy = meta["dn_num_split"][0] if meta is not None else 0
+            queries = self._outputs(every, slice(noisy, None), with_encoder=True)
+            matches = match_focal(queries.logits, queries.boxes_cxcywh, padded, MATCHING_COSTS)
+            assigned = _assignment(matches, queries.logits)
+            share = len(targets) / denominators["images"]
+            by_boxes, by_matched, shared = denominators["boxes"], denominators["boxes"], assigned
+            if self.union_matching:
+                shared = _union(matches, queries.logits.shape[1:3], padded)
+                by_matched = shared.matched.sum().clamp(min=1) * by_boxes / max(sum(counts), 1)
+            losses = self._losses(queries, padded, assigned, shared, (by_boxes, by_matched), share)
+            named = dict(zip(self._names(self.query_suffixes), losses, strict=True))
+            if meta is not None:
+                noise = self._outputs(every, slice(noisy), with_encoder=False)
+                denoised = _assignment(denoising_matches(meta, counts, 1, device), noise.logits[:1])
+                losses = self._losses(noise, padded, denoised, denoised, (by_boxes * meta["dn_num_group"],) * 2, share)
+                named |= zip(self._names(self.denoising_suffixes), losses, strict=True)
+            return named
+
+    def _outputs(self, layers: Mapping[str, Tensor], queries: slice, with_encoder: bool) -> Outputs:
+        logits, boxes, corners = (layers[key][:, :, queries].transpose(0, 1) for key in ("logits", "boxes", "corners"))
+        if with_encoder:
+            logits = torch.cat([logits, layers["encoder_logits"][None]])
+            boxes = torch.cat([boxes, layers["encoder_boxes"][None]])
+        corners = corners.unflatten(-1, (4, len(self.bin_offsets)))
+        return Outputs(logits, boxes.clamp(0, 1), corners, layers["references"][:, queries].detach())
+
+    def _losses(
+        self,
+        outputs: Outputs,
+        targets: PaddedTargets,
+        assigned: Assignment,
+        shared: Assignment,
+        denominators: tuple,
+        share: Tensor | float,
+    ) -> list[Tensor]:
+        """In the order of `_names`. assigned, shared: matches for classes and for boxes, like `denominators`."""
+        predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
+        classes = self._classification(outputs.logits, predicted.detach(), targets, assigned)
+        target_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
+        target_boxes = cxcywh_to_xyxy(target_cxcywh)
+        # A query without an object stands on its target: whatever its box, its gradient is 0, and not 0 times infinity.
+        placed = torch.where(shared.matched[..., None] > 0, outputs.boxes_cxcywh, target_cxcywh)
+        l1 = (placed - target_cxcywh).abs().sum(-1)
+        giou = (1 - generalized_box_iou(cxcywh_to_xyxy(placed), target_boxes)) * shared.matched
+
+        refined = slice(1, self.num_layers + 1)
+        iou = box_iou(predicted[refined].detach(), target_boxes[refined] if len(target_boxes) > 1 else target_boxes)
+        matched = shared.matched.expand(len(predicted), -1, -1)[refined]
+        log_probabilities = outputs.corners.log_softmax(-1)
+        fgl = self._localisation(log_probabilities, outputs.references, target_boxes.expand_as(predicted)[refined])
+        teacher = outputs.logits[self.num_layers].detach().sigmoid().amax(-1)
+        ddf = _distillation(outputs.corners, torch.where(matched > 0, iou, teacher)[:-1], matched[:-1])
+        by_boxes, by_matched = denominators
+        terms = [(classes, by_boxes), *((term, by_matched) for term in (l1, giou, fgl * iou * matched))]
+        sums = [values.flatten(1).sum(1) / denominator for values, denominator in terms]
+        return [value for row in (*sums, ddf * share) for value in row.unbind()]
+
+    def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: Assignment):
+        """`(M, B, N, C)` -> the same shape. The IoU is the score to be learned: itself (vfl), or to gamma (mal)."""
+        labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
+        iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(_of_targets(targets.boxes_cxcywh, assigned.target)))
+        positive = F.one_hot(labels, self.num_classes) * assigned.matched[..., None]
+        score = (iou.pow(self.gamma) if self.is_mal else iou)[..., None] * positive
+        alpha = 1.0 if self.is_mal else VARIFOCAL_ALPHA
+        weight = alpha * logits.detach().sigmoid().pow(self.gamma) * (1 - positive)
+        weight = weight + (positive if self.is_mal else score)
+        if targets.labelled is not None:
+            weight = weight.where(targets.labelled[:, None] | (positive > 0), 0)
+        return F.binary_cross_entropy_with_logits(logits, score, weight=weight, reduction="none")
+
+    def _localisation(self, log_probabilities: Tensor, references: Tensor, target_xyxy: Tensor) -> Tensor:
+        """Cross-entropy between the bins left and right of where each side should be, `(L, B, N)`, summed over sides.
+
+        The offset of a side is in units of the reference's width or height, divided by `reg_scale`, from its edge.
+        """
+        with torch.no_grad():
+            centre, size = references[..., :2], references[..., 2:].repeat(1, 1, 2)
+            outward = torch.cat([centre - target_xyxy[..., :2], target_xyxy[..., 2:] - centre], dim=-1)
+            offsets = outward / (size / self.reg_scale + 1e-16) - 0.5 * self.reg_scale
+            edges = self.bin_offsets.to(offsets.dtype)
+            offsets = offsets.clamp(edges[0], edges[-1]).contiguous()
+            left = (torch.searchsorted(edges, offsets, right=True) - 1).clamp(0, len(edges) - 2)
+            to_left, to_right = (offsets - edges[left]).abs(), (edges[left + 1] - offsets).abs()
+            weight = to_left / (to_left + to_right)
+        at = torch.stack([left, left + 1], dim=-1)
+        entropy = -log_probabilities.gather(-1, at)
+        return (entropy[..., 0] * (1 - weight) + entropy[..., 1] * weight).sum(-1)
+
+
+def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
+    """KL divergence of every layer `(L, B, N, 4, bins + 1)` from the last one, `(L - 1,)`: weighted means over queries
+    with and without an object, in the proportion of the roots of their numbers."""
+    teacher = (corners[-1].detach() / TEMPERATURE).softmax(-1)
+    student = (corners[:-1] / TEMPERATURE).log_softmax(-1)
+    divergence = F.kl_div(student, teacher.expand_as(student), reduction="none")
+    values = (weights * TEMPERATURE**2 * divergence.sum((-1, -2)) / 4).flatten(1)
+    parts = torch.stack([matched.flatten(1), 1 - matched.flatten(1)])
+    counts = parts.sum(-1)
+    means = (values * parts).sum(-1) / counts.clamp(min=1)
+    return (means * counts.sqrt()).sum(0) / counts.sqrt().sum(0)
+
+
+def _assignment(matches: Matches, like: Tensor) -> Assignment:
+    """The matches of every output separately; `like (M, B, N, ...)`."""
+    target = torch.zeros(like.shape[:3], dtype=torch.int64, device=like.device)
+    matched = like.new_zeros(like.shape[:3])
+    where = (matches.layer, matches.image, matches.query)
+    target[where], matched[where] = matches.target, 1.0
+    return Assignment(target, matched)
+
+
+def _union(matches: Matches, shape: Sequence[int], targets: PaddedTargets) -> Assignment:
+    """The queries `(B, N)` that any output matched, each with its most frequent object, the first one of a tie."""
+    votes = targets.boxes_cxcywh.new_zeros(*shape, targets.labels.shape[1])
+    where = (matches.image, matches.query, matches.target)
+    votes.index_put_(where, votes.new_ones(len(matches.image)), accumulate=True)
+    count, target = votes.max(-1)
+    return Assignment(target[None], (count > 0).to(votes.dtype)[None])
+
+
+def _of_targets(values: Tensor, target: Tensor) -> Tensor:
+    """`(B, T, K)` at `(M, B, N)` -> `(M, B, N, K)`."""
+    chosen = target[..., None].expand(*target.shape, values.shape[-1])
+    return values.expand(len(target), *values.shape).gather(2, chosen)
+
+
+def _at_least_one(targets: PaddedTargets) -> PaddedTargets:
+    """Add a column of padding where there is no object at all, so that there is something to index."""
+    if targets.labels.shape[1]:
+        return targets
+    labels, boxes, valid = F.pad(targets[0], (0, 1)), F.pad(targets[1], (0, 0, 0, 1)), F.pad(targets[2], (0, 1))
+    return PaddedTargets(labels, boxes, valid, targets.labelled)

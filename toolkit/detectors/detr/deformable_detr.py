@@ -1,0 +1,141 @@
+"""Deformable DETR (Zhu et al., ICLR 2021) on any timm backbone, plain, with box refinement, or two-stage.
+
+transformers' model with our losses. transformers computes no loss for the proposals of the two-stage variant, so they
+would never learn; here they have one, as in the original.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection, DeformableDetrImageProcessor
+
+from toolkit.base.batch import normalize_images, pixel_mask
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.base import MatchedDetector, check_positions, inverse_sigmoid, precision, projection_tap
+from toolkit.detectors.detr.configuration import ENCODER_DECODER, handed_over
+from toolkit.detectors.detr.detr_criterion import MatchingCosts
+from toolkit.detectors.detr.focal_criterion import FocalCriterion
+from toolkit.detectors.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
+from toolkit.detectors.detr.options import DeformableDetrOptions
+from toolkit.models.detector import MapTap
+
+VARIANTS = ("none", "iterative", "two_stage")
+
+
+class DeformableDetr(MatchedDetector):
+    """`transformers.DeformableDetrForObjectDetection`. Settings: see `DeformableDetrOptions`.
+
+    Raises:
+        BadInput: see `MatchedDetector`; a backbone without maps of stride 8, 16 and 32, unknown `box_refine`, a width
+            that is no multiple of 32.
+    """
+
+    Options = DeformableDetrOptions
+    config_class, model_class = DeformableDetrConfig, DeformableDetrForObjectDetection
+    processor_class = DeformableDetrImageProcessor
+    entries = {**ENCODER_DECODER, "num_queries": ["num_queries", "two_stage_num_proposals"]}
+    map_strides = (8, 16, 32)
+    exported_sides = "fixed"  # its maps are cut by their sizes
+    max_detections = 100  # of its 300 queries, in the original's evaluation
+    default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.decoder.class_embed.*": (0, 1, 0)}
+
+    def _entries(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        values = handed_over(options, source_config)
+        box_refine, d_model = values.get("box_refine"), values.get("d_model", 32)
+        if box_refine not in (None, *VARIANTS):
+            raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
+        if d_model % 32:
+            raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
+        variant = {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
+        entries = super()._entries(options, source_config) | (variant if box_refine else {})
+        config = {**(source_config or {}), **entries}
+        if config.get("decoder_layers") == 1 and not config.get("two_stage"):
+            raise BadInput(
+                "model.decoder_layers: 1 is too few, transformers shares heads between two and more; use 2, or "
+                "model.box_refine two_stage."
+            )
+        return entries
+
+    def _initialise(self, options: DeformableDetrOptions, source_config: Mapping | None) -> None:
+        model, core, config = self.model, self.model.model, self.model.config
+        if config.with_box_refine and not config.two_stage:
+            # transformers shares the class head between layers; the original has one per layer, like the box heads
+            model.class_embed = nn.ModuleList(copy.deepcopy(head) for head in model.class_embed)
+        for projection, norm in core.input_proj:
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+            norm.reset_parameters()
+        for transformer in (core.encoder, core.decoder):
+            initialise_transformer_(transformer)
+            initialise_sampling_(model, transformer)
+        nn.init.normal_(core.level_embed)
+        if config.two_stage:
+            for layer in (core.enc_output, core.pos_trans):
+                layer.reset_parameters()
+                nn.init.xavier_uniform_(layer.weight)
+        else:
+            core.query_position_embeddings.reset_parameters()
+            nn.init.xavier_uniform_(core.reference_points.weight)
+            nn.init.zeros_(core.reference_points.bias)
+        start_heads_(model.class_embed[0], model.bbox_embed[0])
+        for heads in (model.class_embed, model.bbox_embed):  # all of them start alike: copies of one
+            for head in heads[1:]:
+                head.load_state_dict(heads[0].state_dict())
+        if not config.two_stage:
+            model.bbox_embed[0].layers[-1].bias[2:] = -2.0  # boxes of an eighth of the image
+
+    def _prepare_backbone(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        """With `box_refine`, and `num_queries` of the entry that holds them in that variant."""
+        config, used = self.model.config, super()._prepare_backbone(options, source_config)
+        if config.two_stage:
+            return used | {"box_refine": "two_stage", "num_queries": config.two_stage_num_proposals}
+        variant = "iterative" if config.with_box_refine else "none"
+        return used | {"box_refine": variant, "num_queries": config.num_queries}
+
+    def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
+        return FocalCriterion(num_layers, costs, "foreground" if self.model.config.two_stage else None)
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
+
+        Two-stage also `encoder_logits (B, P, C)` and `encoder_boxes (B, P, 4)` of all P positions of the encoder.
+
+        Raises:
+            BadInput: two-stage: images with fewer positions than queries.
+        """
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        config, (height, width) = self.model.config, images.shape[-2:]
+        if config.two_stage:
+            strides = [8 * 2**level for level in range(config.num_feature_levels)]
+            positions = sum(-(-height // stride) * -(-width // stride) for stride in strides)
+            check_positions(height, width, positions, config.two_stage_num_proposals)
+        with precision(self.training, images.device):
+            outputs = self.model.model(pixels, pixel_mask=pixel_mask(sizes, images.shape[-2:]))
+        with torch.autocast(images.device.type, enabled=False):
+            dtype = self.model.dtype
+            states = outputs.intermediate_hidden_states.to(dtype).unbind(1)  # per layer (B, Q, d_model)
+            moved = outputs.intermediate_reference_points.unbind(1)[:-1]
+            references = [inverse_sigmoid(r.to(dtype)) for r in (outputs.init_reference_points, *moved)]
+            layers = list(zip(self.model.class_embed, self.model.bbox_embed, states, references, strict=False))
+            layers = layers if self.aux_loss else layers[-1:]
+            logits = torch.stack([class_head(state) for class_head, _, state, _ in layers])
+            boxes = torch.stack([_box(box_head(state), reference) for _, box_head, state, reference in layers])
+            predictions = {"logits": logits, "boxes": boxes}
+            if config.two_stage:
+                predictions["encoder_logits"] = outputs.enc_outputs_class.to(dtype)
+                predictions["encoder_boxes"] = outputs.enc_outputs_coord_logits.to(dtype).sigmoid()
+            return predictions
+
+    def map_taps(self) -> list[MapTap]:
+        levels, width = self.model.model.input_proj, self.model.config.d_model
+        return [projection_tap(level, 8 * 2**i, width) for i, level in enumerate(levels)]
+
+
+def _box(deltas: Tensor, reference: Tensor) -> Tensor:
+    """A box around a point `(B, Q, 2)`, or a box refined `(B, Q, 4)`; both are logits."""
+    columns = reference.shape[-1]
+    return torch.cat([deltas[..., :columns] + reference, deltas[..., columns:]], dim=-1).sigmoid()

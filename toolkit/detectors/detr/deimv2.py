@@ -1,0 +1,147 @@
+"""DEIMv2 (Huang et al., 2025, arXiv 2509.20787): D-FINE with a lighter encoder and decoder and another classification
+loss, on any timm backbone as transformers has it, or in its published sizes as its own program does.
+
+transformers' DEIMv2 differs from the program that trained the published weights (Intellindust-AI-Lab/DEIMv2,
+engine/deim/deim_decoder.py): it projects and normalises the encoder's output before it chooses queries, embeds the
+position of a query again in every layer, and has ReLU in its heads. `as_its_program_` undoes all of it.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import Deimv2Config, Deimv2ForObjectDetection
+from transformers.models.deimv2.modeling_deimv2 import (
+    Deimv2Decoder,
+    Deimv2DecoderOutput,
+    distance2bbox,
+    weighting_function,
+)
+
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.base import TransformersDetector, inverse_sigmoid
+from toolkit.detectors.detr.d_fine import DFine
+from toolkit.detectors.detr.deimv2_sizes import SIZES, VITS, size_config
+from toolkit.detectors.detr.options import Deimv2Options
+from toolkit.detectors.detr.weights_deimv2 import vit_names
+from toolkit.models.detector import Detector
+from toolkit.models.weights.backbone_file import load_matching, read_backbone_file
+
+TELLING = ("d_model", "encoder_ffn_dim", "decoder_layers", "feat_strides", "backbone_config")  # of a size
+
+
+class Deimv2(DFine):
+    """`transformers.Deimv2ForObjectDetection`. Settings: see `Deimv2Options`; images and errors: see `RTDetrV2`."""
+
+    Options = Deimv2Options
+    config_class = Deimv2Config
+    is_mal = True  # the classification loss: matchability-aware
+    published = {**DFine.published, "decoder_activation_function": "silu", "encoder_has_trailing_conv": False}
+    default_weights = {"loss_mal": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
+
+    def __init__(self, class_names: Sequence[str], options: Deimv2Options, *, source_config: Mapping | None = None):
+        if options.size not in (None, *SIZES):
+            raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(SIZES)}.")
+        if options.size and source_config is None:
+            source_config = size_config(options.size)
+        elif options.size and any(source_config.get(name) != size_config(options.size)[name] for name in TELLING):
+            raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
+        own = copy.copy(options)  # with a backbone of its own, whose file timm does not know
+        if options.size in VITS:
+            own.pretrained_backbone = False
+        super().__init__(class_names, own, source_config=source_config)
+        self.original = options.original or options.size is not None
+        if self.original:
+            as_its_program_(self.model)
+        if options.size in VITS and options.pretrained_backbone:
+            _load_vit(self._backbone(), options.size, options.pretrained_backbone)
+        self.used["original"] = self.original
+
+    def _backbone(self) -> nn.Module:
+        encoder = self.model.model.conv_encoder
+        return encoder.backbone if hasattr(encoder, "backbone") else encoder.model
+
+    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
+        """Writes a folder for transformers, see `TransformersDetector.save_final`; with `original`, which transformers
+        has not, one for `load_detector_folder`."""
+        kind = Detector if self.original else TransformersDetector
+        kind.save_final(self, folder, categories, processor_size)
+
+
+def as_its_program_(model: Deimv2ForObjectDetection) -> None:
+    """Makes a DEIMv2 of transformers compute what DEIMv2's own program does with the same weights."""
+    core, config = model.model, model.config
+    core.enc_output = nn.Identity()
+    core.decoder.__class__ = _Decoder
+    quality = [layer.reg_conf for layer in core.decoder.lqe_layers]
+    boxes = [core.enc_bbox_head, core.decoder.pre_bbox_head, *core.decoder.bbox_embed]
+    for head in (*quality, *boxes):
+        head.act = nn.SiLU()
+    encoder = core.conv_encoder
+    if not hasattr(encoder, "backbone"):
+        widths = zip(encoder.intermediate_channel_sizes, encoder.encoder_input_proj, strict=True)
+        kept = [nn.Identity() if width == config.encoder_hidden_dim else each for width, each in widths]
+        encoder.encoder_input_proj = nn.ModuleList(kept)
+        return
+    vit = encoder.backbone
+    vit.embeddings.mask_token = None  # of pretraining: never used
+    if not vit.config.apply_layernorm:  # the distilled ViT-Tiny
+        vit.norm = nn.Identity()
+        for layer in vit.model.layer:
+            layer.layer_scale1, layer.layer_scale2 = nn.Identity(), nn.Identity()
+
+
+def _load_vit(vit: nn.Module, size: str, file: bool | str) -> None:
+    if file is True:
+        raise BadInput(
+            f"model.pretrained_backbone: give the publisher's file of the backbone of size {size}: {VITS[size][3]}"
+        )
+    wanted = {name: tensor for name, tensor in vit.state_dict().items() if tensor.numel()}  # not all have registers
+    load_matching(wanted, vit_names(read_backbone_file(file)), f"DEIMv2 {size}", file)
+
+
+class _Decoder(Deimv2Decoder):
+    """transformers' decoder with positions of queries that are embedded once."""
+
+    def forward(
+        self,
+        encoder_hidden_states: Tensor,
+        reference_points: Tensor,
+        inputs_embeds: Tensor,
+        spatial_shapes: Tensor,
+        spatial_shapes_list: Sequence | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        **_,
+    ) -> Deimv2DecoderOutput:
+        """See `Deimv2Decoder.forward`."""
+        project = weighting_function(self.max_num_bins, self.up, self.reg_scale)
+        references, states = reference_points.sigmoid(), inputs_embeds
+        maps = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
+        maps |= {"spatial_shapes": spatial_shapes, "spatial_shapes_list": spatial_shapes_list}
+        maps["position_embeddings"] = self.query_pos_head(references).clamp(min=-10, max=10)
+        corners, before, kept, first = 0, 0, [], []
+        for i, layer in enumerate(self.layers):
+            states = layer(states, reference_points=references[:, :, None], **maps)
+            if i == 0:
+                unrefined = (self.pre_bbox_head(states) + inverse_sigmoid(references)).sigmoid()
+                start = unrefined.detach()
+            corners = self.bbox_embed[i](states + before) + corners
+            boxes = distance2bbox(start, self.integral(corners, project), self.reg_scale)
+            if self.training or i == self.eval_idx:
+                scores = self.class_embed[i](states)
+                if i == 0:  # the boxes before refinement count as a layer
+                    first = [(scores, unrefined)]
+                kept.append((self.lqe_layers[i](scores, corners), boxes, corners, states))
+            references, before = boxes.detach(), states.detach()
+        logits, boxes = zip(*first, *[each[:2] for each in kept], strict=True)
+        corners, all_states = zip(*[each[2:] for each in kept], strict=True)
+        return Deimv2DecoderOutput(
+            last_hidden_state=states,
+            intermediate_hidden_states=torch.stack(all_states),
+            intermediate_logits=torch.stack(logits, dim=1),
+            intermediate_reference_points=torch.stack(boxes, dim=1),
+            intermediate_predicted_corners=torch.stack(corners, dim=1),
+            initial_reference_points=torch.stack([start] * len(kept), dim=1),
+        )

@@ -1,0 +1,266 @@
+"""DETR's matcher and criterion (facebookresearch/detr `models/matcher.py`, `models/detr.py`), all layers at once.
+
+The original matches and computes the losses one decoder layer after another. Here one cost tensor covers all layers
+and images, goes to the host in one copy, and one small index tensor comes back; the losses of all layers are then a
+handful of batched operations. Pairs across images are never computed. The numbers are the original's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from toolkit.base.batch import on_host, send
+from toolkit.base.box_ops import (
+    cxcywh_to_xyxy,
+    generalized_box_iou,
+    normalize_boxes,
+    pairwise_generalized_iou,
+    xyxy_to_cxcywh,
+)
+from toolkit.models.unlabelled import labelled_classes, partial_log_softmax, unlabelled_columns
+
+# A cost no real pair reaches (class, L1 and GIoU costs are of the order of 10). Non-finite costs become this, so that
+# scipy does not raise on one rank alone: the loss itself is then NaN and the guard stops all ranks together.
+UNUSABLE_COST = 1e8
+
+
+class PaddedTargets(NamedTuple):
+    """Targets of B images, padded to the T of the fullest one. `valid` is False for padding and crowd regions;
+    `labelled` as `toolkit.models.unlabelled.labelled_classes`."""
+
+    labels: Tensor  # (B, T) int64, 0 where not valid
+    boxes_cxcywh: Tensor  # (B, T, 4) fractions of the image without padding
+    valid: Tensor  # (B, T) bool
+    labelled: Tensor | None = None  # (B, C) bool
+
+
+class Matches(NamedTuple):
+    """Matched pairs of all layers and images, each `(N,)` int64, ordered by layer, then image, then query."""
+
+    layer: Tensor
+    image: Tensor
+    query: Tensor
+    target: Tensor
+
+
+def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, dtype: torch.dtype) -> PaddedTargets:
+    """Stack the targets of a batch without reading anything back from the device.
+
+    Args:
+        targets: per image `boxes (N, 4)` xyxy pixels, `labels (N,)`, `size (2,)` hw and, if known, `iscrowd (N,)`.
+        dtype: dtype of the boxes returned, that of the loss.
+
+    Crowd regions (`iscrowd` 1) are not objects to be found one by one: DETR drops them when it loads the data.
+    """
+    sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
+    boxes_xyxy = pad_sequence([t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets], True)
+    labels = pad_sequence([t["labels"].to(device, non_blocking=True) for t in targets], True)
+    hosts = list(map(on_host, targets))
+    is_object = [h["iscrowd"] == 0 if "iscrowd" in h else torch.ones_like(h["labels"], dtype=torch.bool) for h in hosts]
+    boxes_cxcywh = xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw))
+    valid = send(pad_sequence(is_object, True, False), device)
+    return PaddedTargets(labels, boxes_cxcywh, valid, labelled_classes(targets, device))
+
+
+def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
+    """Objects per image, crowd regions not counted. Call it with CPU targets: on a GPU it would synchronise."""
+    return [len(t["labels"]) - (int(t["iscrowd"].sum()) if "iscrowd" in t else 0) for t in targets]
+
+
+class MatchingCosts(NamedTuple):
+    """Weights of the three terms of the matching cost; the paper's by default."""
+
+    class_cost: float = 1.0
+    bbox_cost: float = 5.0
+    giou_cost: float = 2.0
+
+
+@torch.no_grad()
+def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> Matches:
+    """Cheapest one-to-one assignment of queries to targets, for every layer and image, with one copy to the host.
+
+    Args:
+        class_costs: `(L, B, Q, T)` unweighted class term, e.g. minus the probability of the target's class.
+        boxes_cxcywh: `(L, B, Q, 4)` predicted boxes, fractions of the image.
+
+    For each layer and image exactly min(Q, number of valid targets) pairs come back, none with an invalid target.
+    """
+    num_layers, batch_size, _, num_targets = class_costs.shape
+    device = class_costs.device
+    if num_targets == 0:
+        return Matches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
+    target_boxes = targets.boxes_cxcywh.to(boxes_cxcywh.dtype)
+    planes = zip(boxes_cxcywh.unbind(-1), target_boxes.unbind(-1), strict=True)  # one by one: small intermediates
+    l1 = sum((queries[..., None] - objects[:, None, :]).abs() for queries, objects in planes)  # (L, B, Q, T)
+    giou = pairwise_generalized_iou(cxcywh_to_xyxy(boxes_cxcywh), cxcywh_to_xyxy(target_boxes))
+    total = costs.bbox_cost * l1 + costs.class_cost * class_costs - costs.giou_cost * giou
+    total = total.nan_to_num_(nan=UNUSABLE_COST, posinf=UNUSABLE_COST, neginf=-UNUSABLE_COST)
+    # Infinity now marks invalid targets only, so the mask travels inside the one copy.
+    total.masked_fill_(~targets.valid[:, None, :], torch.inf)
+    on_host = total.cpu().numpy()
+
+    usable = [np.flatnonzero(on_host[0, image, 0] != np.inf) for image in range(batch_size)]
+    assigned = [
+        (image, *linear_sum_assignment(costs_of_image[:, columns]), columns)
+        for costs_of_layer in on_host
+        for image, (costs_of_image, columns) in enumerate(zip(costs_of_layer, usable, strict=True))
+    ]
+    images = np.concatenate([np.full(len(rows), image) for image, rows, _, _ in assigned])
+    layers = np.repeat(np.arange(num_layers), len(images) // num_layers)  # every layer has the same number of pairs
+    queries = np.concatenate([rows for _, rows, _, _ in assigned])
+    chosen = np.concatenate([columns[picked] for _, _, picked, columns in assigned])
+    pairs = torch.from_numpy(np.stack([layers, images, queries, chosen]))
+    return Matches(*send(pairs, device))
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    """float32 for half precision, else as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
+    """`loss_bbox` (L1 of normalised cxcywh) and `loss_giou` (1 - GIoU): their sums over the matches of a layer, `(L,)`.
+
+    Every layer has the same number of matches, in the order of the layers: sums by layer are sums of rows.
+    """
+    predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
+    target_boxes = targets.boxes_cxcywh[matches.image, matches.target]
+    giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(target_boxes))
+    terms = {"loss_bbox": (predicted - target_boxes).abs().sum(-1), "loss_giou": 1 - giou}
+    by_layer = (len(boxes_cxcywh), len(giou) // len(boxes_cxcywh))
+    return {name: values.view(by_layer).sum(1) for name, values in terms.items()}
+
+
+@torch.no_grad()
+def matching_metrics(
+    logits: Tensor,
+    cardinality: Tensor,
+    targets: PaddedTargets,
+    matches: Matches,
+    suffixes: Sequence[str],
+    detecting: int,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """{metric: (sum, count)}: `class_error` in percent over matched queries of the last layer, `cardinality_error` of
+    every layer in boxes per image.
+
+    Args:
+        logits: `(L, B, Q, C)`; the first `detecting` queries count.
+        cardinality: `(L, B)`, how many of these predict an object.
+        suffixes: of the layers' names.
+    """
+    num_layers, batch_size = logits.shape[:2]
+    main = slice(len(matches.layer) // num_layers * (num_layers - 1), None)
+    image, query, target = matches.image[main], matches.query[main], matches.target[main]
+    counted = query < detecting
+    wrong = logits[-1, image, query].argmax(-1) != targets.labels[image, target]
+    errors = (cardinality - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
+    images = torch.full_like(errors[0], batch_size)
+    cardinality_errors = {f"cardinality_error{s}": (error, images) for s, error in zip(suffixes, errors, strict=True)}
+    return {"class_error": (100.0 * (wrong & counted).sum(), counted.sum()), **cardinality_errors}
+
+
+class DetrCriterion(nn.Module):
+    """DETR's set loss for all decoder layers.
+
+    Losses: `loss_ce` (cross-entropy over all queries, weight `eos_coef` for no-object), `loss_bbox` (L1 of normalised
+    cxcywh), `loss_giou` (1 - GIoU); the last decoder layer has the plain name, auxiliary layer i the suffix `_i`.
+
+    Args:
+        num_classes: object classes C; the logits have C + 1 columns, the last is no-object.
+        num_layers: decoder layers that get a loss (1 without auxiliary losses).
+        eos_coef: weight of the no-object class.
+        matching_costs: weights of class, box L1 and GIoU in the matching cost.
+    """
+
+    def __init__(
+        self, num_classes: int, num_layers: int, eos_coef: float = 0.1, matching_costs: Sequence[float] = (1, 5, 2)
+    ):
+        super().__init__()
+        self.num_classes, self.num_layers = num_classes, num_layers
+        self.matching_costs = MatchingCosts(*matching_costs)
+        # The last layer first, without suffix, then the auxiliary ones in the order of the decoder.
+        self.suffixes = ("", *(f"_{i}" for i in range(num_layers - 1)))
+        self.loss_names = tuple(f"{name}{s}" for s in self.suffixes for name in ("loss_ce", "loss_bbox", "loss_giou"))
+        self.divided_by = {n: "class_weights" if n.startswith("loss_ce") else "boxes" for n in self.loss_names}
+        self.metric_names = ("class_error", *(f"cardinality_error{s}" for s in self.suffixes))
+        class_weights = torch.ones(num_classes + 1)
+        class_weights[-1] = eos_coef
+        # The weight as float32 holds it, so that numerator and denominator agree in float64 too.
+        self.eos_weight = class_weights[-1].item()
+        self.register_buffer("class_weights", class_weights, persistent=False)
+
+    def denominators(self, targets: Sequence[Mapping[str, Tensor]], num_queries: int) -> dict[str, float]:
+        """What this batch adds to the denominators, from CPU targets alone.
+
+        `boxes`: objects, also those beyond the number of queries, as in the original. `class_weights`: the sum of the
+        class weights over all queries, which is what `F.cross_entropy(weight=...)` divides by.
+        """
+        objects = count_objects(targets)
+        matched = sum(min(n, num_queries) for n in objects)
+        return {
+            "boxes": float(sum(objects)),
+            "class_weights": matched + self.eos_weight * (num_queries * len(objects) - matched),
+        }
+
+    def forward(
+        self,
+        logits: Tensor,
+        boxes_cxcywh: Tensor,
+        targets: Sequence[Mapping[str, Tensor]],
+        denominators: Mapping[str, Tensor | float],
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Losses and metrics of a batch.
+
+        Args:
+            logits: `(L, B, Q, C + 1)`; first decoder layer first, the last layer is the main output.
+            boxes_cxcywh: `(L, B, Q, 4)` fractions of the image without padding.
+            targets: per image, see `pad_targets`; on any device.
+            denominators: `boxes` and `class_weights`, what the sums are divided by.
+
+        Returns:
+            losses: name -> scalar, float32 (float64 for float64 input), whatever autocast says.
+            metrics: name -> (sum, count): `class_error` in percent over matched queries of the last layer,
+                `cardinality_error` (of every layer) in boxes per image.
+        """
+        with torch.autocast(logits.device.type, enabled=False):
+            logits = full_precision(logits)
+            boxes_cxcywh = boxes_cxcywh.to(logits.dtype)
+            padded = pad_targets(targets, logits.device, logits.dtype)
+            log_probabilities = logits.log_softmax(-1)  # for the matching, too
+            matches = self.match(log_probabilities, boxes_cxcywh, padded)
+            losses = self._losses(log_probabilities, boxes_cxcywh, padded, matches, denominators)
+            return losses, self._metrics(logits.detach(), padded, matches)
+
+    def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> Matches:
+        """The assignment of all layers, from `(L, B, Q, C + 1)` and `(L, B, Q, 4)`."""
+        labels = targets.labels[:, None, :].expand(*log_probabilities.shape[:3], -1)  # (L, B, Q, T)
+        probabilities = log_probabilities.detach().gather(-1, labels).exp()
+        return match(-probabilities, boxes_cxcywh.detach(), targets, self.matching_costs)
+
+    def _losses(self, log_probabilities, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
+        num_layers, device = len(log_probabilities), log_probabilities.device
+        classes = torch.full(log_probabilities.shape[:3], self.num_classes, dtype=torch.int64, device=device)
+        classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
+        class_weights = self.class_weights.to(log_probabilities.dtype)
+        rows, classes = log_probabilities.flatten(0, 2), classes.flatten()
+        if targets.labelled is not None:
+            unlabelled = unlabelled_columns(targets.labelled, -1)[:, None].expand_as(log_probabilities)
+            rows = partial_log_softmax(rows, classes, unlabelled.flatten(0, 2), -1)
+        ce = F.nll_loss(rows, classes, class_weights, reduction="none")
+        losses = {"loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"]}
+        for name, values in box_sums(boxes_cxcywh, targets, matches).items():
+            losses[name] = values / denominators["boxes"]
+        # The last layer's come first and have no suffix.
+        return {f"{n}{suffix}": v[i - 1] for i, suffix in enumerate(self.suffixes) for n, v in losses.items()}
+
+    def _metrics(self, logits, targets, matches) -> dict[str, tuple[Tensor, Tensor]]:
+        cardinality = (logits.amax(-1) != logits[..., -1]).sum(-1)  # (L, B): no-object is not the maximum
+        in_order = (*self.suffixes[1:], "")  # of the decoder
+        metrics = matching_metrics(logits, cardinality, targets, matches, in_order, logits.shape[2])
+        return {name: metrics[name] for name in self.metric_names}

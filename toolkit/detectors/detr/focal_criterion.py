@@ -1,0 +1,168 @@
+"""Criterion of the family members that classify with sigmoids: Conditional, Deformable, DAB and RF-DETR.
+
+The numbers are those of transformers' `DeformableDetrForObjectDetectionLoss` and `LwDetrForObjectDetectionLoss`, which
+go through the layers one by one; here one cost tensor covers them all, as in `detr_criterion.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops import sigmoid_focal_loss
+
+from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy
+from toolkit.detectors.detr.detr_criterion import (
+    Matches,
+    MatchingCosts,
+    PaddedTargets,
+    box_sums,
+    full_precision,
+    match,
+    matching_metrics,
+    pad_targets,
+)
+from toolkit.models.unlabelled import without_unlabelled
+
+ALPHA, GAMMA = 0.25, 2.0  # of the focal loss, in all these papers
+# Logits `(L, B, Q, C)`, indices of the matched ones, the IoUs of their boxes -> terms of the loss, `(L, B, Q, C)`.
+ClassTerms = Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor]
+
+
+def focal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
+    """Focal loss of every logit (Lin et al. 2017), `(..., C)`; 1 is wanted at the indices `positives`, 0 elsewhere."""
+    labels = torch.zeros_like(logits, requires_grad=False)
+    labels[positives] = 1
+    return sigmoid_focal_loss(logits, labels, ALPHA, GAMMA)
+
+
+def quality_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
+    """Cross-entropy towards score^0.25 * IoU^0.75 at `positives` (IA-BCE of Align-DETR, in LW-DETR and RF-DETR).
+
+    Negatives weigh by the square of their score, through which the gradient goes, as in RF-DETR.
+    """
+    scores = logits.sigmoid()
+    quality = (scores.detach()[positives].pow(ALPHA) * ious.pow(1 - ALPHA)).clamp(min=0.01)
+    positive_weight = torch.zeros_like(logits, requires_grad=False)
+    positive_weight[positives] = quality
+    negative_weight = scores.pow(GAMMA).index_put(positives, 1 - quality)
+    return -positive_weight * F.logsigmoid(logits) - negative_weight * F.logsigmoid(-logits)
+
+
+class FocalCriterion(nn.Module):
+    """Losses `loss_ce`, `loss_bbox` (L1 of cxcywh), `loss_giou`: last decoder layer plain, auxiliary layer i `_i`.
+
+    Args:
+        num_layers: decoder layers that get a loss (1 without auxiliary losses).
+        matching_costs: weights of class, box L1 and GIoU in the matching cost.
+        encoder: losses `_enc` on the encoder's proposals too: "classes", or "foreground" as in two-stage Deformable
+            DETR, where every object counts as class 0; None: no proposals.
+        class_terms: `focal_terms` or `quality_terms`.
+    """
+
+    divided_by = "boxes"
+
+    def __init__(
+        self,
+        num_layers: int,
+        matching_costs: Sequence[float] = (2, 5, 2),
+        encoder: str | None = None,
+        class_terms: ClassTerms = focal_terms,
+    ):
+        super().__init__()
+        self.encoder, self.class_terms = encoder, class_terms
+        self.matching_costs = MatchingCosts(*matching_costs)
+        self.suffixes = (*(f"_{i}" for i in range(num_layers - 1)), "")  # in the order of the decoder
+        announced = ("", *self.suffixes[:-1], *(["_enc"] if encoder else []))
+        self.loss_names = tuple(
+            f"{name}{suffix}" for suffix in announced for name in ("loss_ce", "loss_bbox", "loss_giou")
+        )
+        self.metric_names = ("class_error", *(f"cardinality_error{s}" for s in ("", *self.suffixes[:-1])))
+
+    def forward(
+        self,
+        outputs: Mapping[str, Tensor],
+        targets: Sequence[Mapping[str, Tensor]],
+        denominators: Mapping[str, Tensor | float],
+        groups: int = 1,
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Losses and metrics of a batch.
+
+        Args:
+            outputs: `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding,
+                first decoder layer first; with `encoder` also `encoder_logits (B, P, C)`, `encoder_boxes (B, P, 4)`.
+            targets: per image, see `pad_targets`; on any device.
+            denominators: `boxes`, what every sum is divided by.
+            groups: the queries (and proposals) are so many groups, one after another; every group is matched by itself
+                (Group DETR).
+
+        Returns:
+            losses: name -> scalar, float32 (float64 for float64 input), whatever autocast says.
+            metrics: name -> (sum, count), over the first group, the one that detects: `class_error` in percent over
+                matched queries of the last layer, `cardinality_error` (scores above one half) in boxes per image.
+        """
+        device = outputs["logits"].device
+        with torch.autocast(device.type, enabled=False):
+            outputs = {name: full_precision(value) for name, value in outputs.items()}
+            logits, boxes, denominator = outputs["logits"], outputs["boxes"], denominators["boxes"]
+            padded = pad_targets(targets, device, logits.dtype)
+            matches = match_focal(logits, boxes, padded, self.matching_costs, groups)
+            common = (self.class_terms, "loss_ce", denominator)
+            losses = matched_losses(logits, boxes, padded, matches, self.suffixes, *common)
+            if self.encoder:
+                encoder_targets = padded
+                if self.encoder == "foreground":
+                    encoder_targets = padded._replace(labels=torch.zeros_like(padded.labels), labelled=None)
+                proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
+                assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups)
+                losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common)
+            detecting = logits.shape[2] // groups
+            cardinality = (logits[:, :, :detecting].amax(-1) > 0).sum(-1)  # (L, B)
+            return losses, matching_metrics(logits, cardinality, padded, matches, self.suffixes, detecting)
+
+
+def matched_losses(
+    logits: Tensor,
+    boxes_cxcywh: Tensor,
+    targets: PaddedTargets,
+    matches: Matches,
+    suffixes: Sequence[str],
+    class_terms: ClassTerms,
+    class_loss: str,
+    denominator: Tensor | float,
+) -> dict[str, Tensor]:
+    """The sum of the class terms by the name `class_loss`, and `box_sums`, of each layer by its suffix."""
+    where = (matches.layer, matches.image, matches.query)
+    target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
+    ious = box_iou(cxcywh_to_xyxy(boxes_cxcywh.detach()[where]), target_boxes)
+    positives = (*where, targets.labels[matches.image, matches.target])
+    by_class = without_unlabelled(class_terms(logits, positives, ious), positives, targets.labelled)
+    sums = {class_loss: by_class.flatten(1).sum(1)} | box_sums(boxes_cxcywh, targets, matches)
+    return {
+        f"{name}{suffix}": value
+        for name, values in sums.items()
+        for suffix, value in zip(suffixes, values / denominator, strict=True)
+    }
+
+
+@torch.no_grad()
+def match_focal(
+    logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, groups: int = 1
+) -> Matches:
+    """Assignment of every layer `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
+
+    Each of the `groups` of queries is matched by itself, so a target has that many pairs in every layer.
+    """
+    size = logits.shape[2] // groups
+    by_group = (tensor.unflatten(2, (groups, size)).transpose(1, 2) for tensor in (logits, boxes_cxcywh))
+    logits, boxes_cxcywh = (tensor.flatten(0, 1) for tensor in by_group)  # groups as layers: (L * groups, B, size, ·)
+    labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
+    matches = match(focal_costs(logits.gather(-1, labels)), boxes_cxcywh, targets, costs)
+    return matches._replace(layer=matches.layer // groups, query=matches.query + matches.layer % groups * size)
+
+
+def focal_costs(logits: Tensor) -> Tensor:
+    """The class term of the matching for the logits of the wanted classes, without its weight."""
+    p = logits.sigmoid()
+    positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
+    return positive - (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()

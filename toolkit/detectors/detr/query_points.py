@@ -1,0 +1,68 @@
+"""Queries anchored at reference points: each first attends near its point and predicts its box relative to it.
+
+In the published DETR a query's position determines what it attends to, but its box is not relative to that position.
+Training from random weights must first learn where each query looks, and at which coordinates. Conditional DETR (Meng
+et al., ICCV 2021) predicts boxes relative to points too; it changes the attention, which here is only initialised
+differently.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import DetrForObjectDetection
+from transformers.models.conditional_detr.modeling_conditional_detr import encode_sinusoidal_position_embedding
+
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.initialise import start_at_zero_
+
+FREQUENCIES = 2  # the highest of each axis, of which an image is a period or a little less
+CHANNELS = 4 * FREQUENCIES  # of sine and cosine, of y and x
+QUERY_SCALE = 3.0  # of the queries' embeddings, so that a query's state, of about 1, does not hide them
+SHARPNESS = 8.0  # how much a logit of attention varies with each cosine of the distance between query and key
+
+
+@torch.no_grad()
+def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
+    """Anchor each query at a point of a grid: by its position embedding, and a cross-attention that starts around it.
+
+    Some channels of each attention head take the highest frequencies of the embeddings of queries and keys, and nothing
+    else; what the encoder gives begins without content there. All of it can be unlearnt.
+
+    Returns:
+        `(Q, 2)` logits of the points, which are to be added to those of the centres of boxes.
+
+    Raises:
+        BadInput: learned position embeddings; heads of fewer than 8 channels.
+    """
+    core, config = model.model, model.config
+    queries, heads = core.query_position_embeddings.weight, config.decoder_attention_heads
+    width = queries.shape[1] // heads
+    if config.position_embedding_type != "sine" or width < CHANNELS:
+        raise BadInput(
+            f"model.query_points with model.position_embedding {config.position_embedding_type} and {heads} heads of "
+            f"{width} channels (model.d_model / model.heads); expected sine, and heads of {CHANNELS} channels or more."
+        )
+    points = grid_points(len(queries))
+    queries.copy_(QUERY_SCALE * encode_sinusoidal_position_embedding(points, queries.shape[1] // 2))
+    half = queries.shape[1] // 2
+    placed = [*range(2 * FREQUENCIES), *range(half, half + 2 * FREQUENCIES)]
+    gain = math.sqrt(SHARPNESS * math.sqrt(width) / QUERY_SCALE)
+    for layer in core.decoder.layers:
+        for projection in (layer.encoder_attn.q_proj, layer.encoder_attn.k_proj):
+            of_heads = projection.weight.view(heads, width, -1)
+            of_heads[:, :, placed] = 0
+            of_heads[:, :CHANNELS] = 0
+            of_heads[:, range(CHANNELS), placed] = gain
+    norms = [module for module in core.encoder.modules() if isinstance(module, nn.LayerNorm)]
+    for last_norm in norms[-1:]:
+        last_norm.weight[placed] = 0
+    start_at_zero_(model.bbox_predictor)
+    return torch.logit(points)
+
+
+def grid_points(count: int) -> Tensor:
+    """`(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
+    rows = max(1, math.isqrt(count))
+    columns = [count * (row + 1) // rows - count * row // rows for row in range(rows)]
+    return torch.tensor([((i + 0.5) / n, (row + 0.5) / rows) for row, n in enumerate(columns) for i in range(n)])

@@ -1,0 +1,185 @@
+"""RF-DETR (Robinson et al., 2025, arXiv 2511.09554) with its own DINOv2 in windows: transformers' model, our losses.
+
+LW-DETR's criterion: groups of queries that are trained in parallel (Group DETR), one of which is used for detection,
+and a classification loss whose targets combine score and IoU. The numbers are those of transformers'
+`LwDetrForObjectDetectionLoss`.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
+from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
+
+from toolkit.base.batch import normalize_images
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.base import MatchedDetector, check_positions, precision, projection_tap
+from toolkit.detectors.detr.configuration import handed_over, to_entries
+from toolkit.detectors.detr.detr_criterion import MatchingCosts
+from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
+from toolkit.detectors.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
+from toolkit.detectors.detr.options import RfDetrOptions
+from toolkit.models.detector import MapTap
+from toolkit.models.weights import vit as vit_weights
+
+# (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
+# of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid.
+SIZES = {
+    "nano": ((16, 2, [3, 6, 9, 12], 384), 2),
+    "small": ((16, 2, [3, 6, 9, 12], 512), 3),
+    "medium": ((16, 2, [3, 6, 9, 12], 576), 4),
+    "large": ((16, 2, [3, 6, 9, 12], 704), 4),
+    "base": ((14, 4, [2, 5, 8, 11], 518), 3),
+}
+BACKBONE_KEYS = ("patch_size", "num_windows", "out_indices", "image_size")
+TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
+
+
+class RfDetr(MatchedDetector):
+    """`transformers.RfDetrForObjectDetection`. Settings: see `RfDetrOptions`.
+
+    Its backbone ignores padding, so images must all have one size, with sides that are multiples of patch size times
+    windows (56 px). The pretrained backbone is timm's DINOv2 of the same width.
+    """
+
+    Options = RfDetrOptions
+    config_class, model_class, processor_class = RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
+    entries = {
+        "d_model": ["d_model"],
+        "decoder_layers": ["decoder_layers"],
+        "ffn_dim": ["decoder_ffn_dim"],
+        "num_queries": ["num_queries"],
+        "dropout": ["dropout"],
+    }
+    # transformers: 4 points, which is RF-DETR large of 2025, and 1e-5 for the projector's norms
+    published = {"decoder_n_points": 2, "layer_norm_eps": 1e-6}
+    default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.enc_out_class_embed.*": (0, 1, 0)}
+    fixed_size = True
+
+    def _entries(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        values = handed_over(options, source_config)
+        size = values.get("size")
+        if source_config is None and "decoder_layers" not in options.given:
+            values["decoder_layers"] = SIZES[size or "base"][1]
+        entries, heads = to_entries(values, self.entries), values.get("heads")
+        if heads is not None:
+            entries |= {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
+        return entries | {"backbone_config": _backbone_entry(source_config, values.get("encoder_layers"), size)}
+
+    def _initialise(self, options: RfDetrOptions, source_config: Mapping | None) -> None:
+        core = self.model.model
+        for module in core.backbone.projector.modules():
+            if isinstance(module, nn.Conv2d):
+                module.reset_parameters()
+        initialise_transformer_(core.decoder)
+        initialise_transformer_(core.enc_output)
+        initialise_sampling_(self.model, core.decoder)
+        nn.init.zeros_(core.reference_point_embed.weight)  # of the queries' boxes
+        core.query_feat.reset_parameters()
+        start_heads_(self.model.class_embed, self.model.bbox_embed)
+        for group in range(len(core.enc_output)):
+            core.enc_out_class_embed[group] = copy.deepcopy(self.model.class_embed)
+            core.enc_out_bbox_embed[group] = copy.deepcopy(self.model.bbox_embed)
+
+    def _prepare_backbone(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        """With `heads` (None: in another proportion than ours), `encoder_layers` and `size` (None: none of ours)."""
+        config, vit = self.model.config, self.model.model.backbone.backbone
+        vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
+        vit.embeddings.__class__ = _Embeddings
+        patch = config.backbone_config.patch_size
+        if options.pretrained_backbone:
+            side = config.backbone_config.image_size // patch
+            vit_weights.load_timm_vit(vit, TIMM_DINOV2, options.pretrained_backbone, vit_weights.DINOV2, (side, side))
+        self.stride = patch * config.backbone_config.num_windows
+        heads = config.decoder_self_attention_heads
+        in_proportion = config.decoder_cross_attention_heads == 2 * heads
+        built = (patch, config.backbone_config.num_windows, config.backbone_config.image_size)
+        depths = config.backbone_config.num_hidden_layers
+        size = next((name for name, ((p, w, _, side), _) in SIZES.items() if (p, w, side) == built), None)
+        if options.given.get("size") not in (None, size):
+            raise BadInput(f"model.size {options.size}: those of model.pretrained are of another; leave it out")
+        return {"heads": heads if in_proportion else None, "encoder_layers": depths, "size": size}
+
+    def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
+        return FocalCriterion(num_layers, costs, "classes", quality_terms)
+
+    @property
+    def groups(self) -> int:
+        """Groups of queries: all of them in training, one in evaluation."""
+        return self.model.config.group_detr if self.training else 1
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """Predictions of every decoder layer and of the encoder, for all groups of queries in training, of images
+        `(B, 3, H, W)` without padding; targets are not needed.
+
+        Returns:
+            `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, `encoder_logits
+            (B, G * Q, C)`, `encoder_boxes (B, G * Q, 4)`; G is 1 in evaluation.
+
+        Raises:
+            BadInput: images of another size, or smaller than the number of queries allows.
+        """
+        self._check_size(*images.shape[-2:])
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        with precision(self.training, images.device):
+            outputs = self.model.model(pixels)
+        with torch.autocast(images.device.type, enabled=False):
+            dtype = self.model.dtype
+            states = outputs.intermediate_hidden_states[0 if self.aux_loss else -1 :].to(dtype)
+            references = outputs.intermediate_reference_points[-1].to(dtype)  # the same for all layers
+            logits, boxes = self.model.predict_class_and_boxes(states, references)
+            return {
+                "logits": logits,
+                "boxes": boxes,
+                "encoder_logits": self.model.predict_encoder_class_logits(outputs.enc_outputs_class.to(dtype)),
+                "encoder_boxes": outputs.enc_outputs_coord_logits.to(dtype),
+            }
+
+    def map_taps(self) -> list[MapTap]:
+        config = self.model.config
+        return [projection_tap(self.model.model.backbone.projector, config.backbone_config.patch_size, config.d_model)]
+
+    def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        detecting = slice(self.model.config.num_queries)  # the first group
+        return outputs["logits"][-1][:, detecting], outputs["boxes"][-1][:, detecting]
+
+    def _check_size(self, height: int, width: int) -> None:
+        config = self.model.config
+        if height % self.stride or width % self.stride:
+            raise BadInput(
+                f"images of {height}x{width} px: rf_detr needs sides that are multiples of {self.stride} (patch size "
+                "times windows); set data.image_size."
+            )
+        patch = config.backbone_config.patch_size
+        positions = (height // patch) * (width // patch)
+        check_positions(height, width, positions, config.num_queries)
+
+
+class _Embeddings(RfDetrDinov2Embeddings):
+    """transformers' embeddings; theirs, as the original's, exchange rows and columns of the windows where an image is
+    not square."""
+
+    def window_partition(self, embeddings: Tensor, height: int, width: int) -> Tensor:
+        """Tokens (B, 1 + patches, D) as (B * windows^2, 1 + patches of a window, D), windows of an image in rows."""
+        windows, patch = self.config.num_windows, self.config.patch_size
+        rows, columns = (side // patch // windows for side in (height, width))
+        patches = embeddings[:, 1:].unflatten(1, (windows, rows, windows, columns)).transpose(2, 3)
+        first = embeddings[:, :1].repeat_interleave(windows**2, dim=0)
+        return torch.cat((first, patches.reshape(-1, rows * columns, embeddings.shape[-1])), dim=1)
+
+
+def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
+    """DINOv2 small as in RF-DETR of this size, or the source's; other depths give maps at the four quarters."""
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12}
+    published = dict(zip(BACKBONE_KEYS, SIZES[size or "base"][0], strict=True))
+    base = {"model_type": "rf_detr_dinov2", **sizes, **published}
+    entry = dict((source_config or {}).get("backbone_config") or base)
+    if encoder_layers in (None, entry.get("num_hidden_layers")):
+        return entry
+    depths = sorted({max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)})
+    inherited = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}
+    return inherited | {"num_hidden_layers": encoder_layers, "out_indices": depths}

@@ -1,0 +1,178 @@
+"""RT-DETR-v2 (Lv et al., 2024, arXiv 2407.17140) on any timm backbone: transformers' model, our criterion.
+
+transformers computes the loss inside the model's forward, in autocast's precision, weighted, and divided by the boxes
+of the batch. Here the forward only collects what the loss needs; `criterion` computes it afterwards in float32,
+unweighted, and divides it by the given denominators. Its numbers are those of transformers' `RTDetrLoss`.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrImageProcessor, RTDetrV2Config
+
+from toolkit.base.batch import normalize_images, on_host, send
+from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.base import TransformersDetector, check_positions, precision
+from toolkit.detectors.detr.configuration import ENCODER_DECODER, pixel_statistics, rt_detr_config, timm_name
+from toolkit.detectors.detr.detr_criterion import count_objects
+from toolkit.detectors.detr.host_waits import without_host_waits
+from toolkit.detectors.detr.initialise import initialise_rt_detr_
+from toolkit.detectors.detr.options import RTDetrV2Options
+from toolkit.detectors.detr.rt_detr_criterion import RTDetrCriterion
+from toolkit.models.backbones import start_backbone
+from toolkit.models.detector import MapTap
+
+PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take RGB values as they are
+
+
+class RTDetrV2(TransformersDetector):
+    """`transformers.RTDetrV2ForObjectDetection`. Settings: see `RTDetrV2Options`.
+
+    It ignores padding, so images must all have one size, a multiple of 32, and fill it.
+
+    Raises:
+        BadInput: unknown backbone or `freeze`, missing strides, unavailable weights, fewer than 2 decoder
+            layers, a `source_config` of another model, or options that its backbone does not have.
+    """
+
+    Options = RTDetrV2Options
+    config_class, processor_class = RTDetrV2Config, RTDetrImageProcessor
+    entries = {
+        **ENCODER_DECODER,
+        "d_model": ["d_model", "encoder_hidden_dim"],
+        "num_denoising": ["num_denoising"],
+        "hidden_expansion": ["hidden_expansion"],
+        "varifocal_gamma": ["focal_loss_gamma"],
+    }
+    default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    fixed_size, stride = True, 32
+    class_tensors = {  # the denoising embedding has its padding last
+        "model.class_embed.*": (0, 1, 0),
+        "model.model.decoder.class_embed.*": (0, 1, 0),
+        "model.model.enc_score_head.*": (0, 1, 0),
+        "model.model.denoising_class_embed.*": (0, 1, 1),
+    }
+
+    def __init__(self, class_names: Sequence[str], options: RTDetrV2Options, *, source_config: Mapping | None = None):
+        super().__init__()
+        config, freeze = rt_detr_config(type(self), class_names, options, source_config)
+        if config.decoder_layers < 2:
+            raise BadInput(
+                f"model.decoder_layers: {config.decoder_layers} is too few, transformers' {config.model_type} shares "
+                "heads between two and more; use 2 or more."
+            )
+        self.model = AutoModelForObjectDetection.from_config(config)
+        self.model.loss_function = _no_loss_in_forward
+        backbone, name = self._backbone(), timm_name(config)
+        initialise_rt_detr_(self.model, backbone)
+        if name is not None:
+            start_backbone(backbone._backbone, config.backbone_config, freeze, options.pretrained_backbone)
+        used = {"backbone": name, "freeze": freeze, "d_model": _one_width(config)}
+        of_imagenet = config.backbone_config.model_type == "dinov3_vit"
+        statistics = pixel_statistics(config, options, *(() if of_imagenet else (PLAIN,)))
+        self._set_criterion(self._criterion(len(class_names), config, options), statistics, used)
+
+    def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RTDetrV2Options) -> nn.Module:
+        return RTDetrCriterion(config.decoder_layers, config.num_denoising > 0, config.focal_loss_gamma)
+
+    def _backbone(self) -> nn.Module:
+        return self.model.model.backbone.model
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
+        """Predictions, and with targets what the loss needs beside them; see `Detector.forward`.
+
+        Args:
+            images: H and W are multiples of 32, without padding.
+            targets: per image, on the device of the images; in training they also make the denoising queries.
+
+        Returns:
+            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image; with targets also `layers`, what
+            `RTDetrCriterion.forward` takes.
+
+        Raises:
+            BadInput: images of another size, or smaller than the number of queries allows.
+        """
+        self._check_size(*images.shape[-2:])
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
+        # they make denoising queries, and nothing else
+        labels = _transformers_targets(list(map(without_crowd, targets))) if targets and self.training else None
+        # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:
+        # evaluation is therefore in float32.
+        counts = [len(label["boxes"]) for label in labels or ()]
+        waits = images.device.type != "cpu" and not torch.compiler.is_compiling()
+        with (
+            precision(self.training, images.device),
+            without_host_waits(self.model.model, counts) if waits else nullcontext(),
+        ):
+            outputs = self.model(pixels, labels=labels)
+        predictions = {"logits": outputs.logits, "boxes": outputs.pred_boxes}
+        if targets is None:
+            return predictions
+        denoising = outputs.denoising_meta_values
+        if denoising is not None:
+            predictions = {k: v[:, denoising["dn_num_split"][0] :] for k, v in predictions.items()}
+        return predictions | {"layers": self._layers(outputs)}
+
+    def map_taps(self) -> list[MapTap]:
+        config = self.model.config
+        strides, widths = config.feat_strides, [config.encoder_hidden_dim] * len(config.feat_strides)
+        return [MapTap(self.model.model.encoder, strides, widths, lambda _, output: list(output[0]))]
+
+    def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return outputs["logits"], outputs["boxes"]
+
+    def _layers(self, outputs: Any) -> dict:
+        layers = {"logits": outputs.intermediate_logits, "boxes": outputs.intermediate_reference_points}
+        proposals = {"encoder_logits": outputs.enc_topk_logits, "encoder_boxes": outputs.enc_topk_bboxes}
+        return {**layers, **proposals, "denoising": outputs.denoising_meta_values}
+
+    def _check_size(self, height: int, width: int) -> None:
+        config = self.model.config
+        if height % self.stride or width % self.stride:
+            raise BadInput(f"images of {height}x{width} px: {config.model_type} needs sides that are multiples of 32.")
+        positions = sum((height // stride) * (width // stride) for stride in config.feat_strides)
+        check_positions(height, width, positions, config.num_queries)
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """This batch's number of boxes, from CPU targets; crowd regions are not counted."""
+        return {"boxes": float(sum(count_objects(targets)))}
+
+    def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
+        """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `RTDetrCriterion.forward`."""
+        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators), {}
+
+
+def _one_width(config: PreTrainedConfig) -> int | None:
+    """`d_model`, if encoder and decoder have the same."""
+    widths = {config.d_model, config.encoder_hidden_dim, *config.decoder_in_channels}
+    return config.d_model if len(widths) == 1 else None
+
+
+def _no_loss_in_forward(*args, **kwargs):
+    return None, None, None
+
+
+def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The target without its crowd regions, which are not objects to be found one by one."""
+    host = on_host(target)
+    if "iscrowd" not in host or not host["iscrowd"].any():
+        return target
+    rows, keys = (host["iscrowd"] == 0).nonzero()[:, 0], ("boxes", "labels", "iscrowd")
+    cut = {key: host[key][rows] for key in keys}
+    if host is target:
+        return {**target, **cut}
+    rows = send(rows, target["boxes"].device)
+    return {**target, **{key: target[key][rows] for key in keys}, "on_host": {**host, **cut}}
+
+
+def _transformers_targets(targets: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    counts = [len(target["labels"]) for target in targets]
+    sizes_hw = torch.cat([target["size"].expand(count, 2) for target, count in zip(targets, counts, strict=True)])
+    boxes_xyxy = torch.cat([target["boxes"] for target in targets])
+    boxes = xyxy_to_cxcywh(normalize_boxes(boxes_xyxy[:, None], sizes_hw))[:, 0].split(counts)
+    return [{"class_labels": t["labels"], "boxes": image_boxes} for t, image_boxes in zip(targets, boxes, strict=True)]

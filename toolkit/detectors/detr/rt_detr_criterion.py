@@ -1,0 +1,93 @@
+"""RT-DETR's criterion: varifocal classification, L1 and GIoU, for all decoder layers, encoder and denoising at once.
+
+Same numbers as `transformers.loss.loss_rt_detr.RTDetrLoss`, which goes through the layers one by one and matches each
+on the host; here one cost tensor covers them all, as in `detr_criterion.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.base.batch import send
+from toolkit.detectors.detr.detr_criterion import Matches, MatchingCosts, full_precision, pad_targets
+from toolkit.detectors.detr.focal_criterion import match_focal, matched_losses
+
+# The published values (RT-DETRv2 configs, transformers' RTDetrV2Config): of the matching, of the varifocal loss.
+MATCHING_COSTS = MatchingCosts(class_cost=2.0, bbox_cost=5.0, giou_cost=2.0)
+VARIFOCAL_ALPHA = 0.75
+
+
+def varifocal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor, gamma: float) -> Tensor:
+    """Cross-entropy towards the IoU at `positives`, weighed by it; elsewhere by the score to the power of `gamma`."""
+    score = torch.zeros_like(logits, requires_grad=False)
+    score[positives] = ious
+    weight = VARIFOCAL_ALPHA * logits.detach().sigmoid().pow(gamma)
+    weight[positives] = score[positives]
+    return F.binary_cross_entropy_with_logits(logits, score, weight=weight, reduction="none")
+
+
+class RTDetrCriterion(nn.Module):
+    """Losses `loss_vfl`, `loss_bbox`, `loss_giou` of the last decoder layer, and of every other output by suffix.
+
+    `_aux_i`: decoder layer i. `_enc`: the encoder's proposals. `_dn_i`: the denoising queries in layer i.
+
+    Args:
+        num_layers: decoder layers.
+        denoising: whether the model makes denoising queries in training.
+        varifocal_gamma: how much less a wrong class counts while its probability is low (published: 2).
+    """
+
+    divided_by, metric_names = "boxes", ()
+
+    def __init__(self, num_layers: int, denoising: bool, varifocal_gamma: float):
+        super().__init__()
+        self.class_terms = partial(varifocal_terms, gamma=varifocal_gamma)
+        self.query_suffixes = (*(f"_aux_{i}" for i in range(num_layers - 1)), "", "_enc")
+        self.denoising_suffixes = tuple(f"_dn_{i}" for i in range(num_layers)) if denoising else ()
+        announced = ("", *(s for s in self.query_suffixes if s), *self.denoising_suffixes)
+        self.loss_names = tuple(f"{name}{s}" for s in announced for name in ("loss_vfl", "loss_bbox", "loss_giou"))
+
+    def forward(
+        self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
+    ) -> dict[str, Tensor]:
+        """Losses by name, float32 (float64 for float64 input), whatever autocast says.
+
+        Args:
+            layers: `logits (B, L, D + Q, C)` and `boxes (B, L, D + Q, 4)` of all decoder layers, denoising queries
+                first; `encoder_logits (B, Q, C)` and `encoder_boxes (B, Q, 4)`; `denoising`: transformers'
+                `denoising_meta_values`, None when there are none (no boxes in the batch, evaluation), and then the
+                `_dn_i` losses are missing. Boxes are cxcywh, fractions of the image.
+            targets: per image, see `pad_targets`, without crowd regions.
+            denominators: `boxes`, what every sum is divided by; those of denoising also by the number of its groups,
+                which depends on the fullest image of the batch.
+        """
+        device = layers["logits"].device
+        with torch.autocast(device.type, enabled=False):
+            logits, boxes = (full_precision(layers[key]).transpose(0, 1) for key in ("logits", "boxes"))
+            padded = pad_targets(targets, device, logits.dtype)
+            meta = layers["denoising"]
+            noisy = meta["dn_num_split"][0] if meta is not None else 0
+            query_logits = torch.cat([logits[:, :, noisy:], full_precision(layers["encoder_logits"])[None]])
+            query_boxes = torch.cat([boxes[:, :, noisy:], full_precision(layers["encoder_boxes"])[None]])
+            matches = match_focal(query_logits, query_boxes, padded, MATCHING_COSTS)
+            common = (self.class_terms, "loss_vfl")
+            predicted = (query_logits, query_boxes, padded, matches, self.query_suffixes)
+            losses = matched_losses(*predicted, *common, denominators["boxes"])
+            if meta is not None:
+                assigned = denoising_matches(meta, [len(t["labels"]) for t in targets], len(logits), device)
+                predicted = (logits[:, :, :noisy], boxes[:, :, :noisy], padded, assigned, self.denoising_suffixes)
+                losses |= matched_losses(*predicted, *common, denominators["boxes"] * meta["dn_num_group"])
+            return losses
+
+
+def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> Matches:
+    """Which object each positive denoising query was made from: every group repeats the objects of its image."""
+    repeated = [torch.arange(n).repeat(meta["dn_num_group"]) for n in counts]
+    image = torch.arange(len(counts)).repeat_interleave(torch.tensor([len(r) for r in repeated]))
+    image, target = send(torch.stack([image, torch.cat(repeated)]), device)
+    query = torch.cat(list(meta["dn_positive_idx"]))
+    layer = torch.arange(num_layers, device=device).repeat_interleave(len(query))
+    return Matches(layer, image.repeat(num_layers), query.repeat(num_layers), target.repeat(num_layers))

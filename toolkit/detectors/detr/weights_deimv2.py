@@ -1,0 +1,190 @@
+"""Intellindust-AI-Lab/DEIMv2: `deimv2_hgnetv2_atto_coco.pth` to `deimv2_dinov3_x_coco.pth`, and the `model.safetensors`
+of the publisher's models on the hub, as `deimv2`."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from toolkit.detectors.detr.deimv2_sizes import DEPTHS, EXPANSIONS, SIZES, common_entries, size_config, vit_entries
+from toolkit.detectors.detr.weights_rt_detr import COPIES, CSP_PLACES, DOWNSAMPLE, HEADS, hgnet_entries, hgnet_names
+from toolkit.models.weights.class_names import named
+from toolkit.models.weights.names import Description, Pairs, Publisher, copied, count, pairs, renamed, split_attention
+
+LITE = "encoder.bi_fusion.cv.conv.weight"
+ADAPTER = "backbone.sta.stem.0.weight"
+ENCODER = "model.model.conv_encoder"
+LEFT_OUT = (
+    r"(bias_mask|rope_embed\.periods|mask_token)$|"
+    r"^decoder\.(anchors|valid_mask|decoder\.(up|reg_scale|project))$"
+)
+CSP = "cv1 conv1, cv4 conv2, cv2.0 csp_rep1, cv2.1 csp_rep1.conv2, cv3.0 csp_rep2, cv3.1 csp_rep2.conv2"
+PLACES = [*CSP_PLACES, *((f"encoder.{name}.", f"model.model.encoder.{name}.") for name in ("fpn_block", "pan_block"))]
+LAYER = """
+    linear1 mlp.layers.0, linear2 mlp.layers.1, self_attn.out_proj self_attn.o_proj
+    norm1 self_attn_layer_norm, norm2 final_layer_norm
+"""
+DECODER_LAYER = """
+    self_attn.out_proj self_attn.o_proj, cross_attn encoder_attn, swish_ffn.w3 mlp.down_proj, swish_ffn mlp
+    gateway.norm.scale gateway.norm.weight
+    norm1.scale self_attn_layer_norm.weight, norm2.scale encoder_attn_layer_norm.weight
+    norm3.scale final_layer_norm.weight
+"""
+LITE_ENCODER = """
+    input_proj input_proj, bi_fusion.cv bi_fusion_conv
+    down_sample1.1 down_conv1.conv, down_sample1.2 down_conv1.norm
+    down_sample2.1 down_conv2.conv, down_sample2.2 down_conv2.norm
+"""
+VIT_LAYER = """
+    attn.proj attention.o_proj, attn attention, ls1.gamma layer_scale1.lambda1, ls2.gamma layer_scale2.lambda1
+    mlp.fc1 mlp.up_proj, mlp.fc2 mlp.down_proj, mlp.w1 mlp.gate_proj, mlp.w2 mlp.up_proj, mlp.w3 mlp.down_proj
+"""
+VIT = [
+    *pairs(VIT_LAYER, below=[("blocks.*.", "model.layer.*.")]),
+    *pairs("blocks model.layer, patch_embed.proj embeddings.patch_embeddings, cls_token embeddings.cls_token"),
+    *pairs("storage_tokens embeddings.register_tokens"),
+]
+ADAPTER_NAMES = [
+    *pairs("stem.0 stem_conv.conv, stem.1 stem_conv.norm, conv2.0 conv2.conv, conv2.1 conv2.norm, conv3.1 conv3.conv, "
+           "conv3.2 conv3.norm, conv4.1 conv4.conv, conv4.2 conv4.norm",
+           below=[("backbone.sta.", f"{ENCODER}.spatial_tuning_adapter.")]),
+    *pairs(f"backbone.convs.* {ENCODER}.fusion_proj.*.conv, backbone.norms.* {ENCODER}.fusion_proj.*.norm"),
+]  # fmt: skip
+NAMES = [
+    *[(f"backbone.dinov3.{theirs}", f"{ENCODER}.backbone.{ours}") for theirs, ours in [*VIT, ("norm", "norm")]],
+    *ADAPTER_NAMES,
+    *hgnet_names(f"{ENCODER}.model"),
+    *pairs(CSP, below=PLACES),
+    *pairs("cv1 conv1, cv2 conv2", below=DOWNSAMPLE),
+    *pairs(LAYER, below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
+    *pairs(DECODER_LAYER, below=[("decoder.decoder.layers.*.", "model.model.decoder.layers.*.")]),
+    *pairs(f"encoder.input_proj {ENCODER}.encoder_input_proj, decoder.input_proj model.model.decoder_input_proj"),
+    *pairs(HEADS),
+]
+
+
+@dataclass
+class _Deimv2(Publisher):
+    """Its matrices of several projections are more of ours, and its two encoders have names in common."""
+
+    lite_names: Pairs = field(default_factory=list)
+
+    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Their tensors under our names."""
+        state = renamed(in_full(state), self.lite_names if LITE in state else [])
+        return super().ours_from(state)
+
+
+def in_full(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors with one for each projection, and those that safetensors keeps once under every name."""
+    result = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
+    result |= {f"decoder.{name}": _constant(state, name) for name in ("up", "reg_scale")}
+    shared = [f"decoder.dec_bbox_head.{i}" for i in range(1, count(state, "decoder.decoder.layers"))]
+    result |= copied(result, dict.fromkeys(shared, "decoder.dec_bbox_head.0")) | result
+    for name in [name for name in result if ".swish_ffn.w12." in name]:
+        stem, leaf = name.split("w12.")
+        result |= zip((f"{stem}gate_proj.{leaf}", f"{stem}up_proj.{leaf}"), result.pop(name).chunk(2), strict=True)
+    return _split_vit(result)
+
+
+def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of DINOv3's or the distilled ViT-Tiny's own file under the names of transformers' DINOv3."""
+    state = renamed(_split_vit(state), VIT)
+    return {name: tensor for name, tensor in state.items() if not re.search(LEFT_OUT, name)}
+
+
+def _split_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With queries, keys and values apart; a mask of biases is 0 for the keys, which then have none."""
+    masked = {name.removesuffix("_mask") for name in state if name.endswith("qkv.bias_mask")}
+    apart = split_attention(state, ".qkv.")
+    return {name: tensor for name, tensor in apart.items() if name.replace("k_proj", "qkv") not in masked}
+
+
+def _constant(state: Mapping[str, Tensor], name: str) -> Tensor:
+    return state.get(f"decoder.{name}", state.get(f"decoder.decoder.{name}"))
+
+
+def _described(state: Mapping[str, Tensor], file: str) -> Description:
+    state = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
+    lite, block = LITE in state, "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
+    points = _points(state["decoder.decoder.layers.0.cross_attn.num_points_scale"])
+    levels, encoder = len(points), len(state[f"{block}.cv4.conv.weight"])
+    ffn, queried = state["decoder.decoder.layers.0.swish_ffn.w12.weight"], state["decoder.query_pos_head.layers.2.bias"]
+    own_ffn = state.get("encoder.encoder.0.layers.0.linear1.weight", ffn)
+    inner = len(state[f"{block}.cv3.0.bottlenecks.0.conv1.conv.weight"])  # round(expansion * width // 2)
+    blocks = count(state, f"{block}.cv2.0.bottlenecks")
+    vit = ADAPTER in state
+    backbone = _vit(state) if vit else hgnet_entries(state, 1 if lite else levels)
+    heads = [state.get(f"decoder.dec_bbox_head.{i}.layers.0.weight") for i in (0, 1)]
+    maps = [encoder] * 3 if vit else [backbone["hidden_sizes"][i - 1] for i in backbone["out_indices"]]
+    expansion = next((known for known in EXPANSIONS if round(known * encoder // 2) == inner), None)
+    config = common_entries(levels, lite) | {
+        "backbone_config": backbone,
+        "encoder_in_channels": maps,
+        "encoder_hidden_dim": encoder,
+        "d_model": len(queried),
+        "encoder_ffn_dim": len(own_ffn),
+        "decoder_ffn_dim": len(ffn),
+        "encoder_layers": count(state, "encoder.encoder.0.layers"),
+        "decoder_in_channels": [state.get("decoder.input_proj.0.conv.weight", queried[None]).shape[1]] * levels,
+        "decoder_layers": count(state, "decoder.decoder.layers"),
+        "decoder_n_points": points,
+        "hidden_expansion": expansion or (2 * inner + 0.5) / encoder,
+        "depth_mult": DEPTHS.get(blocks, blocks / 3),
+        "encoder_has_trailing_conv": f"{block}.cv2.1.conv.weight" in state,
+        "use_gateway": "decoder.decoder.layers.0.gateway.gate.weight" in state,
+        "share_bbox_head": heads[1] is None or heads[0].equal(heads[1]),
+        "spatial_tuning_adapter_inplanes": len(state[ADAPTER]) if vit else 16,
+    }
+    size = next((size for size in SIZES if _structure(size_config(size)) == _structure(config)), None)
+    config |= {
+        "num_queries": SIZES[size][5] if size else 300,
+        "reg_scale": float(_constant(state, "reg_scale")),
+        "up": float(_constant(state, "up")),
+        "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
+    }
+    notes = [] if size else ["none of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
+    options = {"source_config": config, "original": True, "size": size}
+    classes = named(len(state["decoder.dec_score_head.0.weight"]))
+    return Description("deimv2", options, classes, notes, _side(state, config["feat_strides"]))
+
+
+def _structure(config: Mapping) -> dict:
+    """What tensors can tell of a config."""
+    return {**config, "num_queries": None, "depth_mult": round(3 * config["depth_mult"])}
+
+
+def _points(scale: Tensor) -> list[int]:
+    """Points of each level, from 1 / points for each of them."""
+    points, counts = [round(1 / value) for value in scale.tolist()], []
+    while sum(counts) < len(points):
+        counts.append(points[sum(counts)])
+    return counts
+
+
+def _side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
+    """What images are resized to, from the number of positions that it evaluates with; None: not a square."""
+    positions = len(state["decoder.anchors"][0]) if "decoder.anchors" in state else 0
+    side = 32 * math.isqrt(positions // sum((32 // stride) ** 2 for stride in strides))
+    fits = side and positions == sum((side // stride) ** 2 for stride in strides)
+    return {"height": side, "width": side} if fits else None
+
+
+def _vit(state: Mapping[str, Tensor]) -> dict:
+    """The config of transformers' DINOv3."""
+    block = "backbone.dinov3.blocks.0"
+    gated, plain = f"{block}.mlp.w1.weight" in state, "backbone.dinov3.norm.weight" not in state
+    ffn = state[f"{block}.mlp.{'w1' if gated else 'fc1'}.weight"]
+    return vit_entries(ffn.shape[1], len(ffn), plain=plain, gated=gated)
+
+
+DEIMV2 = _Deimv2(
+    _described,
+    ("decoder.decoder.layers.0.swish_ffn.w12.weight",),
+    NAMES,
+    left_out=LEFT_OUT,
+    copies=COPIES,
+    lite_names=pairs(LITE_ENCODER, below=[("encoder.", "model.model.encoder.")]),
+)

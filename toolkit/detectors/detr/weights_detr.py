@@ -1,0 +1,152 @@
+"""facebookresearch/detr and its successors Conditional, DAB and Deformable DETR: `detr-r50-*.pth`,
+`ConditionalDETR_r50dc5.pth`, the `checkpoint.pth` of DAB-DETR-R50, `r50_deformable_detr*.pth` and so on.
+
+The number of attention heads cannot be read from the tensors; it is 8, as published.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from toolkit.base.errors import BadInput
+from toolkit.models.weights.class_names import named
+from toolkit.models.weights.names import Description, Pairs, Publisher, count, pairs, resnet_name
+
+FEED_FORWARD = "linear1 mlp.fc1, linear2 mlp.fc2, self_attn.out_proj self_attn.o_proj"
+ENCODER_LAYER = f"{FEED_FORWARD}, norm1 self_attn_layer_norm, norm2 final_layer_norm"
+DECODER_NORMS = "norm1 self_attn_layer_norm, norm2 encoder_attn_layer_norm, norm3 final_layer_norm"
+
+
+def _names(decoder_layer: str, others: str = "", encoder_layer: str = ENCODER_LAYER) -> Pairs:
+    """Of a whole detector: tables of names in layers, and of others, which go before what all of them have."""
+    return [
+        *pairs(encoder_layer, below=[("transformer.encoder.layers.*.", "model.model.encoder.layers.*.")]),
+        *pairs(decoder_layer, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
+        *pairs(others),
+        *pairs("""
+            backbone.0.body model.model.backbone.model, input_proj model.model.input_projection
+            query_embed model.model.query_position_embeddings
+            class_embed model.class_labels_classifier, bbox_embed model.bbox_predictor
+            transformer.encoder.norm model.model.encoder.layernorm
+            transformer.decoder.norm model.model.decoder.layernorm, transformer model.model
+        """),
+    ]
+
+
+def _projections(self_attention: str, cross_attention: str, ours: str) -> str:
+    """Table of attention in the decoders of Conditional and DAB-DETR, which have content and position apart."""
+    words = list(zip("qcontent qpos kcontent kpos v qpos_sine".split(), ours.split(), strict=True))
+    attentions = (("sa", self_attention), ("ca", cross_attention))
+    return ", ".join(f"{short}_{a}_proj {prefix}{b}_proj" for short, prefix in attentions for a, b in words)
+
+
+def _sizes(state: Mapping[str, Tensor]) -> dict:
+    """Backbone, widths and depths."""
+    first = state["transformer.encoder.layers.0.linear1.weight"]
+    return {
+        "backbone": resnet_name(state, "backbone.0.body."),
+        "d_model": first.shape[1],
+        "ffn_dim": len(first),
+        "encoder_layers": count(state, "transformer.encoder.layers"),
+        "decoder_layers": count(state, "transformer.decoder.layers"),
+    }
+
+
+def _maybe_dc5(
+    architecture: str, state: Mapping[str, Tensor], file: str, *, queries: str = "query_embed", no_object: int = 0
+) -> Description:
+    """DC5 has the same tensors and is told by the name of the file."""
+    options = _sizes(state) | {"dilation": "dc5" in file.lower(), "num_queries": len(state[f"{queries}.weight"])}
+    notes = ["whether it is a DC5 variant was told by the name of the file: --model.dilation says otherwise"]
+    return Description(architecture, options, named(len(state["class_embed.weight"]) - no_object), notes)
+
+
+# ---------------------------------------------------------------- DETR
+
+
+def _detr(state: Mapping[str, Tensor], file: str) -> Description:
+    description = _maybe_dc5("detr", state, file, no_object=1)
+    if "backbone.1.row_embed.weight" in state:
+        description.options["position_embedding"] = "learned"
+    if "transformer.encoder.norm.weight" in state:
+        description.options["pre_norm"] = True
+    return description
+
+
+ATTENTION = "multihead_attn.out_proj encoder_attn.o_proj, multihead_attn encoder_attn"
+DETR = Publisher(
+    _detr,
+    ("query_embed.weight", "transformer.decoder.layers.0.multihead_attn.in_proj_weight"),
+    _names(f"{FEED_FORWARD}, {ATTENTION}, {DECODER_NORMS}"),
+)
+
+# ---------------------------------------------------------------- Conditional DETR
+
+CONDITIONAL_ATTENTION = _projections("self_attn.", "encoder_attn.", "q_content q_pos k_content k_pos v q_pos_sine")
+CONDITIONAL_DETR = Publisher(
+    partial(_maybe_dc5, "conditional_detr"),
+    ("query_embed.weight", "transformer.decoder.layers.0.sa_qcontent_proj.weight"),
+    _names(f"{CONDITIONAL_ATTENTION}, {FEED_FORWARD}, cross_attn.out_proj encoder_attn.o_proj, {DECODER_NORMS}"),
+)
+
+# ---------------------------------------------------------------- DAB-DETR
+
+
+def _dab_detr(state: Mapping[str, Tensor], file: str) -> Description:
+    if "transformer.patterns.weight" in state:
+        raise BadInput(
+            f"model.pretrained {file}: a DAB-DETR with several patterns for each query, which dab-detr here has not; "
+            "take the one without"
+        )
+    return _maybe_dc5("dab-detr", state, file, queries="refpoint_embed")
+
+
+DAB_ATTENTION = _projections(
+    "self_attn.self_attn_", "cross_attn.cross_attn_", "query_content query_pos key_content key_pos value query_pos_sine"
+)
+DAB_OTHERS = """
+    self_attn.out_proj self_attn.self_attn.output_proj, cross_attn.out_proj cross_attn.cross_attn.output_proj
+    norm1 self_attn.self_attn_layer_norm, norm2 cross_attn.cross_attn_layer_norm, norm3 mlp.final_layer_norm
+    linear1 mlp.fc1, linear2 mlp.fc2, activation mlp.activation_fn
+"""
+DAB_BESIDE = """
+    backbone.0.body model.model.backbone.conv_encoder.model._backbone
+    class_embed model.class_embed, refpoint_embed model.model.query_refpoint_embeddings
+"""
+DAB_ENCODER = "linear1 fc1, linear2 fc2, activation activation_fn, norm1 self_attn_layer_norm, norm2 final_layer_norm"
+DAB_DETR = Publisher(
+    _dab_detr,
+    ("refpoint_embed.weight", "transformer.decoder.layers.0.sa_qcontent_proj.weight"),
+    _names(f"{DAB_ATTENTION}, {DAB_OTHERS}", DAB_BESIDE, DAB_ENCODER),
+)
+
+# ---------------------------------------------------------------- Deformable DETR
+
+
+def _deformable_detr(state: Mapping[str, Tensor], file: str) -> Description:
+    levels = len(state["transformer.level_embed"])
+    if levels != 4:
+        raise BadInput(
+            f"model.pretrained {file}: a Deformable DETR with {levels} feature level(s); deformable_detr here has "
+            "four: take one without `single_scale` in its name"
+        )
+    options = _sizes(state)
+    if "transformer.enc_output.weight" in state:
+        options["box_refine"] = "two_stage"
+    else:
+        options["num_queries"] = len(state["query_embed.weight"])
+        options["box_refine"] = "iterative" if "transformer.decoder.bbox_embed.0.layers.0.weight" in state else "none"
+    return Description("deformable_detr", options, named(len(state["class_embed.0.weight"])))
+
+
+# Its decoder layer attends to the image first, but `norm1` is the norm after that, `norm2` the one after the queries.
+DEFORMABLE_NORMS = "norm1 encoder_attn_layer_norm, norm2 self_attn_layer_norm, norm3 final_layer_norm"
+DEFORMABLE_DETR = Publisher(
+    _deformable_detr,
+    ("transformer.encoder.layers.0.self_attn.sampling_offsets.weight", "class_embed.0.weight"),
+    _names(
+        f"{FEED_FORWARD}, cross_attn encoder_attn, {DEFORMABLE_NORMS}",
+        "input_proj model.model.input_proj, class_embed model.class_embed, bbox_embed model.bbox_embed",
+    ),
+)

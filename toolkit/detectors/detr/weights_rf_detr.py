@@ -1,0 +1,92 @@
+"""roboflow/rf-detr: `rf-detr-nano.pth`, `small`, `medium`, `large-2026`, `base`, as `rf_detr`."""
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from toolkit.base.errors import BadInput
+from toolkit.models.weights.class_names import named
+from toolkit.models.weights.names import Description, Publisher, count, pairs
+
+VIT = "backbone.0.encoder.encoder"
+PROJECTOR = ("backbone.0.projector.stages.0.0", "model.model.backbone.projector.projector_layer")
+ATTENTION = """
+    attention.query q_proj, attention.key k_proj, attention.value v_proj, output.dense o_proj
+"""
+LAYER = """
+    norm1 self_attn_layer_norm, norm2 cross_attn_layer_norm, norm3 layer_norm, linear1 mlp.fc1, linear2 mlp.fc2
+    self_attn.out_proj self_attn.o_proj
+"""
+REST = f"""
+    {VIT} model.model.backbone.backbone, backbone.0.projector.stages.0.1 model.model.backbone.projector.layer_norm
+    transformer.decoder.norm model.model.decoder.layernorm, transformer model.model
+    refpoint_embed model.model.reference_point_embed, query_feat model.model.query_feat
+    class_embed model.class_embed, bbox_embed model.bbox_embed
+"""
+
+
+def _described(state: Mapping[str, Tensor], file: str) -> Description:
+    if "backbone.0.projector.stages.1.0.cv1.conv.weight" in state or any(n.startswith("segm") for n in state):
+        raise BadInput(
+            f"model.pretrained {file}: a model of RF-DETR with masks, or the large one of 2025 with two feature maps; "
+            "rf_detr is nano, small, medium, large-2026 and base"
+        )
+    patches = state[f"{VIT}.embeddings.patch_embeddings.projection.weight"]
+    width, patch, depth = len(patches), patches.shape[-1], count(state, f"{VIT}.encoder.layer")
+    side = patch * math.isqrt(state[f"{VIT}.embeddings.position_embeddings"].shape[1] - 1)
+    first = patch == 14  # base, which is used with larger images than its positions
+    backbone = {
+        "model_type": "rf_detr_dinov2",
+        "hidden_size": width,
+        "num_attention_heads": width // 64,
+        "num_hidden_layers": depth,
+        "patch_size": patch,
+        "num_windows": 4 if first else 2,
+        "out_indices": [2, 5, 8, 11] if first else [3, 6, 9, 12],
+        "image_size": side,
+    }
+    layer, d_model = "transformer.decoder.layers.0", state["query_feat.weight"].shape[1]
+    groups, heads = count(state, "transformer.enc_output"), d_model // 16
+    config = {
+        "model_type": "rf_detr",
+        "backbone_config": backbone,
+        "d_model": d_model,
+        "decoder_layers": count(state, "transformer.decoder.layers"),
+        "decoder_ffn_dim": len(state[f"{layer}.linear1.weight"]),
+        "decoder_self_attention_heads": heads // 2,
+        "decoder_cross_attention_heads": heads,
+        "decoder_n_points": len(state[f"{layer}.cross_attn.attention_weights.bias"]) // heads,
+        "group_detr": groups,
+        "layer_norm_eps": 1e-6,
+        "num_queries": len(state["query_feat.weight"]) // groups,
+    }
+    resized = dict.fromkeys(("height", "width"), 560 if first else side)
+    return Description("rf_detr", {"source_config": config}, named(len(state["class_embed.bias"])), size=resized)
+
+
+RF_DETR = Publisher(
+    _described,
+    (f"{VIT}.embeddings.cls_token", "refpoint_embed.weight"),
+    [
+        *pairs(
+            ATTENTION,
+            below=[(f"{VIT}.encoder.layer.*.attention.", "model.model.backbone.backbone.encoder.layer.*.attention.")],
+        ),
+        *pairs(
+            "conv conv, bn norm",
+            below=[
+                (f"{PROJECTOR[0]}.{theirs}.", f"{PROJECTOR[1]}.{ours}.")
+                for theirs, ours in (
+                    ("cv1", "conv1"),
+                    ("cv2", "conv2"),
+                    ("m.*.cv1", "bottlenecks.*.conv1"),
+                    ("m.*.cv2", "bottlenecks.*.conv2"),
+                )
+            ],
+        ),
+        *pairs(LAYER, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
+        *pairs(REST),
+    ],
+    left_out=r"^_",  # flags of its poses
+)

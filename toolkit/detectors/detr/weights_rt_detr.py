@@ -1,0 +1,211 @@
+"""lyuwenyu/RT-DETR, both PyTorch versions: `rtdetr_r18vd_*.pth`, `rtdetrv2_r50vd_*.pth` and so on, as `rt_detr_v2`, and
+Peterande/D-FINE: `dfine_n_coco.pth` to `dfine_x_obj2coco.pth`, as `d_fine`.
+
+The first version's deformable attention is the second's with four points a level, so that its weights give the same
+boxes there. Backbones are the ResNets and HGNetv2 of the originals, as transformers has them.
+"""
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from toolkit.base.errors import BadInput
+from toolkit.models.weights.class_names import named
+from toolkit.models.weights.names import Description, Pairs, Publisher, count, pairs
+
+BODY = "model.model.backbone.model"
+COPIES = {"model.class_embed": "model.model.decoder.class_embed", "model.bbox_embed": "model.model.decoder.bbox_embed"}
+
+
+# Convolution and norm of a projection have names there and numbers here.
+HEADS = """
+    encoder.encoder model.model.encoder.aifi
+    encoder.input_proj.*.conv model.model.encoder_input_proj.*.0
+    encoder.input_proj.*.norm model.model.encoder_input_proj.*.1
+    encoder.input_proj model.model.encoder_input_proj, encoder model.model.encoder
+    decoder.input_proj.*.conv model.model.decoder_input_proj.*.0
+    decoder.input_proj.*.norm model.model.decoder_input_proj.*.1
+    decoder.enc_output.proj model.model.enc_output.0, decoder.enc_output.norm model.model.enc_output.1
+    decoder.enc_output model.model.enc_output
+    decoder.dec_score_head model.model.decoder.class_embed, decoder.dec_bbox_head model.model.decoder.bbox_embed
+    decoder.enc_score_head model.model.enc_score_head, decoder.enc_bbox_head model.model.enc_bbox_head
+    decoder.denoising_class_embed model.model.denoising_class_embed
+    decoder.decoder model.model.decoder, decoder model.model.decoder
+"""
+
+
+def _transformer(first: str, second: str) -> Pairs:
+    """Names of everything but the backbone. first, second: our names of the layers of a feed-forward network."""
+    layer = (
+        f"linear1 {first}, linear2 {second}, self_attn.out_proj self_attn.o_proj, "
+        "norm1 self_attn_layer_norm, cross_attn encoder_attn"
+    )
+    encoder, decoder = "norm2 final_layer_norm", "norm2 encoder_attn_layer_norm, norm3 final_layer_norm"
+    return [
+        *pairs(f"{layer}, {encoder}", below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
+        *pairs(f"{layer}, {decoder}", below=[("decoder.decoder.layers.*.", "model.model.decoder.layers.*.")]),
+        *pairs(HEADS),
+    ]
+
+
+def _family_entries(state: Mapping[str, Tensor]) -> dict:
+    """Entries of transformers' config that RT-DETR and D-FINE have in common, read from their tensors; what they cannot
+    tell (heads, queries) is as published."""
+    levels = count(state, "encoder.input_proj")
+    encoder = state["encoder.encoder.0.layers.0.linear1.weight"]
+    decoder = state["decoder.decoder.layers.0.linear1.weight"]
+    projected = state.get("decoder.input_proj.0.conv.weight", encoder)  # D-FINE has none where the widths agree
+    projections = [f"encoder.input_proj.{i}" for i in range(levels)]  # numbered in the first version
+    maps = [state.get(f"{name}.0.weight", state.get(f"{name}.conv.weight")) for name in projections]
+    widths = {"encoder_hidden_dim": encoder.shape[1], "encoder_ffn_dim": len(encoder)}
+    widths |= {"d_model": decoder.shape[1], "decoder_ffn_dim": len(decoder)}
+    return {
+        "encoder_in_channels": [projection.shape[1] for projection in maps],
+        **widths,
+        "encode_proj_layers": [levels - 1],
+        "num_feature_levels": levels,
+        "encoder_layers": count(state, "encoder.encoder.0.layers"),
+        "decoder_layers": count(state, "decoder.decoder.layers"),
+        "feat_strides": [8, 16, 32][-levels:],
+        "decoder_n_levels": levels,
+        "decoder_in_channels": [projected.shape[1]] * levels,
+        "hidden_expansion": _expansion(state, encoder.shape[1]),
+    }
+
+
+def _expansion(state: Mapping[str, Tensor], width: int) -> float:
+    if "encoder.fpn_blocks.0.conv1.conv.weight" in state:
+        return len(state["encoder.fpn_blocks.0.conv1.conv.weight"]) / width
+    inner = len(state["encoder.fpn_blocks.0.cv2.0.conv1.conv.weight"])  # D-FINE: round(expansion * width / 2)
+    return next((e for e in (0.34, 0.5, 1.0) if round(e * width // 2) == inner), 2 * inner / width)
+
+
+# ---------------------------------------------------------------- RT-DETR
+
+
+def _rt_detr(state: Mapping[str, Tensor], file: str) -> Description:
+    points = [len(t) for n, t in state.items() if n.endswith("cross_attn.attention_weights.bias")]
+    levels = count(state, "encoder.input_proj")
+    if set(points) != {8 * 4 * levels}:
+        raise BadInput(
+            f"model.pretrained {file}: its attention has {points[0] // 8 // levels} points a level (`sp1` to `sp3` in "
+            "RT-DETR's names); rt_detr_v2 has 4"
+        )
+    config = _family_entries(state) | {"model_type": "rt_detr_v2", "backbone_config": _resnet_entries(state)}
+    config["freeze_backbone_batch_norms"] = "backbone.conv1.conv1_1.norm.num_batches_tracked" not in state
+    notes = []
+    if "dsp" in file.lower():
+        config["decoder_method"] = "discrete"
+        notes.append("by the name of the file it samples at whole pixels (`dsp`)")
+    classes = named(len(state["decoder.dec_score_head.0.weight"]))
+    return Description("rt_detr_v2", {"source_config": config}, classes, notes)
+
+
+def _resnet_entries(state: Mapping[str, Tensor]) -> dict:
+    """The config of transformers' ResNet for RT-DETR."""
+    prefix = "backbone.res_layers"
+    last = "c" if f"{prefix}.0.blocks.0.branch2c.conv.weight" in state else "b"
+    stages = range(count(state, prefix))
+    return {
+        "model_type": "rt_detr_resnet",
+        "layer_type": "bottleneck" if last == "c" else "basic",
+        "depths": [count(state, f"{prefix}.{i}.blocks") for i in stages],
+        "hidden_sizes": [len(state[f"{prefix}.{i}.blocks.0.branch2{last}.conv.weight"]) for i in stages],
+        "out_indices": [2, 3, 4],
+    }
+
+
+def _resnet() -> Pairs:
+    theirs, ours = "backbone.res_layers.*.blocks.*", f"{BODY}.encoder.stages.*.layers.*"
+    prefixes = [(f"backbone.conv1.conv1_{i + 1}.", f"{BODY}.embedder.embedder.{i}.") for i in range(3)]
+    prefixes += [(f"{theirs}.branch2{letter}.", f"{ours}.layer.{i}.") for i, letter in enumerate("abc")]
+    prefixes += [(f"{theirs}.short.conv.", f"{ours}.shortcut.1."), (f"{theirs}.short.", f"{ours}.shortcut.")]
+    return pairs("conv convolution, norm normalization", below=prefixes)
+
+
+POINTS = """
+    decoder.decoder.layers.*.cross_attn.num_points_scale model.model.decoder.layers.*.encoder_attn.n_points_scale
+"""
+RT_DETR = Publisher(
+    _rt_detr,
+    ("decoder.dec_score_head.0.weight", "backbone.res_layers.0.blocks.0.branch2a.conv.weight"),
+    [*_resnet(), *pairs(POINTS), *_transformer("mlp.fc1", "mlp.fc2")],
+    left_out=r"^decoder\.(anchors|valid_mask)$",  # which follow from the size of the images
+    copies=COPIES,
+)
+
+# ---------------------------------------------------------------- D-FINE
+
+
+def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
+    entries = _family_entries(state)
+    levels = entries["num_feature_levels"]
+    bottlenecks = count(state, "encoder.fpn_blocks.0.cv2.0.bottlenecks")
+    config = entries | {
+        "model_type": "d_fine",
+        "backbone_config": hgnet_entries(state, levels),
+        "decoder_n_points": [6, 6] if levels == 2 else [3, 6, 3],
+        "depth_mult": {1: 0.34, 2: 0.67, 3: 1.0}.get(bottlenecks, bottlenecks / 3) if levels == 3 else 0.5,
+        "reg_scale": float(state["decoder.reg_scale"]),
+        "up": float(state["decoder.up"]),
+        "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
+        "freeze_backbone_batch_norms": "backbone.stem.stem1.bn.num_batches_tracked" not in state,
+    }
+    return Description("d_fine", {"source_config": config}, named(len(state["decoder.dec_score_head.0.weight"])))
+
+
+def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
+    """The config of transformers' HGNetV2."""
+    stages = [f"backbone.stages.{i}" for i in range(count(state, "backbone.stages"))]
+    firsts = [f"{stage}.blocks.0.layers.0" for stage in stages]
+    light = [f"{first}.conv1.conv.weight" in state for first in firsts]  # blocks of two convolutions each
+    names = [("conv1.conv", "conv2.conv") if is_light else ("conv", "conv") for is_light in light]
+    entering = [state[f"{first}.{into}.weight"] for first, (into, _) in zip(firsts, names, strict=True)]
+    leaving = [state[f"{first}.{out}.weight"] for first, (_, out) in zip(firsts, names, strict=True)]
+    widths = [len(state[f"{stage}.blocks.0.aggregation.1.conv.weight"]) for stage in stages]
+    blocks = [count(state, f"{stage}.blocks") for stage in stages]
+    stem = state["backbone.stem.stem1.conv.weight"]
+    return {
+        "model_type": "hgnet_v2",
+        "stem_channels": [stem.shape[1], len(stem), len(state["backbone.stem.stem4.conv.weight"])],
+        "stage_in_channels": [weight.shape[1] for weight in entering],
+        "stage_mid_channels": [len(weight) for weight in entering],
+        **dict.fromkeys(("stage_out_channels", "hidden_sizes"), widths),
+        **dict.fromkeys(("stage_num_blocks", "depths"), blocks),
+        "stage_numb_of_layers": [count(state, f"{stage}.blocks.0.layers") for stage in stages],
+        "stage_downsample": [f"{stage}.downsample.conv.weight" in state for stage in stages],
+        "stage_light_block": light,
+        "stage_kernel_size": [weight.shape[-1] for weight in leaving],
+        "use_learnable_affine_block": any(re.search(r"^backbone\..*\.lab\.scale$", name) for name in state),
+        "out_indices": [i + 1 for i in range(len(stages))][-levels:],
+    }
+
+
+def hgnet_names(body: str) -> Pairs:
+    """Names of HGNetV2. body: ours of the whole."""
+    stems = ("stem1", "stem2a", "stem2b", "stem3", "stem4")
+    parts = ("blocks.*.layers.*", "blocks.*.aggregation.*", "downsample")
+    prefixes = [(f"backbone.stem.{stem}.", f"{body}.embedder.{stem}.") for stem in stems]
+    prefixes += [(f"backbone.stages.*.{part}.", f"{body}.encoder.stages.*.{part}.") for part in parts]
+    # A layer is one convolution, in light blocks two.
+    prefixes = [(theirs + conv, ours + conv) for theirs, ours in prefixes for conv in ("conv1.", "conv2.", "")]
+    whole = f"backbone.stem {body}.embedder, backbone.stages {body}.encoder.stages"
+    return [*pairs("conv convolution, bn normalization", below=prefixes), *pairs(whole)]
+
+
+CSP = "cv1 conv1, cv4 conv4, cv2.0 csp_rep1, cv2.1 conv2, cv3.0 csp_rep2, cv3.1 conv3"
+CSP_PLACES = [(f"encoder.{name}.*.", f"model.model.encoder.{name}.*.") for name in ("fpn_blocks", "pan_blocks")]
+DOWNSAMPLE = [("encoder.downsample_convs.*.0.", "model.model.encoder.downsample_convs.*.")]
+D_FINE = Publisher(
+    _d_fine,
+    ("decoder.pre_bbox_head.layers.0.weight", "decoder.enc_output.proj.weight", "backbone.stem.stem1.conv.weight"),
+    [
+        *hgnet_names(BODY),
+        *pairs(CSP, below=CSP_PLACES),
+        *pairs("cv1 conv1, cv2 conv2", below=DOWNSAMPLE),
+        *_transformer("mlp.layers.0", "mlp.layers.1"),
+    ],
+    left_out=r"^decoder\.(anchors|valid_mask|decoder\.up|decoder\.reg_scale|decoder\.project)$",
+    copies=COPIES,
+)

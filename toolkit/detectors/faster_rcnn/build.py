@@ -1,0 +1,263 @@
+"""Builds Faster R-CNNs from their settings: on any timm backbone, and torchvision's own ResNet-50 variants."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+from timm.layers.norm_act import FrozenBatchNormAct2d
+from timm.models.resnet import Bottleneck
+from torch import Tensor, nn
+from torchvision.models import ResNet50_Weights
+from torchvision.models.detection import faster_rcnn, fasterrcnn_resnet50_fpn_v2
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.rpn import RPNHead
+from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d, MultiScaleRoIAlign
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+from toolkit.base.box_ops import moved_ends
+from toolkit.base.errors import BadInput
+from toolkit.detectors.faster_rcnn.model import FasterRCNN
+from toolkit.detectors.faster_rcnn.options import FasterRcnnOptions, ResNet50Options, ResNet50V2Options, TwoStageOptions
+from toolkit.models.backbones import FREEZE_CHOICES, freeze_backbone, image_statistics, wake_frozen_norms
+from toolkit.models.options import DetectorOptions
+from toolkit.models.timm_features import leaves_stages, number_of_groups, timm_features
+from toolkit.models.weights.backbone_file import load_matching, read_backbone_file
+
+HEAD_NORMS = {
+    "none": None,
+    "batch": nn.BatchNorm2d,
+    "sync": nn.SyncBatchNorm,
+    "group": lambda channels: nn.GroupNorm(number_of_groups(channels), channels),
+}
+# Settings whose names all detectors share, and torchvision's names of them.
+TORCHVISION_NAMES = {
+    "score_threshold": "box_score_thresh",
+    "nms_threshold": "box_nms_thresh",
+    "detections_per_image": "box_detections_per_img",
+}
+# Settings that torchvision has no keyword for; `FasterRCNN` takes them itself.
+OWN_SETTINGS = set(
+    "rpn_crowd_overlap rpn_min_size rpn_smooth_l1_beta box_bg_iou_from box_crowd_overlap box_smooth_l1_beta".split()
+)
+
+
+class FeaturePyramid(nn.Module):
+    """A backbone (`body`, giving a list of maps) and the pyramid (`fpn`) on top of it, named as in torchvision.
+
+    Normalised images (B, 3, H, W) to an OrderedDict of maps (B, `out_channels`, H / s, W / s) "0", "1", ..., finest
+    first, and with `extra_level` "pool", the last one at every second pixel.
+    """
+
+    def __init__(
+        self, body: nn.Module, in_channels: Sequence[int], out_channels: int, extra_level: bool, norm: str = "none"
+    ):
+        super().__init__()
+        self.body, self.out_channels = body, out_channels
+        extra = LastLevelMaxPool() if extra_level else None
+        self.fpn = FeaturePyramidNetwork(list(in_channels), out_channels, extra, HEAD_NORMS[norm])
+
+    def forward(self, pixels: Tensor) -> OrderedDict[str, Tensor]:
+        return self.fpn(OrderedDict((str(i), features) for i, features in enumerate(self.body(pixels))))
+
+
+class GivenAnchors(AnchorGenerator):
+    """Anchors given as boxes, not sizes and ratios. cells: per level x1, y1, x2, y2 in pixels around a position."""
+
+    def __init__(self, cells: Sequence[Sequence[Sequence[float]]]):
+        super().__init__(tuple((1.0,) * len(level) for level in cells), ((1.0,),) * len(cells))
+        self.cell_anchors = [torch.tensor(level) for level in cells]
+
+
+class WholePixelPool(nn.Module):
+    """Pools boxes that end behind their last pixel as maskrcnn-benchmark pools those that end at it.
+
+    The level of a box follows from its whole area there.
+    """
+
+    def __init__(self, pool: MultiScaleRoIAlign):
+        super().__init__()
+        self.pool, mapper = pool, pool.map_levels
+        pool.map_levels = lambda boxes: mapper([moved_ends(image_boxes, 1) for image_boxes in boxes])
+
+    def forward(
+        self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]], *boxes_on_host
+    ) -> Tensor:
+        """See `LevelPool.forward`."""
+        ends = [[moved_ends(part, -1) for part in copy] for copy in (boxes, *boxes_on_host) if copy is not None]
+        return self.pool(maps, ends[0], image_shapes, *ends[1:])
+
+
+class FasterRCNNOnTimm(FasterRCNN):
+    """A Faster R-CNN with a feature pyramid on a timm backbone; by default torchvision's `fasterrcnn_resnet50_fpn`.
+
+    Settings: see `FasterRcnnOptions`; unless `freeze` is none, the batch norms of the backbone become constants.
+
+    Raises:
+        BadInput: settings that do not exist or do not fit together; what `timm_features` raises.
+    """
+
+    Options = FasterRcnnOptions
+
+    def __init__(self, class_names: Sequence[str], options: FasterRcnnOptions):
+        o = options
+        _check(o)
+        norm = "frozen" if o.freeze != "none" else o.norm
+        body, channels = timm_features(
+            o.backbone, strides=o.strides, pretrained_backbone=o.pretrained_backbone, norm=norm
+        )
+        if o.freeze == "paper":
+            freeze_backbone(body, o.backbone, o.freeze, o.pretrained_backbone)
+        if o.stride_in_1x1:
+            _stride_in_1x1(body, o.backbone)
+        _set_norm_eps(body, o.norm_eps)
+        pyramid = FeaturePyramid(body, channels, o.fpn_channels, len(o.anchor_sizes) > len(o.strides), o.head_norm)
+        anchors = AnchorGenerator(tuple(map(tuple, o.anchor_sizes)), (tuple(o.aspect_ratios),) * len(o.anchor_sizes))
+        if o.cell_anchors:
+            anchors = GivenAnchors(o.cell_anchors)
+        levels = [str(i) for i in range(len(o.strides))]
+        own_mean, own_std = image_statistics(o.backbone)
+        model = faster_rcnn.FasterRCNN(
+            pyramid,
+            box_head=_box_head(o),
+            rpn_anchor_generator=anchors,
+            rpn_head=RPNHead(o.fpn_channels, anchors.num_anchors_per_location()[0], o.rpn_convs),
+            box_roi_pool=MultiScaleRoIAlign(levels, output_size=7, sampling_ratio=2),
+            box_predictor=FastRCNNPredictor(o.representation_size, 1 + len(class_names)),
+            image_mean=o.mean or own_mean,
+            image_std=o.std or own_std,
+            **torchvision_settings(o),
+        )
+        super().__init__(model, o.strides, o)
+        self.leaves_unused = leaves_stages(body)
+        if o.whole_pixels:
+            self.roi_heads.box_roi_pool = WholePixelPool(self.roi_heads.box_roi_pool)
+
+    def resolved_options(self) -> dict:
+        return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
+
+
+class FasterRCNNResNet50(FasterRCNN):
+    """torchvision's `fasterrcnn_resnet50_fpn`: its state dict is torchvision's, name by name, and so are its boxes.
+
+    Settings: see `ResNet50Options`.
+
+    Raises:
+        BadInput: settings that do not exist, unavailable weights.
+    """
+
+    Options = ResNet50Options
+
+    def __init__(self, class_names: Sequence[str], options: ResNet50Options):
+        if options.freeze not in ("paper", "norms"):
+            raise BadInput(f"model.freeze: {options.freeze!r} is not one of paper, norms for fasterrcnn_resnet50_fpn.")
+        layers = 3 if options.freeze == "paper" else 5
+        backbone = resnet_fpn_backbone(
+            backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d, trainable_layers=layers
+        )
+        if options.pretrained_backbone:
+            _take_resnet50(backbone.body, options.pretrained_backbone, ResNet50_Weights.IMAGENET1K_V1)
+        else:
+            wake_frozen_norms(backbone.body)
+        _set_norm_eps(backbone.body, options.norm_eps)
+        model = faster_rcnn.FasterRCNN(backbone, 1 + len(class_names), **torchvision_settings(options))
+        super().__init__(model, (4, 8, 16, 32), options)
+
+
+class FasterRCNNResNet50V2(FasterRCNN):
+    """torchvision's `fasterrcnn_resnet50_fpn_v2` (Li et al. 2021): its state dict is torchvision's, name by name.
+
+    Settings: see `ResNet50V2Options`.
+
+    Raises:
+        BadInput: settings that do not exist, unavailable weights.
+    """
+
+    Options = ResNet50V2Options
+
+    def __init__(self, class_names: Sequence[str], options: ResNet50V2Options):
+        weights, freeze = options.pretrained_backbone, options.freeze
+        if freeze not in ("paper", "none", None):
+            raise BadInput(f"model.freeze: {freeze!r} is not one of paper, none for fasterrcnn_resnet50_fpn_v2.")
+        freeze = freeze or ("paper" if weights else "none")
+        model = fasterrcnn_resnet50_fpn_v2(
+            weights=None, weights_backbone=None, num_classes=1 + len(class_names), **torchvision_settings(options)
+        )
+        body = model.backbone.body
+        if weights:
+            _take_resnet50(body, weights, ResNet50_Weights.DEFAULT)
+        if freeze == "paper":
+            for module in (body.conv1, body.bn1, body.layer1):
+                module.requires_grad_(False)
+        super().__init__(model, (4, 8, 16, 32), options)
+        self._freeze = freeze
+
+    def resolved_options(self) -> dict:
+        return super().resolved_options() | {"freeze": self._freeze}
+
+
+def torchvision_settings(options: TwoStageOptions) -> dict:
+    """The settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
+    names = {field.name for field in fields(TwoStageOptions)} - {field.name for field in fields(DetectorOptions)}
+    names -= OWN_SETTINGS
+    return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(names)}
+
+
+def _stride_in_1x1(body: nn.Module, name: str) -> None:
+    blocks = [block for block in body.modules() if isinstance(block, Bottleneck) and block.conv2.stride != (1, 1)]
+    for block in blocks:
+        block.conv1.stride, block.conv2.stride = block.conv2.stride, (1, 1)
+    if not blocks:
+        missing = "no blocks with a strided 3 x 3 convolution between two 1 x 1 ones"
+        raise BadInput(f"model.stride_in_1x1: {name!r} has {missing}; leave it out, or use a resnet50 or deeper")
+
+
+def _set_norm_eps(body: nn.Module, eps: float) -> None:
+    for module in body.modules():
+        if isinstance(module, FrozenBatchNorm2d | FrozenBatchNormAct2d):
+            module.eps = eps
+
+
+def _box_head(o: FasterRcnnOptions) -> nn.Module:
+    if not o.box_convs:
+        return TwoMLPHead(o.fpn_channels * 7 * 7, o.representation_size)
+    size, convs = (o.fpn_channels, 7, 7), [o.fpn_channels] * o.box_convs
+    return FastRCNNConvFCHead(size, convs, [o.representation_size], HEAD_NORMS[o.head_norm])
+
+
+def _take_resnet50(body: nn.Module, source: bool | str, published: ResNet50_Weights) -> None:
+    wanted = body.state_dict(keep_vars=True)
+    if isinstance(source, str):
+        weights = read_backbone_file(source)
+        offered = {k: v for k, v in weights.items() if k[:3] != "fc." and not k.endswith("num_batches_tracked")}
+        load_matching(wanted, offered, "torchvision's resnet50", source)
+        return
+    try:
+        weights = published.get_state_dict(check_hash=True, progress=False)
+    except (OSError, RuntimeError) as error:
+        remedy = "give a file, or false."
+        raise BadInput(f"model.pretrained_backbone: no weights of ResNet-50 ({error}); {remedy}") from error
+    body.load_state_dict({name: tensor for name, tensor in weights.items() if name in wanted})
+
+
+def _check(o: FasterRcnnOptions) -> None:
+    strides, sizes, problems = list(o.strides), [list(lengths) for lengths in o.anchor_sizes], []
+    if o.freeze not in FREEZE_CHOICES:
+        problems.append(f"model.freeze: {o.freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
+    elif o.freeze != "none" and o.norm not in ("batch", "frozen"):
+        problems.append(
+            f"model.freeze: {o.freeze} makes the batch norms constants; with norm {o.norm} use freeze none."
+        )
+    if o.head_norm not in HEAD_NORMS:
+        problems.append(f"model.head_norm: {o.head_norm!r} is not one of {', '.join(HEAD_NORMS)}.")
+    if not strides or any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
+        problems.append(f"model.strides: {strides}; expected strides that double, such as 4, 8, 16, 32.")
+    if len(sizes) - len(strides) not in (0, 1) or len({len(lengths) for lengths in sizes}) != 1:
+        problems.append(
+            f"model.anchor_sizes: {sizes}; expected a list for each of the {len(strides)} strides, or one more, all of "
+            "the same length."
+        )
+    if problems:
+        raise BadInput(problems)

@@ -1,0 +1,350 @@
+"""Faster R-CNN with a feature pyramid (Ren et al. 2015; Lin et al. 2017), made of torchvision's modules.
+
+torchvision computes its losses inside the model, in autocast's precision and divided by the samples of one batch. Here
+`forward` returns predictions and their targets; `criterion` computes the losses in float32, divided by denominators of
+the whole optimizer step. `toolkit.detectors.faster_rcnn.build` makes the modules. What differs from torchvision and
+seamseg is listed in docs/differences.md.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection import faster_rcnn as torchvision_models
+from torchvision.models.detection.rpn import concat_box_prediction_layers
+from torchvision.ops import MultiScaleRoIAlign
+from torchvision.ops.poolers import LevelMapper
+
+from toolkit.base.batch import (
+    first_rows,
+    image_of_each,
+    normalize_images,
+    on_host,
+    pad_rows,
+    rows_of,
+    sizes_on_host,
+    to_host,
+)
+from toolkit.base.box_ops import clip_boxes, resize_boxes
+from toolkit.base.seeding import image_generator
+from toolkit.detectors.faster_rcnn.criterion import roi_losses, rpn_losses
+from toolkit.detectors.faster_rcnn.options import TwoStageOptions
+from toolkit.detectors.faster_rcnn.regions import LevelPool, best_proposals, clip, decode_boxes, limits_whwh
+from toolkit.detectors.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
+from toolkit.models.detector import Detector
+from toolkit.models.nms import best_rows, class_wise_nms, settled
+from toolkit.models.unlabelled import labelled_classes, unlabelled_columns
+
+SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
+
+Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
+
+
+class FasterRCNN(Detector):
+    """A detector of torchvision's modules, under torchvision's names; the module `build` beside this one has
+    those that settings make.
+
+    Args:
+        model: torchvision's, whose `backbone`, `rpn` and `roi_heads` are taken, with the mean and deviation of images.
+            The backbone makes of normalised images an OrderedDict of maps with equal channels, finest first.
+        strides: of the maps that boxes are pooled from, each twice the one before; the first of all maps.
+        stages: settings, of which `rpn_crowd_overlap` and others have no place in torchvision's modules.
+
+    `features`, `map_channels`, `proposals`, `box_pool`, `box_head`, `class_logits`, `representation_size` and
+    `detect_with_logits` are for models built on top, such as scene graphs.
+    """
+
+    loss_names = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg")
+    default_weights = dict.fromkeys(loss_names, 1.0)
+    metric_names = ("class_error",)
+    divided_by = "images"
+    masks_unlabelled, buffers_steer_training, exported_sides = True, False, "any"
+    class_tensors = {  # background first
+        "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
+        "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
+    }
+
+    def __init__(self, model: torchvision_models.FasterRCNN, strides: Sequence[int], stages: TwoStageOptions):
+        super().__init__()
+        self.backbone, self.rpn, self.roi_heads = model.backbone, model.rpn, model.roi_heads
+        self.stages, self.strides = stages, tuple(strides)
+        self.rpn.min_size = stages.rpn_min_size
+        self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
+        self.map_channels = self.backbone.out_channels  # C, the width of the feature maps
+        self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D, what the box head gives
+        # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
+        first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
+        pool = self.roi_heads.box_roi_pool = LevelPool.of(self.roi_heads.box_roi_pool)
+        pool.scales = [1 / stride for stride in strides]
+        pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
+
+    @property
+    def box_pool(self) -> MultiScaleRoIAlign:
+        """Pools `(maps, boxes per image, image sizes)` to (R, C, 7, 7)."""
+        return self.roi_heads.box_roi_pool
+
+    @property
+    def box_head(self) -> nn.Module:
+        """(R, C, 7, 7) to (R, `representation_size`)."""
+        return self.roi_heads.box_head
+
+    def features(
+        self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
+    ) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
+        """Maps (B, C, H / s, W / s) by name, and the images' sizes (h, w) without padding, on the host.
+
+        images: (B, 3, H, W) uint8, padded on the right and below to a multiple of 32. sizes: (B, 2) int64.
+        targets: where there are any; they know the sizes on the host.
+        """
+        images_hw = sizes_on_host(sizes, targets)
+        return self.backbone(normalize_images(images, sizes, self.mean, self.std)), images_hw
+
+    def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
+        """Per image (P_i, 4) float32 xyxy pixels, boxes that may hold an object, best first; without gradient."""
+        return self._proposals(*self._predict_anchors(features), images_hw)[0]
+
+    def detect(
+        self,
+        features: Mapping[str, Tensor],
+        boxes: list[Tensor],
+        images_hw: Sizes,
+        boxes_on_host: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per image.
+
+        boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
+        """
+        pooled = self.box_pool(features, boxes, list(images_hw), boxes_on_host)
+        logits, deltas = self.roi_heads.box_predictor(self.box_head(pooled))
+        return logits.float(), deltas.float().unflatten(1, (-1, 4))
+
+    def class_logits(self, features: Mapping[str, Tensor], boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
+        """(R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are pooled already."""
+        return self.roi_heads.box_predictor(self.box_head(pooled))[0].float()
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
+        """Predictions of sampled anchors and boxes with their targets (given targets); detections (in evaluation).
+
+        Args:
+            images, sizes: see `features`. targets: on the same device; images without objects are background.
+
+        Returns:
+            with targets, for `criterion`: `rpn_logits`, `rpn_match`, `rpn_weights` (B, K), `rpn_deltas`, `rpn_targets`
+            (B, K, 4); `roi_logits` (R, 1 + C), `roi_deltas` (R, 1 + C, 4), `roi_classes`, `roi_weights` (R,),
+            `roi_targets` (R, 4), and of partly labelled images `roi_unlabelled` (R, 1 + C). In evaluation or without
+            targets, for `postprocess`: `boxes`, the proposals (P_i, 4) per image, and their `logits` (P, 1 + C) and
+            `deltas` (P, 1 + C, 4).
+
+        Samples are drawn image by image in training, see `image_generator`; in evaluation they are the same every time.
+        """
+        features, images_hw = self.features(images, sizes, targets)
+        return self.from_features(features, images_hw, targets)
+
+    def from_features(
+        self, features: Mapping[str, Tensor], images_hw: Sizes, targets: Sequence[Mapping] | None = None
+    ) -> dict:
+        """`forward` on maps that `features` has computed already."""
+        anchors, logits, deltas, per_level = self._predict_anchors(features)
+        boxes, boxes_on_host = self._proposals(anchors, logits, deltas, per_level, images_hw)
+        if targets is None:
+            logits, deltas = self.detect(features, boxes, images_hw, boxes_on_host)
+            return {"boxes": boxes, "logits": logits, "deltas": deltas}
+        with torch.no_grad():
+            truths, o = padded_truths(targets), self.stages
+            of_rpn, draw = Sampler.of(self.rpn, o.rpn_crowd_overlap), self._drawing(targets)
+            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, draw)
+            of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
+            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
+        outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
+        outputs |= {"rpn_logits": logits.gather(1, index)}
+        outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
+        if (labelled := labelled_classes(targets, anchors.device)) is not None:
+            roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image_of_each(sizes, anchors.device)]
+        roi_targets = {f"roi_{name}": part for name, part in roi_parts.items()}
+        if self.training:
+            roi_logits, roi_deltas = self.detect(features, list(sampled.split(sizes)), images_hw)
+            return outputs | roi_targets | {"roi_logits": roi_logits, "roi_deltas": roi_deltas}
+        counts = [len(image_boxes) + len(target["boxes"]) for image_boxes, target in zip(boxes, targets, strict=True)]
+        candidates = _with_objects(boxes, targets).split(counts)
+        boxes_on_host = [_with_objects(boxes_on_host, [on_host(target) for target in targets])]
+        logits, deltas = self.detect(features, list(candidates), images_hw, boxes_on_host)
+        outputs |= roi_targets | {"roi_logits": logits[chosen], "roi_deltas": deltas[chosen], "boxes": boxes}
+        for name, rows in (("logits", logits), ("deltas", deltas)):  # the objects of an image follow its proposals
+            parts = zip(rows.split(counts), boxes, strict=True)
+            outputs[name] = torch.cat([part[: len(image_boxes)] for part, image_boxes in parts])
+        return outputs
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """Losses are means over an image's samples, averaged over images; no other rank's samples need be known."""
+        return {"images": float(len(targets))}
+
+    def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
+        """Losses of this micro-batch, sums over its images / denominators["images"], and metrics as (sum, count).
+
+        class_error: per cent of the sampled boxes with an object whose best class is another one, or background.
+        """
+        rpn = (outputs[f"rpn_{name}"].flatten(0, 1) for name in ("logits", "deltas", "match", "targets", "weights"))
+        roi = (outputs[f"roi_{name}"] for name in ("logits", "deltas", "classes", "targets", "weights"))
+        betas = self.stages.rpn_smooth_l1_beta, self.stages.box_smooth_l1_beta
+        values = (*rpn_losses(*rpn, betas[0]), *roi_losses(*roi, betas[1], outputs.get("roi_unlabelled")))
+        losses = {name: v / denominators["images"] for name, v in zip(self.loss_names, values, strict=True)}
+        positive = outputs["roi_classes"] > 0
+        wrong = (outputs["roi_logits"].argmax(dim=1) != outputs["roi_classes"]) & positive
+        return losses, {"class_error": (100.0 * wrong.sum(), positive.sum())}
+
+    @property
+    def object_limits(self) -> dict[str, int]:
+        return {"model.detections_per_image": self.max_detections}
+
+    @property
+    def max_detections(self) -> int:
+        """All that it finds: `detections_per_image` of the settings."""
+        return self.roi_heads.detections_per_img
+
+    def decode(
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image` of the
+        settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
+        counts, weights = [len(image_boxes) for image_boxes in outputs["boxes"]], self.roi_heads.box_coder.weights
+        boxes = decode_boxes(outputs["deltas"][:, 1:], torch.cat(outputs["boxes"])[:, None], weights)
+        scores = outputs["logits"].softmax(-1)[:, 1:]
+        scores = scores.where(scores > score_threshold, 0)
+        boxes, scores, labels = self.best_detections(pad_rows(boxes, counts), pad_rows(scores, counts), sizes)
+        return resize_boxes(boxes, sizes, orig_sizes), scores, labels
+
+    def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The second half of `decode`, in pixels of the model's images, of boxes (B, P, C, 4) and scores (B, P, C) of
+        proposals and classes; a proposal with scores of 0 is none."""
+        heads, (proposals, classes) = self.roi_heads, scores.shape[1:]
+        boxes = clip_boxes(boxes.flatten(1, 2), sizes)
+        large = (boxes[..., 2:] - boxes[..., :2] >= SMALLEST_BOX).all(-1)
+        scores = scores.flatten(1).where(large, 0)
+        by_class = scores.where(scores > heads.score_thresh, 0).unflatten(1, (proposals, classes)).transpose(1, 2)
+        by_class_boxes = boxes.unflatten(1, (proposals, classes)).transpose(1, 2)
+        turns = class_wise_nms(by_class_boxes, by_class, heads.nms_thresh).transpose(1, 2).flatten(1)
+        turns, rows = best_rows(turns, heads.detections_per_img)
+        return rows_of(boxes, rows), scores.gather(1, rows), (rows % classes).where(turns > 0, -1)
+
+    @torch.no_grad()
+    def detect_with_logits(
+        self,
+        features: Mapping[str, Tensor],
+        images_hw: Sizes,
+        *,
+        top_k: int = 80,
+        further_boxes: Sequence[Tensor] | None = None,
+        outputs: Mapping | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """Detections with the second stage's outputs, for scene graphs; one class per proposal.
+
+        NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark. The
+        thresholds are those of `postprocess`.
+
+        Args:
+            features, images_hw: of `features`.
+            top_k: detections per image at most, the best ones.
+            further_boxes: per image (K, 4), proposals beside the detector's own.
+            outputs: of `from_features` on these maps, in evaluation, where they are there; not with `further_boxes`.
+
+        Returns:
+            per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores (K,),
+            logits (K, 1 + C), boxes_per_class (K, 1 + C, 4), both with background first; on_host: {boxes}, on the CPU.
+        """
+        heads = self.roi_heads
+        if further_boxes is None:
+            outputs = outputs or self.from_features(features, images_hw)
+            proposals, logits, deltas = (outputs[name] for name in ("boxes", "logits", "deltas"))
+        else:
+            proposals = self.proposals(features, images_hw)
+            proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
+            logits, deltas = self.detect(features, proposals, images_hw)
+        decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
+        counts, options = [len(boxes) for boxes in proposals], (heads.score_thresh, heads.nms_thresh, top_k)
+        return of_one_class_each(logits, decoded, counts, images_hw, *options)
+
+    def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """Anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and the number of them per level."""
+        maps = list(features.values())
+        logits, deltas = self.rpn.head(maps)
+        per_level = [level[0].numel() for level in logits]
+        logits, deltas = concat_box_prediction_layers(logits, deltas)
+        image_hw = [side * self.strides[0] for side in maps[0].shape[-2:]]
+        generator, device = self.rpn.anchor_generator, maps[0].device
+        generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
+        grid_strides = [[image // grid for image, grid in zip(image_hw, m.shape[-2:], strict=True)] for m in maps]
+        anchors = torch.cat(generator.grid_anchors([m.shape[-2:] for m in maps], grid_strides)).float()
+        count = len(maps[0])
+        return anchors, logits.float().view(count, -1), deltas.float().view(count, -1, 4), per_level
+
+    @torch.no_grad()
+    def _proposals(
+        self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Proposals (P_i, 4) of each image, and the same on the host."""
+        rpn, boxes = self.rpn, decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
+        if boxes.device.type == "cpu":
+            proposals = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
+            return proposals, proposals
+        counts = {"before": rpn.pre_nms_top_n(), "after": rpn.post_nms_top_n()}
+        least = {"min_size": rpn.min_size, "min_score": rpn.score_thresh}
+        limits = limits_whwh(images_hw, boxes.device)
+        return best_proposals(boxes, logits, per_level, limits, **counts, threshold=rpn.nms_thresh, **least)
+
+    def _drawing(self, targets: Sequence[Mapping]) -> Draw:
+        """A function that draws (sum of counts,) random numbers in [0, 1): in training from each image's own generator,
+        in evaluation the same ones every time, and for every image."""
+        device = self.roi_heads.box_predictor.cls_score.weight.device
+        generators = [image_generator(target, "samples", device) for target in targets]
+
+        def draw(counts: Sequence[int]) -> Tensor:
+            if self.training:
+                images = zip(counts, generators, strict=True)
+                return torch.cat([torch.rand(count, device=device, generator=source) for count, source in images])
+            same = torch.rand(max(counts, default=0), device=device, generator=torch.Generator(device).manual_seed(0))
+            return torch.cat([same[:count] for count in counts])
+
+        return draw
+
+
+def _with_objects(boxes: Sequence[Tensor], targets: Sequence[Mapping]) -> Tensor:
+    """(P, 4): the boxes of each image, followed by those of its objects."""
+    pairs = zip(boxes, targets, strict=True)
+    return torch.cat([part for proposals, target in pairs for part in (proposals, target["boxes"])])
+
+
+def of_one_class_each(
+    logits: Tensor,
+    boxes: Tensor,
+    counts: Sequence[int],
+    images_hw: Sizes,
+    score_threshold: float,
+    nms_threshold: float,
+    top_k: int,
+) -> list[dict[str, object]]:
+    """`FasterRCNN.detect_with_logits` of proposals, so many of each image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
+    limits = limits_whwh(images_hw, logits.device)[:, None, None]
+
+    def select() -> tuple[list[Tensor], dict[str, Tensor]]:
+        per_class = clip(pad_rows(boxes, counts), limits)  # (B, P, 1 + C, 4)
+        scores = pad_rows(logits.softmax(-1)[:, 1:], counts).transpose(1, 2)  # (B, C, P)
+        scores = scores.where(scores > score_threshold, 0)
+        turns = class_wise_nms(per_class[:, :, 1:].transpose(1, 2), scores, nms_threshold)
+        best, label = scores.where(turns > 0, 0).max(1)
+        best, rows = best_rows(best, top_k)
+        label, per_class = label.gather(1, rows), rows_of(per_class, rows)
+        chosen = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
+        columns = {"boxes": chosen, "labels": label, "scores": best, "logits": rows_of(pad_rows(logits, counts), rows)}
+        return [(best > 0).sum(1), chosen], columns | {"boxes_per_class": per_class}
+
+    (counts_on_host, boxes_on_host), columns = settled(select)
+    counts = counts_on_host.tolist()
+    images = zip(first_rows(counts, columns), first_rows(counts, {"boxes": boxes_on_host}), strict=True)
+    return [{**image, "on_host": host} for image, host in images]
+
+
+def with_boxes_on_host(detections: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:
+    """Detections of some images with `on_host`, their boxes on the CPU, copied at once."""
+    boxes = to_host([image["boxes"] for image in detections])
+    return [{**image, "on_host": {"boxes": image_boxes}} for image, image_boxes in zip(detections, boxes, strict=True)]

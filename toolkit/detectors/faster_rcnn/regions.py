@@ -1,0 +1,125 @@
+"""Regions of a whole batch at once: decoding of boxes, selection of proposals on a GPU, where torchvision goes image by
+image and waits for each (on a CPU its loop is faster), and RoIAlign on the pyramid level that fits each box."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.ops import MultiScaleRoIAlign, roi_align
+
+from toolkit.base.batch import image_of_each, rows_of, send
+from toolkit.models.nms import settled, sorted_nms
+
+LARGEST_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
+
+
+def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
+    """torchvision's `BoxCoder.decode` without its copies to the device: deltas and boxes (..., 4), broadcast."""
+    dx, dy, dw, dh = (delta / weight for delta, weight in zip(deltas.unbind(-1), weights, strict=True))
+    left, top, right, bottom = boxes_xyxy.to(deltas.dtype).unbind(-1)
+    width, height = right - left, bottom - top
+    centre_x, centre_y = dx * width + (left + 0.5 * width), dy * height + (top + 0.5 * height)
+    half_w = 0.5 * (dw.clamp(max=LARGEST_DELTA).exp() * width)
+    half_h = 0.5 * (dh.clamp(max=LARGEST_DELTA).exp() * height)
+    return torch.stack((centre_x - half_w, centre_y - half_h, centre_x + half_w, centre_y + half_h), dim=-1)
+
+
+def clip(boxes_xyxy: Tensor, limits_whwh: Tensor) -> Tensor:
+    """Boxes (..., 4) inside images whose `limits_whwh` (..., 4) are width, height, width, height."""
+    return boxes_xyxy.clamp(min=0).minimum(limits_whwh)
+
+
+def limits_whwh(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """(B, 4) float32 for `clip`, of sizes (h, w) in pixels that are known on the host."""
+    return send(torch.tensor([(w, h, w, h) for h, w in sizes_hw], dtype=torch.float32), device)
+
+
+def best_proposals(
+    boxes_xyxy: Tensor,
+    logits: Tensor,
+    per_level: Sequence[int],
+    limits_whwh: Tensor,
+    *,
+    before: int,
+    after: int,
+    threshold: float,
+    min_size: float,
+    min_score: float,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """torchvision's `filter_proposals` for the whole batch: (P_i, 4) of each image, best first, and the same on the
+    CPU; one host read.
+
+    Args:
+        boxes_xyxy: (B, A, 4). logits: (B, A). per_level: how many of the A each level has. limits_whwh: (B, 4).
+        before, after: largest number of boxes of a level before suppression, and of an image after it.
+        threshold: IoU. min_size: pixels. min_score: a probability.
+    """
+    widest, levels = min(before, max(per_level)), []
+    for level_boxes, level_logits in zip(boxes_xyxy.split(per_level, 1), logits.split(per_level, 1), strict=True):
+        best, index = level_logits.topk(min(before, level_logits.shape[1]), dim=1)
+        chosen, scores = level_boxes.gather(1, index[..., None].expand(-1, -1, 4)), best.sigmoid()
+        if missing := widest - best.shape[1]:
+            chosen, scores = F.pad(chosen, (0, 0, 0, missing)), F.pad(scores, (0, missing), value=-1.0)
+        levels.append((chosen, scores))
+    boxes, scores = (torch.stack(parts, 1) for parts in zip(*levels, strict=True))  # (B, L, K, 4), (B, L, K)
+    boxes = clip(boxes, limits_whwh[:, None, None])
+    sides = boxes[..., 2:] - boxes[..., :2]
+    valid = (sides >= min_size).all(-1) & (scores >= max(min_score, 0.0))
+    valid, ranked = valid.flatten(0, 1), scores.flatten(1)
+    boxes_of = boxes.flatten(1, 2)
+
+    def select() -> tuple[list[Tensor], Tensor]:
+        keep = sorted_nms(boxes.flatten(0, 1), valid, threshold).reshape(ranked.shape)
+        order = ranked.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :after]
+        best = rows_of(boxes_of, order)
+        return [keep.sum(1).clamp(max=after), best], best
+
+    (counts, on_host), best = settled(select)
+    return tuple([rows[i, :count] for i, count in enumerate(counts.tolist())] for rows in (best, on_host))
+
+
+class LevelPool(MultiScaleRoIAlign):
+    """`MultiScaleRoIAlign` with the same numbers and at most one host read, where torchvision's reads once per level;
+    its `scales` and `map_levels` must be set."""
+
+    @classmethod
+    def of(cls, pool: MultiScaleRoIAlign) -> "LevelPool":
+        scale, level = pool.canonical_scale, pool.canonical_level
+        return cls(
+            pool.featmap_names, pool.output_size, pool.sampling_ratio, canonical_scale=scale, canonical_level=level
+        )
+
+    def forward(
+        self,
+        maps: Mapping[str, Tensor],
+        boxes: Sequence[Tensor],
+        image_shapes: Sequence[tuple[int, int]],
+        boxes_on_host: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """(R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images.
+
+        boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
+        """
+        levels = [maps[name] for name in self.featmap_names if name in maps]
+        joined = _without_nan(torch.cat(list(boxes)))
+        image = image_of_each([len(image_boxes) for image_boxes in boxes], joined.device)
+        rois = torch.cat([image[:, None].to(joined), joined], dim=1)
+        if len(levels) == 1:
+            return self._pool(levels[0], rois, self.scales[0])
+        level = self.map_levels([joined if boxes_on_host is None else _without_nan(torch.cat(list(boxes_on_host)))])
+        order = level.argsort(stable=True)
+        in_level = (level[:, None] == torch.arange(len(levels), device=level.device)).sum(0).tolist()  # the one wait
+        order, back = (send(rows, joined.device) for rows in (order, order.argsort()))
+        parts = zip(levels, rois[order].split(in_level), self.scales, strict=True)
+        pooled = torch.cat([self._pool(one, level_rois, scale).to(levels[0].dtype) for one, level_rois, scale in parts])
+        return pooled.index_select(0, back)
+
+    def _pool(self, level: Tensor, rois: Tensor, scale: float) -> Tensor:
+        return roi_align(level, rois, self.output_size, spatial_scale=scale, sampling_ratio=self.sampling_ratio)
+
+
+def _without_nan(boxes: Tensor) -> Tensor:
+    """Replace NaN, which the guard handles elsewhere in the step; here it would belong to no level."""
+    return boxes.masked_fill(boxes.isnan(), 0.0)

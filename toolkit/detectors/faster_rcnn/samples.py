@@ -1,0 +1,158 @@
+"""Training samples of the two stages for a whole batch at once: candidates, their matches, and random sampling.
+
+The number of boxes of each image is known on the host, so everything is padded and cut there without waiting.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchvision.models.detection._utils import encode_boxes
+
+from toolkit.base.batch import on_host, send_dicts
+from toolkit.detectors.faster_rcnn.criterion import IGNORED, match_boxes, sample, shares
+
+Draw = Callable[[Sequence[int]], Tensor]  # lengths -> (their sum,) random numbers in [0, 1), of each image in a row
+PAIRS_AT_ONCE = 2**26  # boxes compared with candidates on a device, 256 MB of float32; on a CPU image by image
+
+
+class Truths(NamedTuple):
+    """Annotated boxes of B images, padded to T. counts: of each image, on the host.
+
+    boxes: (B, T, 4) xyxy pixels. labels: (B, T) from 1. is_padding: (B, T). is_crowd: (B, T), None where none is.
+    """
+
+    boxes: Tensor
+    labels: Tensor
+    is_padding: Tensor
+    is_crowd: Tensor | None
+    counts: list[int]
+
+
+class Sampler(NamedTuple):
+    """How a stage samples: IoU from which a candidate has an object, and below which it is background, from `lowest`
+    on; how many; which share of a candidate in a crowd region leaves it out; factors on the deltas of boxes."""
+
+    high: float
+    low: float
+    size: int
+    positive_fraction: float
+    crowd_overlap: float
+    lowest: float
+    delta_weights: Sequence[float]
+
+    @classmethod
+    def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
+        """Of torchvision's RPN or RoIHeads, which have no place for the last two arguments."""
+        matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
+        thresholds, size = (matcher.high_threshold, matcher.low_threshold), sampler.batch_size_per_image
+        return cls(*thresholds, size, sampler.positive_fraction, crowd_overlap, lowest, stage.box_coder.weights)
+
+
+def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
+    """The targets of a batch, whose tensors are on one device; at least one column wide."""
+    counts = [len(target["boxes"]) for target in targets]
+    index = padded_rows([(start, count) for start, count in zip(_starts(counts), counts, strict=True)], sum(counts))
+    crowd = [on_host(target)["iscrowd"].bool().cpu() for target in targets]
+    columns = {"index": index, "is_padding": index == sum(counts)}
+    if any(flags.any() for flags in crowd):
+        columns["is_crowd"] = torch.cat([*crowd, torch.zeros(1, dtype=torch.bool)])[index]
+    device = targets[0]["boxes"].device
+    (columns,) = send_dicts([columns], device)
+    boxes, labels = (torch.cat([target[name] for target in targets]) for name in ("boxes", "labels"))
+    boxes = torch.cat([boxes, boxes.new_zeros(1, 4)])[columns["index"]]
+    labels = torch.cat([labels + 1, labels.new_zeros(1)])[columns["index"]]
+    return Truths(boxes, labels, columns["is_padding"], columns.get("is_crowd"), counts)
+
+
+def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
+    """`match_boxes` of each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
+    at_once, images, matches = 1, len(truths.counts), []
+    if candidates_xyxy.device.type != "cpu":
+        at_once = max(1, PAIRS_AT_ONCE // max(1, candidates_xyxy.shape[-2] * max(truths.counts, default=0)))
+    for first in range(0, images, at_once):
+        part = slice(first, first + at_once)
+        widest = max(truths.counts[part])
+        candidates = candidates_xyxy if candidates_xyxy.dim() == 2 else candidates_xyxy[part]
+        crowd = None if truths.is_crowd is None else truths.is_crowd[part, :widest]
+        options = {"best_of_each_box": best_of_each_box, "padding": truths.is_padding[part, :widest]}
+        options |= {"crowd_overlap": thresholds.crowd_overlap, "lowest": thresholds.lowest}
+        boxes = truths.boxes[part, :widest]
+        matches.append(match_boxes(candidates, boxes, crowd, thresholds.high, thresholds.low, **options))
+    return torch.cat(matches)
+
+
+def sampled_anchors(
+    anchors_xyxy: Tensor, truths: Truths, settings: Sampler, draw: Draw
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rows (B, K) of the anchors (A, 4) that are trained, and `match`, `targets`, `weights` of them."""
+    images = len(truths.counts)
+    match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
+    keys = draw([len(anchors_xyxy)] * images).view(match.shape)
+    index, match = sample(match, settings.size, settings.positive_fraction, keys)
+    deltas = box_targets(anchors_xyxy[index], match, truths, settings.delta_weights)
+    return index, {"match": match, "targets": deltas, "weights": shares(match)}
+
+
+def sampled_boxes(
+    proposals: Sequence[Tensor], truths: Truths, settings: Sampler, draw: Draw
+) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
+    """Of the proposals (P_i, 4) of each image and its objects behind them, image after image, those that are trained.
+
+    Returns:
+        their rows (R,); their boxes (R, 4); how many each image has; `classes` (R,), 0 is background, `targets` (R, 4),
+        `weights` (R,).
+    """
+    num_proposals = [len(boxes) for boxes in proposals]
+    counts = [proposed + objects for proposed, objects in zip(num_proposals, truths.counts, strict=True)]
+    sizes = [min(settings.size, count) for count in counts]
+    (layout,) = send_dicts([_layout(num_proposals, truths.counts, counts, sizes)], truths.boxes.device)
+    every = torch.cat([*proposals, truths.boxes.flatten(0, 1), truths.boxes.new_zeros(1, 4)])
+    boxes = every[layout["boxes"]]  # (B, M, 4)
+    match = match_batch(boxes, truths, settings, best_of_each_box=False)
+    match = match.masked_fill(layout["padding"], IGNORED)
+    keys = torch.cat([draw(counts), match.new_full((1,), -1).float()])[layout["keys"]]
+    index, match = sample(match, settings.size, settings.positive_fraction, keys)
+    chosen = boxes.gather(1, index[..., None].expand(-1, -1, 4))
+    classes = truths.labels.gather(1, match.clamp(min=0)).where(match >= 0, 0)
+    deltas = box_targets(chosen, match, truths, settings.delta_weights)
+    parts = {"classes": classes, "targets": deltas, "weights": shares(match)}
+    rows = layout["rows"]  # without what pads images of few candidates
+    parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}
+    return (index + layout["starts"]).flatten()[rows], chosen.flatten(0, 1)[rows], sizes, parts
+
+
+def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights: Sequence[float]) -> Tensor:
+    """(B, K, 4) deltas from candidates (B, K, 4) to the objects they match (B, K); 0 for those that match none."""
+    matched = truths.boxes.gather(1, match.clamp(min=0)[..., None].expand(-1, -1, 4))
+    matched = torch.where((match >= 0)[..., None], matched, candidates_xyxy)
+    return encode_boxes(matched.flatten(0, 1), candidates_xyxy.flatten(0, 1), weights).view(matched.shape)
+
+
+def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
+    """(B, M) int64 on the host: start, start + 1, ... of each (start, count), then `missing`; M is at least 1."""
+    rows = torch.full((len(parts), max([1, *(count for _, count in parts)])), missing)
+    for row, (start, count) in zip(rows, parts, strict=True):
+        row[:count] = torch.arange(start, start + count)
+    return rows
+
+
+def _layout(num_proposals: Sequence[int], objects: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> dict:
+    """Indices of each image's candidates among all proposals, followed by the padded objects; see `sampled_boxes`."""
+    widest, total = max([1, *objects]), sum(num_proposals)
+    last = total + len(num_proposals) * widest
+    boxes = torch.full((len(num_proposals), max([1, *counts])), last)
+    for i, (row, start) in enumerate(zip(boxes, _starts(num_proposals), strict=True)):
+        row[: num_proposals[i]] = torch.arange(start, start + num_proposals[i])
+        row[num_proposals[i] : counts[i]] = torch.arange(total + i * widest, total + i * widest + objects[i])
+    keys = padded_rows(list(zip(_starts(counts), counts, strict=True)), sum(counts))
+    most = min(max([0, *sizes]), boxes.shape[1])
+    rows = [torch.arange(i * most, i * most + size) for i, size in enumerate(sizes)]
+    starts = torch.tensor(_starts(counts))[:, None]
+    return {"boxes": boxes, "padding": boxes == last, "keys": keys, "rows": torch.cat(rows), "starts": starts}
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)][: len(counts)]

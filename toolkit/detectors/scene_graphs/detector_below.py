@@ -1,0 +1,190 @@
+"""Adapts any detector with feature maps to the place of a Faster R-CNN below a relation head."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection.faster_rcnn import TwoMLPHead
+from torchvision.ops.poolers import LevelMapper
+
+from toolkit.base.batch import rows_of, send, sizes_on_host, to_host
+from toolkit.base.box_ops import pairwise_iou
+from toolkit.base.errors import BadInput
+from toolkit.detectors.faster_rcnn.model import of_one_class_each, with_boxes_on_host
+from toolkit.detectors.faster_rcnn.regions import LevelPool, clip, limits_whwh
+from toolkit.models.detector import Detector, kept_maps
+
+CANDIDATES = 1000  # predictions of an image that enter the suppression, as many as Faster R-CNN has proposals
+FOUND_IOU = 0.5  # from which a prediction is one of a given box
+SMALLEST = 1e-6  # probability: logarithms stay finite
+
+
+class SeenMaps(dict[str, Tensor]):
+    """Feature maps by name, with the detector's outputs for the same images.
+
+    outputs: of the detector's forward. boxes (B, N, 4), scores (B, N, C): its `all_predictions`, without gradient.
+    """
+
+    outputs: dict
+    boxes: Tensor
+    scores: Tensor
+
+
+class DetectorBelow(nn.Module):
+    """A detector with the methods of a `FasterRCNN` that a scene graph calls; they take and give the same.
+
+    Boxes are looked at in the detector's feature maps, at the level that suits their size. `laterals`, 1 x 1
+    convolutions, bring the maps to one width; they learn with the relation head, also on a frozen detector.
+    The classes of a given box are those of the prediction that overlaps it, see `scores_of`.
+
+    Args:
+        inner: the detector.
+        map_channels: width of the maps. representation_size: of what box heads on them give.
+        score_threshold, nms_threshold: of `detect_with_logits`.
+        passes_targets: whether the detector is trained too, and its outputs are to have what its criterion takes.
+
+    Raises:
+        BadInput: the detector has no feature maps, or none that double in stride.
+    """
+
+    def __init__(
+        self,
+        inner: Detector,
+        map_channels: int,
+        representation_size: int,
+        *,
+        score_threshold: float,
+        nms_threshold: float,
+        passes_targets: bool,
+    ):
+        super().__init__()
+        self.inner, self.map_channels, self.representation_size = inner, map_channels, representation_size
+        self.score_threshold, self.nms_threshold = score_threshold, nms_threshold
+        self.passes_targets = passes_targets
+        channels = _channels(inner)
+        self.laterals = nn.ModuleDict({str(s): nn.Conv2d(channels[s], map_channels, 1) for s in sorted(channels)})
+        self.box_pool = level_pool(sorted(channels))
+        for name in ("mean", "std", "stride", "fixed_size", "loss_names", "default_weights", "divided_by"):
+            setattr(self, name, getattr(inner, name))
+
+    def make_box_head(self) -> nn.Module:
+        """(R, C, 7, 7) to (R, `representation_size`), with random weights: the detector has none."""
+        return TwoMLPHead(self.map_channels * 7 * 7, self.representation_size)
+
+    def features(
+        self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
+    ) -> tuple[SeenMaps, list[tuple[int, int]]]:
+        """See `FasterRCNN.features`; the maps also carry what the detector finds."""
+        with kept_maps(self.inner.map_taps()) as tapped:
+            outputs = self.inner(images, sizes, targets if self.passes_targets else None)
+        maps = SeenMaps((name, lateral(tapped[int(name)])) for name, lateral in self.laterals.items())
+        maps.outputs = outputs
+        with torch.no_grad():
+            maps.boxes, maps.scores = self.inner.all_predictions(outputs, sizes)
+        return maps, sizes_on_host(sizes, targets)
+
+    def from_features(self, maps: SeenMaps, images_hw: Sequence, targets: Sequence[Mapping] | None = None) -> dict:
+        """The outputs for `criterion`; the detector already had the targets when it computed the maps."""
+        return maps.outputs
+
+    @torch.no_grad()
+    def class_logits(self, maps: SeenMaps, boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
+        """(R, 1 + C), background first, of the boxes (R_i, 4) of each image; see `scores_of`."""
+        images = zip(maps.boxes, maps.scores, boxes, strict=True)
+        return distribution_logits(torch.cat([scores_of(*predicted, given) for *predicted, given in images]))
+
+    @torch.no_grad()
+    def detect_with_logits(
+        self,
+        maps: SeenMaps,
+        images_hw: Sequence[tuple[int, int]],
+        *,
+        top_k: int = 80,
+        further_boxes: Sequence[Tensor] | None = None,
+        outputs: Mapping | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """See `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes` those are taken
+        that no detection overlaps; `outputs` are those of the maps."""
+        boxes = clip(maps.boxes, limits_whwh(images_hw, maps.boxes.device)[:, None])
+        rows = maps.scores.amax(2).topk(min(CANDIDATES, maps.scores.shape[1]), dim=1).indices
+        logits = distribution_logits(rows_of(maps.scores, rows).flatten(0, 1))
+        per_class = rows_of(boxes, rows).flatten(0, 1)[:, None].expand(-1, logits.shape[1], -1)
+        counts, options = [rows.shape[1]] * len(rows), (self.score_threshold, self.nms_threshold, top_k)
+        detections = of_one_class_each(logits, per_class, counts, images_hw, *options)
+        if further_boxes is None:
+            return detections
+        return _with_missed(detections, further_boxes, boxes, maps.scores, top_k)
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        return self.inner.denominators(targets)
+
+    def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping) -> tuple[dict, dict]:
+        return self.inner.criterion(outputs, targets, denominators)
+
+    def resolved_options(self) -> dict:
+        return self.inner.resolved_options()
+
+
+def _channels(inner: Detector) -> dict[int, int]:
+    """Channels of the detector's maps by their stride."""
+    name = inner.options["architecture"]
+    taps = inner.map_taps()
+    channels = {s: c for tap in taps for s, c in zip(tap.strides, tap.channels, strict=True)}
+    if not channels:
+        cause = "its class has no map_taps(), see toolkit.models.detector.Detector"
+        raise BadInput(f"{name} has no feature maps for a relation head: {cause}")
+    strides = sorted(channels)
+    if any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
+        needed = "strides that double, such as 8, 16, 32"
+        raise BadInput(f"{name} has feature maps of strides {strides}; a relation head needs {needed}")
+    return channels
+
+
+def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
+    """Pools boxes from the map, named by its stride, that suits their size; the rule of feature pyramids."""
+    pool = LevelPool([str(stride) for stride in strides], size, 2)
+    pool.scales = [1 / stride for stride in strides]
+    first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
+    pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
+    return pool
+
+
+def _with_missed(
+    detections: Sequence[Mapping], given: Sequence[Tensor], boxes: Tensor, scores: Tensor, top_k: int
+) -> list[dict[str, object]]:
+    """The detections of each image and, in the place of the last, the given boxes that none of them overlaps.
+
+    boxes: (B, N, 4) of all predictions. scores: (B, N, C).
+    """
+    images = zip(given, detections, strict=True)
+    overlapped = [(pairwise_iou(further, image["boxes"]) >= FOUND_IOU).any(1) for further, image in images]
+    missed = [(~mask).nonzero()[:top_k, 0] for mask in to_host(overlapped)]
+    together = []
+    for further, rows, image, *predicted in zip(given, missed, detections, boxes, scores, strict=True):
+        further = further[send(rows, further.device)]
+        logits = distribution_logits(scores_of(*predicted, further))
+        best, label = logits.softmax(1)[:, 1:].max(1)
+        order = best.sort(descending=True, stable=True).indices
+        more = {"boxes": further, "labels": label, "scores": best, "logits": logits}
+        more["boxes_per_class"] = further[:, None].expand(-1, logits.shape[1], -1)
+        room = top_k - len(further)
+        together.append({name: torch.cat([image[name][:room], more[name][order]]) for name in more})
+    return with_boxes_on_host(together)
+
+
+def distribution_logits(scores: Tensor) -> Tensor:
+    """(N, C) class scores -> (N, 1 + C) logits whose softmax gives them back; background, the remainder, comes first.
+
+    Scores that sum to more than 1, as sigmoids may, are divided by their sum.
+    """
+    scores = scores.float() / scores.float().sum(1, keepdim=True).clamp(min=1)
+    left = 1 - scores.sum(1, keepdim=True)
+    return torch.cat([left, scores], 1).clamp(min=SMALLEST).log()
+
+
+def scores_of(boxes: Tensor, scores: Tensor, given: Tensor) -> Tensor:
+    """(R, C) scores of given boxes (R, 4) of an image: those of the prediction, of boxes (N, 4) and scores (N, C),
+    with the largest IoU x score among those that overlap it by half; of the nearest where none does."""
+    iou = pairwise_iou(given, boxes)
+    quality = torch.where(iou >= FOUND_IOU, 1 + iou * scores.amax(1), iou)
+    return scores[quality.argmax(1)]

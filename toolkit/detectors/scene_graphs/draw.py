@@ -1,0 +1,200 @@
+"""Pictures of scene graphs: arrows between boxes, the annotated graph beside the predicted one; and JSON."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from toolkit.base.boxes import common_and_union
+from toolkit.data.decoding import decode_image
+from toolkit.detectors.scene_graphs.evaluator import true_graph
+from toolkit.evaluation.detections import MAX_RELATIONS, best_first, detections_as_json, relations_as_json
+from toolkit.evaluation.draw import (
+    BACKGROUND,
+    COLOURS,
+    PANEL,
+    TEXT,
+    Mark,
+    choose_images,
+    draw_arrow,
+    draw_detections,
+    draw_marks,
+    drawable,
+    fitted,
+    montage,
+    picture_of,
+    picture_with_boxes,
+    save_picture,
+    text_font,
+)
+
+LINE = 18  # height in pixels of a line of text below a picture
+RIGHT, WRONG = "#117733", "#D55E00"
+MOST_ARROWS = 12  # of an annotated and a predicted graph beside each other
+INNER = 0.36  # radius of the circle of nodes, as a share of the panel's side
+
+
+def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
+    """JSON {image id: {"detections", "relations"}}, as predict.py has them, of the images that `draw_graphs` draws."""
+    graphs = {}
+    for row in map(table.row, choose_images(table, count)):
+        graph = best_first(predictions[row["image_id"]])
+        graphs[str(row["image_id"])] = {
+            "detections": detections_as_json(graph, table.categories, table.attributes),
+            "relations": relations_as_json(graph, table.predicates),
+        }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(graphs, indent=1))
+    return path
+
+
+def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
+    """One PNG with `count` images of a table, the same every time: the annotated graph left, the predicted one right.
+
+    Drawn are as many of the best triplets as relations are annotated (5 to 12), right ones green; below each picture
+    they stand in words, with how many there are if not all are drawn. A triplet is right when classes and predicate are
+    those of an annotated relation and both boxes overlap its boxes by half.
+
+    Args:
+        predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them, with `predicates` and `triplet_scores`.
+
+    Returns:
+        `path`.
+    """
+    rows = map(table.row, choose_images(table, count))
+    return save_picture(montage([graph_tile(table, row, predictions[row["image_id"]]) for row in rows], 1, gap=0), path)
+
+
+def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
+    """(T,) bool of rows subject, object, predicate of predicted boxes (M, 4) and labels (M,); see `draw_graphs`."""
+    ends, predicates = truth["relations"][:, :2], truth["relations"][:, 2]
+    common, union = common_and_union(boxes[:, None], truth["boxes"][None])
+    same = common >= 0.5 * union
+    same &= labels[:, None] == truth["labels"][None]
+    matched = same[triplets[:, 0]][:, ends[:, 0]] & same[triplets[:, 1]][:, ends[:, 1]]
+    return (matched & (triplets[:, 2:] == predicates[None])).any(1)
+
+
+def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
+    """The annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
+    truth = true_graph(row)
+    boxes, labels = (np.asarray(prediction[key]) for key in ("boxes", "labels"))
+    shown = min(max(5, len(truth["relations"])), MOST_ARROWS)
+    triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
+    right = correct_triplets(triplets, boxes, labels, truth)
+    picture = fitted(picture_of(decode_image(table.image_source(row), table.max_image_pixels)), PANEL)
+    scale = PANEL / max(row["width"], row["height"])
+    names, predicates = (list(map(drawable, group)) for group in (table.class_names, table.predicates))
+    annotated = truth["relations"][:MOST_ARROWS]
+    black = [TEXT] * len(annotated)
+    counts = len(truth["relations"]), len(prediction["pairs"])
+    left = _panel(picture, truth["boxes"] * scale, truth["labels"], annotated, black, names, predicates, counts[0])
+    colours = [RIGHT if good else WRONG for good in right]
+    scores = [f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]]
+    shown = picture, boxes * scale, labels, triplets, colours, names, predicates
+    return montage([left, _panel(*shown, counts[1], scores)], 2)
+
+
+def _panel(
+    picture: Image.Image,
+    boxes: np.ndarray,
+    labels: np.ndarray,
+    triplets: np.ndarray,
+    colours: Sequence[str],
+    names: Sequence[str],
+    predicates: Sequence[str],
+    count: int,
+    scores: Sequence[str] | None = None,
+) -> Image.Image:
+    """The picture with an arrow per triplet and the boxes, and the triplets in words below.
+
+    count: of the triplets that there are, drawn or not. scores: of the triplets, where these are predicted: then boxes
+    of no triplet would only cover the picture.
+    """
+    named = [f"{i} {names[label] if label >= 0 else 'no class'}" for i, label in enumerate(labels.tolist())]
+    used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
+    left_out = count > len(triplets)
+    panel = Image.new("RGB", (PANEL, picture.height + LINE * (len(triplets) + left_out) + 4), BACKGROUND)
+    picture, centres = picture.copy(), ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
+    for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
+        draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
+    draw_marks(picture, [Mark(boxes[i], COLOURS[i % len(COLOURS)], named[i]) for i in used])
+    panel.paste(picture, (0, 0))
+    draw = ImageDraw.Draw(panel)
+    for line, (subject, object_, predicate) in enumerate(triplets.tolist()):
+        words = f"{named[subject]}  {predicates[predicate]}  {named[object_]}  {scores[line] if scores else ''}"
+        draw.text((4, picture.height + 2 + line * LINE), words, fill=colours[line], font=text_font(13))
+    if left_out:
+        words = f"{len(triplets)} of {count} relations are drawn"
+        draw.text((4, picture.height + 2 + len(triplets) * LINE), words, fill=TEXT, font=text_font(13))
+    return panel
+
+
+def draw_found(
+    image: Tensor,
+    graph: Mapping[str, Tensor],
+    class_names: Sequence[str],
+    predicates: Sequence[str],
+    path: Path,
+    relations: int = 20,
+    relation_score: float = 0.0,
+) -> Path:
+    """Writes a JPEG or PNG of an image uint8 (3, H, W), by the suffix of `path`; its folder is made. Of a scene graph,
+    the image with boxes and an arrow for each of its best relations, so many at most and with that score or more, and
+    the graph of these relations on its right, below which stands how many there are if not all are drawn."""
+    if "pairs" not in graph:
+        return draw_detections(image, graph, class_names, path)
+    count = min(len(graph["pairs"]), MAX_RELATIONS)
+    kept = (graph["triplet_scores"][:count] >= relation_score).nonzero().flatten()[:relations]
+    pairs, scores = graph["pairs"][kept].tolist(), graph["triplet_scores"][kept].tolist()
+    kinds, labels = graph["predicates"][kept].tolist(), graph["labels"].tolist()
+    arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, kinds, strict=True)]
+    numbered = {"boxes": graph["boxes"], "labels": torch.arange(len(labels))}
+    picture = picture_with_boxes(image, numbered, [f"{i} {class_names[label]}" for i, label in enumerate(labels)])
+    centres = (graph["boxes"][:, :2] + graph["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
+    draw, size = ImageDraw.Draw(picture), max(12, round(max(picture.size) / 60))
+    for subject, object_, words, colour in arrows:
+        draw_arrow(draw, centres[subject].tolist(), centres[object_].tolist(), colour, size, words)
+    scored = [(*ends, f"{words} {s:.2f}", colour) for (*ends, words, colour), s in zip(arrows, scores, strict=True)]
+    nodes = {i: f"{i} {drawable(class_names[labels[i]])}" for i in sorted({end for pair in pairs for end in pair})}
+    left_out = left_out_in_words(len(kept), count, relations, relation_score)
+    return save_picture(montage([picture, _graph(nodes, scored, centres, picture.height, left_out)], 2, gap=0), path)
+
+
+def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> str:
+    """What stands below a graph with `drawn` of `count` relations, at most `most` of score `least_score` or more."""
+    if drawn == count:
+        return "" if count else "no relations"
+    of_score = f": no other has a score of {least_score:g} or more" if drawn < most else ""
+    return f"{drawn} of {count} relations are drawn{of_score}"
+
+
+def _graph(
+    nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, left_out: str
+) -> Image.Image:
+    """The relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the middle
+    of the image, so that neighbours there are neighbours here; `left_out` stands below."""
+    panel = Image.new("RGB", (side, side), BACKGROUND)
+    draw, size = ImageDraw.Draw(panel), max(12, round(side / 45))
+    draw.text((side / 2, side - size if nodes else side / 2), left_out, fill=TEXT, font=text_font(size), anchor="mm")
+    if not nodes:
+        return panel
+    middle = centres[list(nodes)].mean(0)
+    positions = {}
+    for index, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
+        angle = 2 * math.pi * index / len(nodes) - math.pi
+        positions[number] = (side / 2 + INNER * side * math.cos(angle), side / 2 + INNER * side * math.sin(angle))
+    for subject, object_, words, colour in arrows:
+        draw_arrow(draw, positions[subject], positions[object_], colour, size, words, gap=1.6 * size)
+    for number, position in positions.items():
+        left, top, right, bottom = draw.textbbox(position, nodes[number], font=text_font(size), anchor="mm")
+        box = (left - size / 2, top - size / 3, right + size / 2, bottom + size / 3)
+        draw.rounded_rectangle(box, radius=size / 2, fill=COLOURS[number % len(COLOURS)], outline=TEXT)
+        draw.text(position, nodes[number], fill="#000000", font=text_font(size), anchor="mm")
+    return panel

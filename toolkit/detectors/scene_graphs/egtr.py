@@ -1,0 +1,326 @@
+"""EGTR (Im et al., CVPR 2024): scene graphs in one stage, by a relation head on a DETR's decoder.
+
+Boxes, classes and predicates come out of one forward and are trained together. The self-attention of every decoder
+layer compares all queries with all keys. Predicates are predicted from those queries and keys and from the last hidden
+states: no box is pooled, no pair is sampled (the paper's section 3). In naver-ai/egtr `model/egtr.py` every pair holds
+its layers' features side by side; here they are summed as two products of matrices, which gives the same numbers with
+1 / (layers + 1) of the memory. What else differs from it is listed in docs/differences.md.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.base.batch import rows_of, to_host
+from toolkit.base.box_ops import cxcywh_to_xyxy, denormalize_boxes
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.detr_criterion import pad_targets
+from toolkit.detectors.detr.rt_detr_criterion import MATCHING_COSTS
+from toolkit.detectors.scene_graphs.egtr_criterion import (
+    RelationSampling,
+    count_entries,
+    match_with_quality,
+    relation_losses,
+)
+from toolkit.detectors.scene_graphs.frequency import log_prior
+from toolkit.detectors.scene_graphs.graph_detector import GraphDetector, build_below, naming_its_options
+from toolkit.detectors.scene_graphs.options import EgtrOptions
+from toolkit.models.weights.mapping import WeightTable
+from toolkit.step.freezing import freeze as freeze_module
+from toolkit.step.freezing import hold_batch_norms
+
+# Their decoders keep queries and keys apart, have one group of queries, and classify with sigmoids.
+BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
+PUBLISHED_BELOW = {"architecture": "deformable_detr", "num_queries": 200}
+SMALLEST_SHARE = 1e-12  # of a predicate that training had not, in the table of frequencies
+
+
+class DecoderStates:
+    """States of a decoder: `queries` and `keys`, one (B, Q, D) for each layer, and `last` (B, Q, D), its output."""
+
+    def __init__(self):
+        self.queries: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.last: Tensor | None = None
+
+    def of_last(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys (B, count, L, D) and last states (B, count, D) of the last `count` queries, those that
+        detect: queries of denoising come before them."""
+        both = self.queries, self.keys
+        queries, keys = (torch.stack([layer[:, -count:] for layer in layers], 2) for layers in both)
+        return queries, keys, self.last[:, -count:]
+
+
+@contextmanager
+def kept_states(layers: Sequence[nn.Module]) -> Iterator[DecoderStates]:
+    """Filled while the detector runs inside. layers: of its decoder, with `self_attn.q_proj` and `k_proj`."""
+    kept = DecoderStates()
+
+    def keep_last(_, arguments: tuple, output) -> None:
+        kept.last = output[0] if isinstance(output, tuple) else output
+
+    with ExitStack() as stack:
+        for layer in layers:
+            for part, to in ((layer.self_attn.q_proj, kept.queries), (layer.self_attn.k_proj, kept.keys)):
+                stack.enter_context(part.register_forward_hook(lambda _, arguments, output, to=to: to.append(output)))
+        stack.enter_context(layers[-1].register_forward_hook(keep_last))
+        yield kept
+
+
+class EgtrHead(nn.Module):
+    """Predicates, and whether there is any, of all ordered pairs of queries.
+
+    Args:
+        width: D of the decoder. num_layers: L of it. num_classes, num_predicates: without background.
+        frequency_bias: add how often training had each predicate between the classes of the two.
+    """
+
+    def __init__(self, width: int, num_layers: int, num_classes: int, num_predicates: int, frequency_bias: bool = True):
+        super().__init__()
+        self.query_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.key_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.subject, self.object = nn.Linear(width, width), nn.Linear(width, width)
+        self.gate = nn.Linear(2 * width, 1)
+        self.predicate, self.connectivity = _mlp(width, num_predicates), _mlp(width, 1)
+        table = torch.zeros(num_classes, num_classes, num_predicates) if frequency_bias else None
+        self.register_buffer("log_frequency", table)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)  # the original's N(0, 0.02) fades in narrow decoders
+                nn.init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def start_from(self, counts: Tensor) -> None:
+        """Sets the table of frequencies from (C, C, P) counts of training relations, without background.
+
+        As in the original it is the logarithm of the count, of a predicate that two classes never had that of a share
+        of 1e-12, and 0 for classes that never had any: the head learns on top of it.
+        """
+        if self.log_frequency is not None:
+            counts = counts.double()
+            smallest = SMALLEST_SHARE / (counts.sum(2, keepdim=True) + SMALLEST_SHARE)
+            self.log_frequency.copy_((counts + smallest).log())
+
+    def forward(self, queries: Tensor, keys: Tensor, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the predicates (B, Q, Q, P) and of any relation (B, Q, Q), subjects first.
+
+        Args:
+            queries, keys: (B, Q, L, D) of the decoder's self-attention, before they are scaled.
+            states: (B, Q, D) of the last layer. labels: (B, Q) class from 0 that is likeliest.
+        """
+        subjects = self._sources(queries, self.query_projections, self.subject(states))
+        objects = self._sources(keys, self.key_projections, self.object(states))
+        of_subject, of_object = self.gate.weight[0].chunk(2)
+        gate = (subjects @ of_subject)[:, :, None] + (objects @ of_object)[:, None] + self.gate.bias
+        gate = gate.sigmoid()  # (B, Q, Q, L + 1)
+        pairs = torch.cat([gate @ subjects, (gate.transpose(1, 2) @ objects).transpose(1, 2)], -1)  # (B, Q, Q, 2 D)
+        predicates = self.predicate(pairs)
+        if self.log_frequency is not None:
+            predicates = predicates + self.log_frequency[labels[:, :, None], labels[:, None]]
+        return predicates, self.connectivity(pairs)[..., 0]
+
+    @staticmethod
+    def _sources(of_layers: Tensor, projections: nn.ModuleList, of_states: Tensor) -> Tensor:
+        """(B, Q, L + 1, D)."""
+        parts = [projection(part) for projection, part in zip(projections, of_layers.unbind(2), strict=True)]
+        return torch.stack([*parts, of_states], 2)
+
+
+def _mlp(width: int, out: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out)
+    )
+
+
+class EGTR(GraphDetector):
+    """A DETR whose detections carry a graph.
+
+    Args:
+        class_names: one name each, in the order of the labels.
+        options: settings, see `EgtrOptions`; `detector` is a note, it is not read here.
+        predicates: one name each, in the order of the labels. attributes: ignored; EGTR predicts none.
+
+    Raises:
+        BadInput: another detector than one of `BELOW`, wrong options, no predicates; all of them.
+    """
+
+    Options = EgtrOptions
+    counts_pairs_apart = True
+
+    def __init__(
+        self,
+        class_names: Sequence[str],
+        options: EgtrOptions,
+        *,
+        predicates: Sequence[str] = (),
+        attributes: Sequence[str] = (),
+    ):
+        super().__init__()
+        o = options
+        _check(o, (o.detector_options or PUBLISHED_BELOW).get("architecture"), predicates)
+        self.predicates, self.smoothing, self.prior_adjustment = tuple(predicates), o.smoothing, o.prior_adjustment
+        self.sampling = RelationSampling(
+            o.unrelated_per_relation, o.unmatched_per_relation, o.hardest_unrelated, o.hardest_unmatched
+        )
+        with naming_its_options():
+            below = build_below(o, PUBLISHED_BELOW, class_names)
+        self._build_on(below)
+        self.buffers_steer_training = below.buffers_steer_training
+        self.joint = o.freeze != "detector"
+        if not self.joint:
+            freeze_module(below)
+        if o.freeze == "norms":
+            hold_batch_norms(below)
+        config = below.model.config
+        self.num_queries = config.two_stage_num_proposals if getattr(config, "two_stage", False) else config.num_queries
+        sizes = config.d_model, len(below.model.model.decoder.layers), len(class_names), len(predicates)
+        self.head = EgtrHead(*sizes, o.frequency_bias)
+        self._make_counts(len(class_names), len(predicates))
+        self._announce()
+
+    def _announce(self) -> None:
+        self.loss_names, self.default_weights = ("loss_rel", "loss_connectivity"), {}
+        self.divided_by = {"loss_rel": "relation_entries", "loss_connectivity": "images"}
+        self.metric_names = ("relation_error",)
+        if self.joint:
+            self._below_announces()
+        self.default_weights |= {"loss_rel": 15.0, "loss_connectivity": 30.0}
+
+    def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
+        """See `GraphDetector.learn_counts`; starts the table of frequencies too."""
+        super().learn_counts(relations, candidates, seen)
+        self.head.start_from(self.relation_counts[1:, 1:, 1:])
+
+    def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
+        """Loads the weights of a detector and returns which parameter took which. Raises BadInput for other shapes."""
+        return self._load_below(weights, "detector", {})
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
+        """Boxes, classes and predicates of all queries.
+
+        Args:
+            images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
+            targets: with `boxes`, `labels`, `iscrowd`, `relations`; needed to train the detector along.
+
+        Returns:
+            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image, without gradient;
+            `predicates (B, Q, Q, P)` and `connectivity (B, Q, Q)` logits of ordered pairs, subjects first; `detector`:
+            what the detector's own criterion takes, where it is trained too.
+        """
+        with kept_states(self.detector.model.model.decoder.layers) as kept:
+            outputs = self.detector(images, sizes, targets if self.joint else None)
+        logits, boxes = (output.detach().float() for output in self.detector.last_layer(outputs))
+        states = kept.of_last(logits.shape[1])
+        predicates, connectivity = self.head(*states, logits.argmax(-1))
+        result = {"logits": logits, "boxes": boxes, "predicates": predicates, "connectivity": connectivity}
+        return result | {"detector": outputs} if self.joint and targets is not None else result
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """Images, entries in the loss of predicates (`count_entries`), and the detector's where it is trained too."""
+        size = self.num_queries, len(self.predicates)
+        entries = sum(sum(count_entries(target, *size, self.sampling)) for target in targets)
+        counts = {"relation_entries": float(entries), "images": float(len(targets))}
+        return counts | (self.detector.denominators(targets) if self.joint else {})
+
+    def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
+        """Losses and metrics (sum, count).
+
+        `loss_rel`, `loss_connectivity`: see `relation_losses`. relation_error: per cent of the annotated relations
+        whose pair of queries has a best predicate that is not annotated.
+        """
+        with torch.autocast(outputs["predicates"].device.type, enabled=False):
+            predicates, connectivity = outputs["predicates"].float(), outputs["connectivity"].float()
+            logits, boxes = outputs["logits"], outputs["boxes"]
+            padded = pad_targets(targets, logits.device, logits.dtype)
+            costs = getattr(self.detector.set_loss, "matching_costs", MATCHING_COSTS)
+            matching = match_with_quality(logits, boxes, padded, costs, self.smoothing)
+            sums, error = relation_losses(predicates, connectivity, targets, *matching, self.sampling)
+            losses = {name: value / denominators[self.divided_by[name]] for name, value in sums.items()}
+        if "detector" in outputs:
+            losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
+        return losses, {"relation_error": error}
+
+    @torch.no_grad()
+    def postprocess(
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
+    ) -> list[dict[str, Tensor]]:
+        """The graph of each image, in pixels of the original image.
+
+        A pair is ranked by the probability of its best predicate x that of any relation x the softmax values of both
+        classes, as in the original.
+
+        Returns:
+            per image `boxes (M, 4)`, `scores (M,)` (sigmoids) and `labels (M,)` from 0 of the queries whose score is
+            above `score_threshold`; `pairs (P, 2)`, the `top_k` best of them, best first, `predicate_scores
+            (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)`.
+        """
+        graphs = []
+        fields = to_host(self._ranked(outputs, orig_sizes, score_threshold, top_k))
+        for kept, *objects, ends, predicate_scores, best, ranks in zip(*fields, strict=True):
+            rows = ranks >= 0
+            graph = dict(zip(("boxes", "labels", "scores"), (column[kept] for column in objects), strict=True))
+            graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
+            graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
+        return graphs
+
+    def _ranked(self, outputs: Mapping, orig_sizes: Tensor, score_threshold: float, top_k: int) -> list[Tensor]:
+        """Of all queries whether they score above the threshold, boxes, labels and scores; of the `top_k` best pairs of
+        these both queries, the scores of all predicates, the best one, and the score of the triplet, below 0 for no
+        pair."""
+        logits = outputs["logits"]
+        relations = outputs["predicates"].float()
+        if self.prior_adjustment:
+            relations = relations - self.prior_adjustment * log_prior(self.relation_counts)[1:]
+        relations = relations.sigmoid() * outputs["connectivity"].float().sigmoid()[..., None]
+        scores, labels = logits.sigmoid().max(-1)
+        sure, strong = logits.softmax(-1).amax(-1), scores > score_threshold
+        best, predicates = relations.max(-1)
+        triplets = best * sure[:, :, None] * sure[:, None]
+        itself = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
+        asked = strong[:, :, None] & strong[:, None] & ~itself
+        values, order = largest_first(triplets.masked_fill(~asked, -1.0).flatten(1), top_k)
+        boxes, count = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes), logits.shape[1]
+        fields = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
+        return [*fields, rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
+
+    def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
+        """See `GraphDetector.decode_graph`."""
+        outputs = self(images, sizes)
+        _, boxes, labels, scores, pairs, predicate_scores, _, values = self._ranked(outputs, sizes, 0.0, top_k)
+        return boxes, scores, labels, pairs, predicate_scores, values.clamp(min=0)
+
+
+def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row of (B, N) float32, 0 or more, and their columns; values below 0 come last.
+
+    Equal values are in the order of their columns, also at the cut. `topk` leaves that open; a stable sort of 200
+    queries' pairs takes ten times as long.
+    """
+    width = values.shape[1]
+    if torch.compiler.is_exporting():  # ONNX's order is that of the columns
+        return values.topk(min(count, width), dim=1)
+    after = torch.arange(width - 1, -1, -1, device=values.device)
+    keys = (values.contiguous().view(torch.int32).long() << 32) + after  # the bits of such floats have their order
+    columns = width - 1 - (keys.topk(min(count, width)).values & 0xFFFFFFFF)
+    return values.gather(1, columns), columns
+
+
+def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) -> None:
+    faults = []
+    if architecture not in BELOW:
+        given = f"model.detector_options: a detector of architecture {architecture!r}"
+        supported = f"the decoder of egtr is that of {', '.join(BELOW)}"
+        faults.append(f"{given}; {supported}. train_sgg.py takes any detector with --model.head")
+    if o.freeze not in ("detector", "norms", "none"):
+        faults.append(f"model.freeze is {o.freeze!r}; expected detector, norms, none")
+    if not 0 < o.smoothing < 1:
+        faults.append(f"model.smoothing is {o.smoothing}; expected a number between 0 and 1")
+    counts = {name: getattr(o, name) for name in ("unrelated_per_relation", "unmatched_per_relation")}
+    faults += [f"model.{name} is {count}; expected 0 or more" for name, count in counts.items() if count < 0]
+    if not predicates:
+        faults.append("the data names no predicates; scene graphs need data with relations")
+    if faults:
+        raise BadInput(faults)

@@ -1,0 +1,144 @@
+"""The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over what is known beforehand.
+
+Values are those of naver-ai/egtr `model/egtr.py` (`SceneGraphGenerationLoss`) and its matcher. Queries have the objects
+that the matching of the last decoder layer assigns to them. The target of an annotated relation is the product of the
+qualities of its two detections (adaptive smoothing), so that poor detections are not trained towards certain relations.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from toolkit.base.batch import on_host, send
+from toolkit.base.box_ops import cxcywh_to_xyxy, generalized_box_iou
+from toolkit.base.seeding import image_generator
+from toolkit.detectors.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets
+from toolkit.detectors.detr.focal_criterion import ALPHA, focal_costs, match_focal
+
+
+@dataclass
+class RelationSampling:
+    """Which entries (subject, object, predicate) of an image count in the loss of predicates beside the annotated ones.
+
+    unrelated, unmatched: for each relation, so many entries between objects that do not have that predicate, and so
+    many that a query without an object is part of. hardest_*: those of highest score instead of random ones.
+    """
+
+    unrelated: int = 80
+    unmatched: int = 80
+    hardest_unrelated: bool = True
+    hardest_unmatched: bool = True
+
+
+def relations_of(target: Mapping) -> Tensor:
+    """(R, 3) subject, object, predicate from 0, each once, on the host, without those of crowd regions."""
+    host = on_host(target)
+    relations = host["relations"]
+    if "iscrowd" in host:
+        relations = relations[(host["iscrowd"] == 0)[relations[:, :2]].all(1)]
+    return relations.unique(dim=0)
+
+
+def count_entries(
+    target: Mapping, num_queries: int, num_predicates: int, sampling: RelationSampling
+) -> tuple[int, int, int]:
+    """Counts annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
+
+    Of more objects than queries nobody knows beforehand which are matched: all relations are counted then.
+    """
+    host, relations = on_host(target), len(relations_of(target))
+    objects = len(host["labels"]) - (int(host["iscrowd"].sum()) if "iscrowd" in host else 0)
+    inside = min(objects, num_queries) ** 2 * num_predicates
+    unrelated = min(relations * sampling.unrelated, max(inside - relations, 0))
+    return relations, unrelated, min(relations * sampling.unmatched, num_queries**2 * num_predicates - inside)
+
+
+@torch.no_grad()
+def match_with_quality(
+    logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, smoothing: float
+) -> tuple[Matches, Tensor]:
+    """The matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
+
+    quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), 1 - `smoothing` for a perfect detection.
+    """
+    matches = match_focal(logits[None], boxes_cxcywh[None], targets, costs)
+    predicted, wanted = boxes_cxcywh[matches.image, matches.query], targets.boxes_cxcywh[matches.image, matches.target]
+    class_cost = focal_costs(logits[matches.image, matches.query, targets.labels[matches.image, matches.target]])
+    giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
+    cost = costs.bbox_cost * (predicted - wanted).abs().sum(1) + costs.class_cost * class_cost - costs.giou_cost * giou
+    smallest = costs.class_cost * (1 - ALPHA) * math.log(1e-8) - costs.giou_cost
+    return matches, (smallest - cost + math.log(1 / smoothing - 1)).sigmoid()
+
+
+def relation_losses(
+    predicates: Tensor,
+    connectivity: Tensor,
+    targets: Sequence[Mapping],
+    matches: Matches,
+    quality: Tensor,
+    sampling: RelationSampling,
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Sums of the two losses, and the metric `relation_error` as (sum in per cent, count).
+
+    Args:
+        predicates: (B, Q, Q, P) and connectivity: (B, Q, Q) logits, float32.
+        targets: with `relations`, on any device. matches, quality: of `match_with_quality`.
+
+    Returns:
+        `loss_rel`: binary cross entropy over the entries that `count_entries` counts. `loss_connectivity`: over all
+        pairs of queries, the mean of each image.
+    """
+    batch_size, num_queries, _, num_predicates = predicates.shape
+    device = predicates.device
+    most = max((len(target["labels"]) for target in targets), default=0)
+    query_of = torch.full((batch_size, most), -1, device=device)
+    query_of[matches.image, matches.target] = matches.query
+    of_query = torch.zeros(batch_size, num_queries, device=device)
+    of_query[matches.image, matches.query] = quality.to(of_query)
+    matched = torch.zeros(batch_size, num_queries, dtype=torch.bool, device=device)
+    matched[matches.image, matches.query] = True
+    loss = 0.0 * predicates.sum()  # images without relations have gradients, of 0
+    related = torch.zeros_like(connectivity, requires_grad=False)
+    wrong, annotated = predicates.new_zeros(()), 0
+    for i, target in enumerate(targets):
+        counts = count_entries(target, num_queries, num_predicates, sampling)
+        relations = send(relations_of(target), device)
+        ends = query_of[i][relations[:, :2]]
+        if len(target["labels"]) > num_queries:  # then some objects have no query
+            ends, relations = (rows[(ends >= 0).all(1)] for rows in (ends, relations))
+        entries = (*ends.unbind(1), relations[:, 2])
+        related[i][entries[:2]] = 1.0
+        wanted = torch.zeros_like(predicates[i], dtype=torch.bool, requires_grad=False)
+        wanted[entries] = True
+        if len(relations):
+            draw = image_generator(target, "entries", device)
+            loss = loss + _image_loss(predicates[i], wanted, entries, of_query[i], matched[i], counts, sampling, draw)
+        best = predicates[i].detach()[entries[:2]].argmax(1)
+        wrong, annotated = wrong + (~wanted[(*entries[:2], best)]).sum(), annotated + len(relations)
+    connected = F.binary_cross_entropy_with_logits(connectivity, related, reduction="none").mean((1, 2)).sum()
+    metric = 100.0 * wrong, predicates.new_full((), float(annotated))
+    return {"loss_rel": loss, "loss_connectivity": connected}, metric
+
+
+def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling: RelationSampling, draw) -> Tensor:
+    inside = (matched[:, None] & matched[None])[..., None]
+    logits, soft = predicates.flatten(), quality[entries[0]] * quality[entries[1]]
+    chosen = [
+        _chosen(predicates, ~inside | wanted, counts[1], sampling.hardest_unrelated, draw),
+        _chosen(predicates, inside.expand_as(wanted), counts[2], sampling.hardest_unmatched, draw),
+    ]
+    others = logits[torch.cat(chosen)]
+    loss = F.binary_cross_entropy_with_logits(predicates[entries], soft, reduction="sum")
+    return loss + F.softplus(others).sum()
+
+
+@torch.no_grad()
+def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool, draw: Generator | None) -> Tensor:
+    """Flat indices of `count` entries that are not left out: those of highest score, or random ones."""
+    random = {"device": predicates.device, "generator": draw}
+    scores = predicates if hardest else torch.rand(predicates.shape, dtype=predicates.dtype, **random)
+    return scores.masked_fill(left_out, -torch.inf).flatten().topk(count).indices

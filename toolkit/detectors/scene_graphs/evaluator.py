@@ -1,0 +1,238 @@
+"""Evaluator of scene graph metrics for predictions kept by image id, instead of `CocoEvaluator`."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.base.batch import attribute_targets
+from toolkit.base.errors import BadInput
+from toolkit.base.text import shown
+from toolkit.data.table import DetectionTable
+from toolkit.detectors.scene_graphs.matches import COMPACT
+from toolkit.detectors.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
+from toolkit.detectors.scene_graphs.open_images import open_images_metrics
+from toolkit.evaluation.class_keys import metric_keys
+from toolkit.evaluation.coco import CocoEvaluator, align
+from toolkit.evaluation.matches import Matches
+from toolkit.evaluation.predictions import check_image_ids
+
+TOP = (20, 50, 100)
+OF_ALL = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
+
+
+class SceneGraphEvaluator:
+    """R@K and its family for one dataset; with predicted labels (sgcls, sgdet) the COCO numbers of the boxes too.
+
+    Args:
+        table: the `DetectionTable` with boxes and relations; crowd regions and their relations do not count.
+        mode: predcls, sgcls or sgdet.
+        zero_shot: (Z, 3) subject class, object class, predicate that training never had; None: no zR@K.
+        protocol: "original" (as published) or "strict"; see `evaluate_scene_graphs`.
+        backend: of the COCO numbers.
+        phrase_detection: of a sgdet model, compare the union box of a pair instead of both boxes (phrdet).
+        trained_relations: (P,) how often training had each predicate, for the recall of `predicate_groups`; None: none.
+
+    Raises:
+        BadInput: unknown protocol, a table without predicates, phrase detection of given boxes.
+    """
+
+    def __init__(
+        self,
+        table: DetectionTable,
+        mode: str,
+        *,
+        zero_shot: np.ndarray | None = None,
+        protocol: str = "original",
+        backend: str = "toolkit",
+        phrase_detection: bool = False,
+        trained_relations: np.ndarray | None = None,
+    ):
+        if protocol not in PROTOCOLS:
+            raise BadInput(f"eval.protocol is {protocol!r}; expected {' or '.join(PROTOCOLS)}")
+        if not table.predicates:
+            raise BadInput(f"{table.name}: no predicates; scene graphs need data with relations")
+        if phrase_detection and mode != "sgdet":
+            raise BadInput(f"eval.phrase_detection is for model.mode sgdet, which finds its boxes; this is {mode}")
+        self.predicate_keys = metric_keys(table.predicates)
+        self.table, self.mode = table, "phrdet" if phrase_detection else mode
+        self.protocol, self.zero_shot = protocol, zero_shot
+        self.groups = {} if trained_relations is None else predicate_groups(trained_relations)
+        self.image_ids = table.image_ids().tolist()
+        self._truths = {row["image_id"]: true_graph(row) for row in map(table.row, range(len(table)))}
+        self._boxes = None if mode == "predcls" else CocoEvaluator(table, backend)
+
+    def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
+        """Metrics of a full set of predictions.
+
+        Args:
+            predictions: for every image id `boxes (M, 4)` xyxy in original pixels, `scores (M,)`, `labels (M,)` from 0
+                (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)` or what `compact_graph`
+            makes of them. Where boxes were given
+                (predcls, sgcls) `true_labels (N,)` and `true_relations (R, 3)` (and `true_attributes (N, A)`) are the
+                graph whose boxes the predictions have: a box that resizing left without width is in neither. Without
+                pairs: none. `attribute_scores (M, attributes)`, if the model tells any.
+
+        Returns:
+            `R@20`, ..., `mR@100`, ..., `R@relative`, `mR_head@100`, ..., `mR@100/<predicate>`, and the COCO numbers
+            with predicted labels; of detected boxes also those of `open_images_metrics`; of given boxes with attribute
+            scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined.
+
+        Raises:
+            BadInput: image ids of predictions and table differ.
+        """
+        check_image_ids(predictions, self.image_ids)
+        graphs = [_completed(predictions[image_id], len(self.table.predicates)) for image_id in self.image_ids]
+        truths = [self.truth(image_id, predictions[image_id]) for image_id in self.image_ids]
+        metrics = evaluate_scene_graphs(
+            truths, graphs, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
+        )
+        row = metrics.as_row(self.predicate_keys) | grouped_recall(metrics, self.groups, self.protocol)
+        scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
+        if self.mode in ("sgdet", "phrdet"):
+            row |= open_images_metrics(truths, graphs, len(self.table.predicates))
+        elif self.table.attributes and all(image_scores is not None for image_scores in scores):
+            row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
+        if self._boxes is not None:
+            row |= self._boxes.evaluate(predictions)
+        return row
+
+    @property
+    def matches(self) -> Matches | None:
+        """Of the boxes of the last evaluation; None where they are given."""
+        return self._boxes and self._boxes.matches
+
+    def truth(self, image_id: int | str, prediction: Mapping) -> dict[str, np.ndarray]:
+        """The graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if any, `attributes`."""
+        return given_graph(prediction) or self._truths[image_id]
+
+    def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
+        """Text: the metrics by K, then the predicates with how often they occur and their recall."""
+        names = [name.partition("@")[0] for name in scores if name.endswith(f"@{TOP[0]}")]
+        rows = [("metric", *(f"@{k}" for k in TOP))]
+        rows += [(name, *(_number(scores[f"{name}@{k}"]) for k in TOP)) for name in names]
+        counts = np.zeros(len(self.table.predicates), np.int64)
+        for truth in self._truths.values():
+            np.add.at(counts, truth["relations"][:, 2], 1)
+        recalls = [("predicate", "relations", f"mR@{TOP[-1]}")]
+        recalls += [
+            (shown(name, 40), str(count), _number(scores.get(f"mR@{TOP[-1]}/{name}")))
+            for name, count in zip(self.predicate_keys, counts, strict=True)
+        ]
+        lines = [align(rows), "", align(recalls)]
+        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in OF_ALL if name in scores))
+        if "attribute_R_precision" in scores:
+            lines.append(f"attributes: R-precision {_number(scores['attribute_R_precision'])}")
+        if self._boxes is not None:
+            lines.append(f"boxes: AP {_number(scores['bbox_AP'])}, AP50 {_number(scores['bbox_AP50'])}")
+        return "\n".join(lines)
+
+    def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
+        """A picture of `count` images, graphs beside the annotated ones, and the same graphs as JSON beside it."""
+        from toolkit.detectors.scene_graphs.draw import draw_graphs, write_graphs
+
+        write_graphs(self.table, predictions, Path(path).with_suffix(".json"), count)
+        return draw_graphs(self.table, predictions, count, path)
+
+
+def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
+    """The annotation of the boxes that a prediction was given; {} where it detected its boxes itself."""
+    if "true_relations" not in prediction:
+        return {}
+    parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
+    return {name: np.asarray(prediction[key]) for name, key in parts.items() if key in prediction}
+
+
+def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
+    """Labels of the third of the predicates that training had most often (head), of the next (body) and of the last
+    (tail): 16, 17 and 17 of VG150's 50, as in Li et al., CVPR 2021. Of equal counts the lower label is the earlier."""
+    order = np.argsort(-np.asarray(trained_relations), kind="stable")
+    head = len(order) // 3
+    body = head + (len(order) - head) // 2
+    parts = np.split(order, [head, body])
+    return {name: part for name, part in zip(("head", "body", "tail"), parts, strict=True) if len(part)}
+
+
+def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -> dict[str, float | None]:
+    """`mR_head@20`, ...: mR@K over the predicates of each group alone; None where the strict protocol has none."""
+    row = {}
+    for name, labels in groups.items():
+        kept = labels if protocol == "original" else labels[metrics.images_per_predicate[labels] > 0]
+        for k, recalls in zip(metrics.top, metrics.per_predicate["mR"], strict=True):
+            row[f"mR_{name}@{k}"] = float(recalls[kept].mean()) if len(kept) else None
+    return row
+
+
+def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | None:
+    """Share of the annotated attributes that are among the k best of their object, k being how many it has annotated.
+
+    attributes: per image (N, A) ids from 1, 0 after the last; scores: per image (N, attributes), of the same objects.
+    Of equal scores the lower id is the better one. None: no object has any.
+    """
+    hits = annotated = 0
+    for ids, of_objects in zip(attributes, scores, strict=True):
+        of_objects = torch.as_tensor(of_objects)
+        right = attribute_targets(torch.as_tensor(ids), of_objects.shape[1] + 1)[0][:, 1:]
+        ranked = right.gather(1, of_objects.argsort(dim=1, descending=True, stable=True))
+        count = right.sum(1, keepdim=True)
+        hits += int((ranked * (torch.arange(ranked.shape[1]) < count)).sum())
+        annotated += int(count.sum())
+    return hits / annotated if annotated else None
+
+
+def true_graph(row: Mapping) -> dict[str, np.ndarray]:
+    """`boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their relations; and
+    `attributes (N, A)` where the table has them."""
+    objects, relations = row["objects"], row["relations"]
+    keep = objects["iscrowd"] == 0
+    triplets = np.stack([relations[key] for key in ("subject", "object", "predicate")], 1)
+    triplets = triplets[keep[triplets[:, :2]].all(1)]
+    triplets[:, :2] = (np.cumsum(keep) - 1)[triplets[:, :2]]
+    columns = {"boxes": "bbox", "labels": "category", "attributes": "attributes"}
+    return {name: objects[key][keep] for name, key in columns.items() if key in objects} | {"relations": triplets}
+
+
+def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray]:
+    """A prediction as arrays; without pairs it gets empty ones."""
+    graph = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
+    pairs = np.asarray(prediction.get("pairs", torch.zeros(0, 2, dtype=torch.int64)))
+    if "combinations" in prediction:
+        return graph | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in COMPACT}
+    scores = np.asarray(prediction.get("predicate_scores", torch.zeros(0, num_predicates)))
+    return graph | {"pairs": pairs, "predicate_scores": scores}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
+    """(Z, 3) triplets of classes and predicate in `table` that are not in `seen` (C, C, P) bool, all from 0."""
+    triplets: set[Sequence[int]] = set()
+    for row in map(table.row, range(len(table))):
+        graph = true_graph(row)
+        ends = graph["labels"][graph["relations"][:, :2]]
+        triplets.update(zip(*ends.T.tolist(), graph["relations"][:, 2].tolist(), strict=True))
+    rows = np.asarray(sorted(triplets), np.int64).reshape(-1, 3)
+    return rows[~seen[tuple(rows.T)]]
+
+
+def load_triplets(file: str | Path) -> np.ndarray:
+    """(Z, 3) int64 subject class, object class, predicate, from 0, of a list that counts from 1.
+
+    Reads CSV with one header line, and the tensor `zeroshot_triplet.pytorch` of Scene-Graph-Benchmark.
+    Raises BadInput for a file that holds anything else.
+    """
+    file = Path(file)
+    try:
+        if file.suffix == ".csv":
+            rows = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
+        else:
+            rows = torch.load(file, weights_only=True, map_location="cpu").long().numpy()
+    except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
+        raise BadInput(f"{file}: no list of triplets: {error}") from error
+    if rows.ndim != 2 or rows.shape[1] != 3 or (rows < 1).any():
+        raise BadInput(f"{file}: {rows.shape} values; expected rows of 3 ids from 1: subject, object, predicate")
+    return rows - 1

@@ -1,0 +1,158 @@
+"""What scene graph detectors share: names, training statistics, and the detector they are built on."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.base.errors import BadInput
+from toolkit.data.table import DetectionTable
+from toolkit.detectors.scene_graphs.evaluator import TOP, SceneGraphEvaluator, load_triplets, zero_shot_triplets
+from toolkit.detectors.scene_graphs.matches import compact_graph
+from toolkit.detectors.scene_graphs.options import GraphOptions
+from toolkit.models import build_detector
+from toolkit.models.detector import Detector, denominator_of
+from toolkit.models.options import DetectorOptions
+from toolkit.models.weights.mapping import WeightTable, map_weights
+
+
+class GraphDetector(Detector):
+    """A detector with `self.detector` below whose detections carry a graph.
+
+    Announced beside what `Detector` announces:
+        mode: predcls, sgcls or sgdet. predicates, attributes: names, in the order of their labels.
+        counts_pairs_apart: the counts are those of all relations, not of those between boxes that share area.
+    """
+
+    mode = "sgdet"
+    predicates: Sequence[str] = ()
+    attributes: Sequence[str] = ()
+    counts_pairs_apart = False
+
+    def _make_counts(self, num_classes: int, num_predicates: int) -> None:
+        """Buffers for what `learn_counts` takes; they are saved with the weights."""
+        classes, size = num_classes + 1, num_predicates + 1
+        self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
+        self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
+        self.register_buffer("seen_triplets", torch.zeros(num_classes, num_classes, num_predicates, dtype=torch.bool))
+
+    @torch.no_grad()
+    def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
+        """Takes what the training split counts.
+
+        Args:
+            relations, candidates: of `count_predicates`, (C, C, P) and (C, C) with background.
+            seen: (C - 1, C - 1, P - 1) bool, triplets of the training split, those between boxes apart included.
+        """
+        self.relation_counts.copy_(torch.from_numpy(relations))
+        self.candidate_counts.copy_(torch.from_numpy(candidates))
+        self.seen_triplets.copy_(torch.from_numpy(seen))
+
+    def make_evaluator(
+        self,
+        table: DetectionTable,
+        backend: str,
+        protocol: str = "original",
+        zero_shot: str | Path | None = None,
+        phrase_detection: bool = False,
+    ) -> SceneGraphEvaluator:
+        """R@K and its family on a table.
+
+        protocol, phrase_detection: see `SceneGraphEvaluator`. zero_shot: file of triplets for zR@K, see
+        `load_triplets`; None: those of the table that the training data did not have.
+
+        Raises:
+            BadInput: the table's predicates or attributes are others than the detector's (a table without attributes
+                will do), a file that is no list of triplets.
+        """
+        _check_same_names(self, table)
+        seen = self.seen_triplets.cpu().numpy()
+        return SceneGraphEvaluator(
+            table,
+            self.mode,
+            zero_shot=load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table),
+            protocol=protocol,
+            backend=backend,
+            phrase_detection=phrase_detection,
+            trained_relations=self.relation_counts.sum((0, 1))[1:].cpu().numpy(),
+        )
+
+    def graph_obstacle(self) -> str | None:
+        """Why `decode_graph` does not serve, in words; None: it does."""
+        return None
+
+    def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
+        """The outputs of `PixelsToGraph` in `toolkit.tools.export.relations`, with as many rows for every image, as
+        exporters trace them. images, sizes: as of `forward`; pool: `toolkit.tools.export.faster_rcnn.pool_where`."""
+        raise NotImplementedError
+
+    def to_keep(self, prediction: Mapping) -> dict:
+        """A graph without the scores of all predicates of all pairs: of VG150's test images they are 530 MB."""
+        return {name: torch.as_tensor(value) for name, value in compact_graph(prediction, TOP[-1]).items()}
+
+    def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
+        """Takes a detector's weights for the modules below the prefix `below`, and by `prefixes` for more of them."""
+        source = {f"{below}.{name}": value for name, value in weights.items()}
+        current = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
+        mapped = map_weights(current, source, prefixes)
+        self.load_state_dict(mapped.state, strict=False)
+        mapped.new += [name for name in self.state_dict() if name.startswith("head.")]
+        return mapped
+
+    def _build_on(self, below: nn.Module) -> None:
+        """Adopts the detector below, with its requirements on images."""
+        self.detector = below
+        self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
+
+    def _below_announces(self) -> None:
+        """Announces the losses of the detector below too, where it is trained along."""
+        self.loss_names += tuple(self.detector.loss_names)
+        self.divided_by |= {name: denominator_of(self.detector, name) for name in self.detector.loss_names}
+        self.default_weights = {**self.default_weights, **self.detector.default_weights}
+
+    def resolved_options(self) -> dict:
+        """The settings with those that say what the detector below is, by the values that were really used."""
+        inner = self.detector.resolved_options()
+        about_starting = {option.name for option in fields(DetectorOptions)} - {"architecture"}
+        return {
+            **super().resolved_options(),
+            **{kind: list(self.options.get(kind, ())) for kind in ("predicates", "attributes")},
+            "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
+            "backbone": inner.get("backbone"),
+        }
+
+
+def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[str]) -> Detector:
+    """The detector that the settings ask for, a Faster R-CNN unless they say; `default`: what it is if they do not."""
+    chosen = {"architecture": "faster_rcnn", **(options.detector_options or default)}
+    chosen["pretrained_backbone"] = options.pretrained_backbone
+    if options.backbone is not None:
+        chosen["backbone"] = options.backbone
+    return build_detector(**chosen, class_names=class_names)
+
+
+@contextmanager
+def naming_its_options() -> Iterator[None]:
+    """Reports errors of the detector below as errors of `model.detector_options`."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput([f"model.detector_options: {problem}" for problem in error.problems]) from error
+
+
+def _check_same_names(detector: GraphDetector, table: DetectionTable) -> None:
+    compared = [("predicates", table.predicates, detector.predicates)]
+    if table.attributes and detector.attributes:
+        compared.append(("attributes", table.attributes, detector.attributes))
+    faults = [
+        f"{table.name} has the {what} {list(given)}, training data {list(expected)}: give both the same ones in the "
+        "same order"
+        for what, given, expected in compared
+        if tuple(given) != tuple(expected)
+    ]
+    if faults:
+        raise BadInput(faults)

@@ -1,0 +1,185 @@
+"""Causal analysis of predicates (Tang et al., "Unbiased Scene Graph Generation from Biased Training", CVPR 2020).
+
+Three branches (context of the objects, union features, frequency of the labels) are trained together; in evaluation
+the effect of the context alone is the difference between predictions with and without it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.base.errors import BadInput
+from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, predicate_loss
+from toolkit.detectors.scene_graphs.frequency import FrequencyBias
+from toolkit.detectors.scene_graphs.geometry import pair_numbers, scaled_box_numbers
+from toolkit.detectors.scene_graphs.heads.layers import (
+    POSITION_DIM,
+    HeadSizes,
+    ObjectContext,
+    RunningMean,
+    batch_box_numbers,
+    empty_output,
+    fc,
+    label_embedding,
+    paired,
+    split_layer,
+    tree_losses,
+    xavier_linear,
+)
+from toolkit.detectors.scene_graphs.heads.motifs import MotifsContext
+from toolkit.detectors.scene_graphs.heads.vctree import VCTreeContext
+
+EFFECTS = ("none", "TDE", "NIE", "TE")
+PAIR_NUMBERS = 32
+
+
+class VTransEContext(ObjectContext):
+    """No context (VTransE, Zhang et al., CVPR 2017, as Scene-Graph-Benchmark has it): labels every object by itself, in
+    predcls too (the given labels only enter as embedding); background may win."""
+
+    def __init__(self, mode: str, sizes: HeadSizes):
+        super().__init__(mode, sizes)
+        self.object_out = fc(sizes.object_dim, sizes.num_classes)
+        self.edge_out = fc(sizes.object_dim, sizes.hidden_dim)
+        self.mean_object_input = RunningMean(sizes.object_dim)
+        self.mean_edge_input = RunningMean(sizes.roi_dim + POSITION_DIM)
+
+    def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Object logits (N, C), labels (N,), context (N, hidden), None."""
+        position = self.position(batch_box_numbers(batch))
+        embedded = label_embedding(self.embed_in, batch, self.mode)
+        object_input = torch.cat([batch.roi_features, embedded, position], 1)
+        edge_input = torch.cat([batch.roi_features, position], 1)
+        object_input = self.mean_object_input(object_input, from_averages)
+        edge_input = self.mean_edge_input(edge_input, from_averages)
+        logits = self.object_out(object_input)
+        labels = logits.argmax(1)
+        words = logits.softmax(1) @ self.embed_out.weight if from_averages else self.embed_out(labels)
+        return logits, labels, self.edge_out(torch.cat([edge_input, words], 1)).relu(), None
+
+
+class CausalHead(nn.Module):
+    """Context motifs, vctree or vtranse; the branches are added ("sum") or the context is gated ("gate").
+
+    effect (an attribute, read in evaluation only): "none" is the plain prediction; TDE takes the context away, NIE the
+    labels, TE both. The reference of all three is a second pass of the context layer on running means of its inputs.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        log_frequency: Tensor,
+        context: str = "motifs",
+        fusion: str = "sum",
+        effect: str = "none",
+        use_positions: bool = True,
+        dropout: float = 0.2,
+        nms_threshold: float = 0.5,
+        separate_spatial: bool = False,
+    ):
+        """use_positions: multiply the context by an embedding of 32 numbers of both boxes. separate_spatial: and by the
+        batch's `spatial_features`. effect: in any case."""
+        super().__init__()
+        effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
+        _check(context, fusion, effect, sizes)
+        self.sizes, self.fusion, self.effect, self.translates = sizes, fusion, effect, context == "vtranse"
+        hidden, pooling, num_predicates = sizes.hidden_dim, sizes.pooling_dim, sizes.num_predicates
+        if context == "motifs":
+            self.context = MotifsContext(mode, sizes, dropout, nms_threshold, keep_averages=True)
+        elif context == "vctree":
+            self.context = VCTreeContext(mode, sizes, log_frequency, dropout, keep_averages=True)
+        else:
+            self.context = VTransEContext(mode, sizes)
+        if self.translates:
+            self.split = split_layer(hidden, 2 * pooling)
+            self.context_out = nn.Linear(pooling, num_predicates, bias=False)
+        else:
+            self.split = split_layer(hidden, 2 * hidden)
+            self.join = xavier_linear(2 * hidden, pooling)
+            self.context_out = xavier_linear(pooling, num_predicates)
+        self.visual_out = xavier_linear(pooling, num_predicates)
+        self.gate = xavier_linear(pooling, num_predicates) if fusion == "gate" else None
+        self.frequency = FrequencyBias(log_frequency)
+        self.mean_spatial = RunningMean(pooling) if separate_spatial else None
+        self.positions = self.mean_positions = None
+        if use_positions:
+            layers = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
+            self.positions, self.mean_positions = nn.Sequential(*layers), RunningMean(PAIR_NUMBERS)
+        self.of_labels = () if self.translates else ("context.decoder",)
+        self.loss_names = ("loss_rel", "loss_refine_obj", "auxiliary_ctx")
+        self.loss_names += ("auxiliary_vis", "auxiliary_frq") if fusion == "sum" else ()
+        self.loss_names += ("binary_loss",) if context == "vctree" else ()
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if not len(batch.boxes_xyxy):
+            return empty_output(self.sizes, self.context_out.weight)
+        logits, labels, context, related = self.context(batch)
+        pair_context = self._pair_context(context, batch)
+        if batch.spatial_features is not None:
+            pair_context = pair_context * batch.spatial_features
+        if self.positions is not None:
+            numbers = scaled_box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
+            numbers = pair_numbers(numbers[batch.pairs[:, 0]], numbers[batch.pairs[:, 1]])
+            pair_context = pair_context * self.positions(numbers)
+        frequency = self.frequency(*labels[batch.pairs].unbind(1))
+        losses = {}
+        if self.training:
+            losses = self._branch_losses(batch, pair_context, frequency, related)
+            if self.positions is not None:
+                self.mean_positions(numbers)
+            if batch.spatial_features is not None:
+                self.mean_spatial(batch.spatial_features)
+        if self.training or self.effect == "none":
+            relation_logits = self._fuse(batch.union_features, pair_context, frequency)
+        else:
+            relation_logits = self._effect(batch, pair_context, logits)
+        return RelationOutput(logits, relation_logits, labels, context, losses)
+
+    def _pair_context(self, context: Tensor, batch: RelationBatch) -> Tensor:
+        subject, obj = paired(self.split(context), batch.pairs)
+        return subject - obj if self.translates else self.join(torch.cat([subject, obj], 1)).relu()
+
+    def _fuse(self, visual: Tensor, pair_context: Tensor, frequency: Tensor) -> Tensor:
+        from_context, from_vision = self.context_out(pair_context), self.visual_out(visual)
+        if self.gate is None:
+            return from_vision + from_context + frequency
+        return from_context * (from_vision + frequency + self.gate(pair_context)).sigmoid()
+
+    def _branch_losses(self, batch: RelationBatch, pair_context, frequency, related) -> dict:
+        """Each branch must be able to predict by itself, else the differences between them mean nothing."""
+        branches = {"auxiliary_ctx": self.context_out(pair_context)}
+        if self.fusion == "sum":
+            branches |= {"auxiliary_vis": self.visual_out(batch.union_features), "auxiliary_frq": frequency}
+        labels = batch.relation_labels, batch.num_pairs
+        losses = {name: predicate_loss(logits.float(), *labels) for name, logits in branches.items()}
+        return losses | tree_losses(related, batch)
+
+    def _effect(self, batch: RelationBatch, pair_context: Tensor, logits: Tensor) -> Tensor:
+        mean_logits, _, mean_context, _ = self.context(batch, from_averages=True)
+        without = self._pair_context(mean_context, batch)
+        if self.positions is not None:
+            without = without * self.positions(self.mean_positions.expanded(1))
+        if batch.spatial_features is not None:
+            without = without * self.mean_spatial.expanded(1)
+        # Nearly equal numbers are subtracted below: in half precision their difference would be noise.
+        with torch.autocast(pair_context.device.type, enabled=False):
+            visual, context, without = batch.union_features.float(), pair_context.float(), without.float()
+            seen = self._expected_frequency(logits, batch.pairs)
+            if self.effect == "TDE":
+                return self._fuse(visual, context, seen) - self._fuse(visual, without, seen)
+            unseen = self._fuse(visual, without, self._expected_frequency(mean_logits, batch.pairs))
+            return self._fuse(visual, without if self.effect == "NIE" else context, seen) - unseen
+
+    def _expected_frequency(self, object_logits: Tensor, pairs: Tensor) -> Tensor:
+        subject, obj = object_logits.float().softmax(1)[pairs].unbind(1)
+        return self.frequency.expected(subject, obj)
+
+
+def _check(context: str, fusion: str, effect: str, sizes: HeadSizes) -> None:
+    options = ("context", context, ("motifs", "vctree", "vtranse")), ("fusion", fusion, ("sum", "gate"))
+    options += (("effect", effect, EFFECTS),)
+    faults = [f"{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]
+    if sizes.union_dim != sizes.pooling_dim:
+        faults.append(f"union features of {sizes.union_dim} for a pooled size of {sizes.pooling_dim}; must be equal")
+    if faults:
+        raise BadInput(faults)

@@ -1,0 +1,58 @@
+"""Iterative Message Passing (Xu et al., CVPR 2017): objects and pairs exchange messages for a few rounds."""
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.detectors.scene_graphs.heads.layers import (
+    HeadSizes,
+    check_mode,
+    empty_output,
+    fc,
+    given_labels,
+    union_projection,
+)
+
+
+class IMPHead(nn.Module):
+    """No word vectors, no frequency bias. Both sides of a round read the state before it."""
+
+    loss_names = ("loss_rel", "loss_refine_obj")
+    of_labels = ("object_out",)
+
+    def __init__(self, mode: str, sizes: HeadSizes, rounds: int = 3):
+        super().__init__()
+        self.mode, self.sizes, self.rounds = check_mode(mode), sizes, rounds
+        hidden = sizes.hidden_dim
+        self.union = union_projection(sizes)
+        self.object_in, self.pair_in = fc(sizes.roi_dim, hidden), fc(sizes.pooling_dim, hidden)
+        self.object_gru, self.pair_gru = nn.GRUCell(hidden, hidden), nn.GRUCell(hidden, hidden)
+        # How much of a message passes: from subject and object to the pair, and from the pair to each of them.
+        self.from_subject, self.from_object = nn.Linear(2 * hidden, 1), nn.Linear(2 * hidden, 1)
+        self.to_subject, self.to_object = nn.Linear(2 * hidden, 1), nn.Linear(2 * hidden, 1)
+        self.object_out, self.pair_out = fc(hidden, sizes.num_classes), fc(hidden, sizes.num_predicates)
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if not len(batch.boxes_xyxy):
+            return empty_output(self.sizes, self.pair_out.weight)
+        subjects, objects = batch.pairs.unbind(1)
+        nodes = self.object_gru(self.object_in(batch.roi_features))
+        edges = self.pair_gru(self.pair_in(self.union(batch.union_features)).relu())
+        for _ in range(self.rounds):
+            subject, obj = nodes[subjects], nodes[objects]
+            with_subject, with_object = torch.cat([subject, edges], 1), torch.cat([obj, edges], 1)
+            to_edge = _gate(self.from_subject, with_subject) * subject + _gate(self.from_object, with_object) * obj
+            to_nodes = torch.zeros_like(nodes)
+            to_nodes = to_nodes.index_add(0, subjects, _gate(self.to_subject, with_subject).to(edges) * edges)
+            to_nodes = to_nodes.index_add(0, objects, _gate(self.to_object, with_object).to(edges) * edges)
+            edges, nodes = self.pair_gru(to_edge, edges), self.object_gru(to_nodes, nodes)
+        if self.mode == "predcls":
+            logits, labels = given_labels(batch, self.sizes.num_classes)
+        else:
+            logits = self.object_out(nodes)
+            labels = logits[:, 1:].argmax(1) + 1
+        return RelationOutput(logits, self.pair_out(edges), labels, nodes)
+
+
+def _gate(layer: nn.Linear, features: Tensor) -> Tensor:
+    return layer(features).sigmoid()

@@ -1,0 +1,218 @@
+"""Modules shared by several relation heads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit.base.batch import pad_rows, send
+from toolkit.base.errors import BadInput
+from toolkit.detectors.scene_graphs.batch import MODES, RelationBatch, RelationOutput, relatedness_loss
+from toolkit.detectors.scene_graphs.frequency import FrequencyBias
+from toolkit.detectors.scene_graphs.geometry import box_numbers, certain_logits
+from toolkit.detectors.scene_graphs.postprocess import late_labels
+
+AVERAGE_RATIO = 0.0005  # of the running means that stand for "no evidence" in causal effects
+POSITION_DIM = 128
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of a relation head; defaults are the published ones.
+
+    num_classes, num_predicates: with background. roi_dim, union_dim: features of objects and of union boxes.
+    """
+
+    num_classes: int
+    num_predicates: int
+    roi_dim: int = 4096
+    union_dim: int = 4096
+    hidden_dim: int = 512
+    pooling_dim: int = 4096
+    embed_dim: int = 200
+
+    @property
+    def object_dim(self) -> int:
+        """Of `object_features`."""
+        return self.roi_dim + self.embed_dim + POSITION_DIM
+
+
+def check_mode(mode: str) -> str:
+    if mode not in MODES:
+        raise BadInput(f"relation mode is {mode!r}; expected {', '.join(MODES)}")
+    return mode
+
+
+def class_embedding(sizes: HeadSizes) -> nn.Embedding:
+    """Trainable vectors of the classes; see `toolkit.detectors.scene_graphs.start.start_from_words`."""
+    return nn.Embedding(sizes.num_classes, sizes.embed_dim)
+
+
+class ObjectBatchNorm(nn.BatchNorm1d):
+    """Batch norm over objects that takes the running statistics for a batch of a single object, which has none."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and len(input) < 2:
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(input)
+
+
+def position_embedding() -> nn.Sequential:
+    """(N, 9) `box_numbers` -> (N, 128)."""
+    norm = ObjectBatchNorm(32, momentum=0.001)
+    return nn.Sequential(nn.Linear(9, 32), norm, nn.Linear(32, POSITION_DIM), nn.ReLU())
+
+
+def batch_box_numbers(batch: RelationBatch) -> Tensor:
+    return box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
+
+
+class ObjectContext(nn.Module):
+    """Embeds what is known of the objects; its subclasses label each and give it a context feature.
+
+    embed_in, embed_out: vectors of the classes as they come in, and of the labels that are given.
+    """
+
+    def __init__(self, mode: str, sizes: HeadSizes):
+        super().__init__()
+        self.mode, self.sizes = check_mode(mode), sizes
+        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        self.position = position_embedding()
+
+
+def label_embedding(embedding: nn.Embedding, batch: RelationBatch, mode: str) -> Tensor:
+    """(N, E): of the given label in predcls, else the mean over the detector's class probabilities."""
+    if mode == "predcls":
+        return embedding(batch.labels)
+    return batch.logits.detach().softmax(1) @ embedding.weight
+
+
+def object_features(batch: RelationBatch, embedding: nn.Embedding, position: nn.Module, mode: str) -> Tensor:
+    """(N, RoI + E + 128): what is seen of each object, its `label_embedding`, and where it is."""
+    embedded = label_embedding(embedding, batch, mode)
+    return torch.cat([batch.roi_features, embedded, position(batch_box_numbers(batch))], 1)
+
+
+def given_labels(batch: RelationBatch, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Logits and labels of predcls."""
+    return certain_logits(batch.labels, num_classes), batch.labels
+
+
+def best_labels(head: nn.Module, batch: RelationBatch, logits: Tensor) -> Tensor:
+    """(N,) the best class above background; of detected boxes in evaluation `late_labels`."""
+    if head.mode == "sgdet" and not head.training:
+        return late_labels(batch, logits, head.nms_threshold)
+    return logits[:, 1:].argmax(1) + 1
+
+
+def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
+    """The output of a head for a batch without objects: empty, but part of the graph, so that backward works."""
+    zero = parameter.sum() * 0.0
+    logits = [torch.zeros(0, width, device=zero.device) + zero for width in (sizes.num_classes, sizes.num_predicates)]
+    labels = torch.zeros(0, dtype=torch.int64, device=zero.device)
+    return RelationOutput(*logits, labels, torch.zeros(0, sizes.hidden_dim, device=zero.device))
+
+
+def paired(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, 2 D) features with a half for each role -> (R, D) of the subjects and (R, D) of the objects."""
+    as_subject, as_object = context.chunk(2, -1)
+    return as_subject[pairs[:, 0]], as_object[pairs[:, 1]]
+
+
+def split_layer(hidden_dim: int, out_dim: int) -> nn.Linear:
+    """The layer that makes the two roles; wide initial weights, as published."""
+    layer = nn.Linear(hidden_dim, out_dim)
+    nn.init.normal_(layer.weight, std=10.0 * hidden_dim**-0.5)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def xavier_linear(in_dim: int, out_dim: int) -> nn.Linear:
+    layer = nn.Linear(in_dim, out_dim)
+    nn.init.xavier_normal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def fc(in_dim: int, out_dim: int) -> nn.Linear:
+    """A linear layer that begins as maskrcnn-benchmark's do."""
+    layer = nn.Linear(in_dim, out_dim)
+    nn.init.kaiming_uniform_(layer.weight, a=1)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def union_projection(sizes: HeadSizes) -> nn.Module:
+    """Brings union features to the pooled size; nothing when they have it."""
+    same = sizes.union_dim == sizes.pooling_dim
+    return nn.Identity() if same else xavier_linear(sizes.union_dim, sizes.pooling_dim)
+
+
+class RunningMean(nn.Module):
+    """The slowly moving mean of feature rows in training, started at 0; a batch without rows leaves it alone."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.register_buffer("value", torch.zeros(dim))
+
+    def forward(self, rows: Tensor, from_averages: bool = False, counts: list[int] | None = None) -> Tensor:
+        """The rows, or as many of the mean in their place. counts: the mean moves once for each image, which has so
+        many rows; without, once for the batch."""
+        if self.training and len(rows):
+            counts = [count for count in counts or [len(rows)] if count]
+            sums = pad_rows(rows.detach().float(), counts).sum(1)
+            kept = (1 - AVERAGE_RATIO) ** torch.arange(len(counts) - 1, -1, -1)  # of each mean, after those behind it
+            weights = send(AVERAGE_RATIO * kept / torch.tensor(counts), rows.device)
+            self.value.mul_((1 - AVERAGE_RATIO) ** len(counts)).add_((sums * weights[:, None]).sum(0))
+        return self.expanded(len(rows)) if from_averages else rows
+
+    def expanded(self, count: int) -> Tensor:
+        """(count, dim)."""
+        return self.value.expand(count, -1)
+
+
+def averaged(
+    mean: RunningMean | None, rows: Tensor, from_averages: bool, counts: list[int] | None = None
+) -> Tensor:
+    """`RunningMean` of a context that may do without."""
+    return rows if mean is None else mean(rows, from_averages, counts)
+
+
+class ContextHead(nn.Module):
+    """Predicates from the contexts of both objects times the union features, and the frequency bias."""
+
+    loss_names = ("loss_rel", "loss_refine_obj")
+    of_labels = ("context.decoder",)
+
+    def __init__(self, context: nn.Module, sizes: HeadSizes, log_frequency: Tensor):
+        """context: a batch -> object logits (N, C), labels (N,), context (N, hidden), relatedness logits or None."""
+        super().__init__()
+        self.sizes, self.context = sizes, context
+        self.split = split_layer(sizes.hidden_dim, 2 * sizes.hidden_dim)
+        self.join = xavier_linear(2 * sizes.hidden_dim, sizes.pooling_dim)
+        self.union = union_projection(sizes)
+        self.out = xavier_linear(sizes.pooling_dim, sizes.num_predicates)
+        self.frequency = FrequencyBias(log_frequency)
+
+    def roles(self, context: Tensor) -> Tensor:
+        """(N, 2 hidden) of the objects as subject and as object."""
+        return self.split(context)
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if not len(batch.boxes_xyxy):
+            return empty_output(self.sizes, self.out.weight)
+        logits, labels, context, related = self.context(batch)
+        joined = self.join(torch.cat(paired(self.roles(context), batch.pairs), 1))
+        relation_logits = self.out(joined * self.union(batch.union_features))
+        relation_logits = relation_logits + self.frequency(*labels[batch.pairs].unbind(1))
+        losses = tree_losses(related, batch) if self.training else {}
+        return RelationOutput(logits, relation_logits, labels, context, losses)
+
+
+def tree_losses(related: Tensor | None, batch: RelationBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    """`binary_loss` of relatedness logits (B, N_max, N_max); of a context without, none."""
+    if related is None:
+        return {}
+    truth = pad_rows(batch.related.float(), batch.num_objects)
+    return {"binary_loss": relatedness_loss(related, truth, batch.num_objects)}

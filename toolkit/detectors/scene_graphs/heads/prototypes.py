@@ -1,0 +1,179 @@
+"""Predicates by the nearest learned prototype: PE-Net (Zheng et al., CVPR 2023) and REACT (Neau et al., 2024).
+
+Subject, object and predicate are word embeddings corrected by visual features; a pair is compared with the prototype of
+every predicate by cosine similarity. REACT is a faster PE-Net: it keeps the detector's labels, and joins subject and
+object by a linear layer instead of a product of sum and difference.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.base.batch import send
+from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, of_images
+from toolkit.detectors.scene_graphs.heads.layers import (
+    HeadSizes,
+    best_labels,
+    check_mode,
+    class_embedding,
+    empty_output,
+    fc,
+    given_labels,
+    object_features,
+    position_embedding,
+)
+
+APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
+NEAREST = 10  # wrong prototypes that a pair is held away from
+
+
+class MLP(nn.Sequential):
+    """Two linear layers with a ReLU between."""
+
+    def __init__(self, in_dim: int, inner_dim: int, out_dim: int):
+        super().__init__(nn.Linear(in_dim, inner_dim), nn.ReLU(), nn.Linear(inner_dim, out_dim))
+
+
+class Residual(nn.Module):
+    """norm(dropout(relu(linear(x))) + x)."""
+
+    def __init__(self, dim: int, dropout: float):
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(dim, dim), nn.LayerNorm(dim), nn.Dropout(dropout)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.norm(self.dropout(self.linear(values).relu()) + values)
+
+
+class PrototypeHead(nn.Module):
+    """PE-Net; with `refine_objects=False` and `join="linear"` REACT.
+
+    Losses beside the cross entropy, as published: `l21_loss` and `dist_loss2` keep prototypes apart, by cosine and by
+    distance; `loss_dis` draws a pair to its prototype and from the nearest others.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        dim: int = 2048,
+        dropout: float = 0.2,
+        refine_objects: bool = True,
+        join: str = "product",
+        nms_threshold: float = 0.5,
+    ):
+        """dim: width of the space of prototypes. The predicates' own vectors are drawn from N(0, 1)."""
+        super().__init__()
+        self.mode, self.sizes, self.nms_threshold, self.dim = check_mode(mode), sizes, nms_threshold, dim
+        self.embed_out = class_embedding(sizes)
+        self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim)
+        self.split = nn.Linear(sizes.roi_dim, 2 * dim)
+        self.subject_word, self.object_word, self.predicate_word = (
+            MLP(sizes.embed_dim, dim // 2, dim) for _ in range(3)
+        )
+        self.subject_gate, self.object_gate, self.predicate_gate = (nn.Linear(2 * dim, dim) for _ in range(3))
+        self.seen = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Dropout(dropout), nn.Linear(2 * dim, dim))
+        self.subject_mix, self.object_mix, self.pair_mix = (Residual(dim, dropout) for _ in range(3))
+        self.join = nn.Linear(2 * dim, dim) if join == "linear" else None
+        same = join == "linear" and sizes.union_dim == dim
+        self.union = nn.Identity() if same else MLP(sizes.union_dim, dim, dim)
+        self.project, self.dropout = MLP(dim, dim, 2 * dim), nn.Dropout(dropout)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+        self.object_in = self.object_out = None
+        if refine_objects:
+            self.embed_in = class_embedding(sizes)
+            self.position = position_embedding()
+            self.object_in = fc(sizes.object_dim, sizes.hidden_dim)
+            self.object_out = fc(sizes.hidden_dim, sizes.num_classes)
+        self.of_labels = ("embed_in", "position", "object_in", "object_out") if refine_objects else ()
+        self.loss_names = ("loss_rel", "loss_refine_obj", "l21_loss", "dist_loss2", "loss_dis")
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if not len(batch.boxes_xyxy):
+            return empty_output(self.sizes, self.logit_scale)
+        logits, labels = self._labels(batch)
+        pairs = self._pairs(batch, labels)
+        prototypes = self.project(self.dropout(self.predicate_word(self.predicate_embed.weight).relu()))
+        cosine = _unit(pairs) @ _unit(prototypes).T
+        losses = self._losses(batch, pairs, prototypes) if self.training else {}
+        stay = self.object_out is None and batch.found_labels is not None
+        return RelationOutput(logits, cosine * self.logit_scale.exp(), labels, pairs.new_zeros(0), losses, stay)
+
+    def _labels(self, batch: RelationBatch) -> tuple[Tensor, Tensor]:
+        if self.object_out is None:
+            return detector_labels(self, batch)
+        if self.mode == "predcls":
+            return given_labels(batch, self.sizes.num_classes)
+        features = object_features(batch, self.embed_in, self.position, self.mode)
+        logits = self.object_out(self.object_in(features))
+        return logits, best_labels(self, batch, logits)
+
+    def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:
+        """(R, 2 dim) of the pairs, in the space of the projected prototypes."""
+        as_object, as_subject = self.split(batch.roi_features).chunk(2, 1)
+        words = self.embed_out(labels)
+        subjects = self._corrected(self.subject_word(words), self.seen(as_subject), self.subject_gate)
+        objects = self._corrected(self.object_word(words), self.seen(as_object), self.object_gate)
+        subject = self.subject_mix(subjects)[batch.pairs[:, 0]]
+        other = self.object_mix(objects)[batch.pairs[:, 1]]
+        if self.join is None:
+            both = (subject + other).relu() - (subject - other) ** 2
+        else:
+            both = self.join(torch.cat([subject, other], 1)).relu()
+        seen = self.seen(self.union(batch.union_features))
+        pairs = self.pair_mix(both - seen * self.predicate_gate(torch.cat([both, seen], 1)).sigmoid())
+        return self.project(self.dropout(pairs.relu()))
+
+    @staticmethod
+    def _corrected(words: Tensor, seen: Tensor, gate: nn.Module) -> Tensor:
+        return words + seen * gate(torch.cat([words, seen], 1)).sigmoid()
+
+    def _losses(self, batch: RelationBatch, pairs: Tensor, prototypes: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """(sums, denominators) of the images by name; those of the prototypes count once for each with objects."""
+        with torch.autocast(pairs.device.type, enabled=False):
+            pairs, prototypes = pairs.float(), prototypes.float()
+            unit, count = _unit(prototypes), len(prototypes)
+            alike = (unit @ unit.detach().T).norm(dim=1).sum() / count**2
+            between = squared_distances(prototypes, prototypes.detach()).sort(1).values
+            close = (APART - between[:, :2].sum(1)).clamp(min=0).mean()
+            missed = (farther_than_wrong(pairs, prototypes, batch.relation_labels) + MARGIN).clamp(min=0)
+        return prototype_losses(batch, alike, close, missed)
+
+
+def detector_labels(head: nn.Module, batch: RelationBatch) -> tuple[Tensor, Tensor]:
+    """Logits and labels of a head that classifies no objects: those given, else those of the detector."""
+    if head.mode == "predcls":
+        return given_labels(batch, head.sizes.num_classes)
+    logits = batch.logits.detach()
+    return logits, best_labels(head, batch, logits) if batch.found_labels is None else batch.found_labels
+
+
+def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
+    """(R,) squared distance of a pair to its prototype, less the mean of those to the nearest others."""
+    distances = squared_distances(pairs, prototypes)
+    right = distances.gather(1, labels[:, None])[:, 0]
+    wrong = distances.scatter(1, labels[:, None], math.inf).sort(1).values
+    return right - wrong[:, : min(NEAREST, len(prototypes) - 1)].mean(1)
+
+
+def prototype_losses(
+    batch: RelationBatch, alike: Tensor, close: Tensor, missed: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(sums, denominators) of the images by name: two of the prototypes, and `missed` (R,) of the pairs."""
+    images = send(torch.tensor([float(number > 0) for number in batch.num_objects]), missed.device).to(missed)
+    return {
+        "l21_loss": (alike * images, images),
+        "dist_loss2": (close * images, images),
+        "loss_dis": (of_images(missed, batch.num_pairs), of_images(torch.ones_like(missed), batch.num_pairs)),
+    }
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / rows.norm(dim=1, keepdim=True)
+
+
+def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
+    """(N, M) of (N, D) and (M, D), without the (N, M, D) differences."""
+    squares = rows.square().sum(1)[:, None] + others.square().sum(1)[None]
+    return (squares - 2 * rows @ others.T).clamp(min=0)

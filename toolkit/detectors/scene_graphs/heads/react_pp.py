@@ -1,0 +1,178 @@
+"""REACT++ (Neau et al., Maelic/SGG-Benchmark): REACT with attention in place of gates, and prototypes that follow.
+
+Objects attend to the classes' word vectors and union boxes to the predicates'; a pair is compared with the prototype of
+every predicate by cosine similarity. Prototypes are learned until a predicate is seen, then the mean of its pairs.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit.base.errors import BadInput
+from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.detectors.scene_graphs.heads.layers import HeadSizes, check_mode, class_embedding, empty_output
+from toolkit.detectors.scene_graphs.heads.prototypes import (
+    detector_labels,
+    farther_than_wrong,
+    prototype_losses,
+    squared_distances,
+)
+
+APART, MARGIN = 1.5, 0.4  # of unit vectors: as APART and MARGIN of prototypes.py
+KEPT = 0.999  # of a prototype when it moves to the mean of a batch's pairs
+MOST_SCALE = 100.0
+EPSILON = 1e-6
+HEADS = 4  # of attention
+
+
+def linear(in_dim: int, out_dim: int) -> nn.Linear:
+    return nn.Linear(in_dim, out_dim, bias=False)
+
+
+class RMSNorm(nn.Module):
+    """Rows over their root mean square, in float32: in float16 epsilon would be 0."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = rows.float()
+        return rows * (rows.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * self.weight
+
+
+class GatedLayers(nn.Module):
+    """out(dropout(silu(gate(x)) * value(x))): SwiGLU (Shazeer, 2020), its width rounded up to a multiple of 8."""
+
+    def __init__(self, in_dim: int, out_dim: int, expansion: float, dropout: float):
+        super().__init__()
+        width = -(-int(in_dim * expansion) // 8) * 8
+        self.gate, self.value, self.out = linear(in_dim, width), linear(in_dim, width), linear(width, out_dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.out(self.dropout(F.silu(self.gate(rows)) * self.value(rows)))
+
+
+class GatedResidual(nn.Module):
+    """norm(x + gated layers of x)."""
+
+    def __init__(self, dim: int, dropout: float):
+        super().__init__()
+        self.layers, self.norm = GatedLayers(dim, dim, 4 / 3, dropout), RMSNorm(dim)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.norm(rows + self.layers(rows))
+
+
+class WordAttention(nn.Module):
+    """Attention of rows (N, D) to the words (C, D) of all classes or predicates.
+
+    The original adds a bias of the box's geometry to the logits of all words alike, which the softmax cancels.
+    """
+
+    def __init__(self, dim: int, dropout: float):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (linear(dim, dim) for _ in range(4))
+        self.dropout = dropout
+
+    def forward(self, rows: Tensor, words: Tensor) -> Tensor:
+        layers = zip((self.query, self.key, self.value), (rows, words, words), strict=True)
+        parts = (layer(given).unflatten(1, (HEADS, -1)).transpose(0, 1)[None] for layer, given in layers)
+        found = F.scaled_dot_product_attention(*parts, dropout_p=self.dropout if self.training else 0.0)
+        return self.out(found[0].transpose(0, 1).flatten(1))
+
+
+class MovingPrototypes(nn.Module):
+    """Unit vectors (P, D): learned ones, and of predicates that were seen the moving mean of their pairs.
+
+    Like the statistics of a batch norm, the means move with every batch in training, unless `moves` is set to False.
+    """
+
+    def __init__(self, num_predicates: int, dim: int):
+        super().__init__()
+        self.moves = True
+        self.weight = nn.Parameter(torch.randn(num_predicates, dim) * dim**-0.5)
+        self.register_buffer("means", torch.zeros(num_predicates, dim))
+        self.register_buffer("counts", torch.zeros(num_predicates))
+
+    def forward(self) -> Tensor:
+        return torch.where(self.counts[:, None] > 0, self.means, F.normalize(self.weight.float(), dim=1))
+
+    @torch.no_grad()
+    def follow(self, pairs: Tensor, labels: Tensor) -> None:
+        """pairs: (R, D) unit vectors. labels: (R,) predicates; "no relation" has no mean."""
+        found = torch.zeros_like(self.counts).index_add_(0, labels, (labels > 0).to(self.counts))
+        sums = torch.zeros_like(self.means).index_add_(0, labels, pairs.to(self.means))
+        means = sums / found.clamp(min=1)[:, None]
+        moved = torch.where(self.counts[:, None] > 0, KEPT * self.means + (1 - KEPT) * means, means)
+        self.means.copy_(torch.where(found[:, None] > 0, F.normalize(moved, dim=1), self.means))
+        self.counts += found > 0
+
+
+class ReactPlusPlusHead(nn.Module):
+    """Losses beside the cross entropy: `l21_loss` and `dist_loss2` keep prototypes apart, by cosine and by distance;
+    `loss_dis` draws a pair to its prototype and from the nearest others. Its recipe for VG150 weighs them 1, 0.1, 0.5.
+    """
+
+    loss_names = ("loss_rel", "loss_refine_obj", "l21_loss", "dist_loss2", "loss_dis")
+
+    def __init__(self, mode: str, sizes: HeadSizes, dim: int = 512, dropout: float = 0.2, nms_threshold: float = 0.5):
+        """dim: width of the space of prototypes, a multiple of 4. Vectors of classes and predicates are not trained."""
+        super().__init__()
+        if dim % HEADS:
+            raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {HEADS}")
+        self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
+        self.embed_out = class_embedding(sizes).requires_grad_(False)
+        self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim).requires_grad_(False)
+        self.split = nn.Sequential(linear(sizes.roi_dim, 2 * dim), RMSNorm(2 * dim))
+        self.class_word, self.predicate_word = (GatedLayers(sizes.embed_dim, dim, 2, dropout) for _ in range(2))
+        self.subject_attention, self.object_attention, self.union_attention = (
+            WordAttention(dim, dropout) for _ in range(3)
+        )
+        self.seen_norm, self.union_norm = RMSNorm(dim), RMSNorm(dim)
+        self.subject_mix, self.object_mix, self.pair_mix = (GatedResidual(dim, dropout) for _ in range(3))
+        self.union, self.union_gate = linear(sizes.union_dim, dim), linear(dim, dim)
+        self.project = nn.Sequential(linear(dim, 2 * dim), RMSNorm(2 * dim), nn.SiLU(), linear(2 * dim, dim))
+        self.prototypes = MovingPrototypes(sizes.num_predicates, dim)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if not len(batch.boxes_xyxy):
+            return empty_output(self.sizes, self.logit_scale)
+        logits, labels = detector_labels(self, batch)
+        pairs = F.normalize(self.project(self._pairs(batch, labels)).float(), dim=1)
+        prototypes = F.normalize(self.project(self.prototypes()).float(), dim=1)
+        with torch.autocast(pairs.device.type, enabled=False):
+            relation_logits = pairs @ prototypes.T * self.logit_scale.exp().clamp(max=MOST_SCALE)
+            losses = self._losses(batch, pairs, prototypes) if self.training else {}
+        if self.training and self.prototypes.moves:
+            self.prototypes.follow(pairs.detach(), batch.relation_labels)
+        stay = batch.found_labels is not None
+        return RelationOutput(logits, relation_logits, labels, pairs.new_zeros(0), losses, stay)
+
+    def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:
+        """(R, dim) of the pairs."""
+        as_subject, as_object = self.split(batch.roi_features).chunk(2, 1)
+        classes, words = self.class_word(self.embed_out.weight), self.class_word(self.embed_out(labels))
+        subjects = self.seen_norm(as_subject + self.subject_attention(as_subject, classes))
+        objects = self.seen_norm(as_object + self.object_attention(as_object, classes))
+        subject = (self.subject_mix(subjects) + words)[batch.pairs[:, 0]]
+        other = (self.object_mix(objects) + words)[batch.pairs[:, 1]]
+        pairs = self.pair_mix(subject * other + subject - other)
+        seen = self.union(batch.union_features)
+        seen = self.union_norm(seen + self.union_attention(seen, self.predicate_word(self.predicate_embed.weight)))
+        return pairs + self.union_gate(pairs + seen).sigmoid() * seen
+
+    @staticmethod
+    def _losses(batch: RelationBatch, pairs: Tensor, prototypes: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """As of `PrototypeHead`, of unit vectors, and with a soft hinge."""
+        alike = (prototypes @ prototypes.T).norm(dim=1).sum() / len(prototypes) ** 2
+        between = squared_distances(prototypes, prototypes.detach())
+        itself = torch.eye(len(prototypes), dtype=torch.bool, device=between.device)
+        between = between.masked_fill(itself, math.inf).sort(1).values
+        close = F.softplus(APART - between[:, :2].sum(1)).mean()
+        missed = F.softplus(farther_than_wrong(pairs, prototypes.detach(), batch.relation_labels) + MARGIN)
+        return prototype_losses(batch, alike, close, missed)

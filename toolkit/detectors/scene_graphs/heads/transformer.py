@@ -1,0 +1,123 @@
+"""Objects and their edges encoded by self-attention (Transformer of Scene-Graph-Benchmark, Tang et al., 2020)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit.base.batch import pad_rows, unpad_rows
+from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
+from toolkit.detectors.scene_graphs.frequency import FrequencyBias
+from toolkit.detectors.scene_graphs.heads.layers import (
+    POSITION_DIM,
+    HeadSizes,
+    best_labels,
+    check_mode,
+    class_embedding,
+    empty_output,
+    given_labels,
+    object_features,
+    paired,
+    split_layer,
+    union_projection,
+    xavier_linear,
+)
+
+
+class EncoderLayer(nn.Module):
+    """Post-norm self-attention and feed-forward; keys and values may be of other sizes than the model."""
+
+    def __init__(self, dim: int, heads: int, key_dim: int, value_dim: int, inner_dim: int, dropout: float):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key = nn.Linear(dim, heads * key_dim), nn.Linear(dim, heads * key_dim)
+        self.value, self.out = nn.Linear(dim, heads * value_dim), nn.Linear(heads * value_dim, dim)
+        for layer, size in ((self.query, key_dim), (self.key, key_dim), (self.value, value_dim)):
+            nn.init.normal_(layer.weight, std=(2.0 / (dim + size)) ** 0.5)
+        nn.init.xavier_normal_(self.out.weight)
+        self.attention_norm, self.inner_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.inner_in, self.inner_out = nn.Linear(dim, inner_dim), nn.Linear(inner_dim, dim)
+        self.dropout, self.attention_dropout = nn.Dropout(dropout), dropout
+
+    def forward(self, features: Tensor, mask: Tensor) -> Tensor:
+        """features: (B, n, dim), mask: (B, n) bool of real objects, at least one per image."""
+        query, key, value = (self._heads(layer(features)) for layer in (self.query, self.key, self.value))
+        dropout = self.attention_dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, mask[:, None, None], dropout)
+        features = self.attention_norm(features + self.dropout(self.out(mixed.transpose(1, 2).flatten(2))))
+        inner = self.inner_out(self.inner_in(features).relu())
+        return self.inner_norm(features + self.dropout(inner))
+
+    def _heads(self, values: Tensor) -> Tensor:
+        return values.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class ObjectEncoder(nn.ModuleList):
+    """Encoder layers over the objects of each image: (N, dim) -> (N, dim)."""
+
+    def forward(self, features: Tensor, num_objects: list[int]) -> Tensor:
+        num_objects = [count for count in num_objects if count]  # attention over nothing would be NaN
+        mask = object_mask(num_objects, features.device)
+        padded = pad_rows(features, num_objects)
+        for layer in self:
+            padded = layer(padded, mask)
+        return unpad_rows(padded, num_objects)
+
+
+class TransformerHead(nn.Module):
+    """Predicates from the contexts of both objects, alone and times the union features, and the frequency bias."""
+
+    loss_names = ("loss_rel", "loss_refine_obj")
+    of_labels = ("object_out",)
+
+    def __init__(
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        log_frequency: Tensor,
+        object_layers: int = 4,
+        edge_layers: int = 2,
+        heads: int = 8,
+        key_dim: int = 64,
+        value_dim: int = 64,
+        inner_dim: int = 2048,
+        dropout: float = 0.1,
+        nms_threshold: float = 0.5,
+    ):
+        super().__init__()
+        self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
+        hidden = sizes.hidden_dim
+        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        layers = nn.Linear(9, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, POSITION_DIM), nn.ReLU()
+        self.position = nn.Sequential(*layers, nn.Dropout(dropout))
+        self.object_in = nn.Linear(sizes.object_dim, hidden)
+        self.edge_in = nn.Linear(sizes.embed_dim + hidden + sizes.roi_dim, hidden)
+        self.object_out = nn.Linear(hidden, sizes.num_classes)
+        shape = (hidden, heads, key_dim, value_dim, inner_dim, dropout)
+        self.object_encoder = ObjectEncoder(EncoderLayer(*shape) for _ in range(object_layers))
+        self.edge_encoder = ObjectEncoder(EncoderLayer(*shape) for _ in range(edge_layers))
+        self.split = split_layer(hidden, 2 * hidden)
+        self.join = xavier_linear(2 * hidden, sizes.pooling_dim)
+        self.union = union_projection(sizes)
+        self.visual_out = xavier_linear(sizes.pooling_dim, sizes.num_predicates)
+        self.context_out = xavier_linear(2 * hidden, sizes.num_predicates)
+        self.frequency = FrequencyBias(log_frequency)
+
+    def forward(self, batch: RelationBatch) -> RelationOutput:
+        if not len(batch.boxes_xyxy):
+            return empty_output(self.sizes, self.visual_out.weight)
+        features = object_features(batch, self.embed_in, self.position, self.mode)
+        objects = self.object_encoder(self.object_in(features), batch.num_objects)
+        logits, labels = self._labels(batch, objects)
+        edge_features = torch.cat([batch.roi_features, objects, self.embed_out(labels)], 1)
+        context = self.edge_encoder(self.edge_in(edge_features), batch.num_objects)
+        both = torch.cat(paired(self.split(context), batch.pairs), 1)
+        visual = self.join(both) * self.union(batch.union_features)
+        frequency = self.frequency(*labels[batch.pairs].unbind(1))
+        relation_logits = self.visual_out(visual) + self.context_out(both) + frequency
+        return RelationOutput(logits, relation_logits, labels, context)
+
+    def _labels(self, batch: RelationBatch, objects: Tensor) -> tuple[Tensor, Tensor]:
+        if self.mode == "predcls":
+            return given_labels(batch, self.sizes.num_classes)
+        logits = self.object_out(objects)
+        return logits, best_labels(self, batch, logits)

@@ -1,0 +1,186 @@
+"""VCTree (Tang et al., CVPR 2019): a tree over the objects of each image, and LSTMs that run along it."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit.base.batch import pad_rows, unpad_rows
+from toolkit.detectors.scene_graphs.batch import RelationBatch, object_mask
+from toolkit.detectors.scene_graphs.geometry import overlap_numbers
+from toolkit.detectors.scene_graphs.heads.layers import (
+    ContextHead,
+    HeadSizes,
+    ObjectBatchNorm,
+    ObjectContext,
+    RunningMean,
+    averaged,
+    batch_box_numbers,
+    given_labels,
+    label_embedding,
+    xavier_linear,
+)
+from toolkit.detectors.scene_graphs.heads.trees import DownwardLSTM, Forest, TreeLSTM, grow_trees
+
+SCORE_DIM = 128
+
+
+class PairScores(nn.Module):
+    """Scores how likely two objects of an image are related, from their features and from frequencies."""
+
+    def __init__(self, sizes: HeadSizes, log_frequency: Tensor):
+        super().__init__()
+        hidden, num_classes = sizes.hidden_dim, sizes.num_classes
+        self.prior = nn.Linear(num_classes**2, 1, bias=False)
+        self.start_from(log_frequency)
+        self.overlap = self._numbers(6)
+        self.box = self._numbers(9)
+        self.roi = xavier_linear(sizes.roi_dim, SCORE_DIM)
+        self.word = xavier_linear(sizes.embed_dim, SCORE_DIM)
+        self.joined = xavier_linear(4 * SCORE_DIM, hidden)
+        self.subject, self.object = xavier_linear(hidden, hidden), xavier_linear(hidden, hidden)
+        self.vision = nn.Linear(3 * hidden + 1, 1)
+
+    @torch.no_grad()
+    def start_from(self, log_frequency: Tensor) -> None:
+        """Sets the prior of two classes being related, from (C, C, P)."""
+        together = log_frequency.sum(-1)
+        self.prior.weight.copy_((together + together.T).reshape(1, -1))
+
+    @staticmethod
+    def _numbers(count: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(count, SCORE_DIM), ObjectBatchNorm(SCORE_DIM, momentum=0.001), nn.ReLU())
+
+    def forward(self, batch: RelationBatch, embedded: Tensor, logits: Tensor) -> Tensor:
+        """(B, N_max, N_max) logits of object row (as object) and column (as subject), padded.
+
+        embedded: (N, E) label embedding, logits: (N, C). Neither they nor the RoI features get a gradient from here.
+        """
+        mask = object_mask(batch.num_objects, embedded.device)
+        overlaps = overlap_numbers(pad_rows(batch.boxes_xyxy, batch.num_objects), mask)
+        overlaps = unpad_rows(overlaps, batch.num_objects)
+        words, rois = self.word(embedded.detach()), self.roi(batch.roi_features.detach())
+        joined = torch.cat([rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)], 1)
+        joined = self.joined(joined).relu()
+        with torch.autocast(embedded.device.type, enabled=False):  # trees hang on small differences
+            return self._bilinear(joined.float(), logits.detach().float(), batch.num_objects)
+
+    def _bilinear(self, joined: Tensor, logits: Tensor, num_objects: list[int]) -> Tensor:
+        """The published code expands N x N x C^2 and N x N x 3 hidden; both layers are bilinear: this is the same."""
+        subject = pad_rows(self.subject(joined).relu(), num_objects)
+        obj = pad_rows(self.object(joined).relu(), num_objects)
+        classes = pad_rows(logits.softmax(1), num_objects)
+        num_classes = classes.shape[-1]
+        prior = classes @ self.prior.weight.view(num_classes, num_classes) @ classes.transpose(1, 2)
+        product, as_subject, as_object = self.vision.weight[0, :-1].chunk(3)
+        vision = (obj * product) @ subject.transpose(1, 2)
+        vision = vision + (subject @ as_subject)[:, None] + (obj @ as_object)[:, :, None]
+        vision = vision + self.vision.weight[0, -1] * prior + self.vision.bias
+        return vision.sigmoid() * prior
+
+
+class TreeDecoder(nn.Module):
+    """Labels the objects from the roots to the leaves, with the parent's label as input."""
+
+    def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
+        super().__init__()
+        self.in_dim, self.dropout = in_dim, dropout
+        self.embed = nn.Embedding(sizes.num_classes + 1, sizes.embed_dim)  # first that of no parent
+        self.lstm = DownwardLSTM(in_dim + sizes.embed_dim, sizes.hidden_dim)
+        self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
+
+    def forward(
+        self, features: Tensor, forest: Forest, image: Tensor, clocks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (N, C) and the best labels above background (N,). With the `clocks` (N, C - 1) of `drawn_columns`,
+        given in training, parents tell a drawn label."""
+        direct, from_parent_direct = self._project(self.lstm.direct, features)
+        projected, from_parent = self._project(self.lstm.input, features)
+        # One mask for all objects of an image.
+        kept = F.dropout(features.new_ones(forest.num_images, self.lstm.dim), self.dropout, self.training)[image]
+        state = memory = features.new_zeros(len(features), self.lstm.dim)
+        parent_label = torch.zeros(len(features), dtype=torch.int64, device=features.device)
+        all_logits, all_labels = [], []
+        for depth, (level, up) in enumerate(zip(forest.levels, forest.up_place, strict=True)):
+            if depth == 0:
+                up = torch.arange(len(level), device=level.device)  # zeros and the start token
+            parent_label = parent_label[up]
+            sums = direct[level] + from_parent_direct[parent_label], projected[level] + from_parent[parent_label]
+            state, memory = self.lstm.cell(*sums, state[up], memory[up])
+            state = state * kept[level]
+            logits = self.out(state)
+            all_logits.append(logits)
+            all_labels.append(logits[:, 1:].argmax(1) + 1)
+            parent_label = all_labels[-1] + 1
+            if clocks is not None:
+                parent_label = drawn_columns(logits.float().softmax(1)[:, 1:], clocks[level]) + 2
+        return torch.cat(all_logits)[forest.inverse], torch.cat(all_labels)[forest.inverse]
+
+    def _project(self, layer: nn.Linear, features: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer over [features, parent's label]: its part for all objects and its part for all labels."""
+        weight, label_weight = layer.weight[:, : self.in_dim], layer.weight[:, self.in_dim :]
+        return F.linear(features, weight, layer.bias), F.linear(self.embed.weight, label_weight)
+
+
+def drawn_columns(weights: Tensor, clocks: Tensor) -> Tensor:
+    """(N,) columns of (N, C), drawn as `multinomial` draws one of each row; that asks whether all are finite, and so
+    makes the host wait for a GPU. clocks: (N, C) exponentially distributed numbers."""
+    return (weights / clocks).argmax(1)
+
+
+def clocks_of(batch: RelationBatch, columns: int) -> Tensor:
+    """(N, columns) exponentially distributed numbers for the objects, those of an image from its own generator."""
+    draws = batch.draws or [None] * len(batch.num_objects)
+    clocks = batch.boxes_xyxy.new_empty(sum(batch.num_objects), columns, dtype=torch.float32)
+    for rows, draw in zip(clocks.split(batch.num_objects), draws, strict=True):
+        rows.exponential_(generator=draw)
+    return clocks
+
+
+class VCTreeContext(ObjectContext):
+    """Labels the objects and gives each a context feature; builds the trees on the way."""
+
+    def __init__(
+        self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2, keep_averages: bool = False
+    ):
+        super().__init__(mode, sizes)
+        self.scores = PairScores(sizes, log_frequency)
+        object_dim, edge_dim = sizes.object_dim, sizes.embed_dim + sizes.roi_dim
+        self.object_lstm = TreeLSTM(object_dim, sizes.hidden_dim)
+        self.decoder = TreeDecoder(object_dim + sizes.hidden_dim, sizes, dropout)
+        self.edge_lstm = TreeLSTM(edge_dim + sizes.hidden_dim, sizes.hidden_dim)
+        self.mean_decoder_input = RunningMean(object_dim + sizes.hidden_dim) if keep_averages else None
+        self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
+
+    def plant(self, batch: RelationBatch, embedded: Tensor) -> tuple[Forest, Tensor]:
+        """The trees, and the (B, N_max, N_max) relatedness logits they were grown from."""
+        logits = batch.logits if self.mode != "predcls" else given_labels(batch, self.sizes.num_classes)[0]
+        related = self.scores(batch, embedded, logits)
+        return grow_trees(related.sigmoid(), batch.num_objects), related
+
+    def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Object logits (N, C), labels (N,), context (N, hidden), relatedness logits (B, N_max, N_max)."""
+        embedded = label_embedding(self.embed_in, batch, self.mode)
+        features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)
+        forest, related = self.plant(batch, embedded)
+        context = self.object_lstm(features, forest)
+        logits, labels = self._labels(batch, torch.cat([features, context], 1), forest, from_averages)
+        edge_input = torch.cat([self.embed_out(labels), batch.roi_features], 1)
+        edge_input = averaged(self.mean_edge_input, edge_input, from_averages)
+        return logits, labels, self.edge_lstm(torch.cat([edge_input, context], 1), forest), related
+
+    def _labels(self, batch, decoder_input, forest, from_averages: bool) -> tuple[Tensor, Tensor]:
+        if self.mode == "predcls":
+            return given_labels(batch, self.sizes.num_classes)
+        decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages, batch.num_objects)
+        clocks = clocks_of(batch, self.sizes.num_classes - 1) if self.training else None
+        return self.decoder(decoder_input, forest, batch.image, clocks)
+
+
+class VCTreeHead(ContextHead):
+    loss_names = (*ContextHead.loss_names, "binary_loss")
+
+    def __init__(self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2):
+        super().__init__(VCTreeContext(mode, sizes, log_frequency, dropout), sizes, log_frequency)
+
+    def roles(self, context: Tensor) -> Tensor:
+        return super().roles(context).relu()

@@ -1,0 +1,321 @@
+"""Matches predicted with annotated relations, as flat arrays over many images without loops over boxes or pairs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from toolkit.detectors.scene_graphs import geometry
+
+CHUNK_IMAGES = 64  # bounds memory
+COMPACT = ("predicates", "combinations", "two_predicates", "two_scores")  # of `compact_graph`
+
+
+@dataclass
+class Matches:
+    """Annotated relations of all images, one row each, and the predictions that find them.
+
+    image, index, predicate: (R,) image, index among the image's relations, predicate of each relation.
+    triplets: (R, 3) subject class, object class, predicate. counts: (images,) relations per image.
+    constrained, unconstrained, given_pairs: (M, 2) relation row, rank. `given_pairs` ranks only the predicted pairs
+    that are annotated pairs.
+    """
+
+    image: np.ndarray
+    index: np.ndarray
+    predicate: np.ndarray
+    triplets: np.ndarray
+    counts: np.ndarray
+    constrained: np.ndarray
+    unconstrained: np.ndarray
+    given_pairs: np.ndarray
+
+    def first_rank(self, matches: np.ndarray) -> np.ndarray:
+        """(R,) int64 rank of the best prediction that finds each relation; the largest int64 when none does."""
+        rank = np.full(len(self.image), np.iinfo(np.int64).max)
+        np.minimum.at(rank, matches[:, 0], matches[:, 1])
+        return rank
+
+    def rows(self, matches: np.ndarray) -> np.ndarray:
+        """(M, 3) image, rank, index of the relation in its image, sorted."""
+        relation = matches[:, 0]
+        rows = np.stack([self.image[relation], matches[:, 1], self.index[relation]], 1)
+        return rows[np.lexsort(rows.T[::-1])]
+
+
+def match_relations(
+    truths: Sequence[Mapping],
+    predictions: Sequence[Mapping],
+    mode: str,
+    iou_threshold: float,
+    keep: int,
+    one_box_each: bool = False,
+) -> Matches:
+    """Match every predicted pair, and the `keep` best (pair, predicate) combinations, with the annotated relations.
+
+    Arguments as in `evaluate_scene_graphs`. Pairs are taken in the given order with their best predicate
+    (constrained); combinations are ranked by subject score x object score x predicate score (unconstrained).
+    one_box_each: an annotated object is found by the box of `boxes_of_objects` alone; not in phrdet, where no box is
+    compared with an object.
+    """
+    chunks, start = [], 0
+    for lo in range(0, len(truths), CHUNK_IMAGES):
+        hi = lo + CHUNK_IMAGES
+        chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
+        chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
+        start += len(chunks[-1].image)
+    return Matches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in Matches.__annotations__))
+
+
+def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
+    if parts:
+        return np.concatenate(parts)
+    widths = {"triplets": (0, 3), "constrained": (0, 2), "unconstrained": (0, 2), "given_pairs": (0, 2)}
+    return np.zeros(widths.get(name, (0,)), np.int64)
+
+
+def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
+    """A much smaller prediction that gives the same result in `match_relations` with that `keep`: `predicates (P,)` and
+    `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`; and `two_predicates`,
+    `two_scores` of `best_two`."""
+    scores = np.asarray(prediction["predicate_scores"])
+    pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
+    two, two_scores = best_two(prediction)
+    compact = {
+        "two_predicates": two.astype(np.int32),
+        "two_scores": two_scores,
+        "predicates": scores.argmax(1) if len(scores) else np.zeros(0, np.int64),
+        "combinations": best_combinations(scores, pair_scores, keep).astype(np.int32),
+    }
+    return {name: value for name, value in prediction.items() if name != "predicate_scores"} | compact
+
+
+def best_predicates(prediction: Mapping, rows: np.ndarray | slice) -> np.ndarray:
+    """The best predicate of these pairs of an image, from 0."""
+    if "combinations" in prediction:
+        return np.asarray(prediction["predicates"])[rows]
+    return np.asarray(prediction["predicate_scores"])[rows].argmax(1)
+
+
+def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
+    """(P, 2) the two best predicates of each pair of an image, from 0, best first, and their scores (P, 2); (P, 1)
+    where there is but one."""
+    if "two_predicates" in prediction:
+        return np.asarray(prediction["two_predicates"]), np.asarray(prediction["two_scores"])
+    scores = torch.from_numpy(np.require(prediction["predicate_scores"], requirements="W"))
+    ranked = scores.sort(dim=1, descending=True, stable=True)
+    return ranked.indices[:, :2].numpy(), ranked.values[:, :2].numpy()
+
+
+def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, keep: int) -> np.ndarray:
+    """(<= keep, 2) int64 row of the pair and predicate of the best combinations of an image, best first.
+
+    predicate_scores: (P, predicates), pair_scores: (P,) that they are multiplied by. The best `keep` lie in the `keep`
+    pairs whose best predicate scores highest, so only those are sorted. Equal ones are ranked by pair, then predicate.
+    """
+    scores, count = np.asarray(predicate_scores), np.shape(predicate_scores)[1]
+    if not len(scores):
+        return np.zeros((0, 2), np.int64)
+    # By torch, which compares whole vectors along a row: the largest of each in a fifth of NumPy's time.
+    best = torch.from_numpy(np.require(scores, requirements="W")).amax(1).numpy()
+    rows = _largest(best * pair_scores, keep)
+    products = (scores[rows] * pair_scores[rows, None]).ravel()
+    chosen = _largest(products, keep)
+    chosen = chosen[np.argsort(-products[chosen], kind="stable")]
+    return np.column_stack([rows[chosen // count], chosen % count])
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    """(<= count,) ascending indices of the largest values; of equal ones at the cut the first."""
+    if len(values) <= count:
+        return np.arange(len(values))
+    smallest = np.partition(values, len(values) - count)[-count]
+    above, equal = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
+    return np.sort(np.concatenate([above, equal[: count - len(above)]]))
+
+
+def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float = 0.5) -> np.ndarray:
+    """(M,) the annotated object that each predicted box stands for, -1: none; no object has two boxes.
+
+    As in COCO's AP: the boxes choose, best score first (of equal ones the earlier), each the object of its class that
+    it overlaps most, by `iou_threshold` or more, among those that no box has yet.
+    """
+    found = np.full(len(prediction["boxes"]), -1)
+    box, object_ = (np.asarray(prediction["labels"])[:, None] == np.asarray(truth["labels"])).nonzero()
+    ious = iou_plus_one(*(np.asarray(g["boxes"], np.float32)[i] for g, i in ((prediction, box), (truth, object_))))
+    order = np.lexsort((object_, -ious, box, -np.asarray(prediction["scores"])[box]))
+    taken = set()
+    for i in order[ious[order] >= np.float32(iou_threshold)].tolist():
+        if found[box[i]] < 0 and object_[i] not in taken:
+            found[box[i]] = object_[i]
+            taken.add(object_[i])
+    return found
+
+
+class _Chunk:
+    """Flat arrays of some images; `slots` is the largest number of annotated relations of an image."""
+
+    def __init__(
+        self,
+        truths: Sequence[Mapping],
+        predictions: Sequence[Mapping],
+        mode: str,
+        iou_threshold: float,
+        one_box_each: bool = False,
+    ):
+        self.union, self.threshold = mode == "phrdet", np.float32(iou_threshold)
+        objects = truths if mode == "predcls" else predictions
+        relations = [np.asarray(t["relations"], dtype=np.int64).reshape(-1, 3) for t in truths]
+        self.counts = np.asarray([len(r) for r in relations], dtype=np.int64)
+        self.starts = np.cumsum(self.counts) - self.counts
+        self.image, self.slot = _positions(self.counts)
+        self._read_truth(truths, relations)
+        num_boxes = np.asarray([len(o["boxes"]) for o in objects], dtype=np.int64)
+        self.boxes = _flat([np.asarray(o["boxes"], np.float32) for o in objects], (0, 4))
+        self.labels = _flat([np.asarray(o["labels"]) for o in objects], (0,))
+        self.box_image, _ = _positions(num_boxes)
+        box_start = np.cumsum(num_boxes) - num_boxes
+        pairs = [np.asarray(p["pairs"], dtype=np.int64).reshape(-1, 2) for p in predictions]
+        self.num_pairs = np.asarray([len(p) for p in pairs], dtype=np.int64)
+        self.pair_image, self.rank = _positions(self.num_pairs)
+        self.local_pairs = _flat(pairs, (0, 2))
+        self.pairs = self.local_pairs + box_start[self.pair_image, None]
+        self.pair_start = np.cumsum(self.num_pairs) - self.num_pairs
+        self.predictions = predictions  # their scores of predicates are most of the data
+        if mode == "predcls":
+            self.pair_scores = np.ones(len(self.pairs), np.float32)
+        else:
+            self.pair_scores = _flat([np.asarray(p["scores"]) for p in predictions], (0,))[self.pairs].prod(1)
+        self.stands_for = None
+        if one_box_each and not self.union:
+            given = [{**truth, "scores": np.ones(len(truth["boxes"]))} for truth in truths if mode == "predcls"]
+            graphs = zip(truths, given or predictions, strict=True)
+            self.stands_for = _flat([boxes_of_objects(*both, iou_threshold) for both in graphs], (0,))
+        self.candidates = self._box_matches(0), self._box_matches(1)
+
+    def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
+        """Padded (images, slots, ...) arrays; a padded slot has class -2, which nothing equals."""
+        shape = (len(truths), int(self.counts.max(initial=0)))
+        self.ends = np.full((*shape, 2), -2, np.int64)  # the box indices of subject and object in their image
+        self.end_boxes, self.end_labels = np.zeros((*shape, 2, 4), np.float32), np.full((*shape, 2), -2, np.int64)
+        self.predicates = np.full(shape, -2, np.int64)
+        for i, (truth, rows) in enumerate(zip(truths, relations, strict=True)):
+            if not len(rows):
+                continue
+            self.ends[i, : len(rows)] = rows[:, :2]
+            self.end_boxes[i, : len(rows)] = np.asarray(truth["boxes"], np.float32)[rows[:, :2]]
+            self.end_labels[i, : len(rows)] = np.asarray(truth["labels"])[rows[:, :2]]
+            self.predicates[i, : len(rows)] = rows[:, 2]
+
+    def _box_matches(self, end: int) -> np.ndarray:
+        """(boxes, words) uint64, a bit for each slot: may the box be the subject (0) or object (1) of its relation?"""
+        if self.stands_for is not None:
+            matches = self.stands_for[:, None] == self.ends[self.box_image, :, end]
+        else:
+            matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
+        if self.stands_for is None and not self.union:  # few boxes have the right class
+            box, slot = matches.nonzero()
+            ious = iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
+            matches[box, slot] = ious >= self.threshold
+        bits = np.packbits(matches, axis=1)
+        bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))
+        return np.ascontiguousarray(bits).view(np.uint64)
+
+    def _candidates(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row of `pairs` (n, 2) and slot of a relation, wherever both boxes may be its ends; rows ascend."""
+        hit = self.candidates[0][pairs[:, 0]] & self.candidates[1][pairs[:, 1]]
+        rows = hit.any(1).nonzero()[0]
+        row, slot = np.unpackbits(hit[rows].view(np.uint8), axis=1).nonzero()
+        return rows[row], slot
+
+    def match(self, keep: int, first_image: int, first_relation: int) -> Matches:
+        pair, slot = self._candidates(self.pairs)
+        image = self.pair_image[pair]
+        right = self._best_predicates(pair) == self.predicates[image, slot]
+        right[right] = self._unions_match(pair[right], slot[right])
+        pair, slot = pair[right], slot[right]
+        relation = self.starts[self.pair_image[pair]] + slot + first_relation
+        constrained = np.stack([relation, self.rank[pair]], 1)
+        given, given_rank = self._annotated_pairs()
+        labels = self.end_labels[self.image, self.slot]
+        predicate = self.predicates[self.image, self.slot]
+        return Matches(
+            image=self.image + first_image,
+            index=self.slot,
+            predicate=predicate,
+            triplets=np.column_stack([labels, predicate]),
+            counts=self.counts,
+            constrained=constrained,
+            unconstrained=self._match_unconstrained(keep) + np.asarray([[first_relation, 0]]),
+            given_pairs=np.stack([relation, given_rank[pair]], 1)[given[pair]],
+        )
+
+    def _match_unconstrained(self, keep: int) -> np.ndarray:
+        """(M, 2) relation row in this chunk, rank among the `keep` best (pair, predicate) combinations."""
+        pair, predicate, rank = self._combinations(keep)
+        row, slot = self._candidates(self.pairs[pair])
+        right = predicate[row] == self.predicates[self.pair_image[pair[row]], slot]
+        right[right] = self._unions_match(pair[row[right]], slot[right])
+        row, slot = row[right], slot[right]
+        return np.stack([self.starts[self.pair_image[pair[row]]] + slot, rank[row]], 1)
+
+    def _combinations(self, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pair, predicate and rank of the `keep` best combinations of every image."""
+        best = [
+            prediction["combinations"][:keep] if "combinations" in prediction
+            else best_combinations(prediction["predicate_scores"], self.pair_scores[start : start + count], keep)
+            for prediction, start, count in zip(self.predictions, self.pair_start, self.num_pairs, strict=True)
+        ]  # fmt: skip
+        image, rank = _positions(np.asarray([len(rows) for rows in best], np.int64))
+        pair, predicate = _flat([np.asarray(rows, np.int64) for rows in best], (0, 2)).T
+        return pair + self.pair_start[image], predicate, rank
+
+    def _best_predicates(self, pair: np.ndarray) -> np.ndarray:
+        """(n,) of ascending rows of all pairs."""
+        cuts = np.searchsorted(pair, np.append(self.pair_start, len(self.pairs)))
+        images = zip(self.predictions, self.pair_start, cuts[:-1], cuts[1:], strict=True)
+        chosen = ((image, pair[first:last] - start) for image, start, first, last in images if first < last)
+        parts = (best_predicates(image, rows) for image, rows in chosen)
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def _annotated_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(P,) is the predicted pair an annotated pair, and its rank among those of its image."""
+        if not len(self.pairs):
+            return np.zeros(0, bool), np.zeros(0, np.int64)
+        size = 1 + int(max(self.local_pairs.max(initial=0), self.ends.max(initial=0)))
+        table = np.zeros((len(self.counts), size, size), bool)
+        table[self.image, self.ends[self.image, self.slot, 0], self.ends[self.image, self.slot, 1]] = True
+        given = table[self.pair_image, self.local_pairs[:, 0], self.local_pairs[:, 1]]
+        total = np.cumsum(given)
+        before = np.concatenate([[0], total])[self.pair_start]
+        return given, total - before[self.pair_image] - 1
+
+    def _unions_match(self, pair: np.ndarray, slot: np.ndarray) -> np.ndarray:
+        """(n,) bool: does the union box of the pair match that of the relation? Always, unless phrdet."""
+        if not self.union:
+            return np.ones(len(pair), bool)
+        predicted = union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
+        true = self.end_boxes[self.pair_image[pair], slot]
+        return iou_plus_one(predicted, union_boxes(true[:, 0], true[:, 1])) >= self.threshold
+
+
+def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sum,) group of every element and its place in the group."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
+
+
+def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
+    full = [part for part in parts if len(part)]
+    return np.concatenate(full) if full else np.zeros(empty_shape, parts[0].dtype if parts else np.float32)
+
+
+def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+    """`geometry.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
+    return geometry.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
+
+
+def union_boxes(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+    """`geometry.union_boxes` of arrays."""
+    return geometry.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()

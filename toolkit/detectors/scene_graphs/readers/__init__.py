@@ -1,0 +1,39 @@
+"""Readers of data sets with relations, one module each, and the code that makes tables of their splits.
+
+A module has `files_of(place, split)`, `annotations_of(files, images, split, num_val)` and `NUM_VAL_IMAGES`, how many of
+the training images are val (None: val has files of its own). Visual Genome is checked by its own reader.
+"""
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from toolkit.base.errors import BadInput
+from toolkit.data.table import DetectionTable
+from toolkit.detectors.scene_graphs.readers.graphs import read_graphs
+
+
+def open_graphs(
+    source: str, image_dir: str | Path | Sequence[str] | None, format: str, name: str | Path | None, **options
+) -> DetectionTable:
+    """One split of a data set; arguments as of `toolkit.data.formats.open_dataset`. Raises BadInput."""
+    split, _, count = source.partition(":")
+    problems = []
+    if name is None:
+        what = "annotation file psg.json" if format == "psg" else "folder of its files"
+        problems.append(f"format {format!r}: set the {what} (--data.name)")
+    if image_dir is None:
+        problems.append(f"format {format!r}: set the folder of the images (--data.image_dir)")
+    if split not in ("train", "val", "test") or not (count.isdecimal() or source == split):
+        problems.append(f"format {format!r} has no split {source!r}; expected train, val, test, train:50 or val:50")
+    if problems:
+        raise BadInput(problems)
+    module, path = importlib.import_module(f"{__name__}.{format}"), Path(name).expanduser()
+    num_val = int(count) if count and module.NUM_VAL_IMAGES else module.NUM_VAL_IMAGES
+    if format == "visual_genome":
+        return module.read_visual_genome(path, image_dir, split, num_val_images=num_val, **options)
+    files = module.files_of(path, split)
+    read = partial(module.annotations_of, files, split=split, num_val=num_val)
+    what = f"{format} {split}" if num_val is None else f"{format} {split} {num_val}"
+    return read_graphs(files, read, image_dir, what, **options)

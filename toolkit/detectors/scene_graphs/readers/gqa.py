@@ -1,0 +1,67 @@
+"""GQA's scene graphs (Hudson and Manning, CVPR 2019): `train_sceneGraphs.json` and `val_sceneGraphs.json`, objects by
+id with name, box and relations. Names are not a closed set: the most frequent of the training file are the classes."""
+
+from collections import Counter
+from pathlib import Path
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json
+from toolkit.data.annotations import Annotations
+from toolkit.data.image_sources import ImageSources
+from toolkit.detectors.scene_graphs.readers.graphs import add_graph, empty_graphs, noting_faults
+
+NUM_VAL_IMAGES = 5000
+EXPECTED = "width, height and objects, each with name, x, y, w, h and relations to an object, with a name"
+CLASSES, PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
+
+
+def files_of(folder: Path, split: str) -> list[Path]:
+    return [folder / "train_sceneGraphs.json", *([folder / "val_sceneGraphs.json"] if split == "test" else [])]
+
+
+def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
+    """Images, boxes and relations; classes and predicates in the order of how often training has them.
+
+    test: the images of the validation file; val: the first `num_val` of the training file; train: its others. Other
+    objects, their relations, and images that are then left without a relation are left out.
+    """
+    training, problems = read_json(files[0]), []
+    classes, predicates = _vocabulary(training, files[0], problems)
+    graphs = read_json(files[1]) if split == "test" else training
+    names = list(graphs)
+    chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
+    labels, kinds = ({name: number for number, name in enumerate(names)} for names in (classes, predicates))
+    annotations = empty_graphs(classes, predicates)
+    for name in chosen:
+        with noting_faults(problems, f"{files[-1]}, image {name}", EXPECTED):
+            graph = graphs[name]
+            kept = {key: box for key, box in graph["objects"].items() if box["name"] in labels}
+            number_of = {key: number for number, key in enumerate(kept)}
+            relations = [
+                (number_of[key], number_of[relation["object"]], kinds[relation["name"]])
+                for key, box in kept.items()
+                for relation in box["relations"]
+                if relation["object"] in number_of and relation["name"] in kinds
+            ]
+            if relations:
+                boxes = [(labels[box["name"]], [box[side] for side in "xywh"]) for box in kept.values()]
+                image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
+                add_graph(annotations, image, boxes, relations)
+    if problems:
+        raise BadInput(dict.fromkeys(problems))
+    return annotations
+
+
+def _vocabulary(training: dict, file: Path, problems: list[str]) -> tuple[list[str], list[str]]:
+    """The 200 most frequent names of objects and 100 of relations; equal ones by the alphabet."""
+    objects: Counter = Counter()
+    relations: Counter = Counter()
+    for name, graph in training.items():
+        with noting_faults(problems, f"{file}, image {name}", EXPECTED):
+            for box in graph["objects"].values():
+                objects[box["name"]] += 1
+                relations.update(relation["name"] for relation in box["relations"])
+    most = ((objects, CLASSES), (relations, PREDICATES))
+    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda item: (-item[1], str(item[0])))[:count]]
+                           for c, count in most)  # fmt: skip
+    return classes, predicates

@@ -1,0 +1,91 @@
+"""Relation data of other layouts: read into columns once, checked, and cached as a table."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.data.annotations import Annotations
+from toolkit.data.check_files import with_good_files
+from toolkit.data.checks import Checked, check
+from toolkit.data.image_sources import ImageSources, open_sources
+from toolkit.data.table import DetectionTable
+from toolkit.data.table_cache import cached_table, file_digest, write_table
+
+
+def read_graphs(
+    files: Sequence[Path],
+    read: Callable[[Path | ImageSources], Annotations | Checked],
+    image_dir: str | Path | Sequence[str],
+    what: str,
+    *,
+    key: Sequence[object] = (),
+    on_error: str = "raise",
+    cache_dir: str | Path | None = None,
+    check_images: bool | str = True,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+) -> DetectionTable:
+    """The table of images with relations, from the cache where files, images and options are those of before.
+
+    Args:
+        files: that the data are made of; their content is the key of the cache.
+        read: reads them; it is told where the images lie. What it has not checked itself is checked here.
+        what: format, split and options in words, for the name of the table. key: the same for the cache, where it is
+            more than `what`.
+        others: as in `read_coco`.
+
+    Raises:
+        BadInput: a file that is not there or no JSON; what `read_coco` raises.
+    """
+    if missing := [f"{file}: no such annotation file" for file in files if not file.is_file()]:
+        raise BadInput(missing)
+    sources, name = open_sources(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
+
+    def make(cache_file: Path) -> DetectionTable:
+        annotations = read(sources)
+        is_checked = isinstance(annotations, Checked)
+        checked = annotations if is_checked else check(annotations, str(files[0]), max_image_pixels)
+        good, digests = with_good_files(checked, sources, check_images, max_image_pixels)
+        location = {"cache_file": cache_file, "image_root": sources.resolve()}
+        return write_table(**good.columns(), **location, name=name, checked=digests)
+
+    parts = [*(key or [what]), check_images, sources.resolve(), *map(file_digest, files)]
+    checking = {"on_error": on_error, "max_image_pixels": max_image_pixels}
+    return cached_table(parts, make, name=name, cache_dir=cache_dir, **checking)
+
+
+@contextmanager
+def noting_faults(problems: list[str], where: str, expected: str) -> Iterator[None]:
+    """Adds a sentence to `problems` if the entry that is read inside is not as expected."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        shown = repr(error)
+        problems.append(f"{where}: expected {expected} ({shown[:100]}{'…' * (len(shown) > 100)})")
+
+
+def empty_graphs(classes: Sequence[str], predicates: Sequence[str]) -> Annotations:
+    """No images yet; ids of classes and predicates count from 0."""
+    annotations = Annotations([{"id": number, "name": name} for number, name in enumerate(classes)])
+    annotations.predicates = [{"id": number, "name": name} for number, name in enumerate(predicates)]
+    return annotations
+
+
+def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: Sequence[Sequence]) -> None:
+    """One image with its boxes and relations; ids of annotations count from 1.
+
+    image: `id`, `file_name`, `width`, `height`. boxes: (class from 0, [x, y, width, height]). relations: (subject,
+    object, predicate from 0), the first two positions in `boxes`. What none of these is goes on to the check.
+    """
+    first, count = len(to) + 1, len(boxes)
+    to.add_image(image)
+    for number, (label, xywh) in enumerate(boxes):
+        to.add({"id": first + number, "image_id": image["id"], "category_id": label, "bbox": xywh})
+    for *positions, predicate in relations:
+        ends = [  # a position that is not there becomes an id that is not there, which the check then quotes
+            first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
+            for end in positions
+        ]
+        to.relations.add({"image_id": image["id"], "subject_id": ends[0], "object_id": ends[1],
+                          "predicate_id": predicate})  # fmt: skip

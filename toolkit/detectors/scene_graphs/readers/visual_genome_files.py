@@ -1,0 +1,91 @@
+"""The three files of a data set in the layout of Visual Genome, found by what is in them."""
+
+import re
+from pathlib import Path
+
+import h5py
+
+from toolkit.base.errors import BadInput
+
+LARGEST_NAMES_FILE = 64_000_000  # bytes; objects.json of Visual Genome beside it is much larger
+HEAD = 4096  # bytes of a list that tell what it lists
+NAMES = (rb'"label_to_idx"', rb'"predicate_to_idx"')
+SIZES = (rb'"image_id"\s*:', rb'"width"\s*:', rb'"height"\s*:')
+WANTED = {
+    "graphs": "HDF5 file with `boxes_1024` and `relationships`",
+    "names": "JSON file with `label_to_idx` and `predicate_to_idx`",
+    "images": "JSON list of images with `image_id`, `width` and `height`",
+}
+
+
+def find_files(place: Path) -> tuple[Path, Path, Path]:
+    """Graphs (HDF5), names and image list (JSON) of a folder; or of the folder of `place`, an HDF5 file of it.
+
+    Of several files with names, the one counts that agrees with the graphs in whether it names attributes, or that is
+    called like them (`VG-SGG.h5`, `VG-SGG-dicts.json`). Raises BadInput for what is missing or is there more than once.
+    """
+    folder = place if place.is_dir() else place.parent
+    if not place.exists() or not folder.is_dir():
+        raise BadInput(f"{place}: no such folder; expected {', '.join(WANTED.values())} in it (--data.name)")
+    documents = sorted(folder.glob("*.json"))
+    graphs = [place] if place.is_file() else _only_graphs(sorted([*folder.glob("*.h5"), *folder.glob("*.hdf5")]))
+    names = [file for file in documents if _holds_names(file)]
+    if len(graphs) == 1 and len(names) > 1:
+        names = _of_graphs(names, graphs[0])
+    found = {"graphs": graphs, "names": names, "images": [file for file in documents if _lists_images(file)]}
+    faults = []
+    for kind, files in found.items():
+        if not files:
+            faults.append(f"{folder}: no {WANTED[kind]}")
+        elif len(files) > 1:
+            remedy = "choose one: --data.name FILE" if kind == "graphs" else "leave one of them in the folder"
+            faults.append(f"{folder}: {len(files)} files are a {WANTED[kind]} ({_listed(files)}); {remedy}")
+    if faults:
+        raise BadInput(faults)
+    return graphs[0], names[0], found["images"][0]
+
+
+def _listed(files: list[Path]) -> str:
+    return ", ".join(file.name for file in files)
+
+
+def _only_graphs(files: list[Path]) -> list[Path]:
+    """Those with graphs; the only one there is, whatever is in it: that is said when it is read."""
+    return files if len(files) == 1 else [file for file in files if _has(file, "boxes_1024", "relationships")]
+
+
+def _has(file: Path, *keys: str) -> bool:
+    try:
+        with h5py.File(file, "r") as h5:
+            return all(key in h5 for key in keys)
+    except OSError:
+        return False
+
+
+def _of_graphs(files: list[Path], graphs: Path) -> list[Path]:
+    attributes = _has(graphs, "attributes")
+    agreeing = [file for file in files if (b'"attribute_to_idx"' in file.read_bytes()) == attributes] or files
+    return [file for file in agreeing if file.stem.replace("-dicts", "") == graphs.stem] or agreeing
+
+
+def _holds_names(file: Path) -> bool:
+    try:
+        if file.stat().st_size > LARGEST_NAMES_FILE or not _head(file).startswith(b"{"):
+            return False
+        content = file.read_bytes()
+    except OSError:
+        return False
+    return all(name in content for name in NAMES)
+
+
+def _lists_images(file: Path) -> bool:
+    try:
+        first = re.match(rb"\[\s*\{[^{}]*", _head(file))
+    except OSError:
+        return False
+    return first is not None and all(re.search(key, first[0]) for key in SIZES)
+
+
+def _head(file: Path) -> bytes:
+    with open(file, "rb") as opened:
+        return opened.read(HEAD).lstrip(b"\xef\xbb\xbf").lstrip()

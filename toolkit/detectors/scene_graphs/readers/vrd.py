@@ -1,0 +1,73 @@
+"""VRD (Lu et al., ECCV 2016): `annotations_{train,test}.json` with a list of relations for each image, whose boxes are
+[ymin, ymax, xmin, xmax]; the names in `objects.json` and `predicates.json`, or in `obj.txt` and `rel.txt`, one a line.
+"""
+
+from pathlib import Path
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json
+from toolkit.data.annotations import Annotations
+from toolkit.data.checks import unsafe_file_name
+from toolkit.data.decoding import ImageError, probe_image
+from toolkit.data.image_sources import ImageSources
+from toolkit.detectors.scene_graphs.readers.graphs import add_graph, empty_graphs, noting_faults
+
+NUM_VAL_IMAGES = 500
+EXPECTED = "relations with predicate, subject and object, both with category and bbox [ymin, ymax, xmin, xmax]"
+
+
+def files_of(folder: Path, split: str) -> list[Path]:
+    annotations = f"annotations_{'test' if split == 'test' else 'train'}.json"
+    lists = ("objects.json", "predicates.json"), ("obj.txt", "rel.txt")
+    names = next((pair for pair in lists if (folder / pair[0]).is_file()), lists[0])
+    return [folder / name for name in (annotations, *names)]
+
+
+def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
+    """Images, boxes and relations. An object that several relations name, by box and class, is one; but where a
+    relation names one twice, as 109 of 37,993 do, its object is another one in the same box.
+
+    test: the images of the test file; val: the first `num_val` of the training file; train: its others. The file does
+    not say how large the images are: they are looked at.
+    """
+    annotated, classes, predicates = read_json(files[0]), *map(_names, files[1:])
+    names, problems = list(annotated), []
+    chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
+    annotations = empty_graphs(classes, predicates)
+    for number, name in enumerate(chosen):
+        objects: dict[tuple, int] = {}
+        relations = []
+        with noting_faults(problems, f"{files[0]}, image {name}", EXPECTED):
+            for row in annotated[name]:
+                ends = [_object(row[end]) for end in ("subject", "object")]
+                ends[1] += ("again",) * (ends[0] == ends[1])
+                relations.append((*(objects.setdefault(end, len(objects)) for end in ends), row["predicate"]))
+            boxes = [(label, [x1, y1, x2 - x1, y2 - y1]) for label, y1, y2, x1, x2, *_ in objects]
+            height, width = _size_hw(images, name)
+            image = {"id": number + 1, "file_name": name, "width": width, "height": height}
+            add_graph(annotations, image, boxes, relations)
+    if problems:
+        raise BadInput(problems)
+    return annotations
+
+
+def _names(file: Path) -> list:
+    if file.suffix == ".json":
+        return read_json(file, list)
+    try:
+        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file}: cannot be read: {error}") from error
+
+
+def _size_hw(images: Path | ImageSources, name: str) -> tuple[int, int]:
+    """Of an image that cannot be opened 1, 1: the check of the files says why."""
+    try:
+        return (1, 1) if unsafe_file_name(name) else probe_image(images / name).size_hw
+    except ImageError:
+        return 1, 1
+
+
+def _object(entry: dict) -> tuple:
+    y1, y2, x1, x2 = entry["bbox"]
+    return entry["category"], y1, y2, x1, x2

@@ -1,0 +1,169 @@
+"""The scene graph section of a report: recall by K and by predicate, and confusions of predicates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from toolkit.base.boxes import Boxes
+from toolkit.data.decoding import ImageError
+from toolkit.detectors.scene_graphs.draw import graph_tile
+from toolkit.detectors.scene_graphs.evaluator import TOP, given_graph, true_graph
+from toolkit.detectors.scene_graphs.matches import best_predicates, boxes_of_objects, iou_plus_one
+from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """mode: predcls, sgcls or sgdet. row: `R@20`, ..., `A@100`, as in a row of metrics.
+
+    frequency, recall: (P,) annotated relations of each predicate and the share found among the 100 best (mR@100's).
+    confusions: (P, P + 1) annotated predicate by the best one of the pair; the last column: no such pair was found.
+    images: (I,) share of each image's relations among its 100 best, NaN without any. whole: share of the images with
+    relations of which all were found ("graph accuracy" over images; A@K is the field's, over relations).
+    """
+
+    mode: str
+    row: dict[str, float | None]
+    frequency: np.ndarray
+    recall: np.ndarray
+    confusions: np.ndarray
+    images: np.ndarray
+    whole: float | None
+
+    def as_json(self, predicates) -> dict:
+        recall = [None if np.isnan(value) else float(value) for value in self.recall]
+        columns = zip(predicates, self.frequency.tolist(), recall, strict=True)
+        return {
+            "mode": self.mode,
+            "row": self.row,
+            "predicates": {name: {"relations": count, "recall@100": r} for name, count, r in columns},
+            "confusions": self.confusions.tolist(),
+            "graph_accuracy_of_images": self.whole,
+        }
+
+    def section(self, judged: Any, pictures: Any, page: ModuleType) -> str:
+        """Write HTML: recall, predicates that are taken for others, and the worst images.
+
+        judged: the `Judgement` that this belongs to. pictures: what makes the pictures of the page. page: the module
+        with the parts of a page, `toolkit.tools.report.page`, which a detector does not import.
+        """
+        return _numbers(self, judged.table.predicates, page) + _pictures(judged, pictures)
+
+
+def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphReport | None:
+    """None: there is an image without a graph.
+
+    predictions: as `SceneGraphEvaluator.evaluate` takes them; columns have no relations.
+    about: `mode` and `protocol` where they are known, and `scores`, from which zR@K comes (what training had seen is
+        not known here).
+    """
+    ids = table.image_ids().tolist()
+    if isinstance(predictions, Boxes) or not all("pairs" in predictions[i] for i in ids):
+        return None
+    graphs = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
+    truths = [given_graph(graph) or true_graph(table.row(i)) for i, graph in enumerate(graphs)]
+    mode = about.get("mode") or _mode(graphs)
+    protocol = about.get("protocol", "original")
+    metrics = evaluate_scene_graphs(truths, graphs, mode, len(table.predicates), top=TOP, protocol=protocol)
+    row = {k: v for k, v in metrics.as_row().items() if v is not None}
+    row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
+    confusions, images = _confusions(truths, graphs, mode, len(table.predicates), protocol)
+    frequency = confusions.sum(axis=1)
+    recall = np.where(frequency > 0, metrics.per_predicate["mR"][-1], np.nan)
+    with_any = images[np.isfinite(images)]
+    whole = float((with_any == 1).mean()) if len(with_any) else None
+    return GraphReport(mode, row, frequency, recall, confusions, images, whole)
+
+
+def _mode(graphs: list[dict]) -> str:
+    """The mode that the predictions show: those on given boxes carry the annotation."""
+    if not all("true_relations" in graph for graph in graphs):
+        return "sgdet"
+    return "predcls" if all((graph["labels"] == graph["true_labels"]).all() for graph in graphs) else "sgcls"
+
+
+def _confusions(truths, graphs, mode: str, predicates: int, protocol: str) -> tuple[np.ndarray, np.ndarray]:
+    matrix = np.zeros((predicates, predicates + 1), np.int64)
+    images = np.full(len(truths), np.nan)
+    for i, (truth, graph) in enumerate(zip(truths, graphs, strict=True)):
+        relations = truth["relations"]
+        if not len(relations):
+            continue
+        best = best_predicates(graph, slice(TOP[-1])) if len(graph["pairs"]) else np.zeros(0, np.int64)
+        same = _same(truth, graph, mode, protocol)
+        pairs = graph["pairs"][: TOP[-1]]
+        on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
+        right = on_it & (best[:, None] == relations[None, :, 2])
+        first = on_it.argmax(axis=0) if len(pairs) else np.zeros(len(relations), np.int64)
+        predicted = np.where(on_it.any(axis=0), best[first] if len(pairs) else 0, predicates)
+        predicted = np.where(right.any(axis=0), relations[:, 2], predicted)
+        np.add.at(matrix, (relations[:, 2], predicted), 1)
+        images[i] = right.any(axis=0).mean()
+    return matrix, images
+
+
+def _same(truth: Mapping, graph: Mapping, mode: str, protocol: str) -> np.ndarray:
+    """(M, N) bool: may a predicted box be an annotated one?"""
+    if mode == "predcls":
+        return np.eye(len(truth["boxes"]), dtype=bool)
+    if protocol == "strict":
+        return boxes_of_objects(truth, graph)[:, None] == np.arange(len(truth["boxes"]))
+    a, b = (np.asarray(source["boxes"], np.float32) for source in (graph, truth))
+    return (iou_plus_one(a[:, None], b[None]) >= 0.5) & (graph["labels"][:, None] == truth["labels"][None])
+
+
+def _numbers(g: GraphReport, predicates: Sequence[str], page: ModuleType) -> str:
+    names = list(dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key))
+    rows = [(name, *(page.number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100, "relative"))) for name in names]
+    order = np.argsort(-g.frequency, kind="stable")
+    recalls = [(predicates[p], int(g.frequency[p]), page.number(g.recall[p])) for p in order if g.frequency[p]]
+    wrong = g.confusions.copy()
+    wrong[np.arange(len(wrong)), np.arange(len(wrong))] = 0
+    columns = [*predicates, "(pair not found)"]
+    worst = np.argsort(-wrong, axis=None, kind="stable")[:15]
+    pairs = [
+        (predicates[a], columns[b], int(wrong[a, b]), f"{wrong[a, b] / g.frequency[a]:.1%}")
+        for a, b in zip(*np.unravel_index(worst, wrong.shape), strict=True)
+        if wrong[a, b]
+    ]
+    whole = (
+        ""
+        if g.whole is None
+        else page.paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
+    )
+    recall = page.BarChart(
+        "Recall among the 100 best, most frequent predicates first",
+        [(name, float(value), f"{value} of {count}") for name, count, value in recalls[:25] if value != "–"],
+        most=1,
+    )
+    return (
+        page.table(["metric", "@20", "@50", "@100", "@relative"], rows)
+        + whole
+        + page.charts([recall])
+        + page.folded("Every predicate", page.table(["predicate", "relations", "recall@100"], recalls))
+        + "<h3>Predicates that are taken for others</h3>"
+        + page.table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
+    )
+
+
+def _pictures(judged: Any, maker: Any, count: int = 4) -> str:
+    """The images with the least recall of relations: the annotated graph left, the predicted one right."""
+    if not all("predicates" in graph for graph in judged.predictions.values()):
+        return ""
+    recall = judged.graphs.images
+    rows = np.flatnonzero(np.isfinite(recall))
+    parts = []
+    for i in rows[np.argsort(recall[rows], kind="stable")][:count].tolist():
+        row = judged.table.row(i)
+        try:
+            tile = graph_tile(judged.table, row, judged.predictions[row["image_id"]])
+        except (ImageError, OSError):
+            maker.unreadable += 1
+            continue
+        caption = f"{judged.table.image_name(i)}: {recall[i]:.0%} of the relations are found"
+        parts.append(maker.figure(tile, caption, maker.link(row)))
+    head = "<h3>Worst images: annotated graph left, predicted one right</h3>"
+    return f"{head}<div class=graphs>{''.join(parts)}</div>" if parts else ""

@@ -1,0 +1,228 @@
+"""Builds the model of a scene graph run, with its weights and the statistics of the training split."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.base.distributed import run_on_main, world
+from toolkit.base.errors import BadInput
+from toolkit.data.table import DetectionTable
+from toolkit.detectors.scene_graphs.frequency import count_predicates, table_graphs
+from toolkit.detectors.scene_graphs.graph_detector import GraphDetector
+from toolkit.detectors.scene_graphs.options import GraphOptions, SceneGraphOptions
+from toolkit.models import options_class
+from toolkit.models.start import start_detector
+from toolkit.models.weights.pretrained import Pretrained, open_pretrained
+from toolkit.run.checkpoint import Checkpoint
+
+GRAPHS = ("scene_graph", "egtr")
+COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
+
+
+def start_scene_graph(
+    options: GraphOptions, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
+) -> GraphDetector:
+    """The model as the settings say, on the weights of `options.detector`, with the counts of the training data.
+
+    What data and detector's run say about the model is written to `<folder>/pretrained_config.json`, so that the run
+    folder alone builds it again, and which tensor took which to `<folder>/detector_weights.txt`.
+
+    Args:
+        options: settings; `detector` is a run, checkpoint or final/ folder of a detector, or a file of published
+            weights, as of maskrcnn-benchmark.
+        table: training data.
+        folder: the run folder.
+        checkpoint: that a resumed run will load; weights and counts, read again from nowhere else, are in it.
+        say: prints a text on the main process.
+
+    Raises:
+        BadInput: training data without a single relation; a detector that cannot be had, is a scene graph itself, or
+            knows other classes; `pretrained` graphs of other classes, predicates or attributes; training data whose
+            attributes are not those of the checkpoint; what `start_detector` raises.
+    """
+    source, known = None, None
+    if table.sets:
+        raise BadInput("data.path, data.train: scene graphs take one data set, since predicates are not joined by name")
+    if checkpoint is None:
+        if not len(table.relations()):
+            remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"
+            what = f"there is not a single relation between the boxes of its {len(table)} images"
+            raise BadInput(f"{table.name}: {what}; {remedy}")
+        if (options.detector_options or {}).get("pretrained_backbone"):
+            remedy = "give them as model.pretrained_backbone"
+            raise BadInput(f"model.detector_options: the weights of the backbone are not among them; {remedy}")
+        if options.pretrained:
+            _check_same_names(open_pretrained(options.pretrained), table)
+        known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
+        if options.detector:
+            source = _open_detector(options, table)
+            free = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
+            known["detector_options"] = {"architecture": source.architecture, **source.options, **free}
+            known["pretrained_backbone"] = False  # its weights are among the detector's
+    resumed_from = None if checkpoint is None else checkpoint.path
+    model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
+    if model.attributes and model.attributes != table.attributes:
+        table_names, run_names = list(table.attributes), list(model.attributes)
+        differ = f"{table.name} has the attributes {table_names}, the run so far {run_names}"
+        raise BadInput(f"{differ}: resume it on its own data")
+    if checkpoint is not None:
+        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
+    elif not options.pretrained or not model.seen_triplets.any():  # published weights come without counts
+        counts = run_on_main(lambda: count_table(table, model.counts_pairs_apart))
+        if options.pretrained:
+            GraphDetector.learn_counts(model, *counts)  # and keep the frequencies that were learnt with the weights
+        else:
+            model.learn_counts(*counts)
+        if not options.pretrained and getattr(options, "word_vectors", None):  # EGTR has no class vectors
+            _start_from_words(model, options, table, say)
+    if source is not None:
+        loaded = model.load_detector_weights(source.tensors)
+        say(f"weights of the detector {source.name}:\n{loaded.summary()}")
+        if world()[0] == 0:
+            (folder / "detector_weights.txt").write_text(loaded.table() + "\n")
+    return model
+
+
+def _start_from_words(model: GraphDetector, options: SceneGraphOptions, table: DetectionTable, say: Callable) -> None:
+    vectors = load_word_vectors(options.word_vectors, table.class_names, model.embed_dim)
+    if not (names := start_from_words(model.head, vectors)):
+        raise BadInput(f"model.word_vectors: the head {options.head} has no class vectors; leave them out")
+    say(f"class vectors of {options.word_vectors}: {', '.join(names)}")
+
+
+def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) -> Tensor:
+    """(2 + C, dim) float32 for "nothing before", for background, and for each class, of a text file with a word vector
+    per line, as those of GloVe (Pennington et al., 2014).
+
+    A class takes the vector of its name, else that of the longest word in it that the file has, else one drawn from
+    N(0, 1), as in Scene-Graph-Benchmark. Raises BadInput for a file that cannot be read or has other widths.
+    """
+    names = ["start", "__background__", *(name.lower() for name in class_names)]
+    wanted = {word for name in names for word in (name, *name.split())}
+    of_word = {}
+    try:
+        with open(Path(file).expanduser(), encoding="utf-8") as lines:
+            for line in lines:
+                word, _, numbers = line.partition(" ")
+                if word in wanted:
+                    of_word[word] = torch.tensor([float(number) for number in numbers.split()])
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model.word_vectors: {file} cannot be read as word vectors: {error}") from error
+    widths = {len(vector) for vector in of_word.values()}
+    if widths != {dim}:
+        raise BadInput(
+            f"model.word_vectors: {file} has vectors of {sorted(widths) or 'none of the classes'}; expected {dim} "
+            "numbers a word (model.embed_dim)"
+        )
+    vectors = torch.randn(len(names), dim)
+    for row, name in enumerate(names):
+        word = next((w for w in (name, *sorted(name.split(), key=len, reverse=True)) if w in of_word), None)
+        if word is not None:
+            vectors[row] = of_word[word]
+    return vectors
+
+
+@torch.no_grad()
+def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
+    """Sets the class embeddings of a head; returns their names. Those of label decoders know "nothing before" too."""
+    rows = {"embed_in": vectors[1:], "embed_out": vectors[1:], "embed": vectors}
+    changed = []
+    for name, module in head.named_modules():
+        vector_rows = rows.get(name.rpartition(".")[2]) if isinstance(module, nn.Embedding) else None
+        if vector_rows is not None:
+            module.weight.copy_(vector_rows)
+            changed.append(name)
+    return changed
+
+
+def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in it.
+    pairs_apart: count relations between boxes that share no area, too."""
+    classes, predicates = len(table.categories), len(table.predicates)
+    relations, candidates = count_predicates(table_graphs(table, pairs_apart), classes + 1, predicates + 1)
+    seen = np.zeros((classes, classes, predicates), bool)
+    for row in map(table.row, range(len(table))):
+        ends, labels = row["relations"], row["objects"]["category"]
+        seen[labels[ends["subject"]], labels[ends["object"]], ends["predicate"]] = True
+    return relations, candidates, seen
+
+
+def lacking_relations(table: DetectionTable, val_table: DetectionTable) -> list[str]:
+    """Warnings about relations that training or validation data lack; both have the same predicates."""
+    tables = (table, val_table)
+    trained, validated = (np.bincount(t.relations().predicate, minlength=len(t.predicates)) for t in tables)
+    if not validated.any():
+        what = f"there is not a single relation between the boxes of its {len(val_table)} images: R@K is not measured"
+        return [f"warning: {val_table.name}: {what}"]
+    unseen = [f"{table.predicates[i]} ({validated[i]})" for i in np.flatnonzero((trained == 0) & (validated > 0))]
+    if not unseen:
+        return []
+    listed = ", ".join(unseen[:10]) + f" and {len(unseen) - 10} more" * (len(unseen) > 10)
+    return [f"warning: predicates of the validation data that training never has, and that are not learnt: {listed}"]
+
+
+def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
+    """A head's tensors combine classes and predicates, so its rows fit no other names: they must be the same."""
+    trained = {"classes": source.class_names, "predicates": source.options.get("predicates", [])}
+    if "attributes" in source.options:  # published weights have no such classifier: a new one is trained
+        trained["attributes"] = source.options["attributes"]
+    given = {"classes": table.class_names, "predicates": list(table.predicates), "attributes": list(table.attributes)}
+    faults = [
+        f"model.pretrained {source.name} knows the {kind} {trained[kind]}, the data {given[kind]}: give data of the "
+        "same ones in the same order, or start from a detector alone with model.detector"
+        for kind in trained
+        if list(trained[kind]) != given[kind]
+    ]
+    if source.architecture in GRAPHS and faults:  # what else it may be, start_detector refuses
+        raise BadInput(faults)
+
+
+def _given_settings(options: GraphOptions, source: Pretrained) -> dict:
+    given = {key: value for key, value in (options.detector_options or {}).items() if value is not None}
+    return given if options.backbone is None else given | {"backbone": options.backbone}
+
+
+def _is_free(name: str, source: Pretrained) -> bool:
+    """Whether a setting of the detector can be given beside its weights: it changes nothing that was learned, or
+    they are a file of published weights, which does not know it."""
+    of_file = Path(source.name).expanduser().is_file() and name not in source.options
+    return of_file or name in options_class(source.architecture).inference_only
+
+
+def _other_settings(options: GraphOptions, source: Pretrained) -> list[str]:
+    """The settings of the detector that are given and are not those of the source, as the config.yaml of a run on
+    that source has them."""
+    source_settings = asdict(options_class(source.architecture)()) | source.options
+    given = {name: value for name, value in _given_settings(options, source).items() if not _is_free(name, source)}
+    return [name for name, value in given.items() if source_settings.get(name, value) not in (None, value)]
+
+
+def _detector_of(source: Pretrained) -> Pretrained:
+    """The detector below a published scene graph."""
+    prefix = "detector."
+    tensors = {name[len(prefix) :]: value for name, value in source.tensors.items() if name.startswith(prefix)}
+    options = dict(source.options["detector_options"])
+    return replace(source, architecture=options.pop("architecture"), options=options, tensors=tensors)
+
+
+def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
+    name = options.detector
+    source = open_pretrained(name)
+    if source.architecture == "scene_graph" and Path(name).expanduser().is_file():
+        source = _detector_of(source)
+    problems = []
+    if source.architecture in GRAPHS:
+        problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")
+    if source.class_names != table.class_names:
+        mismatch = f"knows the classes {source.class_names}, the data {table.class_names}"
+        problems.append(f"model.detector {name} {mismatch}; train the detector on the same classes in the same order")
+    if other := ", ".join(_other_settings(options, source)):
+        given = "model.detector_options and model.backbone are those of"
+        problems.append(f"{given} model.detector {name}, which has another {other}: leave them out")
+    if problems:
+        raise BadInput(problems)
+    return source

@@ -1,0 +1,93 @@
+"""PE-Net, REACT and REACT++ on a one-stage detector in a form that exporters can trace: every image has as many
+objects, and all their pairs; what a detector did not find is a row of score 0."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.base.batch import rows_of
+from toolkit.detectors.scene_graphs.batch import RelationBatch
+from toolkit.detectors.scene_graphs.detector_below import CANDIDATES, distribution_logits
+from toolkit.detectors.scene_graphs.frequency import log_prior
+from toolkit.detectors.scene_graphs.geometry import union_boxes
+from toolkit.detectors.scene_graphs.postprocess import late_labels
+from toolkit.models.detector import kept_maps
+from toolkit.models.nms import class_wise_nms
+
+TRACED = ("penet", "react", "react_pp")  # heads without trees, sequences and messages between objects
+
+
+@dataclass
+class _EqualImages(RelationBatch):
+    """A batch whose `num_objects` is one number for all images; how many images there are, only the run knows."""
+
+    rows_of_images: Tensor | None = None
+
+    @property
+    def image(self) -> Tensor:
+        return self.rows_of_images
+
+
+def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
+    """`GraphDetector.decode_graph` of a `SceneGraph` on a `DetectorBelow`."""
+    below = model.detector
+    with kept_maps(below.inner.map_taps()) as tapped:
+        outputs = below.inner(images, sizes)
+    maps = {name: lateral(tapped[int(name)]) for name, lateral in below.laterals.items()}
+    boxes, labels, found, logits = _objects(below, outputs, sizes, model.detections_per_image)
+    real, count = found > 0, boxes.shape[1]
+    pairs = torch.tensor([*permutations(range(count), 2)], device=boxes.device).reshape(-1, 2)
+    ends = boxes[:, pairs]  # (B, R, 2, 4)
+    both = real[:, pairs].all(2)
+    of_pairs = sizes[:, None].expand(-1, pairs.shape[0], -1).flatten(0, 1)
+    rectangles = model.union.rectangles(*ends.flatten(0, 1).unbind(1), of_pairs)
+    pooled = pool(model.union.pool, maps, union_boxes(*ends.unbind(2)), both)
+    apart = boxes.where(real[..., None], -1e6)  # what was not found takes no class from what was, in late NMS
+    first = torch.arange(images.shape[0], device=boxes.device)
+    batch = _EqualImages(
+        boxes_xyxy=boxes.flatten(0, 1),
+        sizes_hw=sizes,
+        num_objects=count,
+        pairs=(pairs + count * first[:, None, None]).flatten(0, 1),
+        num_pairs=[],
+        roi_features=model.box_features(pool(below.box_pool, maps, boxes, real)),
+        union_features=model.union.head(pooled + rectangles),
+        found_labels=labels.flatten() + 1,
+        logits=logits.flatten(0, 1),
+        boxes_per_class=apart.flatten(0, 1)[:, None].expand(-1, logits.shape[2], -1),
+        rows_of_images=first[:, None].expand(-1, count).flatten(),
+    )
+    output = model.head(batch)
+    labels = output.object_labels
+    if not output.labels_stay:
+        labels = late_labels(batch, output.object_logits, model.nms_threshold)
+    scores = output.object_logits.softmax(1).gather(1, labels[:, None]).unflatten(0, (-1, count))[..., 0]
+    labels = labels.unflatten(0, (-1, count)) - 1
+    scores = scores.where(real & (labels >= 0), 0)
+    relation_logits = output.relation_logits
+    if model.prior_adjustment:
+        relation_logits = relation_logits - model.prior_adjustment * log_prior(model.relation_counts)
+    of_predicates = relation_logits.softmax(1)[:, 1:].unflatten(0, (-1, pairs.shape[0]))
+    triplets = of_predicates.amax(2) * scores[:, pairs[:, 0]] * scores[:, pairs[:, 1]]
+    best, order = triplets.topk(min(top_k, pairs.shape[0]), dim=1)
+    return boxes, scores, labels.where(scores > 0, -1), pairs[order], rows_of(of_predicates, order), best
+
+
+def _objects(below: nn.Module, outputs: dict, sizes: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Boxes (B, K, 4), labels from 0 and scores (B, K), 0 for none, and logits (B, K, 1 + C), as of
+    `DetectorBelow.detect_with_logits`."""
+    boxes, scores = below.inner.all_predictions(outputs, sizes)
+    boxes = boxes.clamp(min=0).minimum(sizes.flip(1).repeat(1, 2)[:, None].to(boxes))
+    count = min(CANDIDATES, scores.shape[1])
+    rows = scores.amax(2).topk(count, dim=1).indices
+    boxes, logits = rows_of(boxes, rows), distribution_logits(rows_of(scores, rows).flatten(0, 1))
+    logits = logits.unflatten(0, (-1, count))
+    scores = logits.softmax(-1)[..., 1:].transpose(1, 2)  # (B, C, N)
+    scores = scores.where(scores > below.score_threshold, 0)
+    turns = class_wise_nms(boxes[:, None].expand(-1, scores.shape[1], -1, -1), scores, below.nms_threshold)
+    found, labels = scores.where(turns > 0, 0).max(1)
+    found, rows = found.topk(min(most, count), dim=1)
+    return rows_of(boxes, rows), labels.gather(1, rows), found, rows_of(logits, rows)

@@ -1,0 +1,370 @@
+"""Scene graphs: a relation head on a Faster R-CNN, as Scene-Graph-Benchmark (Tang et al.) trains it, or on another
+detector.
+
+The heads are in the folder `heads`, one file each; this module has their objects, the features of objects and pairs,
+losses and predictions. What differs from the original is listed in docs/differences.md.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.base.batch import on_host, send_dicts
+from toolkit.base.errors import BadInput
+from toolkit.base.seeding import image_generator
+from toolkit.detectors.faster_rcnn.model import FasterRCNN
+from toolkit.detectors.scene_graphs.batch import MODES, RelationBatch, RelationOutput, attribute_loss, head_losses, mean
+from toolkit.detectors.scene_graphs.detector_below import DetectorBelow
+from toolkit.detectors.scene_graphs.frequency import (
+    FrequencyBias,
+    class_balanced_weights,
+    log_frequencies,
+    log_prior,
+    predicate_weights,
+)
+from toolkit.detectors.scene_graphs.graph_detector import GraphDetector, build_below, naming_its_options
+from toolkit.detectors.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.heads.react_pp import ReactPlusPlusHead
+from toolkit.detectors.scene_graphs.heads.vctree import PairScores
+from toolkit.detectors.scene_graphs.options import SceneGraphOptions
+from toolkit.detectors.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
+from toolkit.detectors.scene_graphs.sampling import (
+    annotated_graph,
+    count_sampled_pairs,
+    detected_objects,
+    given_objects,
+    sampled_pairs,
+)
+from toolkit.detectors.scene_graphs.traced import TRACED, decode_graph
+from toolkit.detectors.scene_graphs.union import AllLevelsPool, UnionFeatures
+from toolkit.models.detector import Detector
+from toolkit.models.weights.mapping import WeightTable
+from toolkit.step.freezing import freeze as freeze_module
+from toolkit.step.freezing import freeze_prefixes, hold_batch_norms, set_bn_momentum
+
+FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
+
+
+class SceneGraph(GraphDetector):
+    """A detector whose detections carry a graph.
+
+    The counts of the training split come in by `learn_counts`; they are saved with the weights.
+
+    Args:
+        class_names: one name each, in the order of the labels.
+        options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are notes, they are not read here.
+        predicates: one name each, in the order of the labels.
+        attributes: names, in the order of their ids in the data, which a linear classifier on the box features
+            predicts; without names there is no such classifier, nor with the frequency head, which sees no features.
+
+    Raises:
+        BadInput: unknown mode, head or option, no predicates; all of them.
+    """
+
+    Options = SceneGraphOptions
+
+    def __init__(
+        self,
+        class_names: Sequence[str],
+        options: SceneGraphOptions,
+        *,
+        predicates: Sequence[str] = (),
+        attributes: Sequence[str] = (),
+    ):
+        super().__init__()
+        o = options
+        freeze = self._freeze = o.freeze or ("none" if o.detector is None else "detector")
+        _check(o, freeze, predicates)
+        self.predicates, self.mode, self.given_boxes = tuple(predicates), o.mode, o.mode != "sgdet"
+        self.pairs_per_image, self.positive_fraction = o.pairs_per_image, o.positive_fraction
+        self.pairs_per_relation, self.match_iou = o.pairs_per_relation, o.match_iou
+        self.add_annotated_boxes = o.add_annotated_boxes
+        self.require_overlap, self.label_smoothing = o.require_overlap, o.label_smoothing
+        self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
+        self.rare_predicate_power, self.class_balanced_beta = o.rare_predicate_power, o.class_balanced_beta
+        self.prior_adjustment, self.embed_dim = o.prior_adjustment, o.embed_dim
+        holds_detector = freeze in ("detector", "detector_and_norms")
+        self.joint = not holds_detector and o.mode != "predcls"
+        below = _build_below(class_names, o, self.joint)
+        self._build_on(below)
+        channels, width = below.map_channels, below.representation_size
+        box_head = below.make_box_head() if isinstance(below, DetectorBelow) else below.box_head
+        self.box_features = copy.deepcopy(box_head)
+        pool, box_head = copy.deepcopy(below.box_pool), copy.deepcopy(box_head)
+        pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
+        self.last_pixel = float(o.whole_pixels)
+        spatial = {"separate_spatial": width if o.separate_spatial else 0, "last_pixel": self.last_pixel}
+        self.union = UnionFeatures(pool, box_head, channels, **spatial)
+        if holds_detector:
+            freeze_module(_detector_of(below))
+        elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # nothing asks or may train them
+            freeze_module(below.rpn)
+            freeze_module(below.roi_heads)
+        classes, size = len(class_names) + 1, len(predicates) + 1
+        self.head = _build_head(o, HeadSizes(classes, size, width, width, o.hidden_dim, width, o.embed_dim))
+        self.reads_union = getattr(self.head, "reads_union", True)
+        if not self.reads_union:
+            freeze_module(self.union)
+        if o.norm_momentum is not None:
+            set_bn_momentum(nn.ModuleList([self.head, self.union]), o.norm_momentum)
+        self.attributes = () if o.head == "frequency" else tuple(attributes)
+        self.attribute_predictor = _attribute_predictor(width, len(self.attributes)) if self.attributes else None
+        self._make_counts(len(class_names), len(predicates))
+        self.register_buffer("predicate_weights", torch.ones(size))
+        self._announce(o.head)
+        if freeze in ("norms", "detector_and_norms"):
+            hold_batch_norms(self)
+            if isinstance(self.head, ReactPlusPlusHead):
+                self.head.prototypes.moves = False
+        if "loss_refine_obj" not in self.loss_names:  # nothing else would train them
+            freeze_prefixes(self.head, getattr(self.head, "of_labels", ()))
+
+    def _announce(self, head: str) -> None:
+        self.loss_names = self.head.loss_names or ("loss_rel",)
+        given = self.mode == "predcls" or not getattr(self.head, "of_labels", ())
+        if given and not getattr(self.head, "translates", False):  # nothing to learn about objects
+            self.loss_names = tuple(name for name in self.loss_names if name != "loss_refine_obj")
+        if self.attributes:
+            self.loss_names += ("loss_refine_att",)
+        self.relation_losses = self.loss_names
+        self.divided_by = {name: _divisor(name) if self.given_boxes else "images" for name in self.relation_losses}
+        self.metric_names = ("relation_error",) if self.mode == "predcls" else ("relation_error", "object_error")
+        self.default_weights = dict.fromkeys(self.relation_losses, 1.0)
+        if self.joint:
+            self._below_announces()
+        self.slow_prefixes = ("box_features", "union.head") if head == "imp" else ()
+
+    def resolved_options(self) -> dict:
+        return super().resolved_options() | {"freeze": self._freeze}
+
+    @torch.no_grad()
+    def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
+        """See `GraphDetector.learn_counts`; starts the frequency bias and the weights of predicates too."""
+        super().learn_counts(relations, candidates, seen)
+        log_frequency = log_frequencies(relations, candidates)
+        for module in self.head.modules():
+            if isinstance(module, FrequencyBias | PairScores):
+                module.start_from(log_frequency)
+        if self.rare_predicate_power:
+            self.predicate_weights.copy_(predicate_weights(relations, self.rare_predicate_power))
+        elif self.class_balanced_beta:
+            self.predicate_weights.copy_(class_balanced_weights(relations, self.class_balanced_beta))
+
+    def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
+        """Takes the weights of a detector: its own, and of a Faster R-CNN its box head for objects and union boxes.
+
+        Returns:
+            which parameter took which. Raises BadInput for shapes that differ.
+        """
+        if isinstance(self.detector, DetectorBelow):
+            return self._load_below(weights, "detector.inner", {})
+        head = "detector.roi_heads.box_head"
+        return self._load_below(weights, "detector", {"box_features": head, "union.head": head})
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
+        """The head's outputs for sampled pairs (in training) or for all pairs, with the batch that it was given.
+
+        Args:
+            images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
+            targets: with `boxes`, `labels`, `iscrowd`, `relations`; needed but for sgdet in evaluation.
+
+        Returns:
+            `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, on the
+            host; `attribute_logits (N, attributes + 1)`, column 0 background, where there are attributes; `detector`:
+            what the detector's own criterion takes, where it is trained too.
+
+        Raises:
+            BadInput: boxes are to be given and there are no targets.
+        """
+        if targets is None and (self.given_boxes or self.training):
+            raise BadInput(
+                f"scene graphs in mode {self.mode} describe boxes that are given; to find boxes too, train and use a "
+                "model with --model.mode sgdet"
+            )
+        maps, images_hw = self.detector.features(images, sizes, targets)
+        graphs = None if targets is None else [annotated_graph(on_host(target)) for target in targets]
+        truths = None if graphs is None else send_dicts(graphs, images.device)
+        learns, detector_outputs = self.joint and targets is not None, None
+        if learns and not self.training:  # first: the proposals of its losses are those of its detections
+            detector_outputs = self.detector.from_features(maps, images_hw, targets)
+        if self.given_boxes:
+            objects = given_objects(self, maps, images_hw, truths, graphs)
+            boxes, learned = [graph["boxes"] for graph in graphs], {}
+        else:
+            objects, boxes, learned = detected_objects(self, maps, images_hw, truths, graphs, detector_outputs)
+        draws = [image_generator(target, "pairs") for target in targets or ()]
+        pairs = sampled_pairs(self, boxes, graphs, learned.get("labels"), draws)
+        objects["on_host"] = torch.cat(boxes), pairs["pairs"]
+        objects["draws"] = [image_generator(target, "labels", images.device) for target in targets or ()]
+        batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs | learned], images.device)[0])
+        asked = batch.boxes_xyxy, batch.pairs, batch.num_pairs
+        if self.reads_union:
+            features = self.union(maps, *asked, sizes, images_hw, batch.on_host)
+            batch.union_features, batch.spatial_features = features
+        output = self.head(batch)
+        outputs = {"output": output, "batch": batch, "truths": graphs}
+        if self.attribute_predictor is not None:
+            outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
+        # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
+        # as the features of a batch without objects are.
+        batch.roi_features = batch.union_features = batch.spatial_features = output.context = None
+        if learns:
+            outputs["detector"] = detector_outputs or self.detector.from_features(maps, images_hw, targets)
+        return outputs
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """Pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
+        columns), known from the targets where boxes are given; else images."""
+        counts = {"images": float(len(targets))}
+        if self.given_boxes:
+            counts |= count_sampled_pairs(self, targets)
+            counts["attribute_entries"] = counts["relation_named_objects"] * (len(self.attributes) + 1)
+        if self.joint:
+            counts |= self.detector.denominators(targets)
+        return {name: counts[name] for name in self.denominator_names}
+
+    def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
+        """Losses and metrics (sum, count).
+
+        Where boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator;
+        in sgdet, whose pairs nobody knows before, the sum of the images' own means / denominators["images"].
+        relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
+        """
+        output, batch = outputs["output"], outputs["batch"]
+        weights = self.predicate_weights if self.rare_predicate_power or self.class_balanced_beta else None
+        sums = head_losses(output, batch, self.label_smoothing, weights)
+        if batch.attributes is not None and "attribute_logits" in outputs:
+            sums["loss_refine_att"] = attribute_loss(
+                outputs["attribute_logits"].float(), batch.attributes, batch.num_objects
+            )
+        losses = {}
+        for name in self.relation_losses:
+            if name in sums:  # others are of training only, or the batch has no objects
+                total = sums[name][0] if self.given_boxes else mean(*sums[name])
+                losses[name] = total.sum() / denominators[self.divided_by[name]]
+        if "detector" in outputs:
+            losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
+        return losses, self._metrics(output, batch)
+
+    def _metrics(self, output: RelationOutput, batch: RelationBatch) -> dict[str, tuple[Tensor, Tensor]]:
+        related, labelled = batch.relation_labels > 0, batch.labels > 0
+        wrong = related & (output.relation_logits[:, 1:].argmax(1) + 1 != batch.relation_labels)
+        metrics = {"relation_error": (100.0 * wrong.sum(), related.sum())}
+        if self.mode != "predcls":
+            wrong = labelled & (output.object_logits[:, 1:].argmax(1) + 1 != batch.labels)
+            metrics["object_error"] = (100.0 * wrong.sum(), labelled.sum())
+        return metrics
+
+    def graph_obstacle(self) -> str | None:
+        obstacles = {
+            f"in {self.mode} they are those of boxes that are given": self.given_boxes,
+            f"of the heads only {', '.join(TRACED)} can be traced": self.options["head"] not in TRACED,
+            "its detector has two stages, whose proposals vary": not isinstance(self.detector, DetectorBelow),
+            "union features of all levels cannot be traced": self.options["union_levels"] == "all",
+        }
+        return next((words for words, is_one in obstacles.items() if is_one), None)
+
+    def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
+        return decode_graph(self, images, sizes, top_k, pool)
+
+    @torch.no_grad()
+    def postprocess(
+        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
+    ) -> list[dict[str, Tensor]]:
+        """The graph of each image, in pixels of the original image.
+
+        Returns:
+            per image `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1: lost every class); `pairs (P, 2)`, best
+            first, `predicate_scores (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)` of the `top_k` best
+            pairs (recall at K <= top_k needs no others) and, where boxes are given, of all annotated pairs (accuracy
+            needs them); there also `true_labels (M,)`, `true_relations (R, 3)` and, of data with attributes,
+            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` where there are any, but in sgdet with
+            targets: no metric looks at them there, and of 26,000 images they are 1.6 GB. score_threshold: detections
+            below it are left out with their pairs.
+        """
+        output = outputs["output"]
+        if self.prior_adjustment:
+            adjusted = output.relation_logits - self.prior_adjustment * log_prior(self.relation_counts)
+            output = replace(output, relation_logits=adjusted)
+        batch, truths = outputs["batch"], outputs["truths"]
+        objects, triplets = rank_triplets(output, batch, self.given_boxes, self.nms_threshold)
+        objects["boxes"] = objects["boxes"] * (orig_sizes / sizes).float().flip(1).repeat(1, 2)[batch.image]
+        if "attribute_logits" in outputs and (self.given_boxes or truths is None):
+            objects["attribute_scores"] = outputs["attribute_logits"].float().sigmoid()[:, 1:]
+        annotated = [len(truth["relations"]) if self.given_boxes else 0 for truth in truths or batch.num_pairs]
+        short, counts = shortlist(triplets, batch.num_pairs, top_k, annotated)
+        graphs = graphs_on_host(objects, short, batch.num_objects, counts)
+        if not self.given_boxes:
+            return [strong_only(graph, score_threshold) for graph in graphs]
+        for graph, truth in zip(graphs, truths, strict=True):
+            graph.update(
+                {f"true_{name}": truth[name] for name in ("labels", "relations", "attributes") if name in truth}
+            )
+        return graphs
+
+
+def _divisor(loss: str) -> str:
+    """The denominator of a loss of a head on given boxes."""
+    of_others = {"loss_refine_obj": "relation_objects"}
+    of_images = ("binary_loss", "l21_loss", "dist_loss2", "loss_mask_query", "loss_mask_e2e", "loss_mask_n2e")
+    of_others |= dict.fromkeys(of_images, "relation_images")
+    return (of_others | {"loss_refine_att": "attribute_entries"}).get(loss, "relation_pairs")
+
+
+def _attribute_predictor(width: int, count: int) -> nn.Linear:
+    """One logit for each attribute, column 0 for background as in the ids; begins as the published one does."""
+    predictor = nn.Linear(width, count + 1)
+    nn.init.normal_(predictor.weight, std=0.01)
+    nn.init.zeros_(predictor.bias)
+    return predictor
+
+
+def _detector_of(below: nn.Module) -> Detector:
+    return below.inner if isinstance(below, DetectorBelow) else below
+
+
+def _build_below(class_names: Sequence[str], o: SceneGraphOptions, joint: bool) -> nn.Module:
+    with naming_its_options():
+        inner = build_below(o, {}, class_names)
+        if isinstance(inner, FasterRCNN):
+            return inner
+        wanted = {"score_threshold": o.score_threshold, "nms_threshold": o.nms_threshold, "passes_targets": joint}
+        return DetectorBelow(inner, o.map_channels, o.representation_size, **wanted)
+
+
+def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
+    log_frequency = torch.zeros(sizes.num_classes, sizes.num_classes, sizes.num_predicates)
+    extra = {"separate_spatial": True} if o.separate_spatial else {}
+    try:
+        head = build_relation_head(o.head, o.mode, sizes, log_frequency, **o.head_options, **extra)
+    except TypeError as error:
+        raise BadInput(f"model.head_options {o.head_options} do not fit the head {o.head!r}: {error}") from error
+    if o.head == "frequency":
+        head.requires_grad_(True)  # the counts are the baseline; trained on, a table of its own
+    for module in head.modules():  # labels that a head commits to are those of the graph
+        if hasattr(module, "nms_threshold") and "nms_threshold" not in o.head_options:
+            module.nms_threshold = o.nms_threshold
+    return head
+
+
+def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
+    options = ("mode", o.mode, MODES), ("head", o.head, HEADS), ("freeze", freeze, FREEZE_CHOICES)
+    options += (("union_levels", o.union_levels, ("one", "all")),)
+    faults = [f"model.{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]
+    if not 0 <= o.class_balanced_beta < 1 or o.class_balanced_beta and o.rare_predicate_power:
+        expected = "0 to below 1, and 0 where model.rare_predicate_power is set"
+        faults.append(f"model.class_balanced_beta is {o.class_balanced_beta}; expected {expected}")
+    if o.pairs_per_relation < 1:
+        faults.append(f"model.pairs_per_relation is {o.pairs_per_relation}; expected at least 1")
+    if not 0 < o.match_iou <= 1:
+        faults.append(f"model.match_iou is {o.match_iou}; expected above 0 to 1")
+    if o.separate_spatial and o.head != "causal":
+        faults.append(f"model.separate_spatial is for the head causal, not {o.head}")
+    if not predicates:
+        faults.append("the data names no predicates; scene graphs need data with relations")
+    if faults:
+        raise BadInput(faults)

@@ -1,0 +1,132 @@
+"""Features of the union box of two objects: visual features of its content, and the positions of the two boxes."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import roi_align
+
+from toolkit.base.batch import image_of_each
+from toolkit.base.box_ops import moved_ends
+from toolkit.detectors.scene_graphs.geometry import rectangle_masks, union_boxes
+from toolkit.detectors.scene_graphs.heads.layers import fc
+
+PAIRS_AT_ONCE = 4096  # in evaluation, which has all pairs: about 1 GB of 256 channels
+
+
+class RectangleFeatures(nn.Module):
+    """The two boxes drawn as masks of the whole image and convolved to the size of pooled features."""
+
+    def __init__(self, channels: int, resolution: int = 7):
+        super().__init__()
+        self.mask_size = 4 * resolution - 1
+        self.conv = nn.Sequential(
+            nn.Conv2d(2, channels // 2, 7, stride=2, padding=3),
+            nn.ReLU(),
+            nn.BatchNorm2d(channels // 2, momentum=0.01),
+            nn.MaxPool2d(3, stride=2, padding=1),
+            nn.Conv2d(channels // 2, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.BatchNorm2d(channels, momentum=0.01),
+        )
+
+    def forward(self, subjects_xyxy: Tensor, objects_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
+        """(R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms alone."""
+        masks = rectangle_masks(torch.stack([subjects_xyxy, objects_xyxy], 1), sizes_hw[:, None], self.mask_size)
+        if not len(masks):
+            resolution = (self.mask_size + 1) // 4
+            return masks.new_zeros(0, self.conv[4].out_channels, resolution, resolution) + 0 * self.conv[0].bias.sum()
+        return self.conv(masks)
+
+
+class AllLevelsPool(nn.Module):
+    """Boxes pooled from every level of the pyramid, and the levels joined by a 3 x 3 convolution.
+
+    A frozen detector cannot make its levels alike; the convolution, which is trained, can.
+    """
+
+    def __init__(self, pool: nn.Module, channels: int):
+        """pool: a detector's `box_pool`, whose levels and whose rule for the ends of boxes are taken over."""
+        super().__init__()
+        self.last_pixel = float(hasattr(pool, "pool"))  # `WholePixelPool`: boxes end at it, not behind it
+        align = getattr(pool, "pool", pool)
+        self.names, self.scales = tuple(align.featmap_names), tuple(align.scales)
+        self.size, self.ratio = align.output_size, align.sampling_ratio
+        self.reduce = nn.Conv2d(channels * len(self.names), channels, 3, padding=1)
+        nn.init.kaiming_normal_(self.reduce.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.reduce.bias)
+
+    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *on_host) -> Tensor:
+        """(R, channels, resolution, resolution); arguments as of `LevelPool`."""
+        ends = [moved_ends(image_boxes, -self.last_pixel) for image_boxes in boxes]
+        levels = zip(self.names, self.scales, strict=True)
+        pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio) for name, scale in levels]
+        return self.reduce(torch.cat(pooled, 1)).relu()
+
+
+class UnionFeatures(nn.Module):
+    """Pooled features of the union box plus `RectangleFeatures`, through a box head.
+
+    pool: torchvision's MultiScaleRoIAlign or the like. head: (R, channels, resolution, resolution) -> (R, U).
+    separate_spatial: U; the rectangles go through two layers of their own instead of the box head; 0: they do not.
+    last_pixel: what the pool's boxes end behind the given ones.
+    """
+
+    def __init__(
+        self, pool: nn.Module, head: nn.Module, channels: int, resolution: int = 7, separate_spatial: int = 0,
+        last_pixel: float = 0.0,
+    ):  # fmt: skip
+        super().__init__()
+        self.pool, self.head, self.rectangles = pool, head, RectangleFeatures(channels, resolution)
+        self.last_pixel = last_pixel
+        self.spatial = None
+        if separate_spatial:
+            inner = fc(channels * resolution**2, separate_spatial // 2)
+            self.spatial = nn.Sequential(inner, nn.ReLU(), fc(separate_spatial // 2, separate_spatial), nn.ReLU())
+
+    def forward(
+        self,
+        feature_maps: Mapping[str, Tensor],
+        boxes_xyxy: Tensor,
+        pairs: Tensor,
+        num_pairs: Sequence[int],
+        sizes_hw: Tensor,
+        images_hw: Sequence[tuple[int, int]] | None = None,
+        on_host: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(R, U) of the pairs, and with `separate_spatial` (R, U) of where the two are.
+
+        boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
+        images without padding, on whatever device; images_hw: the same on the host, where it is known there. on_host:
+        boxes and pairs, where they are known there. In evaluation `PAIRS_AT_ONCE`, so that an image of hundreds of
+        objects fits the memory.
+        """
+        about = feature_maps, boxes_xyxy, sizes_hw, images_hw or list(map(tuple, sizes_hw.tolist()))
+        if self.training or len(pairs) <= PAIRS_AT_ONCE:
+            return self._of_pairs(*about, pairs, list(num_pairs), on_host)
+        parts = []
+        for first in range(0, len(pairs), PAIRS_AT_ONCE):
+            rows = slice(first, first + PAIRS_AT_ONCE)
+            ends = zip(accumulate(num_pairs), num_pairs, strict=True)
+            counts = [max(0, min(end, rows.stop) - max(end - count, first)) for end, count in ends]
+            parts.append(self._of_pairs(*about, pairs[rows], counts, on_host and (on_host[0], on_host[1][rows])))
+        features, spatial = zip(*parts, strict=True)
+        return torch.cat(features), None if self.spatial is None else torch.cat(spatial)
+
+    def _of_pairs(
+        self, feature_maps: Mapping[str, Tensor], boxes_xyxy: Tensor, sizes_hw: Tensor, shapes: Sequence,
+        pairs: Tensor, num_pairs: list[int], on_host: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        subjects, objects = boxes_xyxy[pairs[:, 0]], boxes_xyxy[pairs[:, 1]]
+        pair_sizes = sizes_hw.to(boxes_xyxy)[image_of_each(num_pairs, boxes_xyxy.device)]
+        rectangles = self.rectangles(subjects, objects, pair_sizes)
+        unions = [union_boxes(subjects, objects)]
+        if on_host is not None:
+            unions.append(union_boxes(*(on_host[0][rows] for rows in on_host[1].unbind(1))))
+        unions = [moved_ends(boxes, self.last_pixel) for boxes in unions]
+        unions, *unions_on_host = ([*boxes.split(num_pairs)] for boxes in unions)
+        pooled = self.pool(dict(feature_maps), unions, shapes, *unions_on_host)
+        if self.spatial is not None:
+            return self.head(pooled), self.spatial(rectangles.flatten(1))
+        return self.head(pooled + rectangles.to(pooled)), None

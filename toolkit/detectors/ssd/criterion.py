@@ -1,0 +1,275 @@
+"""Anchors, matching and multibox loss of SSD (Liu et al., ECCV 2016), as CVNets (apple/ml-cvnets) defines them.
+
+Boxes are fractions of the image, so square anchors are not square in an image that is not. Everything works on a whole
+batch at once, without host reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from toolkit.base.batch import send
+from toolkit.base.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
+from toolkit.models.unlabelled import labelled_classes, partial_log_softmax, unlabelled_columns
+
+IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
+
+
+def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple[float, float]]:
+    """Side of the small and of the large square anchor of each level, as fractions of the image.
+
+    The small ones lie evenly from `min_scale` to `max_scale`, which a further level would have; the large one is the
+    geometric mean of the small ones of its level and the next.
+    """
+    small = torch.linspace(min_scale, max_scale, levels + 1, dtype=torch.float64).tolist()
+    return [(side, (side * after) ** 0.5) for side, after in zip(small, small[1:], strict=False)]
+
+
+def level_anchors(hw: tuple[int, int], scales: tuple[float, float], aspect_ratios: Sequence[float], clip: bool = True):
+    """Anchors (H * W * (2 + 2 R), 4) cxcywh of one feature map, cell by cell, row by row; float32.
+
+    Of a cell: the small square, the large one, then for each of the R ratios r the small one stretched by sqrt(r) in
+    width and 1 / sqrt(r) in height, and the other way round. A ratio given twice counts once.
+
+    Args:
+        hw: height and width of the feature map; 1, 1 for a map that covers the whole image.
+        clip: centre and size are clamped to [0, 1].
+    """
+    small, large = scales
+    shapes = [(small, small), (large, large)]
+    for root in (ratio**0.5 for ratio in dict.fromkeys(aspect_ratios)):
+        shapes += [(small * root, small / root), (small / root, small * root)]
+    y, x = ((torch.arange(side, dtype=torch.float64) + 0.5) / side for side in hw)
+    centres = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], dim=-1)  # (H, W, 2) x, y
+    shapes = torch.tensor(shapes, dtype=torch.float64)
+    centres = centres[:, :, None].expand(-1, -1, len(shapes), -1)
+    anchors = torch.cat([centres, shapes.expand(*hw, -1, -1)], dim=-1).reshape(-1, 4).float()
+    return anchors.clamp(0, 1) if clip else anchors
+
+
+def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
+    """Offsets (..., 4) of boxes (..., 4) from anchors (..., 4), which may be fewer by leading dimensions.
+
+    Centres in units of the anchor's sides, sizes as logarithms of the ratio, both divided by their variance.
+    """
+    boxes = xyxy_to_cxcywh(boxes_xyxy)
+    centres = (boxes[..., :2] - anchors_cxcywh[..., :2]) / anchors_cxcywh[..., 2:] / center_variance
+    return torch.cat([centres, (boxes[..., 2:] / anchors_cxcywh[..., 2:]).log() / size_variance], dim=-1)
+
+
+def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
+    """The inverse of `encode_boxes`: offsets (..., 4) to boxes (..., 4) xyxy, not clipped."""
+    centres = offsets[..., :2] * center_variance * anchors_cxcywh[..., 2:] + anchors_cxcywh[..., :2]
+    return cxcywh_to_xyxy(torch.cat([centres, (offsets[..., 2:] * size_variance).exp() * anchors_cxcywh[..., 2:]], -1))
+
+
+class Objects(NamedTuple):
+    """Boxes of a batch, padded to the largest number in an image, at least 1: xyxy fractions (B, T, 4), labels (B, T)
+    int64 (0 on: classes; -1: padding), crowd (B, T) bool."""
+
+    boxes: Tensor
+    labels: Tensor
+    crowd: Tensor
+
+
+def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> Objects:
+    """The targets of a batch as `Objects`. image_hw: (2,) height and width of the batch's images in pixels."""
+    padding = {"boxes": 0.0, "labels": -1, "iscrowd": 0}
+    boxes, labels, crowd = (_pad([target[name] for target in targets], value) for name, value in padding.items())
+    return Objects(normalize_boxes(boxes.float(), image_hw), labels, crowd > 0)
+
+
+def _pad(column: Sequence[Tensor], value: float) -> Tensor:
+    filler = column[0].new_full((1, *column[0].shape[1:]), value)  # a row more, dropped again: there is always a place
+    return pad_sequence([*column, filler], batch_first=True, padding_value=value)[:-1]
+
+
+def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float) -> tuple[Tensor, Tensor]:
+    """Assign a box to each anchor.
+
+    An anchor takes the box that it overlaps most, if by an IoU of at least the threshold; each box takes the anchor
+    that overlaps it most in any case, the later box where two want the same one. Crowd boxes take none: what is left
+    over is ignored where `iou_threshold` of the anchor's area lies in one of them, as in COCO's evaluation.
+
+    Args:
+        anchors_cxcywh: (A, 4) fractions.
+
+    Returns:
+        labels (B, A) int64: 0 background, 1 on: class + 1, `IGNORED`; index (B, A) of the matched box.
+    """
+    left, top, right, bottom = cxcywh_to_xyxy(anchors_cxcywh).t().contiguous()  # planes: strided ones are slow
+    x0, y0, x1, y1 = objects.boxes[..., None].unbind(-2)  # (B, T, 1)
+    # (B, T, A); in place where it can be: on a CPU, memory that is new costs more than the arithmetic
+    common = torch.minimum(x1, right).sub_(torch.maximum(x0, left)).clamp_(min=0)
+    common.mul_(torch.minimum(y1, bottom).sub_(torch.maximum(y0, top)).clamp_(min=0))
+    anchor_area = (right - left) * (bottom - top)
+    real = (objects.labels >= 0) & ~objects.crowd
+    union = ((x1 - x0) * (y1 - y0) + anchor_area).sub_(common).add_(1e-5)  # the 1e-5 is CVNets'
+    iou = torch.div(common, union, out=union).masked_fill_(~real[..., None], -1.0)
+
+    best_iou, best_box = iou.max(dim=1)
+    order = torch.arange(iou.shape[1], device=iou.device).expand_as(real).masked_fill(~real, -1)
+    forced = torch.full_like(best_box, -1).scatter_reduce_(1, iou.argmax(dim=2), order, "amax")
+    index = torch.where(forced >= 0, forced, best_box)
+    positive = (forced >= 0) | (best_iou >= iou_threshold)
+    labels = torch.where(positive, objects.labels.gather(1, index) + 1, 0)
+    if objects.crowd.is_cuda or bool(objects.crowd.any()):  # a GPU would be waited for
+        in_crowd = (common * objects.crowd[..., None]).amax(dim=1) >= iou_threshold * anchor_area
+        labels = labels.masked_fill_(in_crowd & ~positive, IGNORED)
+    return labels, index
+
+
+def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tensor:
+    """The background anchors with the largest loss, at most `ratio` per positive of their image: bool (B, A)."""
+    losses = background_loss.masked_fill(labels != 0, -torch.inf)
+    order = losses.argsort(dim=1, descending=True)
+    positions = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(1, order, positions)
+    return (ranks < ratio * (labels > 0).sum(dim=1, keepdim=True)) & (labels == 0)
+
+
+def multibox_loss(
+    logits: Tensor,
+    offsets: Tensor,
+    labels: Tensor,
+    target_offsets: Tensor,
+    ratio: int,
+    label_smoothing: float = 0.0,
+    labelled: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sums over a batch of cross-entropy (positives and mined negatives) and smooth L1 (positives); 0 without boxes.
+
+    Args:
+        logits: (B, A, C), column 0 is the background. offsets, target_offsets: (B, A, 4). labels: (B, A), see
+            `match_anchors`.
+        ratio: negatives per positive of an image.
+        labelled: (B, C - 1) bool, the classes that each image labels; None: all.
+    """
+    positive, chosen, classes = labels > 0, logits.flatten(0, 1), labels.flatten().clamp(min=0)
+    unlabelled = unlabelled_columns(labelled, 0)
+    if unlabelled is not None:
+        unlabelled = unlabelled[:, None].expand_as(logits).flatten(0, 1)
+    of_background = partial_log_softmax(chosen.detach(), torch.zeros_like(classes), unlabelled, 0)[:, 0]
+    counts = (positive | mine_negatives(-of_background.view_as(labels), labels, ratio)).flatten()
+    if not logits.is_cuda:  # a tenth of the rows count; a GPU would be waited for, and takes all
+        rows = counts.nonzero()[:, 0]
+        chosen, classes, counts = chosen[rows], classes[rows], counts[rows]
+        unlabelled = None if unlabelled is None else unlabelled[rows]
+    log_probabilities = partial_log_softmax(chosen, classes, unlabelled, 0)
+    entropy = F.nll_loss(log_probabilities, classes, reduction="none")
+    if label_smoothing:
+        entropy = (1 - label_smoothing) * entropy - label_smoothing * log_probabilities.mean(dim=-1)
+    distance = F.smooth_l1_loss(offsets, target_offsets, reduction="none").sum(dim=-1)
+    return torch.where(counts, entropy, 0.0).sum(), torch.where(positive, distance, 0.0).sum()
+
+
+class SelfWeighting(nn.Module):
+    """Factor on the regression loss that makes it weigh as much as the classification, adjusted over the first steps.
+
+    Every `every` steps, and after step `steps`, it becomes the ratio of the two losses summed since it last did; then
+    it stays. Part of the state dict, so that a resumed run goes on with it.
+
+    Args:
+        steps: optimizer steps over which it is adjusted; 0: never, it stays 1.
+    """
+
+    def __init__(self, steps: int, every: int):
+        super().__init__()
+        self.steps, self.every = steps, every
+        self.register_buffer("weight", torch.ones(()))
+        self.register_buffer("sums", torch.full((2,), 1e-7))  # classification, regression
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def observe(self, of_step: Tensor) -> None:
+        """Accumulate the losses of one step, (2,) classification and regression, summed over positives (not divided),
+        the regression's without the weight. Nothing is read from the device."""
+        if self.steps == 0:
+            return
+        adjusts = self.seen <= self.steps
+        sums = torch.where(adjusts, self.sums + of_step.to(self.sums), self.sums)
+        due = adjusts & (((self.seen + 1) % self.every == 0) | (self.seen == self.steps))
+        self.weight.copy_(torch.where(due, sums[0] / sums[1], self.weight))
+        self.sums.copy_(sums.masked_fill(due, 1e-7))
+        self.seen += adjusts
+
+
+class SsdCriterion(nn.Module):
+    """Matching and multibox loss of a batch; see `match_anchors` and `multibox_loss`.
+
+    Args:
+        iou_threshold: overlap from which an anchor is positive.
+        center_variance, size_variance: see `encode_boxes`.
+        negatives_per_positive: hardest negatives that count, per positive of their image.
+        label_smoothing: share of the class targets that is spread over all classes. In training mode only, as in
+            CVNets: the losses of an evaluation are without.
+        self_weighting_steps, self_weighting_every: see `SelfWeighting`; in training mode only.
+    """
+
+    loss_names = ("loss_cls", "loss_loc")
+    metric_names = ("positives",)
+
+    def __init__(
+        self,
+        iou_threshold: float = 0.5,
+        center_variance: float = 0.1,
+        size_variance: float = 0.2,
+        negatives_per_positive: int = 3,
+        label_smoothing: float = 0.0,
+        self_weighting_steps: int = 0,
+        self_weighting_every: int = 200,
+    ):
+        super().__init__()
+        self.iou_threshold, self.variances = iou_threshold, (center_variance, size_variance)
+        self.negatives_per_positive, self.label_smoothing = negatives_per_positive, label_smoothing
+        self.balance = SelfWeighting(self_weighting_steps, self_weighting_every)
+
+    def denominators(self, anchors_cxcywh: Tensor, targets: Sequence[Mapping], image_hw: Tensor) -> dict[str, float]:
+        """How many anchors of the batch are positive; on the CPU, arguments as in `forward`."""
+        labels, _ = match_anchors(anchors_cxcywh, pad_objects(targets, image_hw), self.iou_threshold)
+        return {"positives": float((labels > 0).sum())}
+
+    def forward(
+        self,
+        logits: Tensor,
+        offsets: Tensor,
+        anchors_cxcywh: Tensor,
+        image_hw: Tensor,
+        targets: Sequence[Mapping],
+        denominators: Mapping[str, float | Tensor],
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Losses divided by `denominators["positives"]`, and the metric positives per image as (sum, count).
+
+        Args:
+            logits: (B, A, C + 1), column 0 is the background. offsets: (B, A, 4). anchors_cxcywh: (A, 4) fractions.
+            image_hw: (2,) height and width in pixels of the images that the targets' boxes belong to.
+        """
+        objects = pad_objects(targets, image_hw)
+        labels, index = match_anchors(anchors_cxcywh, objects, self.iou_threshold)
+        boxes = objects.boxes.gather(1, index[..., None].expand(-1, -1, 4))
+        # The others' offsets do not count, but an infinite one would make NaN in the backward pass.
+        boxes = torch.where((labels > 0)[..., None], boxes, cxcywh_to_xyxy(anchors_cxcywh))
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        target_offsets = encode_boxes(boxes, anchors_cxcywh, *self.variances).to(exact)
+        smoothing = self.label_smoothing if self.training else 0.0
+        loss_cls, loss_loc = multibox_loss(
+            logits.to(exact), offsets.to(exact), labels, target_offsets, self.negatives_per_positive, smoothing,
+            labelled_classes(targets, logits.device),
+        )
+        if self.training:
+            loss_loc = loss_loc * self.balance.weight
+        positives = denominators["positives"]
+        losses = {"loss_cls": loss_cls / positives, "loss_loc": loss_loc / positives}
+        return losses, {"positives": ((labels > 0).sum().float(), torch.full_like(loss_cls, len(labels)).detach())}
+
+    def balance_losses(self, reduced: Mapping[str, float]) -> None:
+        """After a step: adjusts the weight of the regression from the step's losses, reduced over window and ranks."""
+        if self.balance.steps:
+            of_step = [reduced[f"{name}_unscaled"] * reduced["positives/sum"] for name in self.loss_names]
+            weight = self.balance.weight
+            of_step = send(torch.tensor(of_step, dtype=widest_float(weight.device)), weight.device)
+            self.balance.observe(of_step / torch.stack([torch.ones_like(weight), weight]))

@@ -1,0 +1,328 @@
+"""SSD (Liu et al., ECCV 2016) and SSDLite (Sandler et al., CVPR 2018) on any timm backbone, as CVNets builds them, and
+torchvision's own, with our criterion and its denominators."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from timm.layers import convert_sync_batchnorm
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.detection import ssd300_vgg16, ssdlite320_mobilenet_v3_large
+from torchvision.models.detection.image_list import ImageList
+
+from toolkit.base.batch import normalize_images, rows_of, send
+from toolkit.base.box_ops import clip_boxes, denormalize_boxes, xyxy_to_cxcywh
+from toolkit.base.errors import BadInput
+from toolkit.detectors.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
+from toolkit.detectors.ssd.options import Ssd300Options, Ssdlite320Options, SsdliteOptions, SsdOptions
+from toolkit.models.backbones import image_statistics
+from toolkit.models.detector import Detector, MapTap
+from toolkit.models.nms import best_rows, class_wise_nms
+from toolkit.models.timm_features import group_norms, leaves_stages, offered_strides, timm_features
+
+WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
+
+
+class SSD(Detector):
+    """Anchors at several strides, each with class scores and box offsets; the background is a class added inside.
+
+    It ignores padding, so the images of a batch must all have one size, a multiple of `stride`, and fill it; the size
+    need not be square, and may change from batch to batch.
+
+    Settings: see `SsdOptions`; norms "group" and "sync" hold for the heads as well.
+
+    Raises:
+        BadInput: unknown backbone, one without such strides, lists of unequal length, unavailable weights.
+    """
+
+    Options = SsdOptions
+    separable = False  # depthwise separable convolutions in extra levels and heads
+    default_weights = {"loss_cls": 1.0, "loss_loc": 1.0}
+    loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
+    divided_by = "positives"
+    masks_unlabelled = True
+    fixed_size, exported_sides = True, "fixed"  # the sizes of the maps are measured with a forward
+    buffers_steer_training = False  # those of its weight are the same on all processes
+    max_detections = 200  # as Liu et al., CVNets and torchvision
+
+    def __init__(self, class_names: Sequence[str], options: SsdOptions):
+        super().__init__()
+        o = options
+        backbone_strides = _backbone_strides(o.backbone, o.strides, o.channels, o.aspect_ratios)
+        self.strides, self.stride = tuple(o.strides), backbone_strides[-1]
+        scales = anchor_scales(len(o.strides), o.min_scale, o.max_scale)
+        self.anchor_options, self.clips_anchors = (scales, tuple(o.aspect_ratios)), o.clip_anchors
+        self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self.backbone, widths = timm_features(
+            o.backbone, strides=backbone_strides, pretrained_backbone=o.pretrained_backbone, norm=o.norm
+        )
+        self.leaves_unused = leaves_stages(self.backbone)
+        self.map_widths, self.num_outputs = tuple(widths), 4 + 1 + len(class_names)
+        self._build_levels(o, widths, len(backbone_strides))
+        settings = (o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing)
+        self.multibox = SsdCriterion(*settings, o.self_weighting_steps, o.self_weighting_every)
+        self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
+        self.candidates_per_class = o.candidates_per_class
+        default_mean, default_std = image_statistics(o.backbone)
+        self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
+
+    def resolved_options(self) -> dict:
+        return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
+
+    def _build_levels(self, o: SsdOptions, widths: list[int], of_backbone: int) -> None:
+        """`extra` levels behind the `of_backbone` first ones, whose channels are `widths`, and the `heads` of all."""
+        self.extra = nn.ModuleList()
+        for stride, width in zip(o.strides[of_backbone:], o.channels[of_backbone:], strict=True):
+            self.extra.append(self._extra_level(widths[-1], width, whole=stride == WHOLE_IMAGE))
+            widths.append(width)
+        self.heads = nn.ModuleList(
+            self._head(width, into, 2 + 2 * len(set(ratios)), whole=stride == WHOLE_IMAGE)
+            for width, into, ratios, stride in zip(widths, o.channels, o.aspect_ratios, o.strides, strict=True)
+        )
+        last = ("" if isinstance(head, nn.Conv2d) else f".{len(head) - 1}" for head in self.heads)
+        self.class_tensors = {f"heads.{i}{layer}.*": (5, 1, 0) for i, layer in enumerate(last)}  # see models/start.py
+        for module in (*self.extra.modules(), *self.heads.modules()):
+            if isinstance(module, nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if o.norm in ("group", "sync"):
+            convert = group_norms if o.norm == "group" else convert_sync_batchnorm
+            self.extra, self.heads = convert(self.extra), convert(self.heads)
+
+    def _extra_level(self, width: int, out_width: int, whole: bool) -> nn.Module:
+        """A level of half the size, or the one that sees the whole image."""
+        if whole:
+            return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, out_width, 1), nn.ReLU())
+        if self.separable:
+            return nn.Sequential(conv(width, width, 3, stride=2, groups=width, act=False), conv(width, out_width, 1))
+        return nn.Sequential(conv(width, out_width // 2, 1), conv(out_width // 2, out_width, 3, stride=2))
+
+    def _head(self, width: int, into: int, anchors: int, whole: bool) -> nn.Module:
+        """Offsets and class scores of a level's anchors: (B, anchors * num_outputs, H, W)."""
+        outputs = anchors * self.num_outputs
+        if whole:
+            return nn.Conv2d(width, outputs, 1)
+        layers = [conv(width, into, 1)] if into != width else []
+        if self.separable:
+            layers += [conv(into, into, 3, groups=into, act=False), nn.Conv2d(into, outputs, 1)]
+        else:
+            layers += [nn.Conv2d(into, outputs, 3, padding=1)]
+        return nn.Sequential(*layers)
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """Scores and offsets of every anchor.
+
+        Args:
+            images: `(B, 3, H, W)` uint8.
+            sizes: `(B, 2)` int64, height and width of each image without padding.
+            targets: not needed.
+
+        Returns:
+            `logits (B, A, C + 1)`, the background first; `offsets (B, A, 4)`; and of the image size `anchors (A, 4)`
+            cxcywh as fractions of the image and `image_hw (2,)` pixels.
+        """
+        dtype = next(self.backbone.parameters()).dtype
+        features = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)))
+        for layer in self.extra:
+            features.append(layer(features[-1]))
+        flat = [
+            head(feature).permute(0, 2, 3, 1).reshape(len(images), -1, self.num_outputs)
+            for head, feature in zip(self.heads, features, strict=True)
+        ]
+        outputs = torch.cat(flat, dim=1)
+        anchors, image_hw = self.anchors(images.shape[-2:], images.device)
+        return {"logits": outputs[..., 4:], "offsets": outputs[..., :4], "anchors": anchors, "image_hw": image_hw}
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Anchors (A, 4) cxcywh fractions of images of (h, w) pixels, and that size (2,), on `device`; kept there.
+
+        The backbone runs once to measure its maps: MobileViT-v2, for one, rounds to whole patches.
+        """
+        key = (*image_hw, str(device))
+        if key not in self._anchors:
+            parameter, training = next(self.backbone.parameters()), self.backbone.training
+            self.backbone.eval()
+            images = parameter.new_zeros(1, 3, *image_hw)
+            with torch.autocast(parameter.device.type, enabled=False):
+                maps = self.backbone(images)
+            self.backbone.train(training)
+            anchors = square_in_pixels(self._anchors_of(images, maps), image_hw, self.clips_anchors)
+            self._anchors[key] = send(anchors, device), send(torch.tensor(tuple(image_hw)), device)
+        return self._anchors[key]
+
+    def _anchors_of(self, images: Tensor, maps: Sequence[Tensor]) -> Tensor:
+        """Anchors (A, 4) of images whose maps the backbone gave."""
+        sizes = [tuple(level.shape[-2:]) for level in maps]
+        for stride in self.strides[len(maps) :]:
+            sizes.append((1, 1) if stride == WHOLE_IMAGE else tuple(-(-side // 2) for side in sizes[-1]))
+        levels = zip(sizes, *self.anchor_options, strict=True)
+        return torch.cat([level_anchors(hw, *of_level, self.clips_anchors) for hw, *of_level in levels])
+
+    def map_taps(self) -> list[MapTap]:
+        """The backbone's; the levels behind them are too coarse to look at a box."""
+        return [MapTap(self.backbone, self.strides[: len(self.map_widths)], self.map_widths)]
+
+    def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
+        scores = outputs["logits"].float().softmax(dim=-1)[..., 1:]
+        return self._boxes(outputs, outputs["image_hw"].expand(len(scores), 2)), scores
+
+    def _boxes(self, outputs: Mapping[str, Tensor], sizes_hw: Tensor) -> Tensor:
+        """Boxes (B, A, 4) xyxy of all anchors, not clipped, in images of (B, 2) h, w."""
+        boxes = decode_offsets(outputs["offsets"].float(), outputs["anchors"], *self.multibox.variances)
+        return denormalize_boxes(boxes, sizes_hw)
+
+    def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """This batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
+        largest = torch.stack([target["size"] for target in targets]).amax(dim=0).tolist()
+        anchors, image_hw = self.anchors([-(-side // self.stride) * self.stride for side in largest], "cpu")
+        return self.multibox.denominators(anchors, targets, image_hw)
+
+    def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
+        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `SsdCriterion.forward`."""
+        parts = (outputs[name] for name in ("logits", "offsets", "anchors", "image_hw"))
+        return self.multibox(*parts, targets, denominators)
+
+    def decode(
+        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes after class-wise suppression, clipped to the original image, best first; scores are above the
+        `score_threshold` of the settings. See `Detector.decode`."""
+        boxes = self._boxes(outputs, outputs["image_hw"] * orig_sizes / sizes)  # padding may be part of the image
+        scores = outputs["logits"].float().softmax(dim=-1)[..., 1:].transpose(1, 2)  # (B, C, A)
+        scores, anchor = scores.topk(min(self.candidates_per_class, scores.shape[2]), dim=2)
+        boxes = clip_boxes(boxes, orig_sizes).gather(1, anchor.flatten(1)[..., None].expand(-1, -1, 4))
+        order, count = scores.flatten(1).sort(dim=1, descending=True).indices, scores.shape[2]
+        candidates = scores.where(scores > max(score_threshold, self.score_threshold), 0)
+        turns = class_wise_nms(boxes.unflatten(1, scores.shape[1:]), candidates, self.nms_threshold, order)
+        turns, rows = best_rows(turns.flatten(1), top_k)
+        return rows_of(boxes, rows), scores.flatten(1).gather(1, rows), (rows // count).where(turns > 0, -1)
+
+
+def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Tensor:
+    """Anchors (A, 4) cxcywh whose sides are fractions of a square's, for an image of (h, w): those of aspect 1 are
+    squares in its pixels, all have the area they had. Clipped to [0, 1] if wanted; as they are for square images."""
+    height, width = image_hw
+    if height == width:
+        return anchors
+    side = math.sqrt(height * width)
+    anchors = anchors * anchors.new_tensor([1, 1, side / width, side / height])
+    return anchors.clamp(0, 1) if clip else anchors
+
+
+class SSDLite(SSD):
+    """An `SSD` with depthwise separable convolutions in extra levels and heads; what CVNets calls SSD."""
+
+    Options = SsdliteOptions
+    separable = True
+
+
+class SSD300(SSD):
+    """torchvision's `ssd300_vgg16`: its state dict is torchvision's, name by name, and so are its boxes.
+
+    Settings: see `Ssd300Options`. Images must all have one size and fill it: 300 x 300 px in the published weights.
+
+    Raises:
+        BadInput: `pretrained_backbone`: torchvision's weights are those of whole detectors, given as `pretrained`.
+    """
+
+    Options = Ssd300Options
+    builder = staticmethod(ssd300_vgg16)
+    class_tensors = {"head.classification_head.module_list.*": (1, 1, 0)}  # background first
+    stride, map_strides = 1, (8, 16, 32)
+
+    def __init__(self, class_names: Sequence[str], options: Ssd300Options):
+        Detector.__init__(self)
+        o = options
+        if o.pretrained_backbone:
+            remedy = "give torchvision's file of weights as model.pretrained, or set it to false"
+            raise BadInput(f"model.pretrained_backbone: {o.architecture} starts from whole detectors: {remedy}")
+        model = self.builder(weights=None, weights_backbone=None, num_classes=1 + len(class_names))
+        self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
+        self.clips_anchors = self.anchor_generator.clip
+        self.multibox = SsdCriterion(o.iou_threshold, negatives_per_positive=o.negatives_per_positive)
+        for name in list(self.multibox.balance._buffers):  # no factor is learned: the names stay torchvision's
+            self.multibox.balance._non_persistent_buffers_set.add(name)
+        self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
+        self.candidates_per_class = o.candidates_per_class
+        self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
+        self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def resolved_options(self) -> dict:
+        return Detector.resolved_options(self)
+
+    def map_taps(self) -> list[MapTap]:
+        """The three finest levels, where the others are too coarse to look at a box."""
+        heads = self.head.classification_head.module_list[:3]
+        widths = [next(m for m in head.modules() if isinstance(m, nn.Conv2d)).in_channels for head in heads]
+        return [MapTap(self.backbone, self.map_strides, widths, lambda _, maps: list(maps.values())[:3])]
+
+    def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
+        """Scores and offsets of every anchor; see `SSD.forward`."""
+        dtype = next(self.backbone.parameters()).dtype
+        maps = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)).values())
+        predictions = self.head(maps)
+        outputs = {"logits": predictions["cls_logits"], "offsets": predictions["bbox_regression"]}
+        return outputs | dict(zip(("anchors", "image_hw"), self.anchors(images.shape[-2:], images.device), strict=True))
+
+    def _anchors_of(self, images: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+        height, width = images.shape[-2:]
+        xyxy = self.anchor_generator(ImageList(images, [(height, width)]), list(maps.values()))[0]
+        return xyxy_to_cxcywh(xyxy / send(torch.tensor([width, height] * 2), xyxy.device))
+
+
+class SSDLite320(SSD300):
+    """torchvision's `ssdlite320_mobilenet_v3_large`. Settings: see `Ssdlite320Options`; see `SSD300`."""
+
+    Options = Ssdlite320Options
+    builder = staticmethod(ssdlite320_mobilenet_v3_large)
+    max_detections = 300
+    map_strides = (16, 32, 64)
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """Batch norm that takes its running statistics where a batch has one value per channel, and so no variance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.numel() == x.shape[1]:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(x)
+
+
+def conv(width: int, out_width: int, kernel: int, *, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Module:
+    """Convolution, batch norm and, if wanted, ReLU; the size is kept, or divided by the stride and rounded up."""
+    layers = [nn.Conv2d(width, out_width, kernel, stride, kernel // 2, groups=groups, bias=False), BatchNorm(out_width)]
+    return nn.Sequential(*layers, nn.ReLU()) if act else nn.Sequential(*layers)
+
+
+def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence, ratios: Sequence) -> list[int]:
+    """The strides that the backbone has maps of.
+
+    Raises:
+        BadInput: none is, the others do not go on by doubling, or there are not as many channels and ratios.
+    """
+    problems = []
+    if not len(strides) == len(channels) == len(ratios):
+        problems.append(
+            f"model.strides, model.channels and model.aspect_ratios have one entry for each level, but "
+            f"{len(strides)}, {len(channels)} and {len(ratios)} entries"
+        )
+    offered = set(offered_strides(backbone))
+    strides_of_maps = [stride for stride in strides if stride in offered]
+    missing = len(strides) - len(strides_of_maps)
+    doubled = [strides_of_maps[-1] * 2 ** (i + 1) for i in range(missing)] if strides_of_maps else []
+    buildable = (strides_of_maps + doubled, [*strides_of_maps, *doubled[:-1], WHOLE_IMAGE])
+    if not strides_of_maps or strides_of_maps != sorted(set(strides_of_maps)) or list(strides) not in buildable:
+        problems.append(
+            f"model.strides: {list(strides)} cannot be built on {backbone!r}, which has maps of strides "
+            f"{sorted(offered)}: expected some of these, increasing, then each twice the one before, then perhaps "
+            f"{WHOLE_IMAGE} for the whole image"
+        )
+    if any(ratio <= 0 for of_level in ratios for ratio in of_level):
+        problems.append(f"model.aspect_ratios: {[list(r) for r in ratios]} must be positive numbers")
+    if problems:
+        raise BadInput(problems)
+    return strides_of_maps

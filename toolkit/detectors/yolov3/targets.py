@@ -1,0 +1,290 @@
+"""YOLOv3's anchors, target assignment and losses, as GluonCV 0.10 defines them, without a Python loop over boxes.
+
+Predictions of all levels are one flat axis of N: the deepest level (stride 32) first, within a level row by row, within
+a cell anchor by anchor: n = (anchors of the earlier levels) + (row * width + column) * A + anchor.
+Redmon & Farhadi, YOLOv3, 2018; gluoncv.model_zoo.yolo.yolo_target and gluoncv.loss.YOLOV3Loss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+
+from toolkit.base.batch import image_of_each, pad_rows
+from toolkit.base.box_ops import widest_float
+
+STRIDES = (32, 16, 8)
+# Pairs of prediction and box compared at once; on a CPU so few that they stay in its cache. Does not change the result.
+PAIRS_AT_ONCE = {"cpu": 2**18}
+PAIRS_AT_ONCE_ELSEWHERE = 2**26
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The N predictions of an input of `image_hw` pixels.
+
+    cells_xy: (N, 2) column and row; strides, anchors_wh: (N, 1), (N, 2) in pixels.
+    """
+
+    image_hw: tuple[int, int]
+    cells_xy: Tensor
+    strides: Tensor
+    anchors_wh: Tensor
+
+
+def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
+    """Grid of an input of (h, w) pixels, both multiples of 32, for anchors (3, A, 2) in pixels, on their device."""
+    cells_xy, strides, anchors_wh = [], [], []
+    for stride, level_anchors in zip(STRIDES, anchors, strict=True):
+        height, width, per_cell = image_hw[0] // stride, image_hw[1] // stride, len(level_anchors)
+        rows, columns = (torch.arange(n, device=anchors.device, dtype=anchors.dtype) for n in (height, width))
+        rows, columns = rows[:, None, None], columns[:, None].expand(height, -1, per_cell)
+        cells_xy.append(torch.stack((columns, rows.expand_as(columns)), dim=-1).reshape(-1, 2))
+        strides.append(anchors.new_full((height * width * per_cell, 1), stride))
+        anchors_wh.append(level_anchors.repeat(height * width, 1))
+    return Grid(image_hw, torch.cat(cells_xy), torch.cat(strides), torch.cat(anchors_wh))
+
+
+def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
+    """Boxes (B, N, 4) xyxy in pixels of the network input, not clipped, of raw predictions (B, N, 5 + C)."""
+    x, y, w, h = predictions[..., :4].movedim(-1, 0).contiguous()  # planes (B, N): far faster than slices of rows
+    column, row = grid.cells_xy.unbind(1)
+    half_w, half_h = (size.exp() * anchor / 2 for size, anchor in zip((w, h), grid.anchors_wh.unbind(1), strict=True))
+    x, y = (x.sigmoid() + column) * grid.strides[:, 0], (y.sigmoid() + row) * grid.strides[:, 0]
+    return torch.stack((x - half_w, y - half_h, x + half_w, y + half_h), dim=-1)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where each of the T boxes of a batch goes, and what the prediction there should be.
+
+    image, index: (T,) int64, image in the batch and prediction of that image.
+    kept: (T,) bool, False for crowd regions and for boxes overwritten by a later one of the same cell and anchor.
+    ratio: (T,) mixup ratio (1 without mixup) of the kept boxes, 0 of the others: the weight of all their terms.
+    center, scale: (T, 2) targets: fraction within the cell, log of size / anchor. weight: (T,) 2 - w * h / (W * H).
+    boxes, labels, crowd: (T, 4), (T,), (T,) bool, as given.
+    counts: boxes of each image.
+    """
+
+    image: Tensor
+    index: Tensor
+    kept: Tensor
+    ratio: Tensor
+    center: Tensor
+    scale: Tensor
+    weight: Tensor
+    boxes: Tensor
+    labels: Tensor
+    crowd: Tensor
+    counts: tuple[int, ...]
+
+
+def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, grid: Grid) -> Assignment:
+    """Each box to the cell of its centre and the anchor, of all levels, that is nearest to it in shape.
+
+    Args:
+        targets: one dict per image with boxes (n, 4) xyxy pixels, labels (n,), and optionally iscrowd (n,) and the
+            mixup ratios `mixup` (n,).
+        sizes_hw: (B, 2) pixels of each image without its padding; box weights are relative to it.
+        anchors: (3, A, 2) pixels. Ties in IoU, and boxes without width or height, take the lowest one.
+
+    A centre on or beyond the right or lower border belongs to the last cell. Of boxes in the same cell and anchor the
+    last wins. Nothing here reads from the device.
+    """
+    device, dtype, per_cell = anchors.device, anchors.dtype, anchors.shape[1]
+    counts = tuple(len(t["labels"]) for t in targets)
+    image = image_of_each(counts, device)
+    boxes = _joined(targets, "boxes", 0, anchors).reshape(-1, 4)
+    labels = _joined(targets, "labels", 0, image)
+    crowd = _joined(targets, "iscrowd", 0, image).bool()
+
+    sizes = boxes[:, 2:] - boxes[:, :2]
+    centers = boxes[:, :2] + sizes * 0.5
+    best = _shape_iou(sizes, anchors.reshape(-1, 2)).argmax(dim=1)
+    level, anchor = best // per_cell, best % per_cell
+    stride = 32 >> level
+    height, width = grid.image_hw[0] // stride, grid.image_hw[1] // stride
+    # In float64 and in this order, as the original: it decides on which side of a cell border a centre falls.
+    x, y = centers.to(widest_float(device)).unbind(1)
+    in_cells = torch.stack((x / grid.image_hw[1] * width, y / grid.image_hw[0] * height), dim=1)
+    last_cell = (sizes_hw.to(device)[image].flip(1) - 1) // stride[:, None]
+    # A NaN, which the guard reports, is nowhere; the losses of its box are NaN too.
+    cells = torch.minimum(in_cells.nan_to_num().clamp(min=0).long(), last_cell)
+    # Each level has 4 times the cells of the one before: 0, 1, 5 times those of stride 32 come earlier.
+    start = (grid.image_hw[0] // 32) * (grid.image_hw[1] // 32) * ((1 << 2 * level) - 1) // 3
+    index = (start + cells[:, 1] * width + cells[:, 0]) * per_cell + anchor
+
+    flat = image * len(grid.cells_xy) + index
+    order = torch.arange(len(flat), device=device).masked_fill(crowd, -1)
+    winner = flat.new_full((len(counts) * len(grid.cells_xy),), -1).scatter_reduce_(0, flat, order, "amax")
+    kept = (winner[flat] == order) & ~crowd
+    return Assignment(
+        image=image,
+        index=index,
+        kept=kept,
+        ratio=_joined(targets, "mixup", 1, anchors) * kept,
+        center=(in_cells - cells).clamp(0, 1).to(dtype),
+        scale=(sizes.clamp(min=1) / anchors.reshape(-1, 2)[best]).log(),
+        weight=2 - sizes.prod(dim=1) / sizes_hw.to(device, dtype).prod(dim=1)[image],
+        boxes=boxes,
+        labels=labels,
+        crowd=crowd,
+        counts=counts,
+    )
+
+
+def _joined(targets: Sequence[dict], key: str, default: float, like: Tensor) -> Tensor:
+    """`target[key]` of all images joined, with the dtype and device of `like`; `default` for images without the key."""
+    values = [t[key].to(like) if key in t else like.new_full((len(t["labels"]),), default) for t in targets]
+    return torch.cat(values) if values else like.new_zeros(0)
+
+
+def _shape_iou(sizes1_wh: Tensor, sizes2_wh: Tensor) -> Tensor:
+    """IoU (T, K) of boxes (T, 2) and (K, 2) put on a common centre; 0 for boxes without area."""
+    inner = torch.minimum(sizes1_wh[:, None], sizes2_wh[None]).prod(dim=-1)
+    return inner / (sizes1_wh.prod(dim=-1)[:, None] + sizes2_wh.prod(dim=-1)[None] - inner + 1e-15)
+
+
+@torch.no_grad()
+def objectness_targets(
+    pred_boxes: Tensor, assigned: Assignment, sizes_hw: Tensor, grid: Grid, ignore_iou: float
+) -> Tensor:
+    """Target (B, N) of each prediction: the mixup ratio (1 without mixup) where a box is assigned, else 0, or -1.
+
+    -1 is ignored: predictions whose box has an IoU above `ignore_iou` with any box of the image, or lies for more than
+    that share of its area in a crowd region, and cells that begin in the padding of an image smaller than the batch.
+
+    Args:
+        pred_boxes: (B, N, 4) xyxy pixels.
+        sizes_hw: (B, 2) pixels of each image without its padding.
+    """
+    ignored = _covered(pred_boxes, assigned, ignore_iou) | in_padding(sizes_hw, grid)
+    flat = assigned.image * pred_boxes.shape[1] + assigned.index
+    # amax: an overwritten box (ratio 0) shares its place with the kept one, and the order of writes is undefined.
+    ratio = pred_boxes.new_zeros(ignored.numel()).scatter_reduce_(0, flat, assigned.ratio.to(pred_boxes.dtype), "amax")
+    ratio = ratio.view_as(ignored)
+    return torch.where(ratio > 0, ratio, -ignored.to(ratio.dtype))
+
+
+def in_padding(sizes_hw: Tensor, grid: Grid) -> Tensor:
+    """(B, N) bool: predictions of cells that begin beyond the size (h, w) of an image in a padded batch."""
+    return (grid.cells_xy * grid.strides >= sizes_hw.flip(1)[:, None].to(grid.cells_xy)).any(dim=-1)
+
+
+def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tensor:
+    """(B, N) bool: IoU with a box > threshold, or that share of the prediction's area is inside a crowd region.
+
+    inter / (area_p + area_g - inter) > t is inter > t / (1 + t) * (area_p + area_g): no division, and a crowd region is
+    the same comparison with other constants, inter > t * area_p.
+    """
+    areas = (assigned.boxes[:, 2] - assigned.boxes[:, 0]) * (assigned.boxes[:, 3] - assigned.boxes[:, 1])
+    factor = torch.where(assigned.crowd, threshold, threshold / (1 + threshold))
+    columns = (*assigned.boxes.unbind(1), factor, torch.where(assigned.crowd, 0, areas))
+    padded = pad_rows(torch.stack(columns, dim=-1).to(pred_boxes.dtype), assigned.counts)
+    padded = padded.movedim(-1, 0).contiguous()  # (6, B, M)
+    planes = pred_boxes.movedim(-1, 0).contiguous()[:, :, None]  # (4, B, 1, N)
+    pairs = max(1, padded.shape[2] * pred_boxes.shape[1])
+    images = max(1, PAIRS_AT_ONCE.get(pred_boxes.device.type, PAIRS_AT_ONCE_ELSEWHERE) // pairs)
+    chunks = zip(planes.split(images, dim=1), padded[..., None].split(images, dim=1), strict=True)
+    return torch.cat([_over_threshold(*pred, *truth) for pred, truth in chunks])
+
+
+def _over_threshold(left, top, right, bottom, x0, y0, x1, y1, factor, gt_area) -> Tensor:
+    """(b, N) bool, of planes (b, 1, N) of predictions and (b, M, 1) of boxes; see `_covered`."""
+    inter = torch.minimum(right, x1).sub_(torch.maximum(left, x0)).clamp_(min=0)
+    inter *= torch.minimum(bottom, y1).sub_(torch.maximum(top, y0))  # a negative height fails the comparison as well
+    return (inter > torch.addcmul(gt_area * factor, (right - left) * (bottom - top), factor)).any(dim=1)
+
+
+def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Tensor:
+    """(T, C): 1 for the class and 0 for the others, or 1 - s and s with s = min(1 / C, 1 / 40)."""
+    smooth = min(1 / num_classes, 1 / 40) if label_smoothing else 0.0
+    one_hot = labels[:, None] == torch.arange(num_classes, device=labels.device)
+    return torch.where(one_hot, 1 - smooth, smooth)
+
+
+def yolov3_losses(
+    predictions: Tensor,
+    objectness: Tensor,
+    assigned: Assignment,
+    label_smoothing: bool = False,
+    labelled: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The four losses, each summed over the batch, in the dtype of the predictions.
+
+    Args:
+        predictions: (B, N, 5 + C) raw tx, ty, tw, th, objectness, classes.
+        objectness: (B, N), see `objectness_targets`; a mixup ratio is the weight of its term, not its label.
+        labelled: (B, C) bool, the classes that each image labels; None: all.
+
+    loss_obj: binary cross-entropy of every prediction that is not ignored.
+    loss_center: 2 - w * h times binary cross-entropy of sigmoid(tx, ty); loss_scale: the same times |tw, th - target|;
+    loss_cls: binary cross-entropy of all classes; these three of predictions with a box only.
+    """
+    weight = torch.where(objectness > 0, objectness, (objectness == 0).to(objectness.dtype))
+    positive = (objectness > 0).to(predictions.dtype)
+    logits, at_boxes = _objectness_and_rows(predictions, assigned)
+    ratio = assigned.ratio.to(predictions.dtype)[:, None]
+    ratio_weight = ratio * assigned.weight[:, None].to(predictions.dtype)
+    classes = class_targets(assigned.labels, predictions.shape[2] - 5, label_smoothing).to(predictions.dtype)
+    center, class_weight = assigned.center.to(predictions.dtype), ratio.expand_as(classes)
+    if labelled is not None:
+        is_class = assigned.labels[:, None] == torch.arange(classes.shape[1], device=classes.device)
+        class_weight = class_weight.where(labelled[assigned.image] | is_class, 0)
+    return {
+        "loss_obj": bce(logits, positive, weight, reduction="sum"),
+        "loss_center": bce(at_boxes[:, :2], center, ratio_weight.expand_as(center), reduction="sum"),
+        "loss_scale": (ratio_weight * (at_boxes[:, 2:4] - assigned.scale).abs()).sum(),
+        "loss_cls": bce(at_boxes[:, 5:], classes, class_weight, reduction="sum"),
+    }
+
+
+def _objectness_and_rows(predictions: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
+    """Objectness logits (B, N) and the predictions (T, 5 + C) at the boxes.
+
+    Picked by one index: the gradient of each slice of its own would fill an array as large as the predictions.
+    """
+    batch, count, outputs = predictions.shape
+    columns = torch.arange(outputs, device=predictions.device)
+    everywhere = torch.arange(batch * count, device=predictions.device) * outputs + 4
+    rows = ((assigned.image * count + assigned.index) * outputs)[:, None] + columns
+    picked = predictions.flatten().index_select(0, torch.cat((everywhere, rows.flatten())))
+    return picked[: batch * count].view(batch, count), picked[batch * count :].view(-1, outputs)
+
+
+def kmeans_anchors(
+    sizes_wh: np.ndarray, clusters: int = 9, seed: int = 0, rounds: int = 300
+) -> tuple[np.ndarray, float]:
+    """Anchors by k-means with 1 - IoU of centred boxes as distance (Redmon & Farhadi, YOLO9000, section 2).
+
+    Args:
+        sizes_wh: (n, 2) box sizes in pixels of the network input, all positive, n >= clusters.
+
+    Returns (clusters, 2) float64 from small to large area, and the mean over boxes of the IoU with the nearest anchor.
+    Centres are medians, which outliers move less than means. Deterministic for a seed; k-means++ start.
+    """
+    sizes = np.asarray(sizes_wh, dtype=np.float64)
+    generator = np.random.default_rng(seed)
+    anchors = sizes[generator.integers(len(sizes))][None]
+    while len(anchors) < clusters:
+        distance = (1 - shape_iou(sizes, anchors).max(axis=1)) ** 2
+        p = distance / distance.sum() if distance.sum() > 0 else None
+        anchors = np.vstack((anchors, sizes[generator.choice(len(sizes), p=p)]))
+    nearest = None
+    for _ in range(rounds):
+        previous, nearest = nearest, shape_iou(sizes, anchors).argmax(axis=1)
+        if previous is not None and (nearest == previous).all():
+            break
+        for k in np.unique(nearest):
+            anchors[k] = np.median(sizes[nearest == k], axis=0)
+    anchors = anchors[np.argsort(anchors.prod(axis=1), kind="stable")]
+    return anchors, float(shape_iou(sizes, anchors).max(axis=1).mean())
+
+
+def shape_iou(sizes1_wh: np.ndarray, sizes2_wh: np.ndarray) -> np.ndarray:
+    """IoU (n, k) of positive box sizes (n, 2) and (k, 2) put on a common centre."""
+    inner = np.minimum(sizes1_wh[:, None], sizes2_wh[None]).prod(axis=2)
+    return inner / (sizes1_wh.prod(axis=1)[:, None] + sizes2_wh.prod(axis=1)[None] - inner)

@@ -1,0 +1,167 @@
+"""Training augmentation of YOLOv3 as GluonCV orders it: colour, expand, constrained crop, resize, flip; all in uint8.
+
+Interface as in `geometry`; the whole recipe takes the size of the batch as one more argument. Ranges are
+those of gluoncv `YOLO3DefaultTrainTransform` and SSD (Liu et al. 2016, section 2.2); docs/differences.md lists what
+differs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from toolkit.base.batch import Target
+from toolkit.base.box_ops import pairwise_iou
+from toolkit.data.transforms.geometry import (
+    RandomFlip,
+    Sample,
+    ThenResize,
+    Transform,
+    centres_in_region,
+    crop,
+    filled_canvas,
+    keep_boxes,
+    resize_target,
+)
+
+INTERPOLATIONS = [Image.Resampling[name] for name in ("NEAREST", "BILINEAR", "BICUBIC", "BOX", "LANCZOS")]
+
+
+@dataclass(frozen=True)
+class ColourDistortion:
+    """Brightness, then contrast before or after saturation and hue, each with `probability`.
+
+    brightness: grey levels added. contrast: factor on all values. saturation: factor on the distance from grey.
+    hue: turns. Values saturate at 0 and 255.
+    """
+
+    brightness: float = 32.0
+    contrast: tuple[float, float] = (0.5, 1.5)
+    saturation: tuple[float, float] = (0.5, 1.5)
+    hue: float = 18 / 255
+    probability: float = 0.5
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
+        contrast_first, *chances = torch.rand(5, generator=generator).tolist()
+        u = torch.rand(4, generator=generator).tolist()
+        saturation = (F.adjust_saturation, _between(*self.saturation, u[1]), chances[1])
+        hue = (F.adjust_hue, _between(-self.hue, self.hue, u[2]), chances[2])
+        contrast = (F.adjust_brightness, _between(*self.contrast, u[3]), chances[3])  # torchvision's is a plain factor
+        if chances[0] < self.probability:
+            added = _between(-self.brightness, self.brightness, u[0])
+            image = image.to(torch.float32).add_(added).clamp_(0, 255).to(torch.uint8)
+        steps = [contrast, saturation, hue] if contrast_first < 0.5 else [saturation, hue, contrast]
+        for adjust, amount, chance in steps:
+            if chance < self.probability:
+                image = adjust(image, amount)
+        return image, target
+
+
+@dataclass(frozen=True)
+class RandomExpand:
+    """With `probability`, the image somewhere on a canvas of up to `max_ratio` times its sides, else FILL_RGB."""
+
+    max_ratio: float = 4.0
+    probability: float = 0.5
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
+        chance, ratio, down, right = torch.rand(4, generator=generator).tolist()
+        if chance >= self.probability:
+            return image, target
+        height, width = image.shape[-2:]
+        ratio = _between(1.0, self.max_ratio, ratio)
+        size_hw = int(height * ratio), int(width * ratio)
+        top, left = int(down * (size_hw[0] - height + 1)), int(right * (size_hw[1] - width + 1))
+        canvas = filled_canvas(size_hw)
+        canvas[:, top : top + height, left : left + width] = image
+        boxes = target["boxes"] + torch.tensor([left, top, left, top], dtype=torch.float32)
+        return canvas, {**target, "boxes": boxes, "size": torch.tensor(size_hw)}
+
+
+@dataclass(frozen=True)
+class ConstrainedCrop:
+    """A region of the image that overlaps all boxes by one of several IoUs, or the whole image (SSD's sampling).
+
+    For each of `constraints`, (least, largest) IoU of every box with the region, the first of `trials` random regions
+    that meets it is a candidate, the whole image is another; one candidate that holds the centre of a box is taken.
+    Boxes with their centre in it stay, clipped. Without boxes: a random region.
+    """
+
+    min_scale: float = 0.3
+    max_aspect: float = 2.0
+    constraints: tuple[tuple[float, float], ...] = ((0.1, 1), (0.3, 1), (0.5, 1), (0.7, 1), (0.9, 1), (0, 1))
+    trials: int = 50
+
+    def draw(self, boxes: Tensor, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
+        """The region (top, left, height, width) to cut from an image of `size_hw` with boxes (N, 4) xyxy."""
+        regions = self._random_regions(size_hw, generator)
+        if not len(boxes):
+            return tuple(regions[0, 0].tolist())
+        top, left, height, width = regions.unbind(-1)
+        corners = torch.stack((left, top, left + width, top + height), dim=-1).to(torch.float32)
+        iou = pairwise_iou(corners.flatten(0, 1), boxes).view(*corners.shape[:2], -1)
+        least, largest = torch.tensor(self.constraints).unbind(1)
+        meets = (iou.amin(-1) >= least[:, None]) & (iou.amax(-1) <= largest[:, None])
+        first = regions[torch.arange(len(meets)), meets.int().argmax(1)][meets.any(1)]
+        candidates = [(0, 0, *size_hw), *map(tuple, first.tolist())]
+        for i in torch.randperm(len(candidates), generator=generator).tolist():
+            if bool(centres_in_region(boxes, candidates[i]).any()):
+                return candidates[i]
+        return candidates[0]
+
+    def _random_regions(self, size_hw: tuple[int, int], generator: torch.Generator) -> Tensor:
+        """(constraints, trials, 4) int64 top, left, height, width."""
+        u = torch.rand(4, len(self.constraints), self.trials, generator=generator)
+        scale = _between(self.min_scale, 1.0, u[0])
+        lowest, highest = scale.square().clamp(min=1 / self.max_aspect), scale.square().reciprocal()
+        aspect = _between(lowest, highest.clamp(max=self.max_aspect), u[1]).sqrt()
+        height = (size_hw[0] * scale / aspect).long().clamp(1, size_hw[0])
+        width = (size_hw[1] * scale * aspect).long().clamp(1, size_hw[1])
+        top, left = (u[2] * (size_hw[0] - height)).long(), (u[3] * (size_hw[1] - width)).long()
+        return torch.stack((top, left, height, width), dim=-1)
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
+        region = self.draw(target["boxes"], tuple(image.shape[-2:]), generator)
+        return crop(image, keep_boxes(target, centres_in_region(target["boxes"], region)), region)
+
+
+@dataclass(frozen=True)
+class Yolov3Transform:
+    """`steps`, a resize to exactly the batch's size, one of five interpolations drawn at random, and a flip."""
+
+    steps: Sequence[Transform]
+    flip_probability: float = 0.5
+
+    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]) -> Sample:
+        for step in self.steps:
+            image, target = step(image, target, generator)
+        method = INTERPOLATIONS[int(torch.randint(len(INTERPOLATIONS), (), generator=generator))]
+        image, target = resize_by(image, target, size_hw, method)
+        return RandomFlip(self.flip_probability)(image, target, generator)
+
+
+def yolov3_transform(
+    *, photometric: bool = False, zoom_out: float = 1.0, iou_crop: bool = False, flip: bool = False
+) -> Transform:
+    """GluonCV's recipe, or what of it is wanted (there zoom_out is 4); 1 and nothing else: a plain resize."""
+    if not (photometric or zoom_out > 1 or iou_crop or flip):
+        return ThenResize()
+    steps = (ColourDistortion(),) * photometric + (RandomExpand(zoom_out),) * (zoom_out > 1)
+    steps += (ConstrainedCrop(),) * iou_crop
+    return Yolov3Transform(steps, 0.5 if flip else 0.0)
+
+
+def resize_by(image: Tensor, target: Target, size_hw: tuple[int, int], method: Image.Resampling) -> Sample:
+    """Resized to exactly `size_hw` by one of Pillow's filters, which widen when they shrink an image."""
+    target = resize_target(target, tuple(image.shape[-2:]), size_hw)
+    if tuple(image.shape[-2:]) == tuple(size_hw):
+        return image, target
+    pixels = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).resize(size_hw[::-1], method)
+    return F.pil_to_tensor(pixels), target
+
+
+def _between(low, high, u):
+    return low + (high - low) * u

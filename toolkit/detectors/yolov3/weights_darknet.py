@@ -1,0 +1,112 @@
+"""Darknet's `yolov3.weights` and `darknet53.conv.74`: a header and the numbers of every convolution in the order of the
+network, as `yolov3` on timm's Darknet-53.
+
+Of a convolution: bias, or of its batch norm bias, weight, running mean and variance; then the kernel (out, in, h, w).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.base.errors import BadInput
+from toolkit.models.weights.class_names import named
+from toolkit.models.weights.names import Description
+
+BLOCKS = (1, 2, 8, 8, 4)  # residual blocks of each stage
+NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the file
+
+
+def backbone_layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name of the convolution, of its norm, shape) in Darknet's order."""
+    yield "backbone.stem_conv1.conv", "backbone.stem_conv1.bn", (32, 3, 3, 3)
+    for stage, blocks in enumerate(BLOCKS):
+        width = 64 * 2**stage
+        prefix = f"backbone.stages_{stage}"
+        yield f"{prefix}.conv_down.conv", f"{prefix}.conv_down.bn", (width, width // 2, 3, 3)
+        for block in range(blocks):
+            name = f"{prefix}.blocks.{block}.conv"
+            yield f"{name}1.conv", f"{name}1.bn", (width // 2, width, 1, 1)
+            yield f"{name}2.conv", f"{name}2.bn", (width, width // 2, 3, 3)
+
+
+def head_layers(classes: int, anchors: int = 3) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
+    """Likewise of the heads at strides 32, 16 and 8; predictions have no norm."""
+    for level, width in enumerate((512, 256, 128)):
+        if level:
+            yield f"transitions.{level - 1}.0", f"transitions.{level - 1}.1", (width, 2 * width, 1, 1)
+        narrow, wide = (width, 2 * width, 1, 1), (2 * width, width, 3, 3)
+        first = (width, 3 * width, 1, 1) if level else narrow
+        for i, shape in enumerate((first, wide, narrow, wide, narrow)):
+            yield f"blocks.{level}.body.{i}.0", f"blocks.{level}.body.{i}.1", shape
+        yield f"blocks.{level}.tip.0", f"blocks.{level}.tip.1", wide
+        yield f"predictions.{level}", None, (anchors * (5 + classes), 2 * width, 1, 1)
+
+
+def _size(layers) -> int:
+    return sum(int(np.prod(shape)) + (4 if norm else 1) * shape[0] for _, norm, shape in layers)
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The numbers of a file, `{"darknet": (N,) float32}`.
+
+    Raises:
+        BadInput: it is no file of Darknet weights.
+    """
+    raw = path.read_bytes()
+    if len(raw) < 20:
+        raise BadInput(f"model.pretrained {path}: {len(raw)} bytes are no Darknet weights")
+    major, minor, _ = np.frombuffer(raw, "<i4", 3)
+    # images seen: 8 bytes from version 0.2 on, 4 before
+    start = 20 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 16
+    if (len(raw) - start) % 4:
+        raise BadInput(f"model.pretrained {path}: the file ends in the middle of a number; download it again")
+    return {"darknet": torch.from_numpy(np.frombuffer(raw, "<f4", offset=start).copy())}
+
+
+def recognised(state: Mapping[str, Tensor]) -> bool:
+    """Whether this is what `read` returns."""
+    return list(state) == ["darknet"]
+
+
+def classes_of(numbers: int) -> int | None:
+    """Number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
+    backbone, heads = _size(backbone_layers()), _size(head_layers(0))
+    if numbers == backbone:
+        return 0
+    per_class = _size(head_layers(1)) - heads
+    classes, rest = divmod(numbers - backbone - heads, per_class)
+    return classes if rest == 0 and classes > 0 else None
+
+
+def described(state: Mapping[str, Tensor], file: str) -> Description:
+    """The detector that these weights belong to.
+
+    Raises:
+        BadInput: another network than YOLOv3 and Darknet-53: the file does not say which.
+    """
+    classes = classes_of(len(state["darknet"]))
+    if classes is None:
+        raise BadInput(
+            f"model.pretrained {file}: {len(state['darknet'])} numbers are those of no YOLOv3 on Darknet-53; "
+            "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 can be taken"
+        )
+    options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.0] * 3, "std": [1.0] * 3}
+    return Description("yolov3", options, named(classes) if classes else ["none"])
+
+
+def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The numbers as tensors under our names."""
+    numbers, classes, position, tensors = state["darknet"], classes_of(len(state["darknet"])), 0, {}
+    for conv, norm, shape in [*backbone_layers(), *(head_layers(classes) if classes else ())]:
+        for name in [f"{norm}.{leaf}" for leaf in NORM] if norm else [f"{conv}.bias"]:
+            tensors[name] = numbers[position : position + shape[0]].clone()
+            position += shape[0]
+        count = int(np.prod(shape))
+        tensors[f"{conv}.weight"] = numbers[position : position + count].reshape(shape).clone()
+        position += count
+        if norm:
+            tensors[f"{norm}.num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
+    return tensors

@@ -1,0 +1,117 @@
+"""GluonCV's `yolo3_darknet53_*.params`, read without MXNet, as `yolov3`.
+
+The file is MXNet's list of arrays (`NDArray::Save`), little endian: magic number 0x112 and a reserved number (8 bytes
+each), the number of arrays (8), the arrays, the number of names (8), the names, each after its length (8). An array:
+its own magic number (4), what tells version and kind of storage, shape, device (8) and type of number (4), and the
+numbers. Its networks beside YOLOv3 on Darknet-53 have no counterpart here, nor have sparse arrays and files of 2017 and
+before, whose names are those of layers counted through.
+"""
+
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.base.errors import BadInput
+from toolkit.detectors.yolov3 import weights_darknet as darknet
+from toolkit.models.weights.class_names import named
+from toolkit.models.weights.names import Description
+
+LIST, V1, V2, V3 = 0x112, 0xF993FAC8, 0xF993FAC9, 0xF993FACA
+TYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
+NORM = {"bias": "beta", "weight": "gamma", "running_mean": "running_mean", "running_var": "running_var"}
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name.
+
+    Raises:
+        BadInput: it is none of these, or what it holds cannot be read without MXNet.
+    """
+    raw = path.read_bytes()
+    try:
+        return _read(raw)
+    except (struct.error, ValueError, UnicodeDecodeError) as error:
+        raise BadInput(f"model.pretrained {path}: no list of MXNet arrays that can be read: {error}") from error
+
+
+def _read(raw: bytes) -> dict[str, Tensor]:
+    offset = 0
+
+    def take(kind: str):
+        nonlocal offset
+        values = struct.unpack_from("<" + kind, raw, offset)
+        offset += struct.calcsize("<" + kind)
+        return values[0] if len(values) == 1 else values
+
+    magic, _, number = take("QQQ")
+    if magic != LIST:
+        raise ValueError(f"it begins with {magic:#x} instead of {LIST:#x}")
+    arrays = []
+    for _ in range(number):
+        version = take("I")
+        if version in (V2, V3) and (storage := take("i")) != 0:
+            raise ValueError(f"sparse arrays (storage {storage})")
+        if version in (V1, V2, V3):
+            dimensions = take("I")
+            shape = [take("q") for _ in range(dimensions)]
+        else:  # before there were versions this was the number of dimensions
+            shape = [take("I") for _ in range(version)]
+        _, _, kind = take("iii")
+        if kind not in TYPES or any(side < 0 for side in shape):
+            raise ValueError(f"numbers of type {kind}, shape {shape}")
+        count = int(np.prod(shape))
+        array = np.frombuffer(raw, TYPES[kind], count, offset).reshape(shape)
+        offset += array.nbytes
+        arrays.append(torch.from_numpy(array.copy()))
+    names = [take(f"{take('Q')}s").decode().removeprefix("arg:").removeprefix("aux:") for _ in range(take("Q"))]
+    return dict(zip(names, arrays, strict=True))
+
+
+def recognised(state: Mapping[str, Tensor]) -> bool:
+    """Whether these are its names."""
+    return "stages.0.0.0.weight" in state and "yolo_outputs.0.prediction.weight" in state
+
+
+def described(state: Mapping[str, Tensor], file: str) -> Description:
+    """The detector that these tensors belong to."""
+    rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
+    options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    return Description("yolov3", options, named(rows))
+
+
+def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
+    """(our name, theirs) of every tensor of YOLOv3 on Darknet-53."""
+    for conv, norm, _ in [*darknet.backbone_layers(), *darknet.head_layers(classes)]:
+        yield f"{conv}.weight", f"{_theirs(conv)}.weight"
+        if norm is None:
+            yield f"{conv}.bias", f"{_theirs(conv)}.bias"
+        else:
+            yield from ((f"{norm}.{ours}", f"{_theirs(norm)}.{leaf}") for ours, leaf in NORM.items())
+
+
+def _theirs(name: str) -> str:
+    """Their name of one of our convolutions or norms, which have the numbers 0 and 1 in the backbone."""
+    if not name.startswith("backbone."):
+        return re.sub(r"^predictions\.(\d)$", r"yolo_outputs.\1.prediction", name).replace("blocks.", "yolo_blocks.")
+    number = 0 if name.endswith(".conv") else 1
+    if "stem" in name:
+        return f"stages.0.0.{number}"
+    stage, *inside = map(int, re.findall(r"\d+", name))
+    part, first = [(0, 1), (0, 3), (0, 6), (1, 0), (2, 0)][stage]  # where a stage begins in GluonCV's three parts
+    if not inside:
+        return f"stages.{part}.{first}.{number}"
+    block, which = inside
+    return f"stages.{part}.{first + 1 + block}.body.{which - 1}.{number}"
+
+
+def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors under our names; anchors and offsets are no weights."""
+    classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
+    tensors = {our_name: state[their_name].float() for our_name, their_name in tensor_names(classes)}
+    counted = [name.replace("running_var", "num_batches_tracked") for name in tensors if name.endswith("running_var")]
+    return tensors | {name: torch.zeros((), dtype=torch.int64) for name in counted}

@@ -1,0 +1,127 @@
+"""What lies outside the core, by name: detectors, readers, augmentation recipes, publishers of weights, and tools.
+
+The core imports none of it. It looks a name up here and loads the module that stands beside it, when it is asked for:
+`--help` waits for no detector, and a start of one loads none of the others. A new detector family is a folder below
+`toolkit/detectors/` and a line in each table that it has something for.
+
+References are `module:attribute`.
+"""
+
+import importlib
+from typing import Any
+
+_DETR = "toolkit.detectors.detr"
+_FASTER_RCNN = "toolkit.detectors.faster_rcnn"
+_SCENE_GRAPHS = "toolkit.detectors.scene_graphs"
+_SSD = "toolkit.detectors.ssd"
+_YOLOV3 = "toolkit.detectors.yolov3"
+
+# What `from toolkit import ...` gives.
+FACE = {
+    "Boxes": "toolkit.base.boxes:Boxes",
+    "CocoEvaluator": "toolkit.evaluation.coco:CocoEvaluator",
+    "Detector": "toolkit.models.detector:Detector",
+    "LossWeights": "toolkit.step.losses:LossWeights",
+    "Meters": "toolkit.step.meters:Meters",
+    "NanGuard": "toolkit.step.guard:NanGuard",
+    "open_dataset": "toolkit.data.formats:open_dataset",
+    "open_predictor": "toolkit.tools.predict.open:open_predictor",
+    "reduce_dict": "toolkit.base.distributed:reduce_dict",
+    "session": "toolkit.run:session",
+}
+
+# model.architecture -> the class of the detector and the dataclass of its settings.
+DETECTORS = {
+    "detr": (f"{_DETR}.detr:Detr", f"{_DETR}.options:DetrOptions"),
+    "conditional_detr": (f"{_DETR}.conditional_detr:ConditionalDetr", f"{_DETR}.options:ConditionalDetrOptions"),
+    "deformable_detr": (f"{_DETR}.deformable_detr:DeformableDetr", f"{_DETR}.options:DeformableDetrOptions"),
+    "dab-detr": (f"{_DETR}.conditional_detr:DabDetr", f"{_DETR}.options:DabDetrOptions"),
+    "rf_detr": (f"{_DETR}.rf_detr:RfDetr", f"{_DETR}.options:RfDetrOptions"),
+    "yolos": (f"{_DETR}.yolos:Yolos", f"{_DETR}.options:YolosOptions"),
+    "rt_detr_v2": (f"{_DETR}.rt_detr:RTDetrV2", f"{_DETR}.options:RTDetrV2Options"),
+    "d_fine": (f"{_DETR}.d_fine:DFine", f"{_DETR}.options:DFineOptions"),
+    "deimv2": (f"{_DETR}.deimv2:Deimv2", f"{_DETR}.options:Deimv2Options"),
+    "faster_rcnn": (f"{_FASTER_RCNN}.build:FasterRCNNOnTimm", f"{_FASTER_RCNN}.options:FasterRcnnOptions"),
+    "fasterrcnn_resnet50_fpn": (
+        f"{_FASTER_RCNN}.build:FasterRCNNResNet50",
+        f"{_FASTER_RCNN}.options:ResNet50Options",
+    ),
+    "fasterrcnn_resnet50_fpn_v2": (
+        f"{_FASTER_RCNN}.build:FasterRCNNResNet50V2",
+        f"{_FASTER_RCNN}.options:ResNet50V2Options",
+    ),
+    "scene_graph": (f"{_SCENE_GRAPHS}.two_stage:SceneGraph", f"{_SCENE_GRAPHS}.options:SceneGraphOptions"),
+    "egtr": (f"{_SCENE_GRAPHS}.egtr:EGTR", f"{_SCENE_GRAPHS}.options:EgtrOptions"),
+    "yolov3": (f"{_YOLOV3}.model:YOLOv3", f"{_YOLOV3}.options:Yolov3Options"),
+    "ssd": (f"{_SSD}.model:SSD", f"{_SSD}.options:SsdOptions"),
+    "ssd300_vgg16": (f"{_SSD}.model:SSD300", f"{_SSD}.options:Ssd300Options"),
+    "ssdlite320_mobilenet_v3_large": (f"{_SSD}.model:SSDLite320", f"{_SSD}.options:Ssdlite320Options"),
+    "ssdlite": (f"{_SSD}.model:SSDLite", f"{_SSD}.options:SsdliteOptions"),
+}
+
+# data.format -> the function that opens one split. Formats of boxes alone are the core's, `toolkit.data.formats`.
+READERS = dict.fromkeys(("visual_genome", "psg", "vrd", "gqa", "open_images"), f"{_SCENE_GRAPHS}.readers:open_graphs")
+
+# data.recipe -> the function that makes the training augmentation; "detr" and "ssd" are the core's own.
+RECIPES = {"yolov3": f"{_YOLOV3}.transforms:yolov3_transform"}
+
+# Publishers of weights, in the order in which they are asked whether a file is theirs.
+PUBLISHERS = (
+    "toolkit.models.weights:torchvision",
+    f"{_SCENE_GRAPHS}.weights_scene_graph_benchmark:SCENE_GRAPH_BENCHMARK",
+    f"{_FASTER_RCNN}.weights_maskrcnn_benchmark:MASKRCNN_BENCHMARK",
+    f"{_DETR}.weights_detr:DETR",
+    f"{_DETR}.weights_detr:CONDITIONAL_DETR",
+    f"{_DETR}.weights_detr:DAB_DETR",
+    f"{_DETR}.weights_detr:DEFORMABLE_DETR",
+    f"{_DETR}.weights_rt_detr:D_FINE",
+    f"{_DETR}.weights_deimv2:DEIMV2",
+    f"{_DETR}.weights_rt_detr:RT_DETR",
+    f"{_DETR}.weights_rf_detr:RF_DETR",
+    f"{_YOLOV3}:weights_darknet",
+    f"{_YOLOV3}:weights_gluoncv",
+)
+# Endings of files of weights that PyTorch and safetensors do not write -> the function that reads their tensors.
+WEIGHT_FILES = {
+    ".params": f"{_YOLOV3}.weights_gluoncv:read",
+    ".weights": f"{_YOLOV3}.weights_darknet:read",
+}
+
+# run.tracker -> the class that shows a run there; every other name is one of Accelerate's.
+TRACKERS = {
+    "wandb": "toolkit.tools.trackers.weights_and_biases:WandbTracker",
+    "tensorboard": "toolkit.tools.trackers.event_file:TensorBoardTracker",
+}
+OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
+
+# What a run calls where its settings ask for it.
+TOOLS = {
+    "teacher": "toolkit.tools.distillation.teacher:open_teacher",
+    "shown": "toolkit.tools.report.shown:shown_evaluation",
+    "report": "toolkit.tools.publish.push:report_and_card",
+    "model_card": "toolkit.tools.publish.card:write_card",
+    "check_export": "toolkit.tools.export:check_exportable",
+    "export": "toolkit.tools.export:export_final",
+    "check_push": "toolkit.tools.publish.push:check_push",
+    "push": "toolkit.tools.publish.push:push",
+}
+# Statistics of a report that only some detectors' predictions have.
+REPORT_STATISTICS = {"relations": f"{_SCENE_GRAPHS}.report:judge_graphs"}
+
+
+def load(reference: str) -> Any:
+    """Import the module of a reference and return the attribute: a function, a class, an object or a module.
+
+    Raises:
+        ImportError, AttributeError, ValueError: there is no such module or attribute, or the reference is malformed.
+    """
+    module, _, name = reference.partition(":")
+    found = importlib.import_module(module)
+    if not hasattr(found, name):  # a module of a package, which nothing has imported yet
+        return importlib.import_module(f"{module}.{name}")
+    return getattr(found, name)
+
+
+def tool(name: str) -> Any:
+    """Load the function of `TOOLS` that has this name."""
+    return load(TOOLS[name])

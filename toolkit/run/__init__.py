@@ -1,0 +1,1 @@
+"""One run: its settings and objects, its loop calls, and what it keeps on disk."""

@@ -1,0 +1,86 @@
+"""The best evaluation so far, and early stopping."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from toolkit.base.errors import BadInput
+
+
+def is_minimised(metric: str) -> bool:
+    """Whether smaller values of an evaluation metric are better, as for losses and errors."""
+    name = metric.rpartition("ema/")[2]
+    return name.startswith("loss") or "_error" in name
+
+
+class Best:
+    """Keeps the best value of one metric of the evaluation rows.
+
+    Args:
+        metric: name below `val/`, such as "bbox_AP" or "ema/bbox_AP".
+        patience: evaluations without a better value after which `patience_is_over`; None: never.
+
+    Attributes:
+        value, step: the best one and its step; None and -1 while there is none.
+        evaluated_step: the last step that was evaluated.
+    """
+
+    def __init__(self, metric: str = "bbox_AP", patience: int | None = None):
+        self.metric, self.patience = metric, patience
+        self.forget()
+
+    def forget(self) -> None:
+        """Resets everything, as if nothing had been evaluated."""
+        self.value: float | None = None
+        self.step = self.evaluated_step = -1
+        self.without_better = 0
+
+    @property
+    def patience_is_over(self) -> bool:
+        return self.patience is not None and self.without_better >= self.patience
+
+    @property
+    def of_average(self) -> bool:
+        """Whether the metric is one of the averaged weights."""
+        return self.metric.startswith("ema/")
+
+    def note(self, step: int, row: Mapping[str, float | None]) -> bool:
+        """Takes an evaluation row; True if it is the best so far. A NaN never is.
+
+        Raises:
+            BadInput: the row has no such metric; the message lists those it has.
+        """
+        self.evaluated_step = step
+        key = f"val/{self.metric}"
+        if key not in row:
+            raise no_such_metric(self.metric, (k.removeprefix("val/") for k in row if k.startswith("val/")))
+        value = row[key]
+        defined = value is not None and not math.isnan(value)
+        sign = -1 if is_minimised(self.metric) else 1
+        better = defined and (self.value is None or sign * value > sign * self.value)
+        if better:
+            self.value, self.step = value, step
+        self.without_better = 0 if better else self.without_better + 1
+        return better
+
+    def larger_is_better(self, row: Mapping[str, float | None]) -> float | None:
+        """The metric of a row, its sign changed where less is better; None where it is undefined."""
+        value = row[f"val/{self.metric}"]
+        return None if value is None else (-value if is_minimised(self.metric) else value)
+
+    def state_dict(self) -> dict:
+        return {
+            "best": self.value,
+            "best_step": self.step,
+            "evaluations_without_better": self.without_better,
+            "evaluated_step": self.evaluated_step,
+        }
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.value, self.step = state["best"], state["best_step"]
+        self.without_better, self.evaluated_step = state["evaluations_without_better"], state["evaluated_step"]
+
+
+def no_such_metric(metric: str, metrics: Iterable[str], has_average: bool = True) -> BadInput:
+    """The error about an unknown metric, which lists the metrics there are."""
+    hint = "" if has_average else " ema/ metrics need --optim.ema_decay above 0."
+    return BadInput(f"--eval.metric_for_best {metric}: no such metric; there are {', '.join(sorted(metrics))}.{hint}")

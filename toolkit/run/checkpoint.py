@@ -1,0 +1,446 @@
+"""Checkpoints: written atomically, verified by hash before use, never unpickled.
+
+    <run>/checkpoints/step_000123/  model.safetensors  ema.safetensors ...  one file per state dict of tensors
+                                    optimizer.pt, extra.pt (a script's own)  torch.save, read with weights_only=True
+                                    state.json         everything else, floats to the last bit, NaN and infinity too
+                                    MANIFEST.json      format, kind, step, sequence, size and sha256 of every file
+    <run>/checkpoints/{latest,best} relative links to a step folder (one-line text files where links are not possible)
+
+A checkpoint is written in a temporary folder, manifest last, flushed, and renamed. Which one is newest is told by the
+manifest's `sequence`, not by the step: a run that went back to an older checkpoint leaves higher steps behind.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import decode_json, encode_json, fsync_folder
+from toolkit.run.checkpoint_content import (
+    EXTRA,
+    FORMAT,
+    OPTIMIZER,
+    STATE,
+    changed_files,
+    faults_of_run,
+    stale,
+    well_formed,
+)
+
+MANIFEST = "MANIFEST.json"
+# `.replaced` exists only between the two renames that put a new checkpoint in the place of one of the same step.
+_STEP_FOLDER = re.compile(r"step_(\d{6,})(\.replaced)?")
+
+
+class CheckpointError(BadInput):
+    """A checkpoint cannot be written or used; says which file, why, and what to do."""
+
+
+@dataclass
+class Checkpoint:
+    """What `save_checkpoint` was given, read back. Tensors lie on the CPU."""
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    optimizer: dict | None
+    state: dict = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- write
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    *,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    optimizer: dict | None,
+    state: dict,
+    keep: int,
+    best: bool = False,
+    keep_every: int = 0,
+    kind: str = "state",
+    extra: Mapping | None = None,
+) -> Path:
+    """Write `folder/step_<step>`, point `latest` (and `best`) at it, then delete what is no longer kept.
+
+    Called by one process. A checkpoint of the same step is replaced. At any moment, a kill included, the newest
+    checkpoint under its name is whole.
+
+    Args:
+        folder: the run's `checkpoints` folder, made when missing.
+        step: optimizer steps done.
+        tensors: file stem ("model", "ema", ...) -> state dict. Any dtype, device and stride; tied tensors are stored
+            under each name. Written from where they lie: only tied, strided or GPU tensors are copied first.
+        optimizer: `optimizer.state_dict()`, or None.
+        state: JSON values with string keys; floats come back to the last bit, NaN and infinities too, tuples as lists.
+        keep: newest checkpoints kept (at least 1), besides `best` and `latest`.
+        best: this one is the best so far.
+        keep_every: checkpoints of step keep_every, 2 * keep_every, ... are kept for good; 0: none is.
+        extra: further state that `torch.load(weights_only=True)` reads back.
+        kind: "run": of all that a run needs to go on, which is checked on load.
+
+    Raises:
+        CheckpointError: no space, no right to write, ...; the earlier checkpoints are untouched.
+        TypeError: `state` holds something JSON has no form for; names where.
+    """
+    folder = Path(folder)
+    text = json.dumps(encode_json(state, "state"), indent=1, allow_nan=False)  # fails before anything is touched
+    needed = _bytes_needed(tensors, optimizer) + len(text)
+    temp = folder / f".tmp-step_{step:06d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clean(folder)
+        temp.mkdir()
+        for stem, named in tensors.items():
+            safetensors.torch.save_file(_storable(named), temp / f"{stem}.safetensors")
+        for name, saved in ((OPTIMIZER, optimizer), (EXTRA, extra or None)):
+            if saved is not None:
+                with open(temp / name, "wb") as file:
+                    torch.save(saved, file)
+        (temp / STATE).write_text(text, encoding="utf-8")
+        _seal(temp, {"kind": kind, "step": step, "sequence": 1 + max(_by_age(folder)[0].values(), default=0)})
+        path = _put_in_place(temp, folder / f"step_{step:06d}")
+        _point(folder / "latest", path)
+        if best:
+            mark_best(path)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        number = _os_errno(error)
+        if number is None:
+            raise
+        raise CheckpointError(_cannot_write(folder, number, needed)) from error
+    _prune(folder, max(keep, 1), keep_every)
+    return path
+
+
+def mark_best(path: Path) -> None:
+    """Point `best` beside the checkpoint `path` at it. Raises OSError."""
+    _point(Path(path).parent / "best", Path(path))
+
+
+def repair_latest(resumed: Path) -> None:
+    """Points `latest` beside the checkpoint `resumed` at it where the link is gone, broken, or older, as after a kill
+    between a checkpoint and its link. Raises CheckpointError: the link cannot be written."""
+    resumed = Path(resumed).resolve()
+    target, sequence_of = linked(resumed.parent, "latest"), _by_age(resumed.parent)[0]
+    try:
+        is_older = sequence_of.get(target, 0) < sequence_of[resumed]
+        if target != resumed and (target is None or is_older or not _is_valid(target)):
+            _point(resumed.parent / "latest", resumed)
+    except OSError as error:
+        raise CheckpointError(_cannot_write(resumed.parent, error.errno or errno.EIO, 0)) from error
+
+
+def _is_valid(path: Path) -> bool:
+    try:
+        load_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
+    """Points `folder/best` at the best checkpoint so far of a run that goes on from the checkpoint `resumed`.
+
+    It may not be there yet: a kill came before the link, an earlier checkpoint of the run was resumed, or one of
+    another run, whose best one is then copied.
+
+    Returns:
+        Whether there is that checkpoint, and it is valid.
+
+    Raises:
+        CheckpointError: the copy, or the link, cannot be written.
+    """
+    best, source = folder / f"step_{best_step:06d}", resumed.resolve().with_name(f"step_{best_step:06d}")
+    temp = folder / f".tmp-{best.name}"
+    try:
+        if source.parent != folder.resolve():
+            if best.exists() or not _is_valid(source):
+                return False
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(source, temp, dirs_exist_ok=True)
+            temp.rename(best)
+        if best != resumed.resolve() and not _is_valid(best):
+            return False
+        if linked(folder, "best") != best:
+            mark_best(best)
+    except OSError as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        number = error.errno or errno.EIO  # copytree's own error, which holds those of the files, has none
+        raise CheckpointError(_cannot_write(folder, number, 0)) from error
+    return True
+
+
+def _storable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors that share no memory, as safetensors requires."""
+    seen, storable = set(), {}
+    for name, tensor in named.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and memory in seen:
+            tensor = tensor.clone()
+        seen.add(memory)
+        storable[name] = tensor
+    return storable
+
+
+def _seal(temp: Path, about: dict) -> None:
+    """Flush every file to the disk, then write the manifest, flush it and the folder."""
+    files = {}
+    for path in sorted(temp.iterdir()):
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+            files[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    manifest = {"format": FORMAT, **about, "files": files}
+    with open(temp / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_folder(temp)
+
+
+def _put_in_place(temp: Path, path: Path) -> Path:
+    """Rename; an earlier checkpoint of this step steps aside first and stays findable until the new one stands."""
+    aside = path.with_name(path.name + ".replaced")
+    if path.exists():
+        path.rename(aside)
+    temp.rename(path)
+    fsync_folder(path.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+    return path
+
+
+def _point(link: Path, target: Path) -> None:
+    """Replace `link` atomically by a relative link to its neighbour `target`, or by a text file that names it."""
+    temp = link.with_name(f".tmp-{link.name}")
+    temp.unlink(missing_ok=True)
+    try:
+        temp.symlink_to(target.name)
+    except (OSError, NotImplementedError) as error:
+        if _os_errno(error) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        temp.write_text(target.name + "\n", encoding="utf-8")
+    os.replace(temp, link)
+    fsync_folder(link.parent)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what killed saves left behind, and finish or undo a replacement that was cut short."""
+    for path in folder.glob(".tmp-*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for aside in folder.glob("step_*.replaced"):
+        original = aside.with_name(aside.name.removesuffix(".replaced"))
+        if original.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(original)
+
+
+def _prune(folder: Path, keep: int, keep_every: int) -> None:
+    """Delete all but the newest `keep`, `best`, `latest` and, beyond step 0, those of every `keep_every` steps.
+
+    What has no readable manifest is left for a person.
+    """
+    kept = {linked(folder, "best"), linked(folder, "latest")}
+    for path in list(_by_age(folder)[0])[keep:]:
+        step = int(_STEP_FOLDER.fullmatch(path.name)[1])
+        if path not in kept and not (keep_every and step and step % keep_every == 0):
+            # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
+            doomed = path.with_name(f".tmp-deleted-{path.name}")
+            try:
+                path.rename(doomed)
+            except OSError:
+                continue  # the new checkpoint stands; one too many does no harm
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- read
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint after checking every file against its manifest.
+
+    path: a `step_*` folder or a link to one.
+
+    Raises:
+        CheckpointError: missing, incomplete, changed, of another format, no state of a run, not finite, or holding a
+            pickle or anything that would have to be unpickled; nothing of the kind is ever run.
+    """
+    path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
+    manifest = _read_manifest(path)
+    problems = changed_files(path, manifest)
+    if problems:
+        raise CheckpointError([f"Checkpoint {path}: {problem}" for problem in problems])
+    tensors, pickled, state, name = {}, {}, {}, MANIFEST
+    try:
+        for name in manifest["files"]:
+            if name.endswith(".safetensors"):
+                tensors[name.removesuffix(".safetensors")] = safetensors.torch.load_file(path / name)
+            elif name in (OPTIMIZER, EXTRA):
+                pickled[name] = torch.load(path / name, map_location="cpu", weights_only=True)
+            else:
+                state = decode_json(json.loads((path / name).read_text(encoding="utf-8")))
+    # What a foreign file makes these readers raise is not a closed list: torch alone lets out five kinds.
+    except Exception as error:  # noqa: BLE001
+        unsafe = "Weights only load failed" in str(error)
+        reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
+        raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
+    of_run, optimizer = manifest["kind"] == "run", pickled.get(OPTIMIZER)
+    if faults := faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []:
+        raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
+    return Checkpoint(path, manifest["step"], tensors, optimizer, state, pickled.get(EXTRA, {}))
+
+
+def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a `checkpoints` folder, if any, and a sentence for each one passed over."""
+    paths, passed_over = _by_age(Path(folder))
+    for path in paths:
+        try:
+            return load_checkpoint(path), passed_over
+        except CheckpointError as error:
+            passed_over.append(str(error))
+    return None, passed_over
+
+
+def linked(folder: Path, name: str) -> Path | None:
+    """The step folder that the link `name` ("latest" or "best") in `folder` points at; None without such a link."""
+    link = Path(folder) / name
+    try:
+        target = os.readlink(link) if link.is_symlink() else link.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    # Only a neighbour: a link that leads elsewhere was not made here.
+    return Path(folder) / target if _STEP_FOLDER.fullmatch(target) and (Path(folder) / target).is_dir() else None
+
+
+def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """What `--run.resume` means: the checkpoint to go on from, or None for a fresh start, and messages for the user.
+
+    Args:
+        value: "never"; "latest" (the newest valid one of `run_folder`, a fresh start when it holds none at all); or the
+            path of a checkpoint, a `latest` or `best` link, or a run folder (its newest valid one).
+        run_folder: this run's folder.
+
+    Raises:
+        CheckpointError: a PATH that does not exist, is no checkpoint, or is broken; "latest" where there are
+            checkpoints and none of them is valid.
+    """
+    if value == "never":
+        return None, []
+    if value == "latest":
+        checkpoint, passed_over = newest_valid(Path(run_folder) / "checkpoints")
+        messages = [f"Passed over {reason}" for reason in passed_over]
+        if checkpoint is None and _step_folders(Path(run_folder) / "checkpoints"):
+            problem = (
+                f"None of the checkpoints in {run_folder} can be used, and a fresh start would not keep them. Mend "
+                "one, or move the folder away, or choose another --run.name:"
+            )
+            raise CheckpointError([problem, *passed_over])
+        if checkpoint is None:
+            return None, [*messages, f"No checkpoint in {run_folder}: starting fresh."]
+    else:
+        checkpoint, passed_over = _at_path(Path(value).expanduser())
+        messages = [f"Passed over {reason}" for reason in passed_over]
+    return checkpoint, [*messages, f"Resuming from {checkpoint.path} (step {checkpoint.step})."]
+
+
+def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
+    if path.name in ("latest", "best") and (path.is_symlink() or not path.is_dir()):
+        target = linked(path.parent, path.name) or linked(path.parent / "checkpoints", path.name)
+        if target is None:
+            raise CheckpointError(f"--run.resume {path}: there is no such link to a checkpoint.")
+        return load_checkpoint(target), []
+    if not path.exists():
+        raise CheckpointError(f"--run.resume {path} does not exist. Give a checkpoint folder, a run folder, or latest.")
+    if (path / MANIFEST).exists() or _STEP_FOLDER.fullmatch(path.name):
+        return load_checkpoint(path), []
+    checkpoint, passed_over = newest_valid(path if path.name == "checkpoints" else path / "checkpoints")
+    if checkpoint is None:
+        raise CheckpointError([f"--run.resume {path} holds no usable checkpoint.", *passed_over])
+    return checkpoint, passed_over
+
+
+def _read_manifest(path: Path) -> dict:
+    """Reads the manifest and checks its structure, which the other functions rely on."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        reason = f"there is no {MANIFEST}, so it was never finished" if path.is_dir() else "there is no such folder"
+        raise CheckpointError(f"Checkpoint {path}: {reason}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({_first_line(error)}).") from error
+    if isinstance(manifest, dict) and (fault := stale(manifest.get("format", FORMAT))):
+        raise CheckpointError(f"Checkpoint {path} {fault}")
+    if not well_formed(manifest):
+        raise CheckpointError(f"Checkpoint {path}: {MANIFEST} is not what this toolkit writes.")
+    return manifest
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in entries if _STEP_FOLDER.fullmatch(path.name) and not path.is_symlink()]
+
+
+def _by_age(folder: Path) -> tuple[dict[Path, int], list[str]]:
+    """The step folders with a readable manifest and their sequence numbers, newest first; why others are left out."""
+    sequences, reasons = {}, []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(".tmp-step_"):
+            reasons.append(f"{path}: left by a save that was cut short")
+        elif _STEP_FOLDER.fullmatch(path.name) and not path.is_symlink():
+            try:
+                sequences[path] = _read_manifest(path)["sequence"]
+            except CheckpointError as error:
+                reasons.append(str(error))
+    return dict(sorted(sequences.items(), key=lambda item: item[1], reverse=True)), reasons
+
+
+def _bytes_needed(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict | None) -> int:
+    states = (optimizer or {}).get("state", {}).values()
+    of_optimizer = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    every = [tensor for named in tensors.values() for tensor in named.values()] + of_optimizer
+    return sum(tensor.numel() * tensor.element_size() for tensor in every)
+
+
+def _os_errno(error: BaseException | None) -> int | None:
+    """The operating system's error number behind `error`: torch and safetensors hide it in a chain or in their text."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return error.errno
+        if match := re.search(r"os error (\d+)", str(error)):
+            return int(match[1])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _cannot_write(folder: Path, number: int, needed: int) -> str:
+    remedy = "Make the folder writable"
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(folder).free
+        remedy = f"It needs about {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free: make room or lower --run.keep"
+    return (
+        f"No checkpoint can be written in {folder} ({os.strerror(number)}). {remedy}, then go on with "
+        "--run.resume latest; the earlier checkpoints are untouched."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -1,0 +1,295 @@
+"""The command line of a training script: parses `[--config FILE.yaml] [--group.key value ...]` into its `Config`.
+
+It is imported before anything heavy, so that a mistyped flag is reported at once. The group `model` has the settings of
+the chosen architecture.
+"""
+
+import argparse
+import gc
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, fields, make_dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
+
+from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
+from toolkit.base.files import read_yaml
+from toolkit.base.text import lasting_console
+from toolkit.base.trust import trust_class
+from toolkit.index import DETECTORS
+from toolkit.models import options_class
+from toolkit.models.options import DetectorOptions
+from toolkit.run.failures import as_sentences
+from toolkit.run.launcher import find_launch, refuse
+from toolkit.run.settings_check import did_you_mean, key_faults, not_finite, plain, type_faults
+
+Config = TypeVar("Config")
+# What people change first: `--help` begins with it. A detector without a choice of backbones leaves that line out.
+FIRST_SETTINGS = {
+    "run.name NAME": "name of the run; its folder is runs/NAME",
+    "data.path DIR": "your data: VOC, YOLO, COCO, CSV, datasets",
+    "model.architecture NAME": "the detector; with --help, its settings",
+    "model.backbone NAME": "timm model that gives the feature maps",
+    "run.epochs N": "passes over the training data",
+    "run.max_minutes N": "minutes of training, if that is sooner",
+    "data.batch_size_per_device N": "images of one micro-batch on one device",
+    "optim.lr RATE": "learning rate",
+    "run.resume latest": "continue the run after a kill or a preemption",
+    "run.tracker NAME": "wandb, tensorboard, mlflow, ...",
+    "run.precision NAME": "no (float32), bf16, fp16 or auto",
+}
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """The help of jsonargparse, which keeps the line breaks of the description."""
+
+
+def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
+    """Parses the settings, runs `main(config)` and returns the exit code of docs/design.md.
+
+    A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
+    the program and keeps its traceback.
+    """
+    code = _run_to_its_end(main, cls, default_config, argv)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # The model sits in cycles, and holds the process group. If Python frees it only as it ends, a thread of gloo
+        # may ask for the interpreter that is gone, and the process aborts: for a launcher, the run has failed.
+        gc.unfreeze()  # some of those cycles lead through what `importing` has frozen
+        gc.collect()
+    return code
+
+
+def _run_to_its_end(main: Callable, cls: type, default_config: Path | None, argv: list[str] | None) -> int:
+    if os.environ.get("RANK", "0") != "0":  # what torch itself warns of, every process would; read when it is imported
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with lasting_console():
+        try:
+            config = parse_config(cls, argv, default_config)
+            refuse(find_launch(), os.environ)
+            with as_sentences():
+                main(config)
+        except (BadInput, StoppedByGuard, Preempted, FailedElsewhere) as error:
+            rank = os.environ.get("RANK", "0")
+            word = "error" if isinstance(error, BadInput) else "stopped"
+            print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        return 0
+
+
+def parse_config(
+    cls: type[Config],
+    argv: list[str] | None = None,
+    default_config: Path | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> Config:
+    """Reads `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`. Flags win over files wherever they
+    stand; of several files and of several flags the last wins.
+
+    Args:
+        cls: dataclass whose fields are dataclasses, one per group; `model` is a `DetectorOptions`, whose class follows
+            from `--model.architecture`.
+        argv: arguments; None: those of the process. With `--data.path` a settings file's `data.train`, `data.val` (but
+            no share), `data.image_dir`, `data.format` and `data.name` do not count: they are of another data set.
+        default_config: YAML file that applies where no `--config` is given, without its `model` and `loss` where
+            another architecture is chosen, or trained weights say what the model is.
+        defaults: values of keys, such as run.output_dir, that no file and no flag gives.
+
+    Raises:
+        BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
+    """
+    argv = _files_first(sys.argv[1:] if argv is None else argv)
+    bundled, given = None, dict(_flags(argv))
+    if default_config is not None and "--config" not in given:
+        bundled = _read_yaml(str(default_config))
+        default = bundled.get("model", {}).get("architecture")
+        # trained weights say themselves which model they are of
+        if _chosen_architecture(argv, {}) in (None, default) and "--model.pretrained" not in given:
+            argv, bundled = ["--config", str(default_config), *argv], None
+    files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
+    of_default = (bundled or {}).get("model", {}).get("architecture")
+    groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
+    about = {"description": _description(cls.__doc__, groups), "formatter_class": _Help}
+    usage = "%(prog)s [--config FILE.yaml] [--group.key value ...]"
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, usage=usage, **about)
+    parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
+    parser.add_class_arguments(make_dataclass(cls.__name__, [(n, t, field(default_factory=d)) for n, t, d in groups]))
+    parser.set_defaults(dict(defaults or {}))
+    if bundled is not None:  # made for another model: what it says of data and run serves this one too
+        kept = {group: entries for group, entries in bundled.items() if group not in ("model", "loss")}
+        parser.set_defaults({f"{name}.{key}": value for name, group in kept.items() for key, value in group.items()})
+    if "--help" not in argv:
+        _check_keys(parser, {name: kind for name, kind, _ in groups}, argv, files)
+    try:
+        parsed = parser.parse_args(_with_other_data(argv, files))
+    except ArgumentError as error:
+        read = ", ".join([*files, "the command line"])
+        raise BadInput(
+            f"the settings cannot be used: {error}. Read were {read}, in this order; `--help` lists every key with its "
+            "type."
+        ) from error
+    instantiated = parser.instantiate(parsed)
+    made = {name: instantiated[name] for name, _, _ in groups}
+    problems = []
+    for name, group in made.items():
+        for key, value in vars(group).items():
+            if not key.startswith("_"):
+                setattr(group, key, plain(value))
+                problems += not_finite(f"{name}.{key}", value)
+    if problems:
+        raise BadInput(problems)
+    if "model" in made:
+        below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
+        trust_class(below.get("architecture", ""))
+        made["model"].only_given(_given_keys("model", argv, files))
+    return cls(**made)
+
+
+def _description(title: str, groups: list[tuple[str, type, Callable]]) -> str:
+    """The first lines of `--help`: an example, and the settings to begin with."""
+    keys = {f"{name}.{setting.name}" for name, kind, _ in groups for setting in fields(kind)}
+    lines = [f"  {'--' + words:31} {text}" for words, text in FIRST_SETTINGS.items() if words.split()[0] in keys]
+    example = "  accelerate launch scripts/%(prog)s --data.path DIR --run.name mine --run.max_minutes 30"
+    return "\n".join([title, "", example, "", "What people change first (all settings follow, by topic):", *lines])
+
+
+# Settings that say which data set it is. A share of the training data as `val` goes with any.
+OF_ONE_DATA_SET = ("train", "shares", "val", "image_dir", "format", "name")
+
+
+def _with_other_data(argv: list[str], files: dict[str, dict]) -> list[str]:
+    """Drops what settings files say of another data set from the arguments, where `--data.path` names one."""
+    if "--data.path" not in dict(_flags(argv)):
+        return argv
+    replaced = {}
+    for path, content in files.items():
+        data = content.get("data", {})
+        dropped = [key for key in OF_ONE_DATA_SET if key in data and not (key == "val" and _is_share(data[key]))]
+        if dropped:
+            rest = {key: value for key, value in data.items() if key not in dropped}
+            replaced[path] = json.dumps({**content, "data": rest})
+            if len(dropped) > 1 and os.environ.get("RANK", "0") == "0":
+                names = ", ".join(f"data.{key}" for key in dropped)
+                print(f"{path}: {names} are of its own data set, and not used with --data.path", file=sys.stderr)
+    pairs = zip(["", *argv], argv, strict=False)
+    return [replaced.get(word, word) if before == "--config" else word for before, word in pairs]
+
+
+def _is_share(val: object) -> bool:
+    return re.fullmatch(r"0?\.\d+|[\d.]+ ?%", str(val)) is not None
+
+
+def _groups(cls: type, architecture: str | None) -> list[tuple[str, type, Callable]]:
+    """(name, dataclass, default factory) of every group; the group `model` has the options of the architecture."""
+    groups = []
+    for group in fields(cls):
+        default = group.default_factory()
+        if isinstance(default, DetectorOptions):
+            kind = _options_of_family(type(default), architecture or default.architecture)
+            groups.append((group.name, kind, group.default_factory if kind is type(default) else kind))
+        else:
+            groups.append((group.name, type(default), group.default_factory))
+    return groups
+
+
+def _options_of_family(default: type[DetectorOptions], architecture: str) -> type[DetectorOptions]:
+    """The options of an architecture that the script can train: one of its own family, or any `module:Class`."""
+    if ":" in architecture:
+        trust_class(architecture)  # a person named it, in a flag or in a settings file
+        kind = options_class(architecture)
+        architecture_field = [("architecture", str, architecture)]
+        return make_dataclass(kind.__name__, architecture_field, bases=(kind,), namespace={"__doc__": kind.__doc__})
+    family = _family(default)
+    if architecture in family:
+        return options_class(architecture)
+    hint = "" if architecture in DETECTORS else did_you_mean(architecture, family)
+    other = f"; another script trains {architecture}" if architecture in DETECTORS else ""
+    raise BadInput(
+        f"model.architecture: this script trains {', '.join(family)}, or a `module:Class` of your own, not "
+        f"{architecture!r}{other}{hint}"
+    )
+
+
+def _family(options: type[DetectorOptions]) -> list[str]:
+    """The architectures whose options are defined in the same module."""
+    return [name for name in DETECTORS if options_class(name).__module__ == options.__module__]
+
+
+def _files_first(argv: Sequence[str]) -> list[str]:
+    """The arguments with every `--config FILE`, as two words, before all flags, which would else be lost where a file
+    follows them."""
+    files, rest, words = [], [], iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag == "--config" and (path := value if equals else next(words, None)) is not None:
+            files += [flag, path]
+        else:
+            rest.append(word)
+    return files + rest
+
+
+def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
+    """(flag, value) of every argument that begins with `--`."""
+    for i, word in enumerate(argv):
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            following = argv[i + 1] if i + 1 < len(argv) else None
+            yield flag, value if equals else following
+
+
+def _read_yaml(path: str) -> dict:
+    """Reads the mapping in a settings file. Raises BadInput."""
+    content = read_yaml(Path(path), f"--config {path}")
+    if not isinstance(content, dict) or not all(isinstance(group, dict) for group in content.values()):
+        raise BadInput(f"--config {path}: expected groups of settings, such as `run:` with `name: mine` below it.")
+    return content
+
+
+def _chosen_architecture(argv: list[str], files: dict[str, dict]) -> str | None:
+    """The `model.architecture` that wins: the last one in the order of the arguments."""
+    chosen = None
+    for flag, value in _flags(argv):
+        if flag == "--config" and value is not None:
+            chosen = files[value].get("model", {}).get("architecture", chosen)
+        elif flag == "--model.architecture" and value is not None:
+            chosen = value
+    return None if chosen is None else str(chosen)
+
+
+def _given_keys(group: str, argv: list[str], files: dict[str, dict]) -> set[str]:
+    flags = {flag.removeprefix(f"--{group}.") for flag, _ in _flags(argv) if flag.startswith(f"--{group}.")}
+    return flags.union(*(content.get(group, {}) for content in files.values()))
+
+
+def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str], files: dict[str, dict]) -> None:
+    """Raises BadInput naming every flag and every key of a file that there is not, with the nearest one, and every
+    value of a file that its setting cannot have."""
+    flags, model = list(parser._option_string_actions), groups.get("model")
+    unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_item_of(flag, groups)]
+    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, flags)}" for flag in unknown]
+    for path, content in files.items():
+        problems += key_faults(content, groups, path, elsewhere=partial(_elsewhere, model=model))
+        problems += type_faults(content, groups, path)
+    if problems:
+        raise BadInput([*problems, "`--help` lists every key with its type."])
+
+
+def _is_item_of(flag: str, groups: dict[str, type]) -> bool:
+    """Whether a flag sets one entry of a setting that is a dict, such as `--loss.weights.loss_ce`."""
+    group, _, rest = flag.removeprefix("--").partition(".")
+    key = rest.partition(".")[0]
+    return "." in rest and group in groups and "dict" in str({f.name: f.type for f in fields(groups[group])}.get(key))
+
+
+def _elsewhere(flag: str, model: type[DetectorOptions] | None) -> str:
+    """Says whose setting a flag of the group `model` is, if it is one of another architecture of the script."""
+    if model is None or not flag.startswith("--model."):
+        return ""
+    key, architecture = flag.removeprefix("--model.").partition(".")[0], model().architecture
+    others = [name for name in _family(model) if key in {setting.name for setting in fields(options_class(name))}]
+    return f" of {architecture}; it is one of {', '.join(others)}" if others else ""

@@ -1,0 +1,167 @@
+"""The run folder: created, described (`environment.json`) and kept up to date (`status.json`), with atomic writes.
+
+    runs/<name>/  config.yaml  environment.json  status.json  metrics.jsonl  checkpoints/  nan/  report/  final/
+"""
+
+import errno
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import replace_nonfinite, usable_cores, write_json_atomic, write_text_atomic
+from toolkit.run.status import FolderLock, holds_a_run, now
+
+STAGING = ".tmp-start"
+PACKAGES = (
+    "torch torchvision accelerate transformers timm datasets wandb pycocotools jsonargparse safetensors scipy numpy "
+    "tensorboard"
+).split()
+
+
+def prepare_run_folder(
+    output_dir: Path | str, name: str, resume: str = "never", lock: FolderLock | None = None
+) -> Path:
+    """Make `output_dir/name` with its `checkpoints` folder, lock it and make sure that it can be written.
+
+    Args:
+        output_dir: folder of all runs, made when missing.
+        name: the run's own folder, one plain name.
+        resume: `--run.resume`. "never" refuses a folder in which a run has begun; a run that ended as bad input before
+            it logged anything does not count, so that a corrected command needs no clearing up.
+        lock: takes the folder, so that no other process writes to it; None: it is not locked.
+
+    Returns:
+        The absolute run folder.
+
+    Raises:
+        BadInput: no plain name, not writable, in use, or an earlier run's folder under "never".
+    """
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise BadInput(f"--run.name {name!r} is not a plain folder name; give one without separators.")
+    folder = Path(output_dir).expanduser().absolute() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if lock is not None:
+            lock.take(folder)
+        if resume == "never" and holds_a_run(folder):
+            raise BadInput(
+                f"The run folder {folder} exists already and --run.resume is never. Continue it with --run.resume "
+                "latest, choose another --run.name, or remove the folder."
+            )
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        advice = "Give a folder you may write to, with space left on it, as --run.output_dir."
+        if error.errno == errno.ENAMETOOLONG:
+            advice = "Give a shorter --run.name."
+        raise BadInput(f"The run folder {folder} cannot be written ({error.strerror}). {advice}") from error
+    return folder
+
+
+@contextmanager
+def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
+    """Where a start writes until everything was accepted: the run folder where no run has begun in it, else a folder
+    inside, gone at the end, so that a start which is refused changes nothing of an earlier one. See `keep_staged`."""
+    path = folder if is_new else folder / STAGING
+    if is_main and path != folder:
+        shutil.rmtree(path, ignore_errors=True)  # left by a start that was killed
+        path.mkdir()
+    try:
+        yield path
+    finally:
+        if is_main and path != folder:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def keep_staged(staged: Path, folder: Path) -> None:
+    """Moves what was staged into the run folder, over files of the same names."""
+    for path in sorted(staged.iterdir()) if staged != folder else ():
+        os.replace(path, folder / path.name)
+
+
+def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> None:
+    """Write `environment.json`: what one must know to explain, or repeat, a number of this run.
+
+    Where the code is not that of the commit, `code.diff` has what differs.
+
+    Args:
+        seed: of the run. world_size: processes.
+        extra: further JSON values, laid over the keys below.
+    """
+    root = Path(__file__).resolve().parent.parent.parent
+    git = git_state(root)
+    if git and git["dirty"]:
+        write_text_atomic(Path(folder) / "code.diff", _git(root, "diff", "HEAD"))
+    environment = {
+        "time": now(),
+        "command_line": list(sys.argv),
+        "working_directory": os.getcwd(),
+        "seed": seed,
+        "processes": world_size,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {n: v for n in PACKAGES if (v := _package_version(n))} | {"torch": torch.__version__},  # +cu132
+        "git": git,
+        "hardware": hardware(),
+        **(extra or {}),
+    }
+    write_json_atomic(Path(folder) / "environment.json", replace_nonfinite(environment))
+
+
+def hardware() -> dict:
+    """CPU model, logical and usable cores, memory in bytes, accelerators by name, CUDA and cuDNN as torch sees them."""
+    return {
+        "cpu": _cpu_model(),
+        "cpu_cores": os.cpu_count(),
+        "cpu_cores_usable": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def git_state(root: Path) -> dict | None:
+    """`{"commit", "dirty"}` of the checkout whose top folder is `root`; None without git or outside a checkout."""
+    try:
+        # Installed into some other project's checkout, that project's commit would say nothing about this code.
+        if Path(_git(root, "rev-parse", "--show-toplevel").strip()).resolve() != Path(root).resolve():
+            return None
+        return {"commit": _git(root, "rev-parse", "HEAD").strip(), "dirty": bool(_git(root, "status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=30)
+    return ended.stdout
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

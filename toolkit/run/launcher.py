@@ -1,0 +1,233 @@
+"""The settings of `accelerate launch`: which of them are used here, and which are refused; and who decides precision
+and compilation of a run: the settings, the launcher, the resumed run or the hardware.
+
+Most of its flags leave no environment variable, so its command line and settings file are read.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import yaml
+
+from toolkit.base.errors import BadInput
+from toolkit.base.imports import uncollected
+
+# What these scripts do not do, with how flags and keys of the settings file that ask for it begin. Accelerate would
+# shard nothing, or drop what was asked for, without a word.
+OTHER_TRAINERS = {
+    "DeepSpeed": ("use_deepspeed", "deepspeed", "zero", "offload_"),
+    "FSDP": ("use_fsdp", "fsdp"),
+    "Megatron-LM": ("use_megatron_lm", "megatron_lm"),
+    "a parallelism config": ("use_parallelism_config", "parallelism_config"),
+    "fp8": ("fp8",),
+    "SageMaker": ("aws_",),
+    "TPU": ("tpu", "vm", "env", "main_training_function", "downcast_bf16", "command", "no_tpu"),
+    "MPI": ("mpirun",),
+}
+_SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
+TYPES = _SHARDED | {"TPU": "TPU", "XLA": "TPU"}  # of `distributed_type` in a settings file
+SWITCHES = _SHARDED | {"PARALLELISM_CONFIG": "a parallelism config", "SAGEMAKER": "SageMaker"}  # ACCELERATE_USE_...
+TPU_VARIABLES = ("PJRT_DEVICE", "XRT_TPU_CONFIG", "TPU_WORKER_ID")
+INSTEAD = {"gradient_accumulation_steps": "--optim.accumulation_steps", "gradient_clipping": "--optim.max_norm"}
+# Variables that every launch sets, with what they are where nothing was asked for.
+COMPILING = {"MODE": "default", "USE_FULLGRAPH": "false", "USE_DYNAMIC": "false"}
+_ON = {"true", "1", "yes", "on", "y", "t"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One `accelerate launch`, as it was started.
+
+    flags: those that are not at their default, by their names with underscores. file: its settings file, if it read
+    one, with the keys in settings. environment: the variables that it found.
+    """
+
+    flags: Mapping[str, object] = field(default_factory=dict)
+    file: Path | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def chose_threads(self) -> bool:
+        """Whether the user, not the launcher, has set OMP_NUM_THREADS."""
+        return "OMP_NUM_THREADS" in self.environment or "num_cpu_threads_per_process" in self.flags
+
+
+def find_launch() -> Launch | None:
+    """The `accelerate launch` that started this process, from any distance; None: there is none, or it cannot be seen,
+    as from another container or machine."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # every launch sets it
+        return None
+    try:
+        for process in psutil.Process().parents():
+            arguments = _launch_arguments(process.cmdline())
+            if arguments is not None:
+                return _read(arguments, process.environ(), Path(process.cwd()))
+    except psutil.Error:
+        return None
+    return None
+
+
+def _launch_arguments(words: list[str]) -> list[str] | None:
+    """What follows `accelerate launch` in a command line, however it was called; None: it is another program."""
+    for i, word in enumerate(words[:8]):
+        name = Path(word).name.removesuffix(".exe").removesuffix(".py")
+        if name in ("accelerate", "accelerate.commands.accelerate_cli", "accelerate_cli"):
+            return words[i + 2 :] if words[i + 1 : i + 2] == ["launch"] else None
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            return words[i + 1 :]
+    return None
+
+
+def _read(arguments: list[str], environment: Mapping[str, str], folder: Path) -> Launch:
+    with uncollected():  # here: a second of imports
+        from accelerate.commands.config.config_args import default_config_file
+        from accelerate.commands.launch import launch_command_parser
+    parser = launch_command_parser()
+    parsed, unasked = (vars(parser.parse_args(words)) for words in (arguments, ["script"]))
+    options = unasked.keys() - {"training_script", "training_script_args", "nondefault"}
+    flags = {name: parsed[name] for name in sorted(options) if parsed[name] != unasked[name]}
+    file = flags.get("config_file") or (None if "cpu" in flags else default_config_file)
+    path = None if file is None else folder / file
+    if path is None or not path.is_file():
+        return Launch(flags, None, {}, environment)
+    settings = yaml.safe_load(path.read_text())  # JSON too
+    return Launch(flags, path, settings if isinstance(settings, dict) else {}, environment)
+
+
+def asked_precision(launch: Launch | None, environment: Mapping[str, str]) -> str | None:
+    """no, fp16 or bf16 if the launcher was told so; None: it says no only because nobody told it anything, or its
+    settings file does, which has to name one."""
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    by_flag = launch is not None and "mixed_precision" in launch.flags
+    return precision if precision in ("fp16", "bf16") or precision == "no" and by_flag else None
+
+
+def asked_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """What the launcher was told of `precision`, as `asked_precision`, and of `compile`, a backend of torch."""
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    compile = None if backend in ("", "no") else backend
+    return {"precision": asked_precision(find_launch(), environment), "compile": compile}
+
+
+def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
+    """Raises BadInput for all that the launcher was asked for and these scripts do not do."""
+    asked: dict[str, list[str]] = {}
+    for what, source in (*(_of_launch(launch) if launch is not None else ()), *_of_variables(environment)):
+        asked.setdefault(what, []).append(source)
+    problems = [
+        f"{', '.join(places)}: asks for {what}, which these scripts do not use: they run on one device, or "
+        "with one process for each (DDP). Leave it out, or choose another `accelerate config`."
+        for what, places in asked.items()
+    ]
+    problems += [*_counted_twice(launch, environment), *_other_values(environment)]
+    if problems:
+        raise BadInput(problems)
+
+
+def _of_launch(launch: Launch) -> Iterator[tuple[str, str]]:
+    """(what is asked for, where) of flags and of the settings file, over which `--cpu` and `--multi_gpu` win."""
+    for name in launch.flags.keys() - INSTEAD.keys():
+        if what := _other(name):
+            yield what, f"--{name}"
+    if launch.flags.keys() & {"cpu", "multi_gpu"}:
+        return
+    if what := TYPES.get(str(launch.settings.get("distributed_type")).upper()):
+        yield what, f"distributed_type in {launch.file}"
+    for name, value in launch.settings.items():
+        if value and str(value).lower() not in ("no", "none", "false", "main") and (what := _other(name)):
+            yield what, f"{name} in {launch.file}"
+
+
+def _other(name: str) -> str | None:
+    return next((what for what, begins in OTHER_TRAINERS.items() if name.startswith(begins)), None)
+
+
+def _of_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, what in SWITCHES.items():
+        if environment.get(f"ACCELERATE_USE_{name}", "").lower() in _ON:
+            yield what, f"ACCELERATE_USE_{name}"
+    for name in TPU_VARIABLES:
+        if name in environment and (name != "PJRT_DEVICE" or environment[name].upper() == "TPU"):
+            yield "TPU", name
+
+
+def _counted_twice(launch: Launch | None, environment: Mapping[str, str]) -> Iterator[str]:
+    for name, flag in INSTEAD.items():
+        value = launch.flags.get(name) if launch is not None else None
+        if value is not None and (name, value) != ("gradient_accumulation_steps", 1):
+            yield f"--{name} {value} of `accelerate launch` is for DeepSpeed alone: give the script {flag} {value}."
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("", "1"):
+        yield (
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps}, which would divide the gradients a second time: unset "
+            f"it, and give --optim.accumulation_steps {steps}."
+        )
+
+
+def _other_values(environment: Mapping[str, str]) -> Iterator[str]:
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("", "no", "fp16", "bf16"):
+        yield f"ACCELERATE_MIXED_PRECISION is {precision}; expected no, fp16 or bf16."
+    for name, usual in COMPILING.items():
+        value = environment.get(f"ACCELERATE_DYNAMO_{name}", usual)
+        if value.lower() != usual:
+            yield (
+                f"--dynamo_{name.lower()} of `accelerate launch` (ACCELERATE_DYNAMO_{name} is {value}): the scripts "
+                "compile in torch's default mode; leave it out."
+            )
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The value in use, and who decided it.
+
+    precision: no, fp16 or bf16. tf32: as `run.tf32`. compile: as `optim.compile`, never None.
+    precision_by, compile_by: a setting, "accelerate launch", "the run so far" or "default".
+    """
+
+    precision: str
+    precision_by: str
+    tf32: bool | None
+    compile: bool | str
+    compile_by: str
+
+    def __str__(self) -> str:
+        tf32 = ", TF32" if self.tf32 else ""
+        compiled = f"; torch.compile: {self.compile} ({self.compile_by})"
+        return f"precision: {self.precision}{tf32} ({self.precision_by}){'' if self.compile is False else compiled}"
+
+
+def settle(
+    given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
+) -> Settled:
+    """The first of settings, launcher and resumed run that sets `precision`, and `compile`.
+
+    Args:
+        given, launched, began: values of `precision`, `tf32` and `compile`; a missing one, or None, says nothing.
+            given["precision"] "auto" leaves it to the others, and then to `auto`.
+        auto: precision, TF32 and why, by the hardware; called only if it decides.
+    """
+    asked, tf32 = given["precision"], given["tf32"]
+    precision, by = _first("run.precision", None if asked == "auto" else asked, launched, began)
+    if by == "the run so far" and tf32 is None:
+        tf32 = began.get("tf32")
+    if precision is None and asked == "auto":
+        precision, able, why = auto()
+        by, tf32 = f"run.precision auto: {why}", able if tf32 is None else tf32
+    compile, compile_by = _first("optim.compile", given["compile"], launched, began)
+    return Settled(precision or "no", by, tf32, compile or False, compile_by)
+
+
+def _first(setting: str, given: object, launched: Mapping, began: Mapping) -> tuple[object, str]:
+    key = setting.partition(".")[2]
+    by_launcher, before = launched.get(key), began.get(key)
+    if given is not None:
+        unheard = f", not accelerate launch, which says {by_launcher}" if by_launcher not in (None, given) else ""
+        return given, f"{setting}{unheard}"
+    if by_launcher is not None:
+        return by_launcher, "accelerate launch"
+    return before, "default" if before is None else "the run so far"

@@ -1,0 +1,311 @@
+"""What a run reports while it trains: metric rows, console lines, progress bar, status, meters and epoch averages."""
+
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from toolkit.base.distributed import broadcast_object, gather_objects
+from toolkit.base.errors import BadInput
+from toolkit.base.files import waiting_aloud
+from toolkit.run.failures import attempt
+from toolkit.run.writer import RunWriter
+from toolkit.step.compiling import GraphCount
+from toolkit.step.length import is_time
+from toolkit.step.meters import Averages, MomentumMeter, StepTimer, make_meters
+
+_LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")  # losses of auxiliary layers, and unweighted ones
+
+
+@dataclass
+class Place:
+    """Where a run is: steps done, of how many, and how long it has been at it.
+
+    steps_per_epoch: of an epoch with batches of now. recut: steps more that the run would have made with these always.
+    """
+
+    step: int
+    total_steps: int
+    epoch: int
+    steps_per_epoch: int
+    elapsed_s: float
+    recut: int = 0
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the whole run, an unfinished last one included."""
+        return max(-(-(self.total_steps + self.recut) // self.steps_per_epoch), self.epoch + 1)
+
+    def __str__(self) -> str:
+        """epoch k/K  step i/I of the run  elapsed"""
+        elapsed = timedelta(seconds=round(self.elapsed_s))
+        return f"epoch {self.epoch + 1}/{self.epochs}  step {self.step}/{self.total_steps}  elapsed {elapsed}"
+
+
+class Log:
+    """Metric rows, console lines and the progress bar, with the meters behind them.
+
+    Args:
+        is_main: this is the main process; the others keep the same meters and say nothing.
+        meters: how console lines smooth, see `make_meters`.
+        steps_per_epoch: optimizer steps.
+        log_every: optimizer steps between two rows.
+    """
+
+    def __init__(self, is_main: bool, meters: str = "epoch_median", steps_per_epoch: int = 1, log_every: int = 10):
+        self.is_main, self.kind, self.steps_per_epoch, self.log_every = is_main, meters, steps_per_epoch, log_every
+        self.meters, self.averages = make_meters(meters, steps_per_epoch), Averages()
+        self.timer, self.graphs = StepTimer(), GraphCount()
+        self.epoch_s, self.epoch_steps, self.logged_epoch = 0.0, 0, -1
+        self.writer: RunWriter | None = None
+        self.status: dict = {}
+        self.recut = 0
+        self.notes: dict[str, tuple[float, int]] = {}  # of the window under way: sum and count by name
+        self.has_notes = False  # whether this process has ever noted anything
+        self.noted_names: list[str] = []  # of the last window, on the bar
+        self.trouble = ""  # why rows cannot be written any more
+        self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
+
+    def start(self, writer: RunWriter, status: dict, step: int, total_steps: int, recut: int = 0) -> None:
+        """Takes the writer once it is known where the run goes on, and shows the bar; `status` gets every step.
+
+        recut: steps more that the run would have made if it had always had batches of now; epochs count by them.
+        """
+        self.writer, self.status, self.recut = writer, status, recut
+        status["step"] = step
+        self._bar = progress(total_steps, step, self.is_main)
+
+    def note(self, name: str, value: Tensor | float) -> None:
+        """A metric of the script's own, of one micro-batch or window: its mean, over all ranks that noted one, is in
+        the rows, the averages of the epoch, the trackers and the bar. Reads a tensor on the host."""
+        total, count = self.notes.get(name, (0.0, 0))
+        self.notes[name], self.has_notes = (total + float(value), count + 1), True
+
+    def noted(self) -> dict[str, float]:
+        """Means of what all ranks noted in the window; a collective."""
+        totals: dict[str, tuple[float, int]] = {}
+        for name, (total, count) in (item for notes in gather_objects(dict(self.notes)) for item in notes.items()):
+            before, number = totals.get(name, (0.0, 0))
+            totals[name] = before + total, number + count
+        self.notes.clear()
+        self.noted_names = list(totals)
+        return {name: total / count for name, (total, count) in totals.items()}
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began, those before a resume included."""
+        return self._elapsed_before + time.monotonic() - self._began
+
+    def note_step(
+        self, step: int, total_steps: int, epoch: int, row: Mapping[str, float], images: int, ends_epoch: bool = False
+    ) -> None:
+        """After an update over `images` images of all ranks: meters, bar, the row of metrics when it is time; a line
+        then, and for the first and the last step of an epoch, as DETR's."""
+        self.epoch_s += self.timer.step_done(images)
+        self.epoch_steps += 1
+        values = {name.removeprefix("train/"): value for name, value in row.items() if "/lr/" not in name}
+        self.meters.update(values)
+        self.averages.update(values, images)
+        self.status["step"] = step
+        position = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
+        self._show_on_bar(position)
+        is_due = self.is_due(step, total_steps)
+        if is_due or self.epoch_steps == 1 or ends_epoch:
+            losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
+            means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
+            full = {**row, **means, **self.timer.row(total_steps - step)}
+            if is_due:
+                self.write(step, epoch, full)
+            self.say(console_line(full, self.meters, position))
+            if news := self.graphs.news(step):
+                self.say(news)
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether this step gets a row."""
+        return is_time(step, self.log_every, last=total_steps)
+
+    def note_epoch(self, step: int, epoch: int) -> None:
+        """At the end of an epoch or of the run, once: the averages of its losses and metrics as a row and a line."""
+        if self.logged_epoch >= epoch or not self.epoch_steps:
+            return
+        self.logged_epoch, means = epoch, self.averages.means()
+        seconds = {"time/epoch_s": self.epoch_s, "time/epoch_step_s": self.epoch_s / self.epoch_steps}
+        self.write(step, epoch, {f"epoch/{name}": mean for name, mean in means.items()} | seconds)
+        self.say(averages_line(epoch, means, self.epoch_s, self.epoch_steps))
+
+    def say_total(self, step: int) -> None:
+        """When training has ended after `step` steps: its whole time, as the original programs print it."""
+        self.say(total_line(self.elapsed_s, step))
+
+    def end_epoch(self) -> dict[str, float]:
+        """The averages of the epoch that is over; the next one begins anew, as the meters of an epoch do."""
+        means = self.averages.means()
+        self.averages.clear()
+        self.epoch_s, self.epoch_steps = 0.0, 0
+        if self.kind.startswith("epoch_"):
+            self.meters.clear()
+        return means
+
+    def write(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
+        """A row of metrics.jsonl and of the trackers.
+
+        One that cannot be written is no error here, where the main process alone would raise it: `trouble` says why,
+        the next step's reduction tells all processes, and they save and end together.
+        """
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+        try:
+            with waiting_aloud(f"the row of step {step} in metrics.jsonl", self.say):
+                self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
+        except BadInput as error:
+            self.trouble = self.trouble or str(error)
+
+    def attempt(self, what: str, function: Callable[[], Any]) -> Any:
+        """Calls something optional: an exception costs one line, see `toolkit.run.failures`."""
+        return attempt(what, function, self.writer.folder, self.say)
+
+    def say(self, text: str) -> None:
+        """Prints on the main process, above the progress bar where there is one."""
+        if self.is_main:
+            self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
+
+    def set_length(self, total_steps: int) -> None:
+        """Sets the number of training steps, once it is known or when it changes."""
+        if self._bar is not None:
+            self._bar.total = total_steps
+        self.say(f"training takes {total_steps} steps")
+
+    def _show_on_bar(self, position: Place) -> None:
+        if self._bar is None or self._bar.disable:
+            return
+        self._bar.set_description(f"epoch {position.epoch + 1}/{position.epochs}", refresh=False)
+        text = f"loss {self.meters['loss']}  data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
+        text += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(position.step - self._bar.n)
+
+    def raise_trouble(self) -> None:
+        """Raises BadInput on every rank if the main process could not write a row; a collective."""
+        if trouble := broadcast_object(self.trouble):
+            raise BadInput(trouble)
+
+    def close(self, state: str = "done") -> None:
+        """Ends the bar, the rows and the trackers, which learn how the run ended: "done", "preempted" or "failed"."""
+        if self._bar is not None:
+            self._bar.close()
+        if self.writer is not None:
+            self.writer.close(state)
+
+    def state_dict(self) -> dict:
+        """JSON values for the checkpoint; the same keys on every process."""
+        return {
+            "meters": self.meters.state_dict(),
+            "averages": self.averages.state_dict(),
+            "elapsed_s": self.elapsed_s,
+            "epoch_s": self.epoch_s,
+            "epoch_steps": self.epoch_steps,
+            "logged_epoch": self.logged_epoch,
+            "has_notes": self.has_notes,
+            "writer": self.writer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Restores the state of a checkpoint."""
+        self.meters.load_state_dict(state["meters"])
+        self.averages.load_state_dict(state["averages"])
+        self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
+        self.epoch_s, self.epoch_steps = state["epoch_s"], state["epoch_steps"]
+        self.logged_epoch, self.has_notes = state["logged_epoch"], state["has_notes"]
+
+
+def training_row(t, reduced: Mapping[str, float]) -> dict[str, float]:
+    """One step of a `toolkit.run.training.Training` as a row: weighted and unscaled losses, metrics, learning rates."""
+    row = {"train/loss": reduced["loss"]}
+    for name in t.weights.names:
+        row |= {f"train/{name}": reduced[name], f"train/{name}_unscaled": reduced[f"{name}_unscaled"]}
+    for name in t.detector.metric_names:
+        if reduced[f"{name}/count"] > 0:
+            row[f"train/{name}"] = reduced[f"{name}/sum"] / reduced[f"{name}/count"]
+    row |= {f"train/lr/{group['name']}": group["lr"] for group in t.optimizer.param_groups}
+    row |= {f"train/{name}": value for name, value in reduced.items() if name.startswith("grad_norm")}
+    return row
+
+
+# ---------------------------------------------------------------- the console
+
+
+def console_line(row: Mapping, smoothed: Mapping[str, object], position: Place) -> str:
+    """A training row as one line for people; losses of auxiliary layers are left to metrics.jsonl.
+
+    Args:
+        row: as for `RunWriter.log`; what it lacks is left out.
+        smoothed: what to show for each loss or metric, by its name without `train/`: the last value and its mean, say.
+    """
+
+    def show(key: str, label: str, form: str, unit: str = "") -> str:
+        return "" if row.get(key) is None else f"{label} {row[key]:{form}}{unit}"
+
+    eta, trained = row.get("time/eta_s"), [key.removeprefix("train/") for key in row if key.startswith("train/")]
+    names = [name for name in trained if name.startswith("loss_") and not _LAYER.search(name)]
+    losses = "  ".join(f"{name.removeprefix('loss_')} {smoothed[name]}" for name in names)
+    rates = [(name.removeprefix("lr/"), row[f"train/{name}"]) for name in trained if name.startswith("lr/")]
+    parts = [
+        str(position),
+        f"eta {timedelta(seconds=round(eta))}" if eta is not None and math.isfinite(eta) else "",
+        f"loss {smoothed['loss']}" if "loss" in smoothed else "",
+        f"[{losses}]" if losses else "",
+        *(f"{name} {smoothed[name]}" for name in trained if name.endswith("_error")),
+        f"lr {' '.join(f'{name} {rate:.3g}' for name, rate in rates)}" if rates else "",
+        show("train/grad_norm", "grad_norm", ".3g"),
+        show("time/data_s", "data", ".3f", " s"),
+        show("time/step_s", "step", ".3f", " s"),
+        show("mem/peak_mb", "mem", ".0f", " MiB"),
+    ]
+    return "  ".join(filter(None, parts))
+
+
+def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:
+    """What a run of `total_steps` optimizer steps never gets to, in words: the end of the "warm-up", all of an
+    "epoch"."""
+    warnings = {}
+    if total_steps <= warmup_steps:
+        warnings["warm-up"] = (
+            f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps "
+            "(schedule.warmup_steps), and never reaches its learning rate: make it shorter, or the run longer "
+            "(run.max_minutes, run.max_steps, run.epochs)"
+        )
+    if total_steps < steps_per_epoch:
+        warnings["epoch"] = (
+            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, before it has "
+            "seen all images once: make the run longer (run.max_minutes, run.max_steps)"
+        )
+    return warnings
+
+
+def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, steps: int) -> str:
+    """The averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out."""
+    losses = "  ".join(f"{name}: {mean:.4f}" for name, mean in means.items() if not _LAYER.search(name))
+    time = f"{timedelta(seconds=round(epoch_s))} ({epoch_s / max(steps, 1):.3f} s / step)"
+    return f"Averaged stats of epoch {epoch + 1}: {losses}  time {time}"
+
+
+def total_line(elapsed_s: float, steps: int) -> str:
+    """The time of a whole run as one line, evaluations and checkpoints included, as DETR and Scene-Graph-Benchmark."""
+    return f"Training time {timedelta(seconds=round(elapsed_s))} ({elapsed_s / max(steps, 1):.3f} s / step)"
+
+
+def progress(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
+    """A bar over optimizer steps with the time left, on a terminal; elsewhere it stays silent.
+
+    `bar.update()` at each step; `bar.write(line)` prints a line above the bar, or plainly where there is none.
+
+    `total`: steps of the run; `initial`: steps done before; `enabled`: this is the main process.
+    """
+    visible = enabled and sys.stderr is not None and sys.stderr.isatty()
+    return tqdm(total=total, initial=initial, disable=not visible, unit="step", dynamic_ncols=True, smoothing=0.1)

@@ -1,0 +1,189 @@
+"""Opens a finished or unfinished run from its folder alone, for evaluation, prediction, export and replay; and its
+script."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import ROOT, near_names, read_json
+from toolkit.base.text import escaped
+from toolkit.base.trust import files_are_trusted
+from toolkit.data.table import Category
+from toolkit.run.checkpoint import Checkpoint, resolve_resume
+from toolkit.run.settings_file import (
+    NEEDED,
+    OptionsOf,
+    checked_settings,
+    load_config_dict,
+    newest_config,
+    script_digest,
+)
+
+EXPORTED = (".onnx", ".pt2", ".xml")  # what scripts/export.py writes
+
+
+@dataclass
+class Run:
+    """A run folder and one of its checkpoints."""
+
+    folder: Path
+    config: dict
+    checkpoint: Checkpoint
+    categories: list[Category]
+
+    @property
+    def weights_names(self) -> list[str]:
+        """Weights that the checkpoint holds: "model" (raw) and, where the run had one, "ema"."""
+        return [name for name in ("model", "ema") if name in self.checkpoint.tensors]
+
+
+def open_run(path: Path, options_of: OptionsOf) -> Run:
+    """Opens a run folder (its best checkpoint, else its newest valid one) or one of its checkpoints.
+
+    The folder of a run of `run.eval_only` is opened with the weights that it evaluated.
+
+    Args:
+        options_of: `toolkit.models.options_class`, by which the settings of the model are checked.
+
+    Raises:
+        BadInput: neither a run folder nor a checkpoint in one, or settings that are not what a run writes.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise BadInput(f"{path}: there is no such run or checkpoint{near_names(path)}")
+    folder = run_folder_of(path)
+    if path == folder:
+        path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
+    config = load_config_dict(newest_config(folder), options_of, needed=NEEDED)
+    checkpoint, _ = resolve_resume(str(_evaluated_run(folder, path, config)), folder)
+    categories = [Category(**category) for category in checkpoint.state["categories"]]
+    return Run(folder, config, checkpoint, categories)
+
+
+def kind_of(source: str | Path) -> str:
+    """Determines what a path or name refers to; nothing else does.
+
+    "run" (a run folder or checkpoint), "final" (a model that this toolkit saved), "transformers" (a model of
+    transformers: its folder, or a name of the hub), "exported" (a file of scripts/export.py), "predictions" (a file of
+    predictions), "file" (any other).
+
+    Raises:
+        BadInput: a path that is not there, or a folder whose config.json cannot be read.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and not may_be_of_hub(str(source)):
+        raise BadInput(f"{source}: there is no such run, checkpoint, model or file{near_names(path)}")
+    if path.suffix in EXPORTED:
+        return "exported"
+    if path.is_file():
+        return "predictions" if path.suffix == ".json" else "file"
+    if not path.exists():
+        return "transformers"
+    if not (path / "config.json").exists():
+        return "run"
+    return "transformers" if "model_type" in read_json(path / "config.json") else "final"
+
+
+def may_be_of_hub(name: str) -> bool:
+    """Whether it is `owner/model`, and no folder here is called `owner`: then a path was meant."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).parent.is_dir()
+
+
+def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:
+    """Where the checkpoints are: a run of `run.eval_only` made none and stands for the one that it evaluated."""
+    run = config.get("run", {})
+    resumed = Path(str(run.get("resume"))).expanduser()
+    empty = not any((folder / "checkpoints").glob("step_*"))
+    return resumed if run.get("eval_only") and empty and resumed.exists() else path
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run folder that `path` is or is inside of.
+
+    Raises:
+        BadInput: neither it nor a folder above it holds settings.
+    """
+    for folder in (path, *path.absolute().parents):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise BadInput(f"{path}: no run folder: neither it nor a folder above it holds a config.yaml")
+
+
+def settings_beside(checkpoint: Path, config: Any, options_of: OptionsOf) -> dict:
+    """The settings in force where a checkpoint was written, as the newest config of its run folder has them; empty
+    where there is none.
+
+    config: that of this start, whose script may have groups and settings of its own. Raises BadInput as
+    `checked_settings`.
+    """
+    try:
+        folder = run_folder_of(checkpoint)
+    except BadInput:  # its folder was removed, settings and all
+        return {}
+    groups = {field.name: getattr(config, field.name) for field in fields(config)}
+    model = groups.pop("model")
+
+    def options_of_before(architecture: str) -> type | None:
+        """Another class of one's own is not imported for a run that will be refused."""
+        if architecture == model.architecture:
+            return type(model)
+        return None if ":" in architecture else options_of(architecture)
+
+    kinds = {name: type(group) for name, group in groups.items()}
+    return checked_settings(newest_config(folder), kinds, options_of_before, needed=("model",))
+
+
+def chosen_weights(run: Run, asked: str | None = None) -> str:
+    """Either "model" or "ema": what was asked for, else what the metric for best goes by, as in `final/`.
+
+    Raises:
+        BadInput: the checkpoint does not hold what was asked for.
+    """
+    averaged = run.config["eval"]["metric_for_best"].startswith("ema/")
+    chosen = asked or ("ema" if averaged and "ema" in run.weights_names else "model")
+    if chosen not in run.weights_names:
+        raise BadInput(f"--weights {chosen}: {run.checkpoint.path} holds {', '.join(run.weights_names)}")
+    return chosen
+
+
+# ---------------------------------------------------------------- its script
+
+
+def script_of(config: Any) -> dict | None:
+    """The file that a run's settings come from, and its hash: the script; None where they come from no file."""
+    file = getattr(sys.modules.get(type(config).__module__), "__file__", None)
+    return None if file is None else {"path": str(Path(file).resolve()), "sha256": script_digest(Path(file))}
+
+
+def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
+    """The module of what `script_of` told, and in words what is not as it was; None: there is none to run.
+
+    Raises:
+        BadInput: it is none of this project's training scripts, and nobody trusts the file that names it.
+    """
+    if not isinstance(about, Mapping) or not isinstance(about.get("path"), str):
+        return None, "the run had no script of its own: its loop is not run again, the detector and its criterion are"
+    path = Path(about["path"])
+    if not path.is_file():
+        return None, f"{path}, the script of this run, is gone: the detector and its criterion alone are run again"
+    if path.resolve() not in (ROOT / "scripts").resolve().glob("train_*.py") and not files_are_trusted():
+        raise BadInput(
+            f"environment.json of the run names {escaped(path, 300)} as its script, none of this project's, which "
+            "would be run: look at it, and add --trust if it is yours"
+        )
+    changed = f"{path} has changed since that run" if script_digest(path) != about.get("sha256") else ""
+    return load_script(path, f"replayed_{path.stem}"), changed
+
+
+def load_script(path: Path, name: str) -> ModuleType:
+    """Runs a Python file as the module of that name, wherever it lies."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,184 @@
+"""What happens after the guard has refused a window or an update: report, undo, then stop, skip or roll back.
+
+`t` is a `toolkit.run.training.Training` throughout.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from toolkit.base.distributed import gather_objects, run_on_main, state_from_main, world
+from toolkit.base.errors import StoppedByGuard
+from toolkit.run.checkpoint import Checkpoint, newest_valid
+from toolkit.run.saving import load_weights, save, tensors_of
+from toolkit.step.gradients import drop_gradients
+from toolkit.step.guard import Action
+from toolkit.step.nan_report import investigate, rerun_window
+from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
+
+
+def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
+    """Recovers the run from the current accumulation window, identically on all ranks.
+
+    broken: what `broken_state` found.
+
+    Raises:
+        StoppedByGuard: the policy says so; the newest finite state is saved.
+    """
+    if action is Action.CALIBRATE:  # the fp16 scaler looks for its scale: it skips this update by itself
+        t.optimizer.step()
+        t.optimizer.zero_grad()
+        return
+    message = _report(t, action, broken)
+    drop_gradients(t.weights)
+    if (scaler := t.accelerator.scaler) is not None:
+        scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
+    follow(t, action, message, broken)
+
+
+def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
+    """Stops, goes back, or goes on with the next window. Raises StoppedByGuard."""
+    if action is Action.STOP:
+        if broken:
+            raise StoppedByGuard(f"{message}\n{_go_back(t)}")
+        save(t)
+        raise StoppedByGuard(f"{message}\nThe weights before that step are saved.")
+    if action is Action.ROLLBACK:
+        # The data goes on after the window that broke: run again from the same weights it would break again.
+        checkpoint, passed_over = state_from_main(lambda: newest_valid(t.folder / "checkpoints"))
+        if checkpoint is None:
+            raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
+        load_weights(t, checkpoint)
+        t.state_parts = state_in_parts(t)  # not those that were replaced
+        t.saved_step = t.step
+        t.schedule.scale = t.guard.lr_scale
+        t.set_rates()
+    t.log.say(f"guard: {message}\n{action.value}: goes on from step {t.step} with the next data.")
+
+
+# ---------------------------------------------------------------- the state that updates leave
+
+
+def state_of(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """((kind, name), tensor) of all that must be finite.
+
+    in_window: a window is under way, whose forward may have spoiled the buffers; theirs are those before it.
+    """
+    averages = t.ema.averages() if t.ema is not None else ()
+    yield from named_state(t.detector, t.guard.watched(in_window), averages, t.optimizer, t.weights)
+    yield from ((("t.extra", name), tensor) for name, tensor in t.extra.tensors())
+
+
+def state_in_parts(t) -> Iterator[Tensor]:
+    """`looks_finite` of one part of the state a step, in turn. Its tensors are listed once a round, because that takes
+    longer than the norms of a part."""
+    while True:
+        state = list(state_of(t, in_window=True))
+        for part in range(PARTS):
+            yield looks_finite(state, part)
+
+
+def broken_state(t, in_window: bool = False) -> list[str]:
+    """Describes what is not finite on any rank, identically on all ranks. Reads the whole state; a collective."""
+    of_ranks = gather_objects(nonfinite(state_of(t, in_window)))
+    return list(dict.fromkeys(name for names in of_ranks for name in names))
+
+
+def in_words(broken: Sequence[str]) -> str:
+    """Names the first non-finite tensors."""
+    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    return f"the last update left what is not finite: {', '.join(broken[:3])}{more}"
+
+
+def state_is_sound(t) -> bool:
+    """Checks the whole state before it is evaluated or saved, so that nothing non-finite is ever written.
+
+    Returns:
+        False: it was not, and the run has gone back to the last good checkpoint.
+
+    Raises:
+        StoppedByGuard: it was not, and the policy is another one.
+    """
+    broken = broken_state(t)
+    if not broken:
+        return True
+    action = t.guard.decide(t.step, {}, 0.0, faults=[in_words(broken)])
+    follow(t, action, _report(t, action, broken) if t.under_way else t.guard.reason, broken)
+    return False
+
+
+def ranks_apart(t) -> str:
+    """A warning if the weights are not bit-identical on all ranks, else "". A collective with one host read."""
+    if world()[1] == 1:
+        return ""
+    named = dict(t.detector.named_parameters())
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.detach().flatten().view(bits[p.element_size()]).sum() for p in named.values()]
+    of_ranks = gather_objects(torch.stack(sums).tolist())
+    apart = [name for name, *values in zip(named, *of_ranks, strict=True) if len(set(values)) > 1]
+    if not apart:
+        return ""
+    return (
+        f"warning: the processes hold different weights ({', '.join(apart[:2])}; {len(apart)} of {len(named)}); what "
+        "changes gradients or weights must be the same on all: draw by a generator seeded with t.seed and t.step"
+    )
+
+
+def keep_start(t) -> None:
+    """Keeps the initial state on the CPU until the first checkpoint: no newer state is known to be finite."""
+    if t.saved_step >= 0:
+        t.start = None
+    elif t.start is None:
+        state_dicts = tensors_of(t).items()
+        tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in state_dicts}
+        scaler = t.accelerator.scaler
+        state = {"ema": t.ema and t.ema.state_dict(), "scaler": scaler and dict(scaler.state_dict())}
+        extra = copy.deepcopy(t.extra.state_dict())
+        t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state, extra)
+
+
+def _go_back(t) -> str:
+    """Ensures that the newest state known to be finite is saved; returns a sentence that says which one it is."""
+    step = run_on_main(lambda: getattr(newest_valid(t.folder / "checkpoints")[0], "step", None))
+    if step is not None:
+        t.log.status["step"] = step
+        return f"The newest finite state is the checkpoint of step {step}."
+    if t.start is None:
+        return "No state is saved: none was before."
+    load_weights(t, t.start)
+    save(t)
+    t.log.status["step"] = t.step
+    return f"No later state was saved before it broke: the state of step {t.step}, with which the run began, is saved."
+
+
+# ---------------------------------------------------------------- the report
+
+
+def _report(t, action: Action, broken: Sequence[str]) -> str:
+    window, denominators, reduced = t.under_way
+    scaler, rank = t.accelerator.scaler, t.accelerator.process_index
+    scale = scaler.get_scale() if scaler is not None else 1.0
+    where = {"step": t.step, "seed": t.seed, "rank": rank, "precision": t.accelerator.mixed_precision, "scale": scale}
+    context = {
+        "epoch": t.sampler.epoch,
+        "losses": {name: reduced[name] for name in ("loss", *t.weights.names)},
+        "grad_norm": reduced["grad_norm"],
+        "lr": t.schedule.rates(),
+        "denominators": denominators,
+        "loss_weights": t.weights.values(t.step),
+        "action": action.value,
+        "categories": [asdict(category) for category in t.validation.table.categories],
+        "predicates": list(t.validation.table.predicates),
+    }
+
+    def run_again() -> list[dict]:
+        return rerun_window(t.detector, t.weights, window, denominators, **where)
+
+    finding = {"where": "state", "nonfinite_state": list(broken)} if broken else None
+    if finding is None and unusable_rate(t.optimizer.param_groups):
+        finding = {"where": "rate"}
+    extra = t.extra.state_dict()
+    return investigate(t.guard, t.detector, run_again, t.folder, window, where | context, finding, extra)

@@ -1,0 +1,274 @@
+"""Saves and restores the state of a run in checkpoints. `t` is a `toolkit.run.training.Training` throughout."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from torch import Tensor
+
+from toolkit.base.distributed import run_on_main
+from toolkit.base.errors import BadInput
+from toolkit.base.files import fsync_folder, waiting_aloud
+from toolkit.data.sampling import epochs_after, steps_ahead
+from toolkit.run.checkpoint import Checkpoint, bring_best, repair_latest, save_checkpoint
+from toolkit.run.settings_file import Change
+from toolkit.step.optim import load_state
+
+
+def save(t, best: bool = False) -> None:
+    """Writes `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
+    tensors, scaler, table = tensors_of(t), t.accelerator.scaler, t.validation.table
+    state = {
+        "step": t.step,
+        "categories": [asdict(category) for category in table.categories],
+        "predicates": list(table.predicates),
+        "attributes": list(table.attributes),
+        "infinite": t.infinite,
+        "accumulation": list(t.pace.accumulation),
+        "frozen": [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad],
+        "recut": t.recut,
+        "sampler": t.sampler.state_dict(),
+        "schedule": t.schedule.state_dict(),
+        "total_steps": t.total_steps,
+        "limit": t.limit,
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "ema": t.ema.state_dict() if t.ema is not None else None,
+        "guard": t.guard.state_dict(),
+        "budget": t.budget.state_dict() if t.budget is not None else None,
+        "data": {name: table.identity for name, table in t.data.items()},
+        "metric_for_best": t.best.metric,
+        **t.best.state_dict(),
+        **t.log.state_dict(),
+    }
+    t.saved_step = t.step
+    if others := t.check.new_others():
+        t.log.say(
+            f"in no checkpoint, so that a resumed run differs: {', '.join(others)}, and what it trains; "
+            't.extra["NAME"] = optimizer in main saves it, and the module likewise'
+        )
+
+    def write() -> None:
+        if (rows := t.folder / "metrics.jsonl").is_file():
+            fsync_folder(rows)  # a power cut must not take rows that the checkpoint counts
+        content = {"tensors": tensors, "optimizer": t.optimizer.state_dict(), "state": state}
+        keeping = {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
+        folder, extra = t.folder / "checkpoints", t.extra.state_dict()
+        save_checkpoint(folder, t.step, **content, **keeping, kind="run", extra=extra)
+
+    with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
+        run_on_main(write)
+
+
+def tensors_of(t) -> dict[str, Mapping[str, Tensor]]:
+    """State dicts of what has weights, by the stem of their file in a checkpoint."""
+    tensors = {"model": t.detector.state_dict()}
+    if t.ema is not None:
+        tensors["ema"] = t.ema.module.state_dict()
+    if any(True for _ in t.weights.parameters()):
+        tensors["loss_weights"] = t.weights.state_dict()
+    return tensors
+
+
+def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
+    """Takes up everything a checkpoint holds; returns in words what will not be identical.
+
+    Args:
+        checkpoint: verified by its manifest.
+        keep_schedule: False: keep this command's learning-rate schedule and length.
+        changed: settings that are not those of the run so far, to say why a checkpoint does not fit.
+
+    Where `t.eval_only`, nothing will be trained: weights are all that is asked for and taken, and the run folder's
+    checkpoints and links stay as they are.
+
+    Raises:
+        BadInput: the checkpoint is of other classes or another model. The run folder is as it was.
+    """
+    state, path = checkpoint.state, checkpoint.path
+    names = [category["name"] for category in state["categories"]]
+    if names != t.validation.table.class_names:
+        raise BadInput(f"{path} is of the classes {names}, the data has {t.validation.table.class_names}")
+    _check_fit(t, checkpoint, changed)
+    rates_of_groups = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
+    asked = t.total_steps
+    try:
+        load_weights(t, checkpoint)
+        if t.eval_only:
+            return _load_best(t, checkpoint)
+        notes = _other_data(t, state) + t.sampler.load_state_dict(state["sampler"])
+        if keep_schedule:
+            _take_up_schedule(t, state)
+        else:
+            for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
+                group.update(rates)
+            if t.budget is not None:
+                t.budget.count_on(t.step, state["budget"])
+                if t.budget.is_used_up:
+                    t.total_steps, t.limit = t.step, "run.max_minutes"
+        notes += [*_freeze(t, state["frozen"]), *_retime(t, state, keep_schedule)]
+        t.guard.load_state_dict(state["guard"])
+        t.log.load_state_dict(state)
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        reason = f"cannot be taken up ({type(error).__name__}: {error})"
+        raise BadInput(f"{path} {reason}: give an earlier checkpoint as --run.resume PATH") from error
+    if keep_schedule and t.total_steps <= t.step and asked > t.total_steps:
+        notes.append(
+            f"the run is finished at step {t.step} of {t.total_steps}, nothing is left to train: "
+            f"--run.resume_schedule new goes on to step {asked}"
+        )
+    return notes + _load_best(t, checkpoint)
+
+
+def _other_data(t, state: Mapping) -> list[str]:
+    """Data whose annotations are not those of the checkpoint, which may be on purpose, and what is other in them."""
+    before = state.get("data", {})
+    changes = {name: table.changed_since(before[name]) for name, table in t.data.items() if name in before}
+    return [
+        f"the {name} data are not those of the checkpoint ({change}): the run goes on with what is there now, and is "
+        "not the one that was interrupted"
+        for name, change in changes.items()
+        if change
+    ]
+
+
+# Of a parameter group, what the settings say of its updates.
+_OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
+
+
+def _take_up_schedule(t, state: Mapping) -> None:
+    t.schedule.load_state_dict(state["schedule"])
+    t.total_steps, t.limit = state["total_steps"], state["limit"]
+    if state["budget"] is None:
+        t.budget = None  # the saved length is no matter of minutes
+    elif t.budget is not None:
+        t.budget.load_state_dict(state["budget"])
+
+
+def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
+    """Raises BadInput, in a few lines and in terms of the settings, where weights or optimizer are of another model."""
+    saved = checkpoint.tensors
+    faults = _misfits(t.detector.state_dict(), saved["model"])
+    if "loss_weights" in saved or any(True for _ in t.weights.parameters()):
+        faults += _misfits(t.weights.state_dict(), saved.get("loss_weights", {}))
+    if not faults and not t.eval_only:
+        saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+        sizes = [len(group["params"]) for group in t.optimizer.param_groups]
+        if saved_sizes != sizes:
+            there = f"there are {len(saved_sizes)} of {sum(saved_sizes)}"
+            faults = [f"the optimizer has {len(sizes)} groups of {sum(sizes)} parameters, {there}"]
+    if not faults:
+        return
+    causes = [change for change in changed if change.key.split(".")[0] in ("model", "optim", "loss")]
+    causes.sort(key=lambda change: not change.key.startswith("model."))
+    values = "; ".join(change.values for change in causes[:4]) + " and more" * (len(causes) > 4)
+    problems = [
+        f"{checkpoint.path} is of another model than these settings make{f': {values}' if causes else ''}.",
+        f"{faults[0]}{f' and {len(faults) - 1} more' if len(faults) > 1 else ''}.",
+        "Resume with the settings of the run that wrote it, or begin a new run with another --run.name "
+        "(--model.pretrained takes over the weights that fit).",
+    ]
+    raise BadInput(problems)
+
+
+def _misfits(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
+    shapes = {name: (tuple(saved[name].shape), tuple(current[name].shape)) for name in current if name in saved}
+    return [
+        *(f"size mismatch of {name}: {a} there, {b} here" for name, (a, b) in shapes.items() if a != b),
+        *(f"{name} is not there" for name in current if name not in saved),
+        *(f"{name} is there and not here" for name in saved if name not in current),
+    ]
+
+
+def _freeze(t, names: Sequence[str]) -> list[str]:
+    """Parameters that the script had frozen in its loop stay so."""
+    parameters = dict(t.detector.named_parameters())
+    for name in names:
+        parameters[name].requires_grad_(False)
+    return [f"{len(names)} parameters that the loop had frozen stay frozen, such as {names[0]}"] if names else []
+
+
+def retime(t, accumulation: tuple[int, int]) -> list[str]:
+    """As on a resume, in the middle of a run that accumulated otherwise until now."""
+    return _retime(t, {"accumulation": accumulation, "sampler": t.sampler.state_dict(), "recut": t.recut}, True)
+
+
+def _images_of_a_step(images: int, accumulation_steps: int, after_epoch: int) -> tuple[int, ...]:
+    """Of full steps: with accumulation, and where it begins later, before it and from which epoch on."""
+    return (images * accumulation_steps, *((images, after_epoch) if after_epoch else ()))
+
+
+def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
+    """Where an optimizer step sees other images than before: a length and a schedule by which the run sees the data
+    that it was to see. What it did is returned in words."""
+    sampler, saved = t.sampler, state["sampler"]
+    before, now = state["accumulation"], t.pace.accumulation
+    t.recut = state["recut"]
+    was = _images_of_a_step(saved["world_size"] * saved["batch_size"], *before)
+    if was == _images_of_a_step(sampler.world_size * sampler.batch_size, *now) and (keep_schedule or not t.recut):
+        return []
+    length, old = t.total_steps, sampler.cut_as(saved["world_size"], saved["batch_size"])
+    here = math.ceil(epochs_in := sampler.epoch + sampler.offset / sampler.num_samples)
+    t.recut = round(sampler.steps_in(here, *now) - steps_ahead(sampler, here, *now)) - t.step
+    if not keep_schedule:  # this command's, as if the whole run had been cut like this
+        t.schedule.clock = (t.step, t.step + t.recut, 1.0)
+        t.total_steps = max(t.step, length - t.recut)
+    elif length > t.step:
+        end = epochs_in + epochs_after(old, length, *before) - epochs_after(old, t.step, *before)
+        if abs(end - round(end)) * old.steps_of_epoch(int(end), *before) < 0.5:
+            end = round(end)
+        t.total_steps = t.step + max(1, math.ceil(steps_ahead(sampler, end, *now) - 1e-6))
+        if t.total_steps != length:
+            t.schedule.stretch(t.step, (length - t.step) / (t.total_steps - t.step))
+    if t.budget is not None and t.budget.total_steps is not None:
+        t.budget.settle(t.total_steps)
+    if t.total_steps == length:
+        return []
+    note = (
+        f"an optimizer step now sees other numbers of images: the run ends after step {t.total_steps} instead of "
+        f"{length}, at the same place in the data, and warm-up, milestones and shape of the schedule move with it. "
+        "Learning rates stay as they were; what else is counted in steps (run.log_every, loss.weights, ...) counts the "
+        "new ones"
+    )
+    return [note]
+
+
+def _load_best(t, checkpoint: Checkpoint) -> list[str]:
+    state, folder = checkpoint.state, t.folder / "checkpoints"
+    in_this_folder = run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve())
+    if t.eval_only or in_this_folder:
+        t.saved_step = t.step
+    if in_this_folder and not t.eval_only:
+        run_on_main(lambda: repair_latest(checkpoint.path))
+    if state["metric_for_best"] != t.best.metric:
+        return [f"best metric starts anew: it was {state['metric_for_best']}, now {t.best.metric}"]
+    value, step = state["best"], state["best_step"]
+    t.best.load_state_dict(state)
+    if value is None or t.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
+        return []
+    t.best.value, t.best.step = None, -1
+    return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
+
+
+def load_weights(t, checkpoint: Checkpoint) -> None:
+    """Step, weights, their average and, to train on, optimizer and scaler state of a checkpoint; nothing else."""
+    t.step = checkpoint.step
+    t.detector.load_state_dict(checkpoint.tensors["model"])
+    if "loss_weights" in checkpoint.tensors:
+        t.weights.load_state_dict(checkpoint.tensors["loss_weights"])
+    if t.ema is not None and "ema" in checkpoint.tensors:
+        t.ema.module.load_state_dict(checkpoint.tensors["ema"])
+        t.ema.load_state_dict(checkpoint.state["ema"])
+    elif t.ema is not None:
+        t.ema.module.load_state_dict(checkpoint.tensors["model"])
+    if t.eval_only:
+        return
+    load_state(t.optimizer, checkpoint.optimizer)
+    t.extra.load_state_dict(checkpoint.extra)
+    if t.accelerator.scaler is not None and checkpoint.state["scaler"]:
+        t.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])
+
+
+def infinite_buffers(detector) -> list[str]:
+    """Names in the state dict of buffers that hold infinities by design, such as masks: those of a new detector."""
+    buffers = dict(detector.named_buffers())
+    floats = [name for name in detector.state_dict() if name in buffers and buffers[name].is_floating_point()]
+    return [name for name in floats if not bool(buffers[name].isfinite().all())]

@@ -1,0 +1,282 @@
+"""The settings of a run as files: `config.yaml` of its first start, `config_2.yaml` of its second and so on, with those
+of a pretrained source beside them; and what becomes of each setting that a resumed run has otherwise than before."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import ROOT, read_json, read_json_object, read_yaml, write_text_atomic
+from toolkit.run.settings import (
+    DataConfig,
+    HubConfig,
+    LossConfig,
+    OptimConfig,
+    RunConfig,
+    SceneGraphEvalConfig,
+    ScheduleConfig,
+)
+from toolkit.run.settings_check import as_settings, key_faults, shown, type_faults
+
+CONFIG = "config.yaml"
+_CONFIG_NAME = re.compile(r"config(?:_(\d+))?\.yaml")
+PRETRAINED_CONFIG = "pretrained_config.json"
+# Settings of a detector that say where it starts and what of it learns, not what it is.
+ABOUT_STARTING = ("pretrained", "freeze_prefixes", "fresh_prefixes")
+# The groups that every script has, beside `model`, whose settings are those of its architecture.
+GROUPS = {
+    "run": RunConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "schedule": ScheduleConfig,
+    "loss": LossConfig,
+    "eval": SceneGraphEvalConfig,
+    "hub": HubConfig,
+}
+# Without these a trained detector cannot be used as it was trained; what else an older file lacks has its default.
+NEEDED = {
+    "model": ("architecture",),
+    "data": ("train", "val", "format", "name", "image_size", "scales", "max_size", "workers", "on_error"),
+    "loss": ("weights",),
+    "eval": ("backend", "metric_for_best", "batch_size_per_device", "score_threshold"),
+}
+# What finds the dataclass of an architecture's settings, `toolkit.models.options_class`; None: they are not looked at.
+OptionsOf = Callable[[str], type | None]
+
+
+def save_config(settings: Mapping, path: Path, remarks: Iterable[str] = ()) -> None:
+    """Writes groups of settings as YAML that `--config` reads again, below remarks of a line each. Raises OSError."""
+    plain = json.loads(json.dumps(settings))  # tuples become lists
+    head = "".join(f"# {' '.join(remark.split())}\n" for remark in remarks)
+    write_text_atomic(path, head + yaml.safe_dump(plain, sort_keys=False))
+
+
+def config_files(folder: Path) -> list[Path]:
+    """The settings files of every start of a run, in order."""
+    paths = Path(folder).glob("config*.yaml")
+    numbers = {int(match[1] or 1): path for path in paths if (match := _CONFIG_NAME.fullmatch(path.name))}
+    return [numbers[number] for number in sorted(numbers)]
+
+
+def next_config(folder: Path) -> Path:
+    """Where the next start of a run keeps its settings."""
+    earlier = config_files(folder)
+    last = earlier[-1].stem.partition("_")[2] or "1" if earlier else "0"
+    return Path(folder) / (CONFIG if last == "0" else f"config_{int(last) + 1}.yaml")
+
+
+def newest_config(folder: Path) -> Path:
+    """The settings that the run was trained with last: those of its newest start that was no evaluation alone."""
+    files = config_files(folder)
+    for path in reversed(files[1:]):
+        run = read_settings(path).get("run")
+        if not (isinstance(run, dict) and run.get("eval_only")):
+            return path
+    return files[0] if files else Path(folder) / CONFIG
+
+
+def read_settings(path: Path) -> dict:
+    """Groups of settings as the file has them.
+
+    Raises:
+        BadInput: the file is missing or no mapping with a group `model`.
+    """
+    groups = read_groups(path)
+    if not isinstance(groups.get("model"), dict):
+        raise BadInput(f"{path}: expected the settings of a run, a mapping of groups with the group model")
+    return groups
+
+
+def read_groups(path: Path) -> dict:
+    """`read_settings` of a file that may say nothing of a model, or nothing at all."""
+    groups = read_yaml(path, str(path), "the settings of a run")
+    if not isinstance(groups, dict | type(None)):
+        raise BadInput(f"{path}: expected the settings of a run, a mapping of groups")
+    return groups or {}
+
+
+def detector_options(settings: Mapping) -> dict:
+    """Keywords of `build_detector`: the settings of a model that are given, without those that say where it starts."""
+    return {key: value for key, value in settings.items() if value is not None and key not in ABOUT_STARTING}
+
+
+def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = ("model",)) -> dict:
+    """The settings of a run folder as nested dicts, with what the source of its weights said of the model.
+
+    Where the source decided the structure, only the settings of the model that were given stand beside what it said.
+
+    Args:
+        path: a `config.yaml`, written by a run, and perhaps edited since.
+        needed: groups of `NEEDED` that must be there, with these keys.
+
+    Raises:
+        BadInput: as `checked_settings`.
+    """
+    groups = checked_settings(path, GROUPS, options_of, needed, strict=_is_of_script_unchanged(path.parent))
+    source = path.with_name(PRETRAINED_CONFIG)
+    if source.is_file():
+        stored = read_json(source)
+        if not isinstance(stored.get("options"), dict) or not isinstance(stored.get("given", []), list):
+            raise BadInput(f"{source}: expected an object with the object options and the list given")
+        given = {key: value for key, value in groups["model"].items() if value is not None}
+        if "source_config" in stored["options"] and "given" in stored:
+            kept = {"architecture", *stored["given"], *ABOUT_STARTING}
+            given = {key: value for key, value in given.items() if key in kept}
+        if problems := type_faults({"model": stored["options"]}, _kinds({}, options_of, groups), str(source)):
+            raise BadInput(problems)
+        groups["model"] = {**stored["options"], **given}
+    return groups
+
+
+def checked_settings(
+    path: Path, kinds: Mapping[str, type], options_of: OptionsOf, needed: Iterable[str] = (), strict: bool = True
+) -> dict:
+    """Groups of settings as the file of a run has them, once they are known to be what the command line would take.
+
+    Args:
+        kinds: the dataclasses of the groups beside `model`. needed: see `load_config_dict`. strict: see `key_faults`.
+
+    Raises:
+        BadInput: the file is missing, unreadable or no mapping; every group and key that there is not, that is needed
+            and missing, or that has a value of another type.
+    """
+    groups, where = read_groups(path), str(path)
+    if not groups and needed:
+        raise BadInput(f"{where}: it is empty; expected the settings of a run, a mapping of groups. {_REMEDY}")
+    problems = []
+    for name in needed:
+        if name not in groups:
+            problems.append(f"{where}: there is no group {name}; expected the one that the run wrote")
+        elif isinstance(groups[name], dict):
+            left = [f"there is no {name}.{key}" for key in NEEDED[name] if key not in groups[name]]
+            problems += [f"{where}: {fault}; expected the value that the run was trained with" for fault in left]
+    try:
+        kinds = _kinds(kinds, options_of, groups)
+    except BadInput as error:
+        problems += [f"{where}: {problem}" for problem in error.problems]
+    looked_at = {name: entries for name, entries in groups.items() if name != "model" or "model" in kinds}
+    problems += key_faults(looked_at, kinds, where, strict) + type_faults(looked_at, kinds, where)
+    if problems:
+        raise BadInput([*problems, _REMEDY])
+    return as_settings(groups, kinds)
+
+
+_REMEDY = "Put back what the run wrote; weights and checkpoints are as they were."
+
+
+def _kinds(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) -> dict[str, type]:
+    """The dataclasses of all groups, with that of the architecture that they name, if any."""
+    model = groups.get("model", {})
+    if not isinstance(model, dict):
+        raise BadInput(f"model is {shown(model)}; expected a group of settings, `key: value`")
+    if "architecture" not in model:
+        return {**kinds}
+    if not isinstance(architecture := model["architecture"], str):
+        raise BadInput(f"model.architecture is {shown(architecture)}; expected the name of a detector")
+    options = options_of(architecture)
+    return {**kinds} if options is None else {**kinds, "model": options}
+
+
+def _is_of_script_unchanged(folder: Path) -> bool:
+    """Whether a run was made by one of this project's scripts, which have no settings of their own, as it is now."""
+    script = read_json_object(folder / "environment.json").get("script")
+    digest = script.get("sha256") if isinstance(script, dict) else None
+    scripts = (ROOT / "scripts").glob("train_*.py")
+    return digest is not None and any(script_digest(path) == digest for path in scripts)
+
+
+def script_digest(path: Path) -> str:
+    """The hash that identifies the script of a run."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---------------------------------------------------------------- changed settings on resume
+
+# About this start alone: they change nothing of the run.
+_THIS_START = {"run.output_dir", "run.name", "run.resume", "run.resume_schedule", "run.eval_only"}
+_LENGTH = {"run.epochs", "run.max_steps", "run.max_minutes"}
+# They stand in the state of the optimizer and of the schedule.
+_RATES = "lr backbone_lr scale_lr_by_images lr_multipliers layer_decay bias_lr_factor"
+_DECAY = "weight_decay bias_weight_decay no_weight_decay_on_norm_and_bias"
+_SAVED = {f"optim.{key}" for key in f"{_RATES} {_DECAY} momentum nesterov betas".split()}
+_SEED = {"run.seed"}
+_BEGINNING = {f"model.{key}" for key in ("pretrained", "pretrained_backbone", "detector", "word_vectors")}
+_REFUSED = {"optim.name", "model.architecture"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting of the group and key `key` that a start has otherwise than the run so far.
+
+    verdict: used, ignored or refused. why: a clause that goes on the sentence, or "".
+    """
+
+    key: str
+    before: object
+    after: object
+    verdict: str
+    why: str = ""
+
+    @property
+    def values(self) -> str:
+        return f"{self.key} {shown(self.before)} -> {shown(self.after)}"
+
+    def __str__(self) -> str:
+        return f"{self.values}: {self.verdict}{self.why and ', '}{self.why}"
+
+
+def changes(before: Mapping, after: Mapping, keep_schedule: bool, minutes_count: bool = False) -> list[Change]:
+    """Every setting that two starts both have, with different values, in the order of `after`.
+
+    Args:
+        before, after: groups of settings of the run so far and of this start.
+        keep_schedule: `--run.resume_schedule saved`.
+        minutes_count: the checkpoint's number of steps is still to be measured from `run.max_minutes`.
+    """
+    changed = []
+    before, after = (json.loads(json.dumps(settings)) for settings in (before, after))  # tuples are lists in a file
+    for group, entries in after.items():
+        earlier = before.get(group)
+        for key, value in entries.items() if isinstance(earlier, dict) else ():
+            name = f"{group}.{key}"
+            if key in earlier and earlier[key] != value and name not in _THIS_START:
+                changed.append(Change(name, earlier[key], value, *_verdict(name, keep_schedule, minutes_count)))
+    return changed
+
+
+def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, str]:
+    new = "--run.resume_schedule new uses it"
+    if name in _REFUSED:
+        return "refused", "the checkpoint is of the other one"
+    if name in _SEED:
+        return "ignored", "the checkpoint's goes on"
+    if name in _BEGINNING:
+        return "ignored", "the weights are the checkpoint's"
+    if name == "run.max_minutes" and minutes_count:
+        return "used", ""
+    if keep_schedule and name in _LENGTH:
+        return "ignored", f"the length is the checkpoint's; {new}"
+    if keep_schedule and (name in _SAVED or name.startswith("schedule.")):
+        return "ignored", f"the checkpoint's goes on; {new}"
+    return "used", ""
+
+
+def in_force(settings: Mapping, changed: Sequence[Change]) -> dict:
+    """The settings in force: those of this start, with the earlier values of what is ignored.
+
+    Raises BadInput: some changes are refused.
+    """
+    if refused := [change for change in changed if change.verdict == "refused"]:
+        remedy = "resume with the setting of before, or begin a new run with another --run.name"
+        raise BadInput([f"{change}; {remedy}" for change in refused])
+    kept = {group: dict(entries) for group, entries in settings.items()}
+    for change in changed:
+        if change.verdict == "ignored":
+            group, _, key = change.key.partition(".")
+            kept[group][key] = change.before
+    return kept

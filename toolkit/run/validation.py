@@ -1,0 +1,250 @@
+"""One evaluation during training: raw and averaged weights, metrics, pictures, and whether it is the best so far; and
+the evaluation of the best weights on a test split after training.
+
+`t` is a `toolkit.run.training.Training` throughout.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader
+
+from toolkit import index
+from toolkit.base.distributed import broadcast_buffers, run_on_main, state_from_main
+from toolkit.base.errors import Preempted, StoppedByGuard
+from toolkit.data.table import DetectionTable
+from toolkit.evaluation.coco import OF_GRAPHS, crowded_notes, make_evaluator
+from toolkit.evaluation.matches import match
+from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
+from toolkit.evaluation.predictions_file import PREDICTIONS, write_predictions
+from toolkit.run.best import no_such_metric
+from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
+from toolkit.run.recovery import state_is_sound
+from toolkit.run.saving import save
+from toolkit.run.status import in_words
+from toolkit.step.meters import machine_figures
+from toolkit.step.state import nonfinite
+
+
+@dataclass
+class Validation:
+    """The validation data and evaluator of a run.
+
+    evaluator: what measures predictions on `table`, such as `CocoEvaluator`; None: there is no table to measure on.
+    score_threshold: scores below it are left out. max_detections: of an image, over all classes. pictures: images drawn
+    at each evaluation.
+    """
+
+    table: DetectionTable
+    loader: DataLoader | None
+    evaluator: Any
+    score_threshold: float = 0.0
+    max_detections: int = 100
+    pictures: int = 8
+
+
+def validate(t) -> bool:
+    """Evaluates the detector (and its moving average) on the validation data; every rank takes part.
+
+    Writes a row of metrics (`val/bbox_AP`, `val/loss`, `val/AP/<class>`, the same below `val/ema/`) with figures of all
+    machines, prints the table and draws pictures.
+
+    Returns:
+        True if the metric for best is the best so far.
+
+    Raises:
+        Preempted: a signal came; the state is saved, and the resumed run evaluates again.
+    """
+    modules = {"val/": t.detector}
+    if t.ema is not None:
+        modules["val/ema/"] = t.ema.module
+    row, metrics, kept = {}, {}, {}
+    for prefix, module in modules.items():
+        broadcast_buffers(module)  # batch norms saw other images on other ranks; those of rank 0 count
+        what = f"evaluation at step {t.step}"
+        predictions = _predict(t, module, t.validation.loader, t.validation.score_threshold, what)
+        if predictions.interrupted:
+            if t.saved_step != t.step:  # evaluating an earlier checkpoint alone must not make it the newest
+                save(t)
+            raise Preempted(f"signal during the evaluation at step {t.step}; saved, `--run.resume latest` goes on")
+        metrics = run_on_main(partial(t.validation.evaluator.evaluate, predictions.by_image))
+        if (module is not t.detector) == t.best.of_average or t.ema is None:
+            weights = prefix.removeprefix("val/") or "raw"
+            kept = {"predictions": predictions.by_image, "scores": metrics, "weights": weights}
+        row |= {f"{prefix}{name}": value for name, value in {**metrics, **predictions.losses}.items()}
+    better = note_metric(t, row)
+    t.log.write(t.step, t.sampler.epoch, row | machine_figures())
+    show, keep = partial(_show, t, predictions.by_image, metrics, better), partial(_keep_predictions, t, better, **kept)
+    run_on_main(lambda: t.log.attempt(f"showing the evaluation of step {t.step}", show))
+    run_on_main(lambda: t.log.attempt(f"keeping the predictions of step {t.step}", keep))
+    t.log.timer.start()
+    return better
+
+
+def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, description: str) -> Predictions:
+    return predict_dataset(
+        module,
+        loader,
+        t.accelerator.device,
+        loss_weights=t.weights,
+        step=t.step,
+        autocast=t.accelerator.autocast,
+        stop=lambda: t.signals.received,
+        score_threshold=score_threshold,
+        top_k=t.validation.max_detections,
+        description=description,
+        say=t.log.say,
+    )
+
+
+def note_metric(t, row: dict[str, float | None]) -> bool:
+    """Passes the metric for best of an evaluation row to `best` and the schedule; True if it is the best so far."""
+    t.last_row = dict(row)
+    better = t.best.note(t.step, row)
+    if t.step > 0 and t.schedule.observe(t.best.larger_is_better(row)):
+        t.set_rates()
+        t.log.say(f"learning rates fall to {t.schedule.rates()}: val/{t.best.metric} has stopped improving")
+    return better
+
+
+def check_metric(t) -> None:
+    """Raises BadInput before step 0 when no evaluation can have the metric for best; a collective."""
+    evaluator = t.validation.evaluator
+    empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    nothing = dict.fromkeys(evaluator.image_ids, empty)
+    metrics = [*run_on_main(lambda: list(evaluator.evaluate(nothing))), *t.loss_names, *t.detector.metric_names]
+    if t.ema is not None:
+        metrics += [f"ema/{name}" for name in metrics]
+    if t.best.metric not in metrics:
+        raise no_such_metric(t.best.metric, metrics, t.ema is not None)
+
+
+def warn_of_crowds(t) -> None:
+    """Says how many images have more objects than the detector can find, or than are kept of what it finds."""
+    limits, kept = dict(t.detector.object_limits), {"eval.max_detections": t.validation.max_detections}
+    is_graph = bool(getattr(t.detector, "predicates", ()))  # of which pairs are kept
+    for name, wanted in (("training", limits), ("validation", limits if is_graph else limits | kept)):
+        for note in crowded_notes(name, t.data[name], wanted):
+            t.log.say(note)
+
+
+def finish(t) -> None:
+    """The last evaluation and checkpoint, if they are not there yet; then the detector holds the best weights.
+
+    Says what ended the training, and leaves it for `status.json`.
+
+    Best goes by the metric for best: the averaged weights where that is one of "ema/...".
+
+    Raises:
+        StoppedByGuard: the state, or the best weights, are not finite.
+    """
+    if t.weights_were_changed:
+        t.log.say(
+            "warning: the weights were changed after the last update: no evaluation has seen them, and final/ gets "
+            "those of the best checkpoint; save your own by t.detector.save_final(folder, categories, size)"
+        )
+    if t.epoch_is_over:
+        t.end_epoch()  # not yet, in a run that was killed after its last step
+    state_is_sound(t)
+    evaluates = t.best.evaluated_step != t.step
+    better = evaluates and validate(t)
+    if evaluates or t.saved_step != t.step:  # a run that goes on from it is not evaluated again
+        save(t, best=better)
+    t.log.status["ended_by"] = t.ended_by
+    t.log.say(f"{in_words(t.ended_by) or 'training ended by the script'}, at step {t.step}")
+    step, weights, fault = state_from_main(lambda: _best(t))  # the main process alone need see the folder
+    if weights is not None:
+        t.detector.load_state_dict(weights)
+        t.log.say(f"best {t.best.metric}: {t.best.value:.4f} at step {step}")
+    elif t.best.of_average:
+        t.detector.load_state_dict(t.ema.module.state_dict())
+    if fault:
+        t.log.say(f"warning: the best checkpoint cannot be used, final/ gets the weights of step {t.step}: {fault}")
+    named = [*t.detector.named_parameters(), *t.guard.watched()]
+    if broken := nonfinite((("weight", name), tensor) for name, tensor in named):
+        raise StoppedByGuard(f"the best weights are not finite: {', '.join(broken[:3])}; nothing is written to final/")
+
+
+def _best(t) -> tuple[int, dict | None, str]:
+    """Step and weights of the best checkpoint, and why there is none where it is damaged: `best` then leads to the last
+    one."""
+    path = linked(t.folder / "checkpoints", "best") if t.best.value is not None else None
+    if path is None:
+        return -1, None, "there is none in this run folder" if t.best.value is not None else ""
+    try:
+        checkpoint = load_checkpoint(path)
+    except CheckpointError as error:
+        mark_best(t.folder / "checkpoints" / f"step_{t.step:06d}")
+        return -1, None, str(error)
+    return checkpoint.step, checkpoint.tensors["ema" if t.best.of_average else "model"], ""
+
+
+def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights: str) -> None:
+    """`report/predictions.json` of the weights that `best` and `final/` have: what the report is made of."""
+    path = t.folder / "report" / PREDICTIONS
+    if (better or not path.exists()) and _are_boxes(predictions):
+        about = _about(t.validation.evaluator, f"{t.folder.name}, step {t.step} ({weights.strip('/')} weights)", t.step)
+        write_predictions(path, predictions, t.validation.table, scores=scores, **about)
+
+
+def _about(evaluator, detector: str, step: int) -> dict:
+    """The metadata of a file of predictions."""
+    about = {key: getattr(evaluator, key) for key in ("mode", "protocol") if hasattr(evaluator, key)}
+    return about | {"detector": detector, "step": step}
+
+
+def _are_boxes(predictions: dict) -> bool:
+    """Whether the trackers and the report can show them; a detector of one's own may find something else."""
+    return all({"boxes", "scores", "labels"} <= prediction.keys() for prediction in predictions.values())
+
+
+def _show(t, predictions: dict, scores: dict, better: bool) -> None:
+    """The table on the console, why an AP is 0, and the pictures."""
+    table = t.validation.evaluator.describe(scores, predictions, t.step)
+    t.log.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
+    if t.validation.pictures:
+        path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
+        t.validation.evaluator.draw(predictions, t.validation.pictures, path)
+    if t.log.writer.shows and _are_boxes(predictions):
+        grid = Image.open(path).convert("RGB") if t.validation.pictures else None
+        matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
+        shown_evaluation = index.tool("shown")
+        evaluation = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
+        t.log.writer.show(evaluation, t.step)
+
+
+def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) -> dict[str, float | None]:
+    """Evaluates the detector, which holds the best weights after `finish`; every rank takes part.
+
+    Writes a row `test/...`, prints the table, and keeps the predictions in `report/test_predictions.json`.
+
+    Args:
+        table, loader: the test split.
+        e: settings with the names of `toolkit.run.settings.SceneGraphEvalConfig`, or of `EvalConfig`.
+
+    Returns the row. Raises Preempted: a signal came; the resumed run evaluates again.
+    """
+    of_graphs = {key: getattr(e, key) for key in OF_GRAPHS if hasattr(e, key)}
+    evaluator = make_evaluator(t.detector, table, e.backend, **of_graphs)
+    predictions = _predict(t, t.detector, loader, e.score_threshold, "test split")
+    if predictions.interrupted:
+        raise Preempted("signal during the evaluation on the test split; `--run.resume latest` does it again")
+    scores = run_on_main(partial(evaluator.evaluate, predictions.by_image))
+    row = {f"test/{name}": value for name, value in {**scores, **predictions.losses}.items()}
+    t.log.write(t.step, t.sampler.epoch, row)
+    show = partial(_show_test_split, t, table, evaluator, predictions.by_image, scores)
+    run_on_main(lambda: t.log.attempt("showing the evaluation on the test split", show))
+    return row
+
+
+def _show_test_split(t, table: DetectionTable, evaluator, predictions: dict, scores: dict) -> None:
+    """The table on the console, and the predictions with their numbers in a file."""
+    step = t.step if t.best.value is None else t.best.step
+    summary = evaluator.describe(scores, predictions, step)
+    t.log.say(f"test split {table.name}, weights of step {step}\n{summary}")
+    about = _about(evaluator, f"{t.folder.name}, step {step}", step)
+    write_predictions(t.folder / "report" / "test_predictions.json", predictions, table, scores=scores, **about)

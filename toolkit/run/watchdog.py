@@ -1,0 +1,249 @@
+"""Ends all processes of a run soon after one of them has failed, with the first cause on the main process.
+
+A process that waits in a collective does not notice that another one is gone: NCCL waits for its timeout, and so does
+gloo where nothing is being sent. So every process keeps a connection to the main one. When a process dies, the kernel
+closes its connection at once, whatever it was doing; no timeout is involved that a long evaluation could exceed. A
+failing process reports the cause first, and the main process passes it on. A process that hangs is detected only by the
+timeout of the others' collective (`run.hang_minutes`), after which all end. With gloo that is an error, which is passed
+on; NCCL's watchdog aborts the process, which looks to the others like one that was killed.
+"""
+
+import faulthandler
+import json
+import os
+import re
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from toolkit.base.distributed import run_on_main, world
+from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
+from toolkit.run.status import STATES, state_of
+
+PORT = "DETECTION_TOOLKIT_WATCHDOG_PORT"  # variable: of the main machine, where the others connect; else any free one
+GRACE_S = 20.0  # for a process to end by itself, before it is ended, once another one has failed
+CONNECT_S = 30.0
+LEAVE_S = 40.0
+WORD_S = 15.0  # how long a collective that broke waits for the cause
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|store", re.IGNORECASE)
+
+
+class Hanging(FailedElsewhere):
+    """Another process does not come to a collective."""
+
+
+@contextmanager
+def watchdog(record: Callable[[str, str], None], grace_s: float = GRACE_S) -> Iterator[None]:
+    """While the block runs: if one process fails, all end within about `grace_s`, and raise or print the first cause.
+
+    Args:
+        record: writes a state and its reason into `status.json`; called when the process must be ended from outside of
+            its main thread.
+
+    Raises:
+        BadInput, StoppedByGuard, Preempted, FailedElsewhere: what ended another process, instead of the error of a
+            collective that broke for it.
+    """
+    rank, world_size = world()
+    if world_size == 1:
+        yield
+        return
+    watch = _Watch(rank, world_size, record, grace_s)
+    watch.connect()
+    try:
+        yield
+    except BaseException as error:
+        cause = watch.cause_of(error)
+        watch.fail(cause or error)
+        if cause is not None:
+            raise cause from error
+        raise
+    watch.leave()
+
+
+class _Watch:
+    """The connections of this process, and the thread that listens to them."""
+
+    def __init__(self, rank: int, world_size: int, record: Callable[[str, str], None], grace_s: float):
+        self.rank, self.world_size, self.record, self.grace_s = rank, world_size, record, grace_s
+        self.peers: dict[socket.socket, int] = {}
+        self.left: set[int] = set()
+        self.first: dict | None = None  # {"rank", "state", "reason"} of what failed first, on another process
+        self.known, self.over = threading.Event(), threading.Event()
+        self.lock = threading.Lock()
+
+    # ---- connecting, which all processes do together
+
+    def connect(self) -> None:
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # where the others have found the main process already
+        listener = None
+
+        def listen() -> tuple[int, str]:
+            nonlocal listener
+            listener = _server(os.environ.get(PORT) or "0", backlog=self.world_size)
+            return listener.getsockname()[1], secrets.token_hex(16)
+
+        port, token = run_on_main(listen)
+        try:
+            if listener:
+                self._accept(listener, token)
+            else:
+                peer = socket.create_connection((host, port), timeout=CONNECT_S)
+                _send(peer, {"rank": self.rank, "token": token})
+                self.peers[peer] = 0
+        except OSError as error:
+            warning = f"the processes of the run cannot watch over each other ({error})"
+            warnings.warn(f"{warning}: if one fails, others may wait for it.", stacklevel=2)
+        finally:
+            if listener:
+                listener.close()
+        for peer in self.peers:
+            _keep_alive(peer)
+        threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
+
+    def _accept(self, listener: socket.socket, token: str) -> None:
+        until = time.monotonic() + CONNECT_S
+        while len(self.peers) < self.world_size - 1:
+            listener.settimeout(max(0.1, until - time.monotonic()))
+            peer, _ = listener.accept()
+            peer.settimeout(5.0)
+            word = _Reader(peer).read()
+            if word and word[0].get("token") == token:
+                self.peers[peer] = word[0]["rank"]
+            else:
+                peer.close()
+
+    # ---- the main thread
+
+    def cause_of(self, error: BaseException) -> Exception | None:
+        """What failed on another process and broke a collective here; None when `error` is this process's own."""
+        is_own = isinstance(error, BadInput | StoppedByGuard | Preempted | KeyboardInterrupt | SystemExit)
+        if not is_own and isinstance(error, RuntimeError | OSError) and _BROKEN_COLLECTIVE.search(str(error)):
+            self.known.wait(WORD_S)
+        if is_own:
+            return None
+        if self.first is None and isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+            return Hanging(
+                f"rank {self.rank} has waited longer than run.hang_minutes for another process. That one hangs, and "
+                "its output shows where; or an evaluation takes longer, then raise it"
+            )
+        return None if self.first is None else _as_error(self.first)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others why this process ends."""
+        state = state_of(error)
+        defect = state == "failed" and not isinstance(error, FailedElsewhere)
+        reason = f"{type(error).__name__}: {error}" if defect else str(error)
+        hangs = isinstance(error, Hanging)
+        self._tell(self.first or {"rank": self.rank, "state": state, "reason": reason, "hangs": hangs})
+        self.over.set()
+        if self.rank:  # a last resort, of a process that hangs on its way out; the main one may be sending rows
+            faulthandler.dump_traceback_later(LEAVE_S, exit=True)
+
+    def leave(self) -> None:
+        self._tell({"rank": self.rank, "state": "over", "reason": ""})
+        self.over.set()
+
+    def _tell(self, word: dict) -> None:
+        with self.lock:
+            for peer in list(self.peers):
+                try:
+                    _send(peer, word)
+                except OSError:
+                    continue
+
+    # ---- the thread
+
+    def _listen(self) -> None:
+        readers = {peer: _Reader(peer) for peer in self.peers}
+        while readers and not self.over.is_set() and self.first is None:
+            for peer in select.select(list(readers), [], [], 0.5)[0]:
+                rank = self.peers[peer]
+                try:
+                    words = readers[peer].read()
+                except OSError:
+                    words = []
+                gone = {"rank": rank, "state": "failed", "reason": "it ended without a word: killed, or out of memory?"}
+                for word in words or [gone]:
+                    if word["state"] == "over":
+                        del readers[peer]
+                        break
+                    self.first = self.first or word
+        if self.first is None:
+            return
+        self.known.set()
+        self._tell(self.first)
+        if not self.over.wait(self.grace_s):
+            self._end()
+
+    def _end(self) -> None:
+        """The main thread waits for what never comes."""
+        error = _as_error(self.first)
+        state = self.first["state"]
+        if self.first.get("hangs"):
+            faulthandler.dump_traceback()  # this one may be it
+        try:
+            self.record(state, str(error))
+        except (OSError, ValueError) as unwritable:
+            print(f"status.json could not be written: {unwritable}", file=sys.stderr)
+        where = f" on rank {self.rank}" if self.rank else ""
+        print(f"stopped{where}: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(error.exit_code)
+
+
+def _server(port: str, backlog: int) -> socket.socket:
+    """Raises BadInput when the port cannot be used."""
+    why = "expected a number from 1 to 65535"
+    if port.isdecimal() and int(port) < 1 << 16:
+        try:
+            return socket.create_server(("", int(port)), backlog=backlog)
+        except OSError as error:
+            why = error.strerror
+    raise BadInput(
+        f"{PORT} is {port}: the main process cannot listen there ({why}). Choose another port, or unset it: a free one "
+        "is then taken."
+    )
+
+
+def _as_error(word: dict) -> Exception:
+    if word.get("hangs"):
+        return FailedElsewhere(word["reason"])
+    return STATES.get(word["state"], FailedElsewhere)(f"rank {word['rank']} failed: {word['reason']}")
+
+
+class _Reader:
+    """Lines of JSON out of a socket."""
+
+    def __init__(self, peer: socket.socket):
+        self.peer, self.buffer = peer, b""
+
+    def read(self) -> list[dict]:
+        """What has come, waiting for one whole line at least; empty when the other side has closed."""
+        while b"\n" not in self.buffer:
+            data = self.peer.recv(65536)
+            if not data:
+                return []
+            self.buffer += data
+        *lines, self.buffer = self.buffer.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def _send(peer: socket.socket, word: dict) -> None:
+    peer.sendall(json.dumps(word).encode() + b"\n")
+
+
+def _keep_alive(peer: socket.socket) -> None:
+    """A machine that is gone says nothing: the kernel asks after ten seconds of silence, and gives up after forty."""
+    peer.settimeout(5.0)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 40_000)):
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,219 @@
+"""Writes the metrics of a run: to metrics.jsonl first and always, then to every requested tracker.
+
+A tracker that fails, or has no network, costs one warning, and training goes on without it. The rows that it missed are
+sent from metrics.jsonl when the run is resumed.
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.base.errors import BadInput
+from toolkit.run.best import Best
+from toolkit.run.failures import ERRORS, note_traceback
+from toolkit.run.metrics_log import MetricsLog, read_metrics
+from toolkit.run.trackers import About, DataFacts, make_tracker
+
+
+class RunWriter:
+    """Writes the rows and evaluations of one run; on other processes than the main one every method does nothing.
+
+    Args:
+        folder: the run folder.
+        trackers: names, as `tracker_names` gives them.
+        about: what they are told of the run.
+        data: what they are told of its data, by split.
+        is_main: this is the main process.
+        resume_state: `state_dict()` out of the checkpoint that is resumed; None for a fresh start.
+        eval_only: nothing is trained from there on, so the rows of later steps stay.
+        track_unscaled: whether trackers are sent the losses before their weights too, `..._unscaled`.
+
+    Run ids and the steps that were sent stand in `tracker.json`. A step is noted there before it is sent, so that a
+    kill between the two cannot have it sent again; after a kill, W&B's server tells what it has, and offline files,
+    which lack what was in memory, get all rows again, each under its step.
+    Rows of an evaluation are sent with `best/...`: the numbers of the best one so far.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        trackers: Sequence[str] = (),
+        about: About | None = None,
+        data: Mapping[str, DataFacts] | None = None,
+        is_main: bool = True,
+        resume_state: Mapping | None = None,
+        eval_only: bool = False,
+        track_unscaled: bool = False,
+    ):
+        self.folder = Path(folder)
+        self._is_main, self._track_unscaled = is_main, track_unscaled
+        self._feeds: list[_Feed] = []
+        self._best = _BestNumbers((about or About()).metric)
+        if not is_main:
+            return
+        continues = resume_state is not None and (self.folder / "metrics.jsonl").exists()  # else a fork, or fresh
+        kept = sys.maxsize if eval_only else resume_state["rows"] if continues else 0
+        self._metrics = MetricsLog(self.folder / "metrics.jsonl", kept)
+        earlier = _known_trackers(self.folder, resume_state) if continues else {}
+        self._feeds = [_Feed(name, self.folder, self._save, earlier.get(name)) for name in trackers]
+        for feed in self._feeds:
+            feed.start(about or About(), data or {})
+        for row in read_metrics(self._metrics.path) if trackers else ():
+            self._send(row)
+
+    @property
+    def shows(self) -> bool:
+        """Whether some tracker is there to show an evaluation."""
+        return any(feed.works for feed in self._feeds)
+
+    def state_dict(self) -> dict:
+        """JSON values for the checkpoint: rows written so far, run ids by tracker; the same keys on every process."""
+        rows = self._metrics.rows if self._is_main else 0
+        return {"rows": rows, "run_ids": {feed.tracker.name: feed.tracker.run_id for feed in self._feeds}}
+
+    def log(self, row: Mapping[str, float | int | str | None]) -> None:
+        """Write one row: metrics.jsonl first, then the trackers. `row` has `step`, `epoch`, `time_s` and values."""
+        if self._is_main:
+            if not self._metrics.path.exists():  # writing to a file that was removed is no error for the system
+                raise BadInput(
+                    f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on goes on "
+                    "with --run.resume latest; the rows so far are lost."
+                )
+            self._metrics.write(row)
+            self._send(row)
+
+    def show(self, evaluation, step: int) -> None:
+        """Show an evaluation (`toolkit.tools.report.shown.Shown`) in the trackers that do not have this step's."""
+        for feed in self._feeds:
+            if feed.note("images", step):
+                feed.call(lambda tracker: tracker.show(evaluation, step))
+
+    def keep_final(self, final: Path, summary: Mapping) -> None:
+        """Hand the trackers the folder of the finished detector. summary: its step, metric and value."""
+        for feed in self._feeds:
+            feed.call(lambda tracker: tracker.keep_final(final, summary))
+
+    def close(self, state: str = "done") -> None:
+        """Close the file and let the trackers finish; the process group stays.
+
+        state: "done", "preempted" or "failed".
+
+        Raises:
+            OSError: the last row cannot be written. BadInput: the run is done, and its folder was removed.
+        """
+        removed = self._is_main and not self._metrics.path.exists()
+        if self._is_main:
+            self._metrics.close()
+        for feed in self._feeds:
+            feed.close(state)
+        if removed and state == "done":
+            raise BadInput(
+                f"{self.folder} was removed while the run ended. Its checkpoints and rows are lost; what was written "
+                "after that is there."
+            )
+
+    def _send(self, row: Mapping) -> None:
+        step = row["step"]
+        values = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float | np.number)}
+        values |= self._best.after(row)
+        if not self._track_unscaled:
+            values = {k: v for k, v in values.items() if not k.endswith("_unscaled")}
+        kinds = [kind for kind in ("train", "epoch", "val") if any(k.startswith(f"{kind}/") for k in values)]
+        for feed in self._feeds:
+            if feed.note(kinds[0] if kinds else "val", step):
+                feed.call(lambda tracker: tracker.log(values, step))
+
+    def _save(self) -> None:
+        # Replaced at each row, so without the flushes to the disk that survive a power cut.
+        temp = self.folder / ".tmp-tracker.json"
+        temp.write_text(json.dumps({feed.tracker.name: feed.state_dict() for feed in self._feeds}), "utf-8")
+        os.replace(temp, self.folder / "tracker.json")
+
+
+class _Feed:
+    """One tracker with what it was sent. What it raises costs one warning and the tracker, never the training.
+
+    state: what `tracker.json` has of it; None: it has nothing of this run.
+    """
+
+    def __init__(self, name: str, folder: Path, save: Callable[[], None], state: Mapping | None):
+        self.tracker, self.folder, self.works = make_tracker(name), folder, True
+        self._save, self._is_new, state = save, state is None, state or {}
+        self._sent = {kind: int(step) for kind, step in state.get("sent", {}).items()}  # kind of row -> last step
+        self._was_closed, self._closed = state.get("finished", False), False
+        self.tracker.run_id, self.tracker.notes = state.get("run_id"), dict(state.get("notes", {}))
+
+    def start(self, about: About, data: Mapping[str, DataFacts]) -> None:
+        self.call(lambda tracker: tracker.start(self.folder, about, self._is_new, self._was_closed))
+        if self.tracker.floor is not None:
+            self._sent = dict.fromkeys(("train", "epoch", "val", "images"), self.tracker.floor)
+        if data:
+            self.call(lambda tracker: tracker.note_data(data))
+        self.call(lambda tracker: self._save())
+
+    def note(self, kind: str, step: int) -> bool:
+        """Note that the tracker gets this step's row of this kind; False if it has it already, or does not work."""
+        if not self.works or step <= self._sent.get(kind, -1):
+            return False
+        self._sent[kind] = step
+        self.call(lambda tracker: self._save())
+        return self.works
+
+    def close(self, state: str) -> None:
+        self.call(lambda tracker: tracker.close(state))
+        self._closed = self._closed or self.works
+        self.call(lambda tracker: self._save())
+        self.works = False
+
+    def state_dict(self) -> dict:
+        about = {"run_id": self.tracker.run_id, "sent": self._sent, "finished": self._closed}
+        return about | {"notes": self.tracker.notes}
+
+    def call(self, function: Callable) -> None:
+        if not self.works:
+            return
+        try:
+            function(self.tracker)
+        except Exception as error:  # noqa: BLE001  trackers raise what they like: their own, requests', protobuf's
+            self.works = False
+            note_traceback(self.folder, f"tracker {self.tracker.name}")
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            warnings.warn(
+                f"The tracker {self.tracker.name} failed and is switched off ({reason}). Training goes on; "
+                f"{self.folder}/metrics.jsonl has every row, {ERRORS} the traceback.",
+                stacklevel=4,
+            )
+
+
+class _BestNumbers:
+    """The numbers of the best evaluation so far, those of single classes left out, as `best/...`."""
+
+    def __init__(self, metric: str):
+        self._best, self._numbers = Best(metric), {}
+
+    def after(self, row: Mapping) -> dict[str, float]:
+        """Them with this row taken into account; nothing for a row of training."""
+        metric = self._best.metric
+        if f"val/{metric}" not in row:
+            return {}
+        if self._best.note(row["step"], row):
+            prefix = "val/ema/" if self._best.of_average else "val/"
+            named = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+            numbers = {name: value for name, value in named.items() if "/" not in name and value is not None}
+            self._numbers = {f"best/{name}": value for name, value in numbers.items()}
+            self._numbers |= {f"best/{metric}": row[f"val/{metric}"], "best/step": row["step"]}
+        return self._numbers
+
+
+def _known_trackers(folder: Path, resume_state: Mapping) -> dict[str, dict]:
+    """What the trackers of a run that goes on have of it: `tracker.json`, else what the checkpoint says."""
+    try:
+        return json.loads((folder / "tracker.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {name: {"run_id": run_id} for name, run_id in resume_state["run_ids"].items() if run_id}

@@ -1,0 +1,67 @@
+"""Computes YOLOv3 anchors for a data set.
+
+    python -m toolkit.tools.anchors --annotations bccd/annotations/train.json --image-size 256
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import numpy as np
+
+from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.data.formats import open_dataset
+from toolkit.data.table import DetectionTable
+from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS
+from toolkit.detectors.yolov3.targets import kmeans_anchors, shape_iou
+
+
+@says_bad_input
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
+    command = argparse.ArgumentParser(prog="python -m toolkit.tools.anchors", description=main.__doc__)
+    command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
+    command.add_argument("--path", help="as --data.path; --annotations is then the name of a split")
+    images = "folder, archive or URL of the images, where the annotations do not say; may be repeated"
+    command.add_argument("--image-dir", action="append", help=images)
+    command.add_argument("--format", default="auto", help="as --data.format")
+    command.add_argument("--name", help="as --data.name")
+    command.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error")
+    command.add_argument("--image-size", type=int, nargs="+", default=[416], help="pixels: SIDE or HEIGHT WIDTH")
+    command.add_argument("--per-level", type=int, default=3, help="anchors of each of the three levels")
+    command.add_argument("--seed", type=int, default=0)
+    options = command.parse_args(arguments)
+    reading = {key: getattr(options, key) for key in ("path", "image_dir", "format", "name", "on_error")}
+    side, size_hw = options.image_size[0], tuple(options.image_size)
+    if len(size_hw) > 2 or min(size_hw) < 1:
+        raise BadInput(f"--image-size {' '.join(map(str, size_hw))}: expected SIDE or HEIGHT WIDTH in pixels")
+    table = open_dataset(options.annotations, **reading)
+    print(anchors_report(table, size_hw if len(size_hw) == 2 else (side, side), options.per_level, options.seed))
+
+
+def anchors_report(table: DetectionTable, input_hw: tuple[int, int], per_level: int, seed: int) -> str:
+    """YAML of 3 x `per_level` anchors for a table, with a comment on the fit. BadInput when there are too few boxes."""
+    sizes = box_sizes(table, input_hw)
+    if len(sizes) < 3 * per_level:
+        raise BadInput(f"{table.name}: {len(sizes)} boxes with area are too few for {3 * per_level} anchors.")
+    anchors, fit = kmeans_anchors(sizes, 3 * per_level, seed)
+    default_fit = shape_iou(sizes, np.array(DEFAULT_ANCHORS, dtype=np.float64).reshape(-1, 2)).max(axis=1).mean()
+    fits = f"mean IoU with the nearest anchor {fit:.3f}, default anchors {default_fit:.3f}"
+    lines = [f"# {len(sizes)} boxes at {input_hw[0]} x {input_hw[1]} px: {fits}"]
+    lines.append("anchors:  # [width, height] in pixels for strides 32, 16, 8")
+    return "\n".join(lines + [f"  - {level}" for level in anchors.round(1).reshape(3, -1, 2)[::-1].tolist()])
+
+
+def box_sizes(table: DetectionTable, input_hw: tuple[int, int]) -> np.ndarray:
+    """(n, 2) width and height of all boxes of a table, in pixels of images resized to `input_hw` without their aspect.
+
+    Crowd regions and boxes without area are left out.
+    """
+    truth = table.boxes()
+    truth = truth[~truth.iscrowd]
+    scale = (np.array(input_hw) / table.sizes_hw()[truth.image_index])[:, ::-1]
+    sizes = (truth.xyxy[:, 2:] - truth.xyxy[:, :2]) * scale
+    return sizes[(sizes > 0).all(axis=1)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

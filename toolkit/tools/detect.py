@@ -1,0 +1,219 @@
+"""The command `detect`: the scripts of this project, from any folder, wherever it is installed.
+
+    detect train detr --run.name mine          # what `python scripts/train_detr.py --run.name mine` does
+    detect predict runs/mine photo.jpg --out found
+    detect copy train_detr mine.py             # a training script to change, and its configuration, mine.yaml
+    detect where configs/detr/bccd.yaml        # the path of a file of this project, for a launcher or --config
+    detect --version
+    eval "$(detect completion bash)"           # the Tab key knows commands, detectors and settings
+
+`detect` runs the very file of the script, as `python` would, so there is one program and one set of flags. On several
+processes give the file to a launcher: `torchrun --nproc_per_node 2 $(detect where scripts/train_detr.py)`.
+
+Nothing heavy is imported here: help and completion answer at once.
+"""
+
+import ast
+import difflib
+import importlib.metadata
+import importlib.util
+import re
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+from toolkit.base.files import PACKAGE, ROOT
+
+# Shorter names, and what only serves those who work on a checkout.
+NAMES = {"check_data": "check"}
+NOT_COMMANDS = {"__init__", "benchmark"}
+COMPLETION = {
+    "bash": """_detect() {
+    local IFS=$'\\n'
+    COMPREPLY=($(detect complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _detect detect""",
+    "zsh": """whence compdef > /dev/null || { autoload -U compinit && compinit }
+_detect() {
+    local -a found
+    found=("${(@f)$(detect complete "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    if [[ -n $found ]]; then compadd -- $found; else _files; fi
+}
+compdef _detect detect""",
+    "fish": """complete -c detect -e
+complete -c detect -a '(detect complete (commandline -opc)[2..] "$(commandline -ct)" 2>/dev/null)'""",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code, or raises the SystemExit of the script."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if words == ["--version"]:
+        print(f"detection-toolkit {version()}")
+        return 0
+    name, *rest = words
+    builtins = {"copy": copy, "where": where, "completion": completion, "complete": complete}
+    if name in builtins:
+        return builtins[name](rest)
+    if name == "train" and rest and rest[0] in detectors():
+        return run_as_main(ROOT / "scripts" / f"train_{rest[0]}.py", rest[1:])
+    if name == "train":
+        return _refuse("detect train needs one of", rest[0] if rest else "", detectors())
+    if name in commands():
+        return run_as_main(commands()[name], rest)
+    return _refuse("detect needs one of", name, ["train", *commands(), *list(builtins)[:-1]])
+
+
+def run_as_main(script: Path, arguments: list[str]) -> int:
+    """Runs a script as `python SCRIPT ARGUMENTS` does."""
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")  # ends with the SystemExit of the script
+    return 0
+
+
+def detectors() -> list[str]:
+    """What `detect train` takes: `detr` for scripts/train_detr.py."""
+    return sorted(path.stem.removeprefix("train_") for path in (ROOT / "scripts").glob("train_*.py"))
+
+
+def commands() -> dict[str, Path]:
+    """The other scripts by the name of their command."""
+    scripts = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
+    return {NAMES.get(stem, stem): path for stem, path in scripts.items() if not stem.startswith("train_")}
+
+
+def usage() -> str:
+    scripts = {f"train {name}": ROOT / "scripts" / f"train_{name}.py" for name in detectors()} | commands()
+    width = max(map(len, scripts)) + 2
+    lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in scripts.items()]
+    lines.append(f"  detect {'copy':{width}}A script to change, and its configuration: detect copy train_detr mine.py")
+    lines.append(f"  detect {'where':{width}}The path of a script or a configuration; alone: all of them.")
+    lines.append(f"  detect {'completion':{width}}For the Tab key of a shell: {', '.join(COMPLETION)}.")
+    return "\n".join(["usage: detect COMMAND [ARGUMENTS]   (each explains itself with --help)", "", *lines])
+
+
+def version() -> str:
+    """The version of this checkout, else of the installed package."""
+    project = ROOT / "pyproject.toml"
+    if project.is_file():
+        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
+    return importlib.metadata.version("detection-toolkit")
+
+
+def first_line(script: Path) -> str:
+    return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def copy(words: list[str]) -> int:
+    """Writes a training script under another name, with its default configuration beside it as a `.yaml`.
+
+    The copy reads that configuration and trains into the run folder of its own name.
+    """
+    scripts = [f"train_{name}" for name in detectors()]
+    name, *rest = words or [""]
+    stem = Path(name).stem
+    if stem not in scripts or len(rest) != 1:
+        given = "" if stem in scripts else name
+        return _refuse("detect copy needs the path of the copy, such as mine.py, after one of", given, scripts)
+    script, target = ROOT / "scripts" / f"{stem}.py", Path(rest[0]).expanduser()
+    beside = target.with_suffix(".yaml")
+    if faults := _faults_of_copy(target, beside):
+        print("\n".join(f"error: {fault}" for fault in faults), file=sys.stderr)
+        return 2
+    text, default = script.read_text(encoding="utf-8"), re.compile(r"^DEFAULT_CONFIG = .*$", re.MULTILINE)
+    config = ROOT.joinpath(*re.findall(r'"([^"]+)"', default.search(text)[0]))
+    text = default.sub('DEFAULT_CONFIG = Path(__file__).resolve().with_suffix(".yaml")', text)
+    text = re.sub(r'(?<=RunConfig\(name=)"[^"]+"', lambda _: repr(target.stem), text)
+    settings = re.sub(r"^run:\n  name: .*\n", "run:\n", config.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for path, content in ((target, text), (beside, settings)):
+        path.write_text(content.replace(f"scripts/{script.name}", target.name), encoding="utf-8")
+    print(f"{target}: the script, to be changed\n{beside}: its settings, those of {config.relative_to(ROOT)}")
+    return 0
+
+
+def _faults_of_copy(target: Path, beside: Path) -> list[str]:
+    faults = [f"{path} exists already; give another name" for path in (target, beside) if path.exists()]
+    if target.suffix != ".py":
+        faults.append(f"{target} is no Python file; give a name that ends in .py")
+    elif not faults and target.stem.isidentifier() and importlib.util.find_spec(target.stem) is not None:
+        faults.append(f"{target.name} would hide the module {target.stem}; give another name")
+    if not target.parent.is_dir():
+        faults.append(f"{target.parent} is no folder; make it first")
+    return faults
+
+
+def where(words: list[str]) -> int:
+    """Prints the path of a file of this project, given as the documentation writes it."""
+    files = [path for folder in ("configs", "scripts") for path in sorted((ROOT / folder).rglob("*"))]
+    names = {path.relative_to(ROOT).as_posix(): path for path in files if path.suffix in (".yaml", ".py", ".sh")}
+    if not words:
+        print("\n".join(names))
+        return 0
+    unknown = [word for word in words if word not in names]
+    if unknown:
+        return _refuse("no file of that name; `detect where` lists them", unknown[0], list(names), show=False)
+    print("\n".join(str(names[word]) for word in words))
+    return 0
+
+
+def completion(words: list[str]) -> int:
+    if len(words) != 1 or words[0] not in COMPLETION:
+        return _refuse("detect completion needs one of", " ".join(words), list(COMPLETION))
+    print(COMPLETION[words[0]])
+    return 0
+
+
+def complete(words: list[str]) -> int:
+    """Prints the completions of the last word; nothing where it is a file or a value."""
+    *before, begun = words or [""]
+    if not before:
+        possible = ["train", *commands(), "copy", "where", "completion"]
+    elif before == ["train"]:
+        possible = detectors()
+    elif before == ["copy"]:
+        possible = [f"train_{name}" for name in detectors()]
+    elif before == ["completion"]:
+        possible = list(COMPLETION)
+    elif begun.startswith("-"):
+        possible = settings() if before[0] == "train" else flags(commands().get(before[0]))
+    else:
+        possible = []
+    print("\n".join(word for word in possible if word.startswith(begun)))
+    return 0
+
+
+def settings() -> list[str]:
+    """Flags of the training scripts, those of every detector among them."""
+    sources = [("", PACKAGE / "run" / "settings.py")]
+    sources += [("model", path) for path in sorted(PACKAGE.rglob("options.py"))]
+    names = {"--config", "--help", "--print_config"}
+    for group, path in sources:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                name = group or node.name.removesuffix("Config").lower()
+                lines = (line for line in node.body if isinstance(line, ast.AnnAssign))
+                fields = (line for line in lines if "ClassVar" not in ast.unparse(line.annotation))
+                names |= {f"--{name}.{line.target.id}" for line in fields}
+    return sorted(names)
+
+
+def flags(script: Path | None) -> list[str]:
+    """Flags of a script, from its calls of `add_argument` and `add_flags`."""
+    nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if script else ()
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    adding = [call for call in calls if ast.unparse(call.func).endswith(("add_argument", "add_flags"))]
+    given = [word.value for call in adding for word in call.args if isinstance(word, ast.Constant)]
+    return sorted({"--help", *(word for word in given if str(word).startswith("--"))})
+
+
+def _refuse(sentence: str, word: str, choices: list[str], show: bool = True) -> int:
+    similar = difflib.get_close_matches(word, choices, n=1)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
+    listed = f" {', '.join(choices)}" if show else ""
+    print(f"error: {sentence}{listed}{f', not {word!r}' if word else ''}{hint}", file=sys.stderr)
+    return 2

@@ -1,0 +1,179 @@
+"""Distillation: a detector learns the maps and predictions of another one that is trained and does not change.
+
+Maps: Cao et al., "PKD: general distillation framework for object detectors via Pearson correlation coefficient",
+NeurIPS 2022, arXiv 2207.02039, here with a 1 x 1 convolution from the student's channels to the teacher's, and moments
+of each image alone, so that accumulated batches equal one. Predictions of the DETR family: queries of both that are
+matched to the same object, as in Chang et al., "DETRDistill", ICCV 2023, arXiv 2211.10156, its target-aware part.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy, interpolate
+
+from toolkit.base.batch import Batch
+from toolkit.base.errors import BadInput
+from toolkit.models.detector import Detector, kept_maps
+
+# Losses by name: default weight, and what they are a mean over.
+LOSSES = {
+    "loss_distill_maps": (1.0, "images"),
+    "loss_distill_classes": (1.0, "boxes"),
+    "loss_distill_boxes": (5.0, "boxes"),
+}
+
+
+class Distillation(nn.Module):
+    """The losses of a student beside a teacher; its parameters are 1 x 1 convolutions, for training alone.
+
+    The state dict has these and a hash of the teacher, no weight of it.
+
+    Args:
+        teacher: in evaluation mode, on the device of the student.
+        source: where it comes from, for messages.
+        student_classes, teacher_classes: names in the order of the labels.
+
+    Raises:
+        BadInput: other classes; the teacher does not take the student's batches; nothing to learn from it.
+    """
+
+    def __init__(self, student: Detector, teacher: Detector, source: str, student_classes, teacher_classes):
+        super().__init__()
+        self._both = student, teacher.requires_grad_(False).eval()  # in a tuple: no submodules
+        self.source, self.digest = source, state_digest(teacher)
+        widths, wanted = (
+            {stride: width for tap in each.map_taps() for stride, width in zip(tap.strides, tap.channels, strict=True)}
+            for each in self._both
+        )
+        self.maps = nn.ModuleDict({str(s): nn.Conv2d(widths[s], wanted[s], 1) for s in sorted({*widths} & {*wanted})})
+        self.has_queries = all(hasattr(detector, "last_layer") for detector in self._both)
+        faults = []
+        if list(student_classes) != list(teacher_classes):
+            faults.append(f"its classes are {list(teacher_classes)}, those of the data {list(student_classes)}")
+        if student.stride % teacher.stride:
+            faults.append(f"it takes sides that are multiples of {teacher.stride}, the detector of {student.stride}")
+        if not self.maps and not self.has_queries:
+            faults.append(f"it has maps of strides {sorted(wanted)}, the detector {sorted(widths)}: none of one stride")
+        if faults:
+            raise BadInput([f"loss.teacher {source}: {fault}" for fault in faults])
+        self._batch, self._outputs, self._maps = None, {}, {}
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Those of `LOSSES` that these two detectors have."""
+        return list(LOSSES)[0 if self.maps else 1 : 3 if self.has_queries else 1]
+
+    @property
+    def default_weights(self) -> dict[str, float]:
+        """The weight of each loss that the settings do not give."""
+        return {name: LOSSES[name][0] for name in self.loss_names}
+
+    @property
+    def divided_by(self) -> dict[str, str]:
+        """What each loss is a mean over: "images" or "boxes"."""
+        return {name: LOSSES[name][1] for name in self.loss_names}
+
+    def parameter_groups(self, lr: float, weight_decay: float) -> list[dict]:
+        """The optimizer group of the convolutions; none without maps."""
+        named = dict(self.named_parameters())
+        group = {"name": "distillation", "params": list(named.values()), "param_names": list(named)}
+        return [{**group, "lr": lr, "weight_decay": weight_decay}] if named else []
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"teacher": self.source, "sha256": self.digest}
+
+    def set_extra_state(self, state: Mapping[str, str]) -> None:
+        """Raises BadInput: the checkpoint was trained with another teacher."""
+        if state["sha256"] != self.digest:
+            raise BadInput(
+                f"loss.teacher {self.source}: its weights are not those of {state['teacher']} that the checkpoint was "
+                "trained with; put these back, or begin a new run"
+            )
+
+    @contextmanager
+    def watching(self, batch: Batch) -> Iterator[None]:
+        """While it lasts, the student's next outputs and maps are kept for `forward`; batch: what it is run on."""
+        student = self._both[0]
+        with kept_maps(student.map_taps() if self.maps else []) as self._maps:
+            self._batch, hook = batch, student.register_forward_hook(self._keep)
+            try:
+                yield
+            finally:
+                hook.remove()
+                self._outputs, self._maps = {}, {}
+
+    def _keep(self, _, arguments: tuple, outputs: Mapping) -> None:
+        self._outputs = outputs
+
+    def forward(self) -> dict[str, Tensor]:
+        """Losses in float32, each a mean over the images or boxes of the batch, as `LOSSES` says."""
+        student, teacher = self._both
+        batch = self._batch
+        with torch.autocast(batch.images.device.type, enabled=False):
+            with torch.no_grad(), kept_maps(teacher.map_taps() if self.maps else []) as taught:
+                outputs = teacher(batch.images, batch.sizes)
+            losses = {}
+            if self.maps:
+                apart = [correlation_loss(self.maps[s](self._maps[int(s)].float()), taught[int(s)]) for s in self.maps]
+                losses["loss_distill_maps"] = torch.stack(apart).mean()
+            if self.has_queries:
+                own, theirs = _scores_and_boxes(student, self._outputs), _scores_and_boxes(teacher, outputs)
+                losses |= query_losses(own, theirs, batch.targets)
+        return losses
+
+
+def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
+    """Mean over images and channels of 1 - Pearson's correlation of two maps (B, C, h, w), over the positions of an
+    image; the second is resized to the first."""
+    if own.shape != taught.shape:
+        taught = interpolate(taught.float(), own.shape[-2:], mode="bilinear", align_corners=False)
+    own, taught = (maps.float().flatten(2) for maps in (own, taught))
+    own, taught = (maps - maps.mean(2, keepdim=True) for maps in (own, taught))
+    lengths = own.square().sum(2) * taught.square().sum(2)
+    return 1 - ((own * taught).sum(2) / (lengths + 1e-12).sqrt()).mean()
+
+
+def query_losses(
+    own: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], targets: Sequence[Mapping]
+) -> dict[str, Tensor]:
+    """Binary cross-entropy of class scores (B, Q, C) and L1 distance of boxes (B, Q, 4), of the queries of both that
+    are matched to the same object; sums divided by the number of boxes of `targets`."""
+    from toolkit.detectors.detr.detr_criterion import pad_targets  # scipy: other detectors do not wait for it
+
+    padded = pad_targets(targets, own[0].device, torch.float32)
+    rows, their_rows = (_query_of_each(*predictions, padded) for predictions in (own, theirs))
+    image, target = ((rows >= 0) & (their_rows >= 0)).nonzero(as_tuple=True)
+    scores, boxes = (part[image, rows[image, target]] for part in own)
+    their_scores, their_boxes = (part[image, their_rows[image, target]] for part in theirs)
+    count = max(1, sum(len(each["labels"]) for each in targets))
+    classes = binary_cross_entropy(scores.clamp(0, 1), their_scores.clamp(0, 1), reduction="sum")
+    return {"loss_distill_classes": classes / count, "loss_distill_boxes": (boxes - their_boxes).abs().sum() / count}
+
+
+def _scores_and_boxes(detector: Detector, outputs: Mapping) -> tuple[Tensor, Tensor]:
+    logits, boxes = detector.last_layer(outputs)
+    return detector.class_scores(logits.float()), boxes.float()
+
+
+@torch.no_grad()
+def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
+    """(B, T) the query that is matched to each object of `PaddedTargets` by DETR's costs; -1: none."""
+    from toolkit.detectors.detr.detr_criterion import MatchingCosts, match
+
+    labels = padded.labels[:, None].expand(-1, scores.shape[1], -1)
+    found = match(-scores.gather(2, labels)[None], boxes[None], padded, MatchingCosts())
+    queries = torch.full_like(padded.labels, -1)
+    queries[found.image, found.target] = found.query
+    return queries
+
+
+def state_digest(module: nn.Module) -> str:
+    """SHA-256 of the weights by name, wherever and in whatever file they lie."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

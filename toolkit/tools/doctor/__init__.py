@@ -1,0 +1,1 @@
+"""What is in a data set: inspection in numbers and in pictures."""

@@ -1,0 +1,291 @@
+"""Inspects a data set beyond its single records: leakage, duplicates, classes, sizes; writes a cleaned copy."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.base.boxes import Boxes, common_and_union
+from toolkit.base.text import size_text
+from toolkit.data.check_files import UNLISTED, unlisted_files
+from toolkit.data.formats import coco
+from toolkit.data.formats.annotated import names_by_content
+from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
+from toolkit.data.table import DetectionTable
+from toolkit.data.table_cache import cache_root, write_table
+
+NEAR_BOX_IOU = 0.9
+SMALL_PX = 4  # shorter side of a box, at the input size
+RARE = 0.01  # of all boxes
+
+
+@dataclass
+class Finding:
+    """One finding. severity: "error", "warning" or "note"; items: every place, as JSON can say it."""
+
+    severity: str
+    kind: str
+    message: str
+    items: list = field(default_factory=list)
+
+
+@dataclass
+class SplitSummary:
+    """What a split holds; sizes_px: quantiles (5, 25, 50, 75, 95 %) of the root of a box's area at the input size."""
+
+    images: int
+    background: int
+    boxes: int
+    crowds: int
+    largest_count: int
+    classes: dict[str, dict[str, int]]
+    sizes_px: list[float]
+
+
+@dataclass
+class Inspection:
+    """Findings, a summary of each split, and what `clean_copy` needs: images and boxes to leave out, with reasons."""
+
+    findings: list[Finding] = field(default_factory=list)
+    splits: dict[str, SplitSummary] = field(default_factory=dict)
+    drop_images: dict[tuple[str, int], str] = field(default_factory=dict)
+    drop_boxes: dict[tuple[str, int], dict[int, str]] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0: clean; 1: warnings; 2: errors."""
+        worst = {finding.severity for finding in self.findings}
+        return 2 if "error" in worst else 1 if "warning" in worst else 0
+
+    def to_json(self) -> str:
+        """Findings and summaries, for programs."""
+        all_ = asdict(self)
+        content = {"exit_code": self.exit_code, "findings": all_["findings"], "splits": all_["splits"]}
+        return json.dumps(content, indent=2)
+
+
+def inspect_tables(
+    tables: Mapping[str, DetectionTable],
+    image_hw: tuple[int, int],
+    cache_dir: str | Path | None = None,
+    compare: bool = True,
+) -> Inspection:
+    """Inspects all splits of a data set together.
+
+    Args:
+        tables: by the name of the split; read with on_error "drop", so that they carry their problems.
+        image_hw: height and width in pixels that images are trained at, for the sizes of boxes.
+        compare: decode the images to find those that are the same or look alike.
+    """
+    result = Inspection()
+    for split, table in tables.items():
+        result.splits[split] = _walk(split, table, image_hw, result)
+    result.findings += [*_problems(tables), *_classes(tables, result.splits)]
+    if compare:
+        _compare(tables, cache_dir, result)
+    else:
+        message = "images are not compared with each other, which decodes each of them; --check-images full does"
+        result.findings.append(Finding("note", "not compared", message))
+    for split, summary in result.splits.items():
+        result.findings += _advice(split, summary)
+    return result
+
+
+def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: Inspection) -> SplitSummary:
+    """Counts, sizes, boxes given twice."""
+    truth, names = table.boxes(), table.rows["file_name"].to_pylist()
+    plain, classes = truth[~truth.iscrowd], len(table.categories)
+    if twice := list(_given_twice(split, table, truth, names, result)):
+        message = f"{split}: {len(twice)} boxes of one class that overlap by an IoU above {NEAR_BOX_IOU}"
+        result.findings.append(Finding("warning", "box given twice", message, twice))
+    sizes_wh = table.sizes_hw()[plain.image_index, ::-1].astype(np.float32)
+    sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * np.float32(image_hw[::-1]) / sizes_wh
+    is_small = sides.min(axis=1, initial=np.inf) < SMALL_PX
+    if num_small := int(is_small.sum()):
+        few = np.bincount(plain.image_index[is_small])
+        small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
+        message = f"{split}: {num_small} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input "
+        result.findings.append(Finding("note", "small boxes", f"{message}size of {size_text(image_hw)} px", small))
+    sizes = np.sqrt(sides.prod(axis=1))
+    quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
+    boxes = np.bincount(plain.labels, minlength=classes)
+    images = np.bincount(np.unique(plain.image_index * classes + plain.labels) % classes, minlength=classes)
+    counts = zip(table.class_names, boxes.tolist(), images.tolist(), strict=True)
+    return SplitSummary(
+        images=len(table),
+        background=int((np.diff(truth.offsets) == 0).sum()),
+        boxes=len(plain),
+        crowds=int(truth.iscrowd.sum()),
+        largest_count=int(np.diff(plain.offsets).max(initial=0)),
+        classes={name: {"boxes": of_boxes, "images": of_images} for name, of_boxes, of_images in counts},
+        sizes_px=quantiles,
+    )
+
+
+def _given_twice(
+    split: str, table: DetectionTable, truth: Boxes, names: Sequence[str], result: Inspection
+) -> Iterator[dict]:
+    """A finding for each duplicated box, whose second copy is marked to be dropped."""
+    for index, name in enumerate(names):
+        part = truth.of_image(index)
+        labels, ids = truth.labels[part], truth.ids[part].tolist()
+        for first, second in near_boxes(truth.xyxy[part].astype(np.float32), labels, ~truth.iscrowd[part]):
+            category, both = table.class_names[labels[first]], [ids[first], ids[second]]
+            again = f"{category} again: annotation {both[0]}"
+            result.drop_boxes.setdefault((split, index), {})[second] = again
+            yield {"split": split, "image": name, "class": category, "annotations": both}
+
+
+def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list[tuple[int, int]]:
+    """(first, second) of the boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`, crowds apart.
+
+    A box is the second of one pair at most, and one that is a second is the first of none.
+    """
+    if len(boxes) < 2:
+        return []
+    common, union = common_and_union(boxes[:, None], boxes[None])
+    near = common > NEAR_BOX_IOU * union
+    near &= (labels[:, None] == labels[None]) & plain[:, None] & plain[None]
+    pairs, gone = [], set()
+    for i, j in zip(*np.nonzero(np.triu(near, 1)), strict=True):
+        if i not in gone and j not in gone:
+            pairs.append((int(i), int(j)))
+            gone.add(j)
+    return pairs
+
+
+def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
+    """The problems of the single records. A file is unlisted when no split of its folder lists it."""
+    roots = Counter(table.image_root for table in tables.values() if table.image_root is not None)
+    shared = {root: set() for root, splits in roots.items() if splits > 1}  # names that a split of it lists
+    for table in tables.values():
+        if table.image_root in shared:
+            shared[table.image_root].update(table.rows["file_name"].to_pylist())
+            shared[table.image_root].update(problem.file for problem in table.problems)
+    grouped = {}
+    for split, table in tables.items():
+        problems = [p for p in table.problems if not (table.image_root in shared and UNLISTED in p.message)]
+        for severity in ("error", "warning", "note"):
+            grouped[split, severity] = [problem for problem in problems if problem.severity == severity]
+    for root, listed in shared.items():
+        folders = sorted({str(Path(name).parent) for name in listed if ".." not in name})
+        grouped[root, "warning"] = unlisted_files(root, folders, listed)
+    for (where, severity), problems in grouped.items():
+        if problems:
+            items = [str(problem).split(": ", 1)[1] for problem in problems]
+            yield Finding(severity, "record", f"{where}: {len(items)}", items)
+
+
+def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:
+    names = {split: table.class_names for split, table in tables.items()}
+    if len({tuple(class_names) for class_names in names.values()}) > 1:
+        yield Finding("error", "classes", "the splits do not have the same classes in the same order", [names])
+        return
+    totals = Counter()
+    for summary in splits.values():
+        totals.update({name: counts["boxes"] for name, counts in summary.classes.items()})
+    if unused := [name for name, count in totals.items() if not count]:
+        message = f"{len(unused)} classes have no box at all: {', '.join(unused[:10])}"
+        yield Finding("warning", "unused classes", message, unused)
+    for split, summary in splits.items():
+        missing = [name for name, counts in summary.classes.items() if not counts["boxes"] and totals[name]]
+        if missing:
+            yield Finding("warning", "missing classes", f"{split}: no box of {', '.join(missing[:10])}", missing)
+
+
+def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None, result: Inspection) -> None:
+    """Images that are the same or look alike, between splits (leakage) and in one."""
+    signatures = [signatures_of(table, cache_dir) for table in tables.values()]
+    columns = ([getattr(signature, name) for signature in signatures] for name in ("digests", "thumbnails"))
+    joined = ImageSignatures(*map(np.concatenate, columns))
+    position = [(split, index) for split, table in tables.items() for index in range(len(table))]
+    same = {pair for group in same_files(joined) for pair in _copies(group, [position[i][0] for i in group])}
+    splits = np.repeat(np.arange(len(signatures)), [len(signature) for signature in signatures])
+    alike = {(i, j) for i, j in alike_pairs(joined, splits) if joined.digests[i] != joined.digests[j]}
+    pairs_by_kind: dict[str, list] = {}
+    for i, j in sorted(same | alike):
+        first, second = position[i], position[j]
+        kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
+        items = [f"{split}/{tables[split].file_name(index)}" for split, index in (first, second)]
+        pairs_by_kind.setdefault(kind, []).append(items)
+        if kind != "look alike":  # what looks alike within a split is a choice of whoever made the set
+            # what remains is the one that is evaluated on
+            keep, drop = (second, first) if first[0] == "train" and second[0] != "train" else (first, second)
+            if keep not in result.drop_images:
+                result.drop_images.setdefault(drop, f"{kind}: {'/'.join(items)}")
+    for kind, pairs in pairs_by_kind.items():
+        severity = "note" if kind == "look alike" else "warning"
+        result.findings.append(Finding(severity, kind, f"{len(pairs)} pairs of images: {kind}", pairs))
+
+
+def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Pairs of images with the same bytes: each with the first one of its split, and the first ones of two splits."""
+    firsts: dict[str, int] = {}
+    for index, split in zip(group, splits, strict=True):
+        if split in firsts:
+            yield firsts[split], index
+        firsts.setdefault(split, index)
+    yield from itertools.combinations(firsts.values(), 2)
+
+
+def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
+    counts = {name: entry["boxes"] for name, entry in summary.classes.items() if entry["boxes"]}
+    if rare := [name for name, count in counts.items() if count < RARE * summary.boxes]:
+        message = f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
+        message += "--data.repeat_factor 0.01 shows images with rare classes more often"
+        yield Finding("note", "balance", message, rare)
+    if most := summary.largest_count:
+        message = f"{split}: at most {most} objects in an image, so that a DETR needs at least {most} queries; "
+        yield Finding("note", "queries", message + "twice as many leave room")
+
+
+def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out: Path) -> list[str]:
+    """Writes the splits as a COCO folder without what was found; returns the log, one line for each change.
+
+    Left out are records that cannot be used, images that lost all their objects so, images that are in another split or
+    twice in one, boxes given twice, and classes without a box; kept are repairs, such as clipped boxes. Files get the
+    ending of their content. `changes.txt` in the folder has the log.
+    """
+    log = []
+    unused = next((set(finding.items) for finding in inspection.findings if finding.kind == "unused classes"), set())
+    unused -= {table.class_names[label] for table in tables.values() for label in np.unique(table.boxes().labels)}
+    log += [f"class {name}: left out, it has no box" for name in sorted(unused)]
+    for split, table in tables.items():
+        log += [f"{split}: {problem}" for problem in table.problems if problem.severity != "note"]
+        name = "train" if split == "all" else split
+        cleaned = _cleaned(split, table, inspection, unused, log)
+        coco.write(cleaned, out, name, names=names_by_content(cleaned))
+    (out / "changes.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
+    return log
+
+
+def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: Set, log: list[str]) -> DetectionTable:
+    whole = table.labelled()
+    boxes, relations = whole.boxes, whole.relations
+    images, kept = np.ones(len(table), bool), np.ones(len(boxes), bool)
+    without_usable = {p.image_id for p in table.problems if "annotations is usable" in p.message}
+    for index, image in enumerate(whole.images):
+        reason = inspection.drop_images.get((split, index))
+        if image.image_id in without_usable:
+            reason = "none of its annotations is usable"
+        if reason:
+            log.append(f"{split}: image {image.file_name} left out: {reason}")
+            images[index] = False
+            continue
+        for position, why in inspection.drop_boxes.get((split, index), {}).items():
+            row = boxes.offsets[index] + position
+            log.append(f"{split}: image {image.file_name}, annotation {boxes.ids[row]} left out: {why}")
+            kept[row] = False
+    labels = [label for label, category in enumerate(whole.categories) if category.name not in unused]
+    return write_table(
+        [whole.images[index] for index in np.flatnonzero(images)],
+        replace(boxes, labels=np.searchsorted(labels, boxes.labels))[kept].of_images(images),
+        relations.of_boxes(boxes, kept).of_images(images),
+        cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
+        categories=[whole.categories[label] for label in labels],
+        **{name: getattr(table, name) for name in ("predicates", "attributes", "image_root")},
+    )

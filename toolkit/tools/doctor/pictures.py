@@ -1,0 +1,103 @@
+"""Pictures of a data set: samples of each class, and positions, sizes and aspect ratios of boxes."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from toolkit.base.batch import Batch
+from toolkit.base.boxes import Boxes
+from toolkit.base.text import size_text
+from toolkit.data.dataset import row_target
+from toolkit.data.decoding import decode_image
+from toolkit.data.table import DetectionTable
+from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_picture
+
+SAMPLES = 9
+TILE = 320
+MAX_BOXES = 200_000
+
+
+def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], folder: Path) -> list[Path]:
+    """Writes `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = next(iter(tables.values()))
+    truth, files = first.boxes(), []
+    for label, category in enumerate(first.categories):
+        rows = _with_class(truth, label)
+        if rows:
+            name = re.sub(r"[^\w-]+", "_", category.name)[:60]
+            tiles = [_tile(first, index, label) for index in rows]
+            files.append(_grid(tiles, folder / f"samples_{label:03d}_{name}.jpg"))
+    boxes, side = {split: _boxes(table) for split, table in tables.items()}, math.sqrt(math.prod(image_hw))
+    files.append(_positions(np.concatenate(list(boxes.values())), folder / "positions.png"))
+    for name, unit, of in (
+        ("sizes", f"root of the area in px, images {size_text(image_hw)}", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * side),
+        ("aspect_ratios", "width / height", lambda b: b[:, 2] / b[:, 3] * b[:, 4] / b[:, 5]),
+    ):
+        values = {split: of(split_boxes) for split, split_boxes in boxes.items()}
+        files.append(_histogram(values, unit, folder / f"{name}.png"))
+    return files
+
+
+def draw_batch(batch: Batch, class_names: list[str], file: Path) -> Path:
+    """A grid of the images of a training batch (uint8) with their boxes, as the model gets them."""
+    tiles = []
+    for image, (height, width), target in zip(batch.images, batch.sizes.tolist(), batch.targets, strict=True):
+        tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE))
+    return _grid(tiles, file)
+
+
+def _with_class(truth: Boxes, label: int) -> list[int]:
+    has = np.isin(np.arange(truth.num_images), truth.image_index[truth.labels == label])
+    order = np.random.default_rng(0).permutation(truth.num_images)[:20_000]
+    return order[has[order]][:SAMPLES].tolist()
+
+
+def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
+    row = table.row(index)
+    image = decode_image(table.image_source(row))
+    target = row_target(row, tuple(image.shape[-2:]))
+    keep = target["labels"] == label
+    objects = {name: target[name][keep] for name in ("boxes", "labels", "iscrowd")}
+    return picture_with_boxes(image, objects, table.class_names, TILE)
+
+
+def _grid(tiles: list[Image.Image], file: Path) -> Path:
+    small = [fitted(tile, TILE - 4) for tile in tiles]
+    return save_picture(montage(small, math.ceil(math.sqrt(len(small))), gap=4), file)
+
+
+def _boxes(table: DetectionTable) -> np.ndarray:
+    """(N, 6) centre x, y, width, height in fractions of the image, and width, height of the image in pixels."""
+    truth = table.boxes()
+    size, low, high = table.sizes_hw()[truth.image_index, ::-1], truth.xyxy[:, :2], truth.xyxy[:, 2:]
+    return np.concatenate([(low + high) / 2 / size, (high - low) / size, size], axis=1)[:MAX_BOXES]
+
+
+def _positions(boxes: np.ndarray, file: Path) -> Path:
+    figure = Figure(figsize=(5, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    counts, _, _ = np.histogram2d(boxes[:, 1], boxes[:, 0], bins=32, range=[[0, 1], [0, 1]])
+    shown = axes.imshow(counts, extent=(0, 1, 1, 0), cmap="viridis", aspect="auto")
+    figure.colorbar(shown, label="boxes with their centre here")
+    axes.set(xlabel="x, fraction of the width", ylabel="y, fraction of the height")
+    figure.savefig(file, dpi=120)
+    return file
+
+
+def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path:
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    every = np.concatenate(list(values.values()))
+    low, high = (every[every > 0].min(), every.max()) if (every > 0).any() else (0.1, 1)
+    for split, split_values in values.items():
+        axes.hist(split_values, bins=np.geomspace(low, high * 1.001, 40), histtype="step", density=True, label=split)
+    axes.set(xlabel=label, ylabel="density of boxes", xscale="log")
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    return file

@@ -1,0 +1,103 @@
+"""Exported detectors: from pixels to boxes in one file, verified against PyTorch.
+
+graph: a detector as one function; faster_rcnn: the same for two stages. operators: two custom operators. files: writing
+and running files, and their metadata. check: comparison with PyTorch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from toolkit.base.errors import BadInput
+from toolkit.data.table import Category
+from toolkit.tools.export.check import check_outputs
+from toolkit.tools.export.files import AT_LEAST, About, write_onnx, write_program
+from toolkit.tools.export.graph import copy_for_files, detector_meant, make_graph, trace, trace_hw
+
+
+def check_exportable(detector: nn.Module) -> None:
+    """Raises BadInput for a detector that cannot be exported, such as one of your own."""
+    if not getattr(detector_meant(detector), "exported_sides", ""):
+        raise BadInput(
+            f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
+            "have a function that exporters can trace, see toolkit/tools/export/graph.py"
+        )
+
+
+def export_detector(
+    detector: nn.Module,
+    folder: Path,
+    formats: Sequence[str],
+    *,
+    categories: Sequence[Category],
+    size: Mapping[str, int] | None,
+    source: str,
+    score_threshold: float = 0.3,
+    top_k: int | None = None,
+    max_detections: int | None = None,
+    grid_sample: bool = True,
+    say: Callable[[str], None] = print,
+) -> tuple[dict[str, Path], nn.Module]:
+    """Writes `model.onnx` and `model.pt2` of a detector, which stays as it is.
+
+    Args:
+        formats: of "onnx", "torch".
+        size: what images are resized to before, as `toolkit.data.pipeline.processor_size`.
+        source: where the detector comes from, in words.
+        top_k: rows of an image; None: 300, or `max_detections` where that is more.
+        max_detections: rows of an image that an evaluation keeps; None: as many as of the detector.
+        grid_sample: whether the files may have that operator, see `trace`.
+        say: called at each stage, which may take a minute.
+
+    Returns:
+        the files by format, and the function that was exported, a `PixelsToBoxes` on the CPU.
+
+    Raises:
+        BadInput: `check_exportable`; a detector that is exported for one size, with images of many.
+    """
+    check_exportable(detector)
+    detector = copy_for_files(detector)
+    kept = max_detections or detector.max_detections
+    top_k = top_k or max(AT_LEAST, kept)
+    graph = make_graph(detector, top_k)
+    architecture, stride = detector.options["architecture"], graph.detector.stride
+    say(f"tracing {architecture} with torch.export")
+    height, width = trace_hw(graph.sides, stride, size, architecture)
+    if graph.sides != "fixed" and min(height, width) < graph.smallest_side:
+        graph.sides = "fixed"
+        say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
+    program = trace(graph, (height, width), grid_sample)
+    about = About(architecture, categories, size, graph.sides, stride, score_threshold, top_k, source)
+    about.max_detections = kept
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for name, file, write in (("torch", "model.pt2", write_program), ("onnx", "model.onnx", write_onnx)):
+        if name in formats:  # the program first: writing ONNX changes it
+            written[name] = folder / file
+            say(f"writing {folder / file}")
+            write(program, folder / file, about)
+    return written, graph
+
+
+def export_final(
+    detector: nn.Module,
+    folder: Path,
+    images: Tensor,
+    categories: Sequence[Category],
+    size: Mapping[str, int],
+    say: Callable[[str], None] = print,
+    max_detections: int | None = None,
+) -> str:
+    """Exports ONNX and torch.export files beside the final weights in `folder`, and returns their errors in words.
+
+    images: uint8 (B, 3, H, W), real ones, on which they are compared with PyTorch. Raises BadInput as
+    `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
+    """
+    about = {"categories": categories, "size": size, "source": str(folder), "max_detections": max_detections}
+    written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
+    images = images.cpu().contiguous()
+    differences = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
+    of_graph = ": the detector alone, scripts/export.py writes relations" if getattr(detector, "predicates", ()) else ""
+    return f"exported{of_graph}; largest differences from PyTorch on {len(images)} images: {'; '.join(differences)}"

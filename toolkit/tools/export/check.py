@@ -1,0 +1,89 @@
+"""Verifies exported files against PyTorch: the same outputs, and the same AP on labelled data."""
+
+import statistics
+import timeit
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.tools.export.files import open_file
+
+# Largest differences that rounding explains: of a score, and of a corner in units of the image's longer side.
+SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
+MOSTLY = 0.98  # share of the detections that must be found again: of equal ones, others may be left over
+BATCHES = (1, 2, 5)
+
+
+@dataclass
+class Difference:
+    """How far two sets of detections are apart. matched: share of the rows of the first that the second has; score,
+    box: the largest differences of those, the box in units of the image's longer side."""
+
+    matched: float
+    score: float
+    box: float
+
+    def __str__(self) -> str:
+        return f"scores {self.score:.1e}, boxes {self.box:.1e} of the image's side, {self.matched:.1%} found again"
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.matched >= MOSTLY
+
+
+def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
+    """Compares an exported file with PyTorch on these images; raises RuntimeError if they differ beyond rounding."""
+    with torch.no_grad():
+        expected = graph(images)
+    outputs = open_file(path, trusted=True)[0](images.numpy())
+    apart = difference(expected, [torch.from_numpy(output) for output in outputs], max(images.shape[-2:]))
+    if not apart.is_rounding:
+        raise RuntimeError(f"{path} does not compute what PyTorch does; {apart}")
+    return apart
+
+
+def difference(expected, outputs, side: int) -> Difference:
+    """Between the boxes, scores and labels of two runs; rows are matched, as equal scores come in any order.
+
+    A row is found again when a row of its label has its score and its box, each within its tolerance.
+    """
+    boxes, scores, labels = expected
+    unit = boxes.abs().amax(-1).clamp(min=side)  # a wild box is compared in its own size
+    apart = (boxes[:, :, None] - outputs[0][:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
+    of_score = (scores[:, :, None] - outputs[1][:, None]).abs()
+    near = (labels[:, :, None] == outputs[2][:, None]) & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)
+    nearest = (apart + of_score).masked_fill(~near, torch.inf).min(dim=2)
+    real = scores > 0
+    matched = real & nearest.values.isfinite()
+    if not matched.any():
+        return Difference(float(not real.any()), 0.0, 0.0)
+    apart, of_score = (d.gather(2, nearest.indices[..., None])[..., 0][matched] for d in (apart, of_score))
+    return Difference((matched.sum() / real.sum()).item(), of_score.max().item(), apart.max().item())
+
+
+def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
+    """`check_outputs` for batches of each size in `BATCHES`, which repeat the given images."""
+    rows = {size: torch.arange(size) % len(images) for size in BATCHES}
+    return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
+
+
+def milliseconds(open_runner: Callable, images: np.ndarray, cases: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Milliseconds of an image, the median of seven runs, by case in words: (images of a batch, threads).
+
+    open_runner: makes the runner, which takes the number of threads that PyTorch has when it is made.
+    """
+    threads, found = torch.get_num_threads(), {}
+    try:
+        for batch, count in cases:
+            torch.set_num_threads(count)
+            run, some = open_runner(), images[np.arange(batch) % len(images)]
+            run(some)
+            seconds = statistics.median(timeit.repeat(lambda run=run, some=some: run(some), number=1, repeat=7))
+            found[f"batch {batch}, {count} thread{'s' * (count > 1)}"] = 1e3 * seconds / batch
+    finally:
+        torch.set_num_threads(threads)
+    return found

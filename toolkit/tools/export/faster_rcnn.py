@@ -1,0 +1,74 @@
+"""Faster R-CNN as a function from pixels to boxes. The first stage, whose number of proposals varies, has a fixed
+number of rows, where a score of 0 means that there is none; the second stage is the detector's own."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torchvision.ops import MultiScaleRoIAlign
+
+from toolkit.base.batch import normalize_images
+from toolkit.base.box_ops import clip_boxes
+from toolkit.detectors.faster_rcnn.regions import decode_boxes
+from toolkit.models.nms import nms_keep
+from toolkit.tools.export.graph import PixelsToBoxes, best
+from toolkit.tools.export.operators import roi_align_where
+
+
+class FasterRcnnGraph(PixelsToBoxes):
+    """For images of any size."""
+
+    def __init__(self, detector: nn.Module, top_k: int):
+        super().__init__(detector, top_k)
+        self.smallest_side = max(33, 2 * detector.stride + 1)  # a map is pooled from the coarsest of the backbone
+
+    def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        detector = self.detector
+        features = detector.backbone(normalize_images(images, sizes, detector.mean, detector.std))
+        proposals, objectness = self._proposals(features, sizes)
+        pooled = pool_where(detector.box_pool, features, proposals, objectness > 0)
+        logits, deltas = detector.roi_heads.box_predictor(detector.box_head(pooled))
+        count, weights = proposals.shape[1], detector.roi_heads.box_coder.weights
+        deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
+        boxes = decode_boxes(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
+        scores = logits.float().softmax(-1)[:, 1:].unflatten(0, (-1, count))
+        return detector.best_detections(boxes, scores.where((objectness > 0)[..., None], 0), sizes)
+
+    def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 where there is none."""
+        detector, rpn = self.detector, self.detector.rpn
+        anchors, logits, deltas, per_level = detector._predict_anchors(features)
+        limit, kept, start = rpn.pre_nms_top_n(), [], 0
+        for number in per_level:
+            of_level = slice(start, start + number)
+            start = start + number
+            scores = pad(logits[:, of_level], (0, limit), value=-torch.inf)  # a small map has fewer
+            scores, rows = scores.topk(limit, dim=1)
+            rows = rows.clamp(max=number - 1)
+            moved = deltas[:, of_level].gather(1, rows[..., None].expand(-1, -1, 4))
+            boxes = rpn.box_coder.decode_single(moved.flatten(0, 1), anchors[of_level][rows].flatten(0, 1))
+            boxes = clip_boxes(boxes.reshape(-1, limit, 4), sizes)
+            scores = scores.sigmoid().where(_large(boxes, rpn.min_size), 0)
+            scores = scores.where(scores >= rpn.score_thresh, 0)
+            kept.append((boxes, scores.where(nms_keep(boxes, scores, rpn.nms_thresh), 0)))
+        boxes, scores = (torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))
+        count = min(rpn.post_nms_top_n(), scores.shape[1])
+        boxes, scores, _ = best(boxes, scores, torch.zeros_like(scores, dtype=torch.int64), count)
+        return boxes, scores
+
+
+def pool_where(pool: MultiScaleRoIAlign, features, boxes: Tensor, real: Tensor) -> Tensor:
+    """(B * P, C, 7, 7): each box of (B, P, 4) that is `real` (B, P) from the map of its size, as by `pool`; or 0."""
+    maps = [features[name] for name in pool.featmap_names]
+    batch, count = real.shape
+    image = torch.arange(batch, device=boxes.device)[:, None].expand(-1, count).flatten()
+    flat, real = boxes.flatten(0, 1), real.flatten()
+    level = pool.map_levels([flat]) if len(maps) > 1 else torch.zeros_like(image)
+    pooled = [
+        roi_align_where(feature, flat, image, real & (level == i), scale, pool.output_size[0], pool.sampling_ratio)
+        for i, (feature, scale) in enumerate(zip(maps, pool.scales, strict=True))
+    ]
+    return sum(pooled[1:], start=pooled[0])
+
+
+def _large(boxes: Tensor, side: float) -> Tensor:
+    return ((boxes[..., 2] - boxes[..., 0]) >= side) & ((boxes[..., 3] - boxes[..., 1]) >= side)

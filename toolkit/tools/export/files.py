@@ -1,0 +1,230 @@
+"""Writes and runs exported detectors: ONNX, torch.export, OpenVINO.
+
+A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and labels, as NumPy arrays; see
+`toolkit.tools.export.graph.PixelsToBoxes`.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.base.errors import BadInput
+from toolkit.base.imports import import_extra
+from toolkit.base.text import escaped
+from toolkit.base.trust import files_are_trusted
+from toolkit.data.table import Category
+from toolkit.models.inference_settings import checked_size
+
+Runner = Callable[[np.ndarray], tuple[np.ndarray, ...]]
+OUTPUTS = ("boxes", "scores", "labels")
+OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # outputs too, see `toolkit.tools.export.relations`
+KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
+AT_LEAST = 300  # detections of an image that a prediction keeps, unless told otherwise
+
+
+@dataclass
+class About:
+    """Metadata of an exported detector, written as JSON under `KEY`.
+
+    categories: classes in the order of the labels, with the ids that the training data gave them.
+    size: what an image is resized to before, bilinear with antialiasing, as transformers' processors spell it; None:
+        images keep their size.
+    sides: images that the file takes, "any", "multiples" of `stride`, or "fixed": those of `size`.
+    score_threshold: from which on detections are meant to be used.
+    top_k: rows of an image. source: what was exported. max_detections: rows of an image that an evaluation keeps.
+    predicates: names, of a scene graph.
+    """
+
+    architecture: str
+    categories: Sequence[Category]
+    size: Mapping[str, int] | None
+    sides: str
+    stride: int
+    score_threshold: float
+    top_k: int
+    source: str
+    image: str = "uint8 (B, 3, H, W), RGB"
+    max_detections: int = 100
+    predicates: Sequence[str] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (*OUTPUTS, *OF_GRAPHS) if self.predicates else OUTPUTS
+
+    def to_text(self) -> str:
+        """JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | None, path) -> "About":
+        """Raises BadInput for a file that this toolkit did not write."""
+        try:
+            entries = json.loads(text or "")
+            entries["categories"] = [Category(entry["id"], str(entry["name"])) for entry in entries["categories"]]
+            entries["score_threshold"] = float(entries["score_threshold"])
+            entries["max_detections"] = int(entries.get("max_detections", cls.max_detections))
+            checked_size(entries["size"])
+            return cls(**entries)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise BadInput(
+                f"{path}: it does not say what its classes and sizes are ({KEY} in its metadata); give a file that "
+                "scripts/export.py wrote"
+            ) from error
+
+
+def write_program(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
+    """A `.pt2` of torch.export."""
+    torch.export.save(program, path, extra_files={KEY: about.to_text()})
+
+
+def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
+    """One ONNX file of opset 18."""
+    optimizer = import_extra("onnxscript", "onnx", "ONNX files").optimizer
+    from toolkit.tools.export.operators import TRANSLATIONS
+
+    names = {"input_names": ["images"], "output_names": list(about.outputs)}
+    how = {"dynamo": True, "opset_version": 18, "custom_translation_table": TRANSLATIONS}
+    exported = torch.onnx.export(program, **names, **how, verbose=False, optimize=False)
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # which operators it does not fold: nothing to act on
+    # Not its patterns: a third of the time for a graph that runs as fast, and clamps that it joins wrongly.
+    optimizer.fold_constants(exported.model)
+    optimizer.remove_unused_nodes(exported.model)
+    exported.model.metadata_props[KEY] = about.to_text()
+    exported.save(str(path), external_data=False)
+
+
+def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[np.ndarray] | None = None) -> None:
+    """Writes `path` (.xml) and its weights (.bin).
+
+    calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show. What
+        comes behind the network (decoding, suppression) stays as it is.
+
+    Raises:
+        BadInput: a package is not installed.
+    """
+    openvino = import_extra("openvino", "openvino", "OpenVINO files")
+    model = openvino.convert_model(onnx)
+    if calibration is not None:
+        nncf = import_extra("nncf", "openvino", "int8 files")
+        nncf.set_log_level(40)  # errors
+        batches = list(calibration)
+        # Convolutions and matrix products of transformers, not of boxes: those are known to a fraction of a pixel.
+        mixed = nncf.QuantizationPreset.MIXED
+        model = nncf.quantize(model, nncf.Dataset(batches), subset_size=len(batches), preset=mixed)
+    model.set_rt_info(about.to_text(), [KEY])
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
+    """A runner of an exported file on the CPU, and the file's metadata.
+
+    trusted: this process wrote it, or a person said so; see `toolkit.base.trust`.
+
+    Raises:
+        BadInput: no such file, none that `scripts/export.py` wrote, a `.pt2` that nobody trusts, or the program that
+            runs it is not installed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file")
+    openers = {".onnx": _open_onnx, ".pt2": _open_program, ".xml": _open_openvino}
+    if path.suffix not in openers:
+        raise BadInput(f"{path}: {path.suffix} is no exported detector; there are {', '.join(openers)}")
+    # beside its pickles, torch.export evaluates expressions of the file, calls what it names and loads its libraries
+    if path.suffix == ".pt2" and not (trusted or files_are_trusted()):
+        remedy = "add --trust if you exported it or trust who did, or take the .onnx, which cannot"
+        raise BadInput(f"{path}: a .pt2 can run any code when it is opened; {remedy}")
+    run, about = openers[path.suffix](path)
+    return _held_to(about, run, path), about
+
+
+def runner_of(module: Callable) -> Runner:
+    """The runner of a function of PyTorch."""
+
+    @torch.no_grad()
+    def run(images: np.ndarray):
+        return tuple(output.numpy() for output in module(torch.from_numpy(images)))
+
+    return run
+
+
+def _held_to(about: About, run: Runner, path: Path) -> Runner:
+    """Wraps a runner: BadInput for images that the file cannot run on and for outputs of unexpected shapes."""
+
+    def checked(images: np.ndarray):
+        try:
+            outputs = run(images)
+            boxes, scores, labels = outputs[:3]
+        except Exception as error:  # noqa: BLE001 - three programs that run files, each with errors of its own
+            what = f"images {images.dtype} {images.shape}"
+            raise BadInput(f"{path}: it does not run on {what}: {_first_line(error)}") from error
+        shapes = np.shape(boxes), np.shape(scores), np.shape(labels)
+        rows, largest, classes = (len(images), *shapes[2][1:]), np.max(labels, initial=-1), len(about.categories)
+        if len(rows) != 2 or shapes != ((*rows, 4), rows, rows) or largest >= classes:
+            raise BadInput(
+                f"{path}: for {len(images)} images it gives boxes {shapes[0]}, scores {shapes[1]} and labels "
+                f"{shapes[2]} up to {largest}; expected (B, K, 4), (B, K) and (B, K) below {classes}"
+            )
+        _check_relations(path, outputs[3:], rows, about)
+        return outputs
+
+    return checked
+
+
+def _check_relations(path: Path, relations: Sequence[np.ndarray], rows: tuple[int, ...], about: About) -> None:
+    if not about.predicates:
+        return
+    shapes = [np.shape(column) for column in relations]
+    count = shapes[0][1] if len(shapes[0]) > 1 else 0
+    expected = [(rows[0], count, 2), (rows[0], count, len(about.predicates)), (rows[0], count)]
+    if shapes != expected or not 0 <= np.min(relations[0], initial=0) <= np.max(relations[0], initial=0) < rows[1]:
+        raise BadInput(f"{path}: its relations {shapes} are not {expected} of its {rows[1]} boxes")
+
+
+def _first_line(error: Exception) -> str:
+    return escaped(str(error).strip().partition("\n")[0], 300) or type(error).__name__
+
+
+def _open_onnx(path: Path) -> tuple[Runner, About]:
+    onnxruntime = import_extra("onnxruntime", "onnx", "ONNX files")
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # or its threads take the others' cores
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001 - its errors have no common class
+        raise BadInput(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
+    about = About.from_text(session.get_modelmeta().custom_metadata_map.get(KEY), path)
+    return lambda images: tuple(session.run(list(about.outputs), {"images": images})), about
+
+
+def _open_program(path: Path) -> tuple[Runner, About]:
+    from toolkit.tools.export import operators  # noqa: F401 - the program names its operators
+
+    texts = {KEY: ""}
+    logging.getLogger("torch.export").setLevel(logging.ERROR)  # warns with a traceback of what it then raises
+    try:
+        module = torch.export.load(path, extra_files=texts).module()
+    except Exception as error:  # noqa: BLE001 - torch.export raises anything on a changed file
+        raise BadInput(f"{path}: torch.export cannot load it: {_first_line(error)}") from error
+    return runner_of(module), About.from_text(texts[KEY], path)
+
+
+def _open_openvino(path: Path) -> tuple[Runner, About]:
+    openvino = import_extra("openvino", "openvino", "OpenVINO files")
+    try:
+        model = openvino.Core().read_model(path)
+    except RuntimeError as error:
+        raise BadInput(f"{path}: OpenVINO cannot load it: {_first_line(error)}") from error
+    text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
+    # in float32 also where the processor has half precision
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    compiled = openvino.compile_model(model, "CPU", settings)
+    return lambda images: tuple(np.array(compiled([images])[name]) for name in OUTPUTS), About.from_text(text, path)

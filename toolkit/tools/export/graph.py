@@ -1,0 +1,170 @@
+"""A detector as one function from pixels to boxes, which exporters can trace."""
+
+import contextlib
+import copy
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from toolkit.base.errors import BadInput
+from toolkit.models.detector import Detector
+from toolkit.tools.export.sampling import grid_sample_by_gather
+
+MAX_BATCH, MAX_SIDE = 4096, 16384
+
+
+class PixelsToBoxes(nn.Module):
+    """A detector in evaluation mode with all that comes before and after its network.
+
+    forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K),
+    labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1. Images have the
+    sides that the detector's `exported_sides` says, or one size where that is below `smallest_side`.
+    """
+
+    def __init__(self, detector: nn.Module, top_k: int):
+        super().__init__()
+        self.detector, self.top_k = detector, top_k
+        self.sides = detector.exported_sides
+        # Of images of several sizes, in pixels: a map of a single cell would be taken for one that always has one.
+        self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
+
+    def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs of the detector's `decode` for images whose sides are multiples of its stride."""
+        return self.detector.decode(self.detector(images, sizes), sizes, sizes, 0.0, self.top_k)
+
+    def prepared(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Images with sides that are multiples of the detector's stride, and their sizes (B, 2) before."""
+        height, width = images.shape[-2:]
+        sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
+        stride = self.detector.stride
+        if self.sides == "any" and stride > 1:
+            # of -height % stride SymPy simplifies nothing, and ONNX rounds the quotient of a negative number up
+            rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
+            images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
+        return images, sizes
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        boxes, scores, labels = self.found(*self.prepared(images))
+        boxes, scores, labels = best(boxes, scores.where(labels >= 0, 0), labels, self.top_k)
+        return boxes, scores, labels.where(scores > 0, -1)
+
+
+def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` rows of highest score of each image, best first; filled up with rows of 0.
+
+    Exporters know no stable order: that of exactly equal scores is the runtime's.
+    """
+    more = max(0, count - scores.shape[1]) if isinstance(scores.shape[1], int) else count
+    boxes, scores, labels = pad(boxes, (0, 0, 0, more)), pad(scores, (0, more)), pad(labels, (0, more))
+    scores, order = scores.topk(count, dim=1)
+    return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels.gather(1, order)
+
+
+def copy_for_files(detector: nn.Module) -> nn.Module:
+    """A copy in evaluation mode that computes as a file does: on the CPU, in float32, with contiguous weights.
+
+    Training leaves weights in channels last, of which torch.export warns in every file.
+    """
+    detector = copy.deepcopy(detector).float().eval()
+    vars(detector).pop("forward", None)  # that of Accelerate, under autocast
+    return detector.to("cpu", memory_format=torch.contiguous_format)
+
+
+def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
+    """The function of this detector, or of the one below a scene graph, which is left in evaluation mode."""
+    from toolkit.detectors.faster_rcnn.model import FasterRCNN
+    from toolkit.tools.export.faster_rcnn import FasterRcnnGraph
+
+    detector = detector_meant(detector)
+    kind = FasterRcnnGraph if isinstance(detector, FasterRCNN) else PixelsToBoxes
+    return kind(detector, top_k).eval()
+
+
+def detector_meant(detector: nn.Module) -> nn.Module:
+    """The detector itself; of a scene graph the one below."""
+    below = getattr(detector, "detector", None)
+    below = getattr(below, "inner", below)
+    return below if isinstance(below, Detector) else detector
+
+
+def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architecture: str) -> tuple[int, int]:
+    """The (h, w) of images to trace a detector with; the only ones afterwards where `sides` is "fixed".
+
+    Raises:
+        BadInput: one size is needed, but `size` gives images of many.
+    """
+    if size is not None and "height" in size:
+        return size["height"], size["width"]
+    if sides == "fixed":
+        raise BadInput(
+            f"{architecture} can be exported for images of one size only, but these keep their aspect ratio "
+            "(data.scales of the run); give the size with --size HEIGHT WIDTH"
+        )
+    return -(-96 // stride) * stride, -(-128 // stride) * stride
+
+
+def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = True) -> torch.export.ExportedProgram:
+    """Traces the function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
+
+    size_hw: of the images it is traced with, the only ones when its `sides` are "fixed". grid_sample: whether the
+        program may have that operator; else `grid_sample_by_gather`.
+    """
+    device = next(graph.parameters()).device
+    images = torch.zeros(2, 3, *size_hw, dtype=torch.uint8, device=device)
+    dynamic = {0: torch.export.Dim("batch", min=1, max=MAX_BATCH)}
+    stride = graph.detector.stride
+    if graph.sides == "multiples":
+        rows, columns = (torch.export.Dim(name, min=2, max=MAX_SIDE // stride) for name in ("rows", "columns"))
+        dynamic |= {2: stride * rows, 3: stride * columns}
+    elif graph.sides == "any":
+        names, lowest = {2: "height", 3: "width"}, graph.smallest_side
+        dynamic |= {i: torch.export.Dim(name, min=lowest, max=MAX_SIDE) for i, name in names.items()}
+    sampling = torch.nn.functional.grid_sample if grid_sample else grid_sample_by_gather
+    with torch.no_grad(), traceable(graph.detector), mock.patch("torch.nn.functional.grid_sample", sampling):
+        graph(images)  # what a detector keeps of an image size is made now, outside of the trace
+        return torch.export.export(
+            graph, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
+        )
+
+
+@contextlib.contextmanager
+def traceable(detector: nn.Module) -> Iterator[None]:
+    """Takes away what stops torch.export in the code of detectors, as long as it lasts.
+
+    transformers checks the shapes of every deformable attention in a way that exporters to ONNX cannot translate
+    (`aten._is_all_true`; huggingface/transformers issue 44265); it has a switch for that. `len(tensor)`, which must be
+    a plain number in Python, would tie the program to the batch that it is traced with. And timm computes TensorFlow's
+    "same" padding in floating point, of which SymPy simplifies nothing: the expressions of one layer are inside those
+    of the next, and tracing such a backbone does not end.
+    """
+    from timm.layers import padding
+
+    below = detector_meant(detector)
+    cores = [detector, below, *(getattr(detector, part, None) for part in ("head", "union"))]
+    cores += [getattr(below, "model", None), getattr(getattr(below, "model", None), "model", None)]
+    names = {cls.__module__ for core in cores if core is not None for cls in type(core).__mro__}
+    modules = [sys.modules[name] for name in names if name.startswith(("toolkit.", "transformers.models"))]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
+        stack.enter_context(mock.patch.object(padding, "get_same_padding", same_padding))
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "len", _symbolic_len, create=True))
+        yield
+
+
+def _symbolic_len(of):
+    return of.shape[0] if isinstance(of, Tensor) else len(of)
+
+
+def same_padding(side: int, kernel_size: int, stride: int, dilation: int) -> int:
+    """`timm.layers.padding.get_same_padding` in whole numbers, without a maximum where none is needed."""
+    reach = dilation * (kernel_size - 1) + 1
+    missing = (side + stride - 1) // stride * stride - side + reach - stride  # from reach - stride to reach - 1
+    if reach == 1:
+        return 0
+    return missing if reach >= stride else max(missing, 0)

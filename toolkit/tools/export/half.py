@@ -1,0 +1,80 @@
+"""Half precision of an ONNX file: matrix products and what lies between them; boxes stay in float32.
+
+Converters that turn all of a file round each box too, to half a pixel beyond 512 pixels. Here float16 is what
+convolutions and matrix products take, give and keep as weights, and what passes values from one of them to the next.
+Float32 stay LayerNormalization, whose sums of squares leave float16's range of 65504 in wide transformers, Softmax,
+the sampling of deformable attention, and everything from the last product on: decoding, sigmoids, suppression.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.base.imports import import_extra
+
+ir = import_extra("onnx_ir", "onnx", "float16 files")
+passes = import_extra("onnx_ir.passes.common", "onnx", "float16 files")
+PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+BETWEEN = {"Add", "Mul", "Concat", "Relu", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten", "MaxPool",
+           "BatchNormalization"}  # fmt: skip
+LARGEST = float(np.finfo(np.float16).max)
+
+
+def write_half(onnx: Path, path: Path) -> None:
+    """Writes `path` from a float32 file; its inputs, outputs and metadata stay as they are."""
+    model = passes.ShapeInferencePass()(ir.load(onnx)).model  # of some values the file does not say the type
+    graph, casts = model.graph, {}
+    half = _in_half(graph)
+    for node in half:
+        for i, value in enumerate(node.inputs):
+            if _is_float(value) and value.producer() not in half:
+                if value.name not in casts:
+                    casts[value.name] = _half_weight(graph, value) if value.is_initializer() else _cast(value, True)
+                node.replace_input_with(i, casts[value.name])
+        for value in node.outputs:
+            users = [(user, i) for user, i in value.uses() if user not in half]
+            if users:
+                back = _cast(value, False)
+                for user, i in users:
+                    user.replace_input_with(i, back)
+            value.dtype = ir.DataType.FLOAT16
+    passes.RemoveUnusedNodesPass()(model)  # with the weights in float32
+    ir.save(model, path)
+
+
+def _in_half(graph) -> dict:
+    """The nodes that compute in float16, in their order: all products, and what has only such nodes or constants before
+    it and some such node behind it."""
+    half = {node: None for node in graph if node.op_type in PRODUCTS | BETWEEN and _is_float(node.outputs[0])}
+
+    def stays(node) -> bool:
+        made = [value.producer() for value in node.inputs if _is_float(value) and value.const_value is None]
+        behind = [user for value in node.outputs for user in value.consumers()]
+        return node.op_type in PRODUCTS or all(p in half for p in made) and any(user in half for user in behind)
+
+    while doubtful := [node for node in half if not stays(node)]:
+        for node in doubtful:
+            del half[node]
+    return half
+
+
+def _is_float(value) -> bool:
+    return value is not None and value.dtype == ir.DataType.FLOAT
+
+
+def _half_weight(graph, value):
+    numbers = np.clip(value.const_value.numpy(), -LARGEST, LARGEST).astype(np.float16)
+    name = f"{value.name}_float16"
+    weight = ir.Value(name=name, const_value=ir.tensor(numbers, name=name))
+    weight.dtype, weight.shape = ir.DataType.FLOAT16, value.shape
+    graph.register_initializer(weight)
+    return weight
+
+
+def _cast(value, to_half: bool):
+    """A value in the other precision, made behind the node that makes it."""
+    dtype = ir.DataType.FLOAT16 if to_half else ir.DataType.FLOAT
+    node = ir.node("Cast", [value], {"to": dtype.value})
+    node.outputs[0].name, node.outputs[0].dtype = f"{value.name}_{dtype.name.lower()}", dtype
+    value.producer().append(node)
+    return node.outputs[0]

@@ -1,0 +1,234 @@
+"""Exports a trained detector, and holds each file to PyTorch: detections, AP on data, R@K of graphs, milliseconds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.base.errors import BadInput
+from toolkit.data.decoding import decode_image
+from toolkit.data.table import DetectionTable
+from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.tools.export import export_detector
+from toolkit.tools.export.check import Difference, batches_agree, milliseconds
+from toolkit.tools.export.files import open_file, runner_of, write_openvino
+from toolkit.tools.export.graph import trace_hw
+from toolkit.tools.export.half import write_half
+from toolkit.tools.export.relations import export_graph
+from toolkit.tools.predict.open import OwnDetector
+from toolkit.tools.predict.prediction import (
+    Predictor,
+    own_predict,
+    predict_images,
+    predict_table,
+    predict_with,
+    resized,
+)
+
+FILES = {"onnx": "model.onnx", "torch": "model.pt2", "fp16": "model_fp16.onnx", "openvino": "model.xml",
+         "int8": "model_int8.xml"}  # fmt: skip
+LOSSY = ("fp16", "int8")  # other detectors by design, of which AP alone counts
+BENCHMARK = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
+
+
+@dataclass
+class Asked:
+    """What is written, and how it is judged.
+
+    formats: of `FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata. calibration:
+    images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may drop in int8.
+    benchmark: measure `BENCHMARK`, not one image on the threads of this process alone.
+    """
+
+    formats: Sequence[str] = ("onnx", "torch")
+    top_k: int | None = None
+    score_threshold: float = 0.3
+    grid_sample: bool = True
+    calibration: int = 100
+    tolerance: float = 0.001
+    int8_tolerance: float = 0.02
+    benchmark: bool = False
+
+
+@dataclass
+class Line:
+    """A file beside PyTorch. AP: None where no data are known; milliseconds: of an image, by batch and threads;
+    differences: by the number of images of a batch."""
+
+    file: str
+    AP: float | None
+    milliseconds: dict[str, float]
+    AP_moved: float | None = None
+    differences: dict[int, Difference] = field(default_factory=dict)
+
+
+def write_and_check(
+    trained: OwnDetector, table: DetectionTable | None, out: Path, asked: Asked, say: Callable[[str], None] = print
+) -> tuple[list[Line], dict[str, str]]:
+    """The table of the files beside PyTorch, and what is wrong with those that are renamed, by name.
+
+    table: data to measure AP on; None: none are known.
+
+    Raises:
+        BadInput: as `export_detector`; int8 without data; a package is not installed.
+    """
+    what = {"categories": trained.categories, "size": trained.size, "source": trained.source}
+    kept = {"max_detections": trained.max_detections}
+    how = {"top_k": asked.top_k, "score_threshold": asked.score_threshold, "grid_sample": asked.grid_sample}
+    of_program = [name for name in ("torch", "onnx") if name in asked.formats or name == "onnx"]
+    written, graph = export_detector(trained.detector, out, of_program, **what, **how, **kept)
+    about = open_file(written["onnx"])[1]
+    for name in (name for name in FILES if name in asked.formats and name not in of_program):
+        written[name] = out / FILES[name]
+        if name == "fp16":
+            write_half(written["onnx"], written[name])
+        else:
+            samples = calibration_images(table, trained.size, asked.calibration) if name == "int8" else None
+            write_openvino(written["onnx"], written[name], about, samples)
+    if "onnx" not in asked.formats:
+        written.pop("onnx").unlink()
+    images, run = example_images(table, trained, graph), runner_of(graph)
+    cases = BENCHMARK if asked.benchmark else ((1, torch.get_num_threads()),)
+    expected = Predictor("PyTorch", trained.categories, predict_with(run, about), **kept)
+    lines, problems = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))], {}
+    for name, path in written.items():
+        say(f"comparing {path} with PyTorch")
+        run, about = open_file(path, trusted=True)  # written a moment ago
+        ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about), **kept), table)
+        line = Line(path.name, ap, milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases))
+        if problem := _problem(name, path, graph, images, lines[0].AP, line, asked):
+            problems[path.name] = problem
+            path.rename(path.with_name(path.name + ".wrong"))
+        lines.append(line)
+    return lines, problems
+
+
+def _problem(name: str, path: Path, graph, images, expected: float | None, line: Line, asked: Asked) -> str | None:
+    """What is wrong with a file, if anything; completes its line."""
+    problem = None
+    if name not in LOSSY:
+        try:
+            line.differences = batches_agree(graph, path, torch.from_numpy(images))
+        except (RuntimeError, BadInput) as error:
+            problem = str(error)
+    if line.AP is not None:
+        line.AP_moved = line.AP - expected
+        lost, allowed = abs(line.AP_moved), asked.tolerance
+        if name == "int8":
+            lost, allowed = -line.AP_moved, asked.int8_tolerance
+        if lost > allowed:
+            problem = f"its AP is {line.AP:.4f}, PyTorch's {expected:.4f}: more than {allowed} apart"
+    return problem
+
+
+def write_relations(
+    trained: OwnDetector,
+    table: DetectionTable | None,
+    out: Path,
+    asked: Asked,
+    problems: dict[str, str],
+    say: Callable[[str], None] = print,
+) -> list[dict]:
+    """`graph.onnx` of a scene graph beside PyTorch: R@K on the data and milliseconds of an image; what is wrong goes to
+    `problems`. Says why not where there are relations that cannot be exported."""
+    detector = trained.detector
+    if not getattr(detector, "predicates", ()):
+        return []
+    obstacle = "--formats has no onnx" if "onnx" not in asked.formats else detector.graph_obstacle()
+    if obstacle:
+        say(f"the relations are not exported, the files have the detector alone: {obstacle}")
+        return []
+    what = {"categories": trained.categories, "size": trained.size, "source": trained.source}
+    how = {"score_threshold": asked.score_threshold, "grid_sample": asked.grid_sample}
+    path = export_graph(detector, out, **what, **how)
+    run, about = open_file(path)
+    graphs = []
+    for source, predict in (("PyTorch", own_predict(detector, trained.size)), (path.name, predict_with(run, about))):
+        say(f"evaluating the graphs of {source}")
+        predictor = Predictor(source, trained.categories, predict, about.predicates)
+        graphs.append({"file": source, **recall_of(predictor, detector, table), "ms": latency(predictor, table)})
+    expected, found = (line.get("R@100") for line in graphs)
+    if expected is not None and abs(found - expected) > asked.tolerance:
+        apart = f"more than {asked.tolerance} apart"
+        problems[path.name] = f"its R@100 is {found:.4f}, PyTorch's {expected:.4f}: {apart}"
+        path.rename(path.with_name(path.name + ".wrong"))
+    return graphs
+
+
+def recall_of(predictor: Predictor, detector, table: DetectionTable | None) -> dict[str, float | None]:
+    if table is None:
+        return {}
+    if table.class_names != predictor.class_names:
+        raise BadInput(f"{table.name} has the classes {table.class_names}, the graphs {predictor.class_names}")
+    found = (detector.to_keep(graph) for graph in predict_images(predictor, table))
+    row = detector.make_evaluator(table, "toolkit").evaluate(dict(zip(table.image_ids().tolist(), found, strict=True)))
+    return {name: row[name] for name in ("R@20", "R@50", "R@100", "mR@100")}
+
+
+def latency(predictor: Predictor, table: DetectionTable | None) -> float:
+    """Milliseconds of one image of the data, or of noise, resizing included."""
+    noise = torch.randint(0, 256, (3, 480, 640), dtype=torch.uint8)
+    image = noise if table is None else decode_image(table.image_source(table.row(0)))
+
+    def run(images: np.ndarray):
+        return predictor.predict([*torch.from_numpy(images)], 0.0)
+
+    return next(iter(milliseconds(lambda: run, image[None].numpy(), ((1, torch.get_num_threads()),)).values()))
+
+
+def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
+    """bbox AP on the table, in [0, 1]."""
+    if table is None:
+        return None
+    return float(CocoEvaluator(table).evaluate(predict_table(predictor, table))["bbox_AP"] or 0)
+
+
+def example_images(table: DetectionTable | None, trained: OwnDetector, graph) -> np.ndarray:
+    """uint8 (5, 3, H, W): images of the data of one size after resizing, or noise."""
+    count, stride = 5, graph.detector.stride
+    if table is None:
+        hw = trace_hw(graph.sides, stride, trained.size, trained.detector.options["architecture"])
+        return np.random.default_rng(0).integers(0, 256, (count, 3, *hw), dtype=np.uint8)
+    images = resized_images(table, trained.size, 64)
+    same = [image for image in images if image.shape == images[0].shape]
+    return np.stack([same[i % len(same)] for i in range(count)])
+
+
+def calibration_images(table: DetectionTable | None, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
+    """Validation images, one at a time. Raises BadInput where there are none."""
+    if table is None:
+        raise BadInput("--formats int8: it needs images to calibrate on; give --split FILE --image-dir FOLDER")
+    return [image[None] for image in resized_images(table, size, count)]
+
+
+def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
+    """The first images of a table as a detector takes them, uint8 (3, H, W)."""
+    images = (decode_image(table.image_source(table.row(index))) for index in range(min(count, len(table))))
+    return [resized(size, image)[0].contiguous().numpy() for image in images]
+
+
+def lines_as_table(lines: Sequence[Line]) -> str:
+    """Markdown."""
+    cases = [*lines[0].milliseconds]
+    rows = [["file", "AP", "moved by", *(f"ms an image, {case}" for case in cases), "largest difference"]]
+    rows.append(["---"] * len(rows[0]))
+    for line in lines:
+        ap = "" if line.AP is None else f"{line.AP:.4f}"
+        moved = "" if line.AP_moved is None else f"{line.AP_moved:+.4f}"
+        apart = "; ".join(f"batch {size}: {difference}" for size, difference in line.differences.items())
+        rows.append([line.file, ap, moved, *(f"{line.milliseconds[case]:.1f}" for case in cases), apart])
+    return _markdown(rows)
+
+
+def graphs_as_table(graphs: Sequence[dict]) -> str:
+    """Markdown of the lines of `write_relations`."""
+    rows = [[*graphs[0]], ["---"] * len(graphs[0])]
+    digits = {key: 1 if key == "ms" else 4 for key in graphs[0]}
+    rows += [[f"{v:.{digits[k]}f}" if isinstance(v, float) else str(v) for k, v in line.items()] for line in graphs]
+    return _markdown(rows)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,63 @@
+"""Two operators that an exported detector needs and no exporter can trace, because their shapes depend on the data.
+
+Each is one operator of PyTorch here and a few of ONNX there. A program of torch.export holds them by name, so this
+module must be imported before one is loaded.
+"""
+
+import torch
+from torch import Tensor
+from torchvision.ops import roi_align
+
+from toolkit.base.imports import import_extra
+from toolkit.models import nms  # noqa: F401 - the operator is registered there
+
+onnxscript = import_extra("onnxscript", "onnx", "exported files")
+op = onnxscript.opset18
+INT32, BOOL = onnxscript.INT32.dtype, onnxscript.BOOL.dtype
+
+
+def _onnx_nms_keep(boxes, scores, nms_iou: float):
+    no_limit = op.Constant(value_ints=[2**31 - 1])
+    iou, minimum = op.Constant(value_floats=[nms_iou]), op.Constant(value_floats=[0.0])
+    selected = op.NonMaxSuppression(boxes, op.Unsqueeze(scores, [1]), no_limit, iou, minimum)  # (S, 3): group, 0, row
+    places = op.Gather(selected, op.Constant(value_ints=[0, 2]), axis=1)
+    nothing = op.Cast(op.Mul(scores, op.Constant(value_float=0.0)), to=INT32)
+    one = op.Constant(value=onnxscript.ir.tensor([1], dtype=onnxscript.ir.DataType.INT32))
+    ones = op.Expand(one, op.Shape(op.Gather(places, op.Constant(value_int=0), axis=1)))
+    return op.Cast(op.ScatterND(nothing, places, ones), to=BOOL)
+
+
+@torch.library.custom_op("toolkit::roi_align_where", mutates_args=())
+def roi_align_where(
+    maps: Tensor, boxes: Tensor, image: Tensor, use: Tensor, scale: float, side: int, samples: int
+) -> Tensor:
+    """RoIAlign (R, C, side, side) of maps (B, C, H, W) for the boxes (R, 4) that `use` (R,) says, 0 for the others.
+
+    image: (R,) int64, place in the batch. scale: pixels of the map by those of the boxes.
+    """
+    pooled = maps.new_zeros(len(boxes), maps.shape[1], side, side)
+    rois = torch.cat([image[use, None].to(boxes), boxes[use]], dim=1)
+    pooled[use] = roi_align(maps, rois, side, scale, samples)
+    return pooled
+
+
+@roi_align_where.register_fake
+def _(maps: Tensor, boxes: Tensor, image: Tensor, use: Tensor, scale: float, side: int, samples: int) -> Tensor:
+    return maps.new_empty(boxes.shape[0], maps.shape[1], side, side)
+
+
+def _onnx_roi_align_where(maps, boxes, image, use, scale: float, side: int, samples: int):
+    rows = op.Squeeze(op.NonZero(use), [0])
+    sides = {"output_height": side, "output_width": side, "sampling_ratio": samples, "spatial_scale": scale}
+    how = sides | {"coordinate_transformation_mode": "output_half_pixel", "mode": "avg"}
+    pooled = op.RoiAlign(maps, op.Gather(boxes, rows), op.Gather(image, rows), **how)
+    count, channels = op.Shape(boxes, start=0, end=1), op.Shape(maps, start=1, end=2)
+    shape = op.Concat(count, channels, op.Constant(value_ints=[side, side]), axis=0)
+    nothing = op.Expand(op.CastLike(op.Constant(value_float=0.0), maps), shape)
+    return op.ScatterND(nothing, op.Unsqueeze(rows, [1]), pooled)
+
+
+TRANSLATIONS = {
+    torch.ops.toolkit.nms_keep.default: _onnx_nms_keep,
+    torch.ops.toolkit.roi_align_where.default: _onnx_roi_align_where,
+}

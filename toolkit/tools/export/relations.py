@@ -1,0 +1,54 @@
+"""A scene graph as one function from pixels to boxes and relations: a fixed number of objects, and all their pairs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from toolkit.data.table import Category
+from toolkit.tools.export.faster_rcnn import pool_where
+from toolkit.tools.export.files import About, write_onnx
+from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
+
+RELATIONS = 100  # of an image, as recall counts
+
+
+class PixelsToGraph(PixelsToBoxes):
+    """A scene graph detector in evaluation mode with all that comes before and after its network.
+
+    forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4), scores and labels (B, K) as of `PixelsToBoxes`, but in
+    any order; pairs (B, R, 2) int64 subject and object, rows of these, best first; predicate_scores (B, R, predicates);
+    triplet_scores (B, R), 0 in a row without a relation. R = `top_k`, or all pairs where these are fewer.
+    """
+
+    def __init__(self, detector: nn.Module, top_k: int = RELATIONS):
+        super().__init__(detector, top_k)
+        self.sides = detector_meant(detector).exported_sides
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return self.detector.decode_graph(*self.prepared(images), self.top_k, pool_where)
+
+
+def export_graph(
+    detector: nn.Module,
+    folder: Path,
+    *,
+    categories: Sequence[Category],
+    size: Mapping[str, int] | None,
+    source: str,
+    score_threshold: float,
+    grid_sample: bool = True,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Writes `graph.onnx` of a scene graph whose `graph_obstacle` is None; arguments as of `export_detector`."""
+    detector = copy_for_files(detector)
+    graph = PixelsToGraph(detector).eval()
+    architecture = detector.options["architecture"]
+    say(f"tracing {architecture} with its relations")
+    program = trace(graph, trace_hw(graph.sides, detector.stride, size, architecture), grid_sample)
+    about = About(architecture, categories, size, graph.sides, detector.stride, score_threshold, RELATIONS, source,
+                  predicates=list(detector.predicates))  # fmt: skip
+    path = Path(folder) / "graph.onnx"
+    say(f"writing {path}")
+    write_onnx(program, path, about)
+    return path

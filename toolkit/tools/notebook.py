@@ -1,0 +1,165 @@
+"""Shared code of the notebooks: scripts and their settings, pictures, and training with live curves."""
+
+import difflib
+import importlib
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from toolkit.base.errors import BadInput, Preempted
+from toolkit.base.files import PACKAGE, ROOT
+from toolkit.data.dataset import row_target
+from toolkit.data.decoding import decode_image
+from toolkit.data.table import DetectionTable
+from toolkit.run.command_line import parse_config
+from toolkit.run.metrics_log import read_metrics
+from toolkit.run.open_run import load_script
+from toolkit.tools.report.charts import LineChart, figure
+from toolkit.tools.report.figures import STEP, smooth_lines
+
+CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP"]}
+
+
+def import_script(name: str) -> ModuleType:
+    """A script of this project as a module, such as `train_detr`."""
+    folder = str(ROOT / "scripts")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> ModuleType:
+    """A copy of a script with lines added, as a module; prints what was added.
+
+    name: of the script, such as `train_detr`.
+    file: where the copy is written, such as "my_loop.py"; the runs that it makes remember it.
+    below: what the line begins with -> the text that is put below its statement, with the indentation of that line.
+
+    Raises BadInput: a line is there never or several times.
+    """
+    before = Path(import_script(name).__file__).read_text(encoding="utf-8").splitlines(keepends=True)
+    after = list(before)
+    for start, added in below.items():
+        at = [i for i, line in enumerate(after) if line.strip().startswith(start)]
+        if len(at) != 1:
+            raise BadInput(f"{name}.py: {len(at)} lines begin with {start!r}; expected one, to put lines below it")
+        indent = after[at[0]][: -len(after[at[0]].lstrip())]
+        after[at[0] + 1 : at[0] + 1] = [f"{indent}{line}\n" for line in added.splitlines()]
+    path = Path(file).resolve()
+    path.write_text("".join(after))
+    print("".join(difflib.unified_diff(before, after, f"{name}.py", path.name, n=1)))
+    module = load_script(path, path.stem)
+    module.DEFAULT_CONFIG = import_script(name).DEFAULT_CONFIG  # a script finds it by its own place
+    return module
+
+
+def config_of(script: ModuleType, *settings: object) -> object:
+    """The Config of a training script: its defaults and what its command line would be given, with runs below
+    `runs_folder()`. Raises BadInput, as the command line does."""
+    words = [str(word) for word in settings]
+    return parse_config(script.Config, words, script.DEFAULT_CONFIG, {"run.output_dir": str(runs_folder())})
+
+
+def folder_of(config: object) -> Path:
+    """The run folder of a Config."""
+    return Path(config.run.output_dir) / config.run.name
+
+
+def runs_folder() -> Path:
+    """Where notebooks keep their runs: runs/ of the checkout, of the current folder where the toolkit is installed."""
+    return (ROOT if ROOT != PACKAGE else Path.cwd()) / "runs"
+
+
+def image_and_target(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
+    """A training image before augmentation, uint8 (3, H, W), and its target."""
+    row = table.row(index)
+    image = decode_image(table.image_source(row))
+    return image, row_target(row, tuple(image.shape[-2:]))
+
+
+def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> None:
+    """Shows PIL images (or arrays) in a grid."""
+    from IPython.display import Image, display  # which notebooks alone have
+
+    rows = -(-len(pictures) // columns)
+    figure = Figure(figsize=(3 * columns, 3 * max(rows, 1)), layout="constrained")
+    for i, picture in enumerate(pictures):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        axes.imshow(picture)
+        axes.axis("off")
+        axes.set_title(titles[i] if titles else "", fontsize=9)
+    display(Image(_encoded(figure, "jpeg")))  # photographs: a tenth of their size as PNG
+
+
+def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str]] = CURVES) -> dict[str, float] | None:
+    """Runs `main(config)` of a script below curves that are drawn anew as rows arrive; returns its last evaluation.
+
+    Interrupt the cell (the square, or I I) and the run saves its state; None is returned. Run the cell again with
+    `--run.resume latest` among the settings and it goes on where it was.
+
+    curves: the keys of metrics.jsonl in each panel, by its title.
+    """
+    with live_curves(folder_of(config) / "metrics.jsonl", curves):
+        try:
+            return main(config)
+        except Preempted as stopped:
+            print(f"{stopped}. Run this cell again to go on.")
+            return None
+
+
+@contextmanager
+def live_curves(file: Path, curves: Mapping[str, Sequence[str]], every_s: float = 3.0) -> Iterator[None]:
+    """Curves of a `metrics.jsonl` in the output of a cell, drawn anew by a thread as long as the block runs."""
+    from IPython.display import Image, display  # which notebooks alone have
+
+    handle, drawn_at = display(Image(_picture(file, curves)), display_id=True), 0.0
+    ended = threading.Event()
+
+    def draw() -> None:
+        nonlocal drawn_at
+        changed_at = file.stat().st_mtime if file.exists() else 0.0
+        if changed_at != drawn_at:
+            drawn_at = changed_at
+            handle.update(Image(_picture(file, curves)))
+
+    def draw_on() -> None:
+        pause = every_s
+        while not ended.wait(pause):
+            start = time.perf_counter()
+            draw()
+            pause = max(every_s, 20 * (time.perf_counter() - start))  # at most a twentieth of the run's time
+
+    thread = threading.Thread(target=draw_on, name="curves", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        draw()
+
+
+def _picture(file: Path, curves: Mapping[str, Sequence[str]]) -> bytes:
+    try:
+        rows = read_metrics(file) if file.exists() else []
+    except (BadInput, OSError):  # a row that is just being written; the next drawing has it
+        rows = []
+    charts = []
+    for title, keys in curves.items():
+        lines = [line for i, key in enumerate(keys) for line in smooth_lines(rows, key, key, i)]
+        charts.append(LineChart(title, lines, STEP))
+    return _encoded(figure(charts))
+
+
+def _encoded(figure: Figure, form: str = "png") -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format=form, dpi=80)
+    return file.getvalue()

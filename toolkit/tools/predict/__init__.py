@@ -1,0 +1,1 @@
+"""A trained detector on pictures, folders and videos."""

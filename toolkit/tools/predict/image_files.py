@@ -1,0 +1,225 @@
+"""Finds image files, reads their ids and boxes from a COCO file, and runs a predictor over them."""
+
+import atexit
+import glob
+import math
+import shutil
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from toolkit.base.errors import BadInput
+from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
+from toolkit.data.formats.coco import read_annotations
+from toolkit.data.formats.json_stream import items_of
+from toolkit.evaluation.detections import Found
+from toolkit.tools.predict.prediction import Predictor
+
+
+class FilePrediction(NamedTuple):
+    """An image file: `image` uint8 (3, H, W) and the detections `found` in it, or the `error` why it is unreadable."""
+
+    path: Path
+    image: Tensor | None
+    found: Found | None
+    error: str | None
+
+
+def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> dict[Path, Path]:
+    """Image files by path, in the given order and without duplicates, with their names below the given folders.
+
+    Args:
+        given: files (taken whatever their suffix), folders (searched for image suffixes, also below), and patterns
+            such as "photos/**/*.jpg".
+        leave_out: a folder whose files are not taken, such as that of the pictures made last time.
+
+    Raises:
+        BadInput: naming all that is not there or holds no image.
+    """
+    images, problems = {}, []
+    for source in map(str, given):
+        path = Path(source).expanduser()
+        if path.is_file():
+            here = [path]
+        else:
+            matches = path.rglob("*") if path.is_dir() else glob.glob(str(path), recursive=True)
+            here = [file for file in map(Path, sorted(matches)) if _is_image_file(file, leave_out)]
+        if not here:
+            what = "holds no image files" if path.is_dir() else "no such file or folder, and no image file matches it"
+            problems.append(f"{source}: {what} (looked for {' '.join(sorted(IMAGE_SUFFIXES))})")
+        for file in here:
+            images.setdefault(file, file.relative_to(path) if path.is_dir() else Path(file.name))
+    if problems:
+        raise BadInput(problems)
+    return images
+
+
+def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[dict[Path, Path], dict[Path, str]]:
+    """`find_images` of files, folders and patterns; of addresses, which are fetched; and of "-", a list of all these on
+    the standard input, one a line.
+
+    Returns:
+        the files with their names, and the error of each address that could not be fetched.
+    """
+    stripped = (line.strip() for source in given for line in (sys.stdin if source == "-" else [source]))
+    lines = [line for line in stripped if line]
+    addresses = [line for line in lines if line.startswith(("http://", "https://"))]
+    local = [line for line in lines if line not in addresses]
+    if not lines:
+        raise BadInput("no images: nothing came on the standard input")
+    files = find_images(local, leave_out) if local else {}
+    errors = {}
+    for address in addresses:
+        try:
+            path = _fetched(address)
+            files[path] = Path(path.name)
+        except (OSError, ValueError) as error:
+            errors[Path(address)] = f"cannot be fetched: {getattr(error, 'reason', error)}"
+    return files, errors
+
+
+def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> Path:
+    """A file with the content of an address, gone when the process ends."""
+    with urllib.request.urlopen(address, timeout=timeout_s) as answer:
+        content = answer.read(limit)
+    folder = Path(tempfile.mkdtemp(prefix="predict-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / (Path(urllib.parse.urlparse(address).path).name or "image")
+    path.write_bytes(content)
+    return path
+
+
+def _is_image_file(path: Path, leave_out: Path | None) -> bool:
+    if leave_out is not None and leave_out.resolve() in path.resolve().parents:
+        return False
+    return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
+
+
+# ---- ids and boxes from a COCO file ----------------------------------------------------------------------------------
+
+
+def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
+    """The id of each image: that of a COCO file, by the end of its path; without a file 1, 2, 3, ...
+
+    Raises:
+        BadInput: no COCO file, or images that it does not have, or has twice.
+    """
+    if annotations is None:
+        return list(range(1, len(names) + 1))
+    try:
+        images = items_of(Path(annotations), ("images",))
+        entries = [(Path(image["file_name"]).parts, image["id"]) for _, image in images]
+    except (OSError, KeyError, TypeError) as error:
+        raise BadInput(f"--image-ids {annotations}: no COCO file with images: {error!r}") from error
+    if not entries:
+        raise BadInput(f"--image-ids {annotations}: no COCO file with images")
+    ids, problems, by_name = [], [], {}
+    for parts, image_id in entries:
+        by_name.setdefault(parts[-1], []).append((parts, image_id))
+    for name in names:
+        matches = [image_id for parts, image_id in by_name.get(name.name, ()) if name.parts[-len(parts) :] == parts]
+        ids.append(matches[0] if matches else None)
+        if len(matches) != 1:
+            problems.append(f"{name}: {annotations} names {len(matches)} such images; expected 1")
+    if problems:
+        raise BadInput(problems)
+    return ids
+
+
+def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[str]) -> dict[Path, dict[str, Tensor]]:
+    """`boxes (N, 4)` float32 xyxy in pixels and `labels (N,)` int64 from 0 of each image; N = 0 is ordinary.
+
+    Args:
+        file: COCO annotations, whose images are found by the end of their paths; crowd regions are left out.
+        names: the image files, each with its name below the folder that was given.
+        class_names: of the model, in the order of the labels; categories are theirs by name.
+
+    Raises:
+        BadInput: no COCO file, images that it does not have, boxes without width or height, categories that the model
+            does not know; all of them.
+    """
+    image_ids = dict(zip(image_ids_of(file, list(names.values())), names, strict=True))
+    annotations = read_annotations(Path(file))
+    labels = {name: label for label, name in enumerate(class_names)}
+    categories = (entry for entry in annotations.categories if isinstance(entry, dict))
+    label_of = {entry.get("id"): labels.get(entry.get("name")) for entry in categories}
+    rows: dict[Path, list] = {path: [] for path in names}
+    problems = []
+    for number, entry in enumerate(map(annotations.entry, range(len(annotations)))):
+        if not isinstance(entry, dict):
+            problems.append(f"{file}, annotation {number}: {str(entry)[:80]}; expected an object")
+            continue
+        if entry.get("image_id") not in image_ids or entry.get("iscrowd"):
+            continue
+        label, box = label_of.get(entry.get("category_id")), entry.get("bbox")
+        where = f"{file}, annotation {entry.get('id', number)}"
+        if label is None:
+            problems.append(f"{where}: category {entry.get('category_id')} is none of the model's, {class_names[:10]}")
+        if not _is_box(box):
+            problems.append(f"{where}: bbox {box}; expected [x, y, width, height] in pixels, both sides above 0")
+        else:
+            x, y, width, height = box
+            rows[image_ids[entry["image_id"]]].append(([x, y, x + width, y + height], label))
+    if problems:
+        raise BadInput(problems)
+    boxes_of = {}
+    for path, of_image in rows.items():
+        boxes = torch.tensor([box for box, _ in of_image], dtype=torch.float32).reshape(-1, 4)
+        boxes_of[path] = {"boxes": boxes, "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64)}
+    return boxes_of
+
+
+def _is_box(box: object) -> bool:
+    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
+    return numbers and all(map(math.isfinite, box)) and box[2] > 0 and box[3] > 0
+
+
+# ---- image files -> detections ---------------------------------------------------------------------------------------
+
+
+def predict_files(
+    predictor: Predictor,
+    paths: Sequence[Path],
+    *,
+    batch_size: int = 8,
+    score_threshold: float = 0.3,
+    given: Mapping[Path, Found] | None = None,
+) -> Iterator[FilePrediction]:
+    """Every file once, those of like size together, and so not in the order given. A file that cannot be read is
+    yielded with its error, the others go on. given: boxes of each file, for a predictor that describes them."""
+    with ThreadPoolExecutor() as pool:
+        sizes = pool.map(_size_or_nothing, paths)
+        in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
+        for start in range(0, len(in_order), batch_size):
+            some = in_order[start : start + batch_size]
+            decoded = dict(zip(some, pool.map(_decode_or_error, some), strict=True))
+            images = {path: image for path, image in decoded.items() if isinstance(image, Tensor)}
+            boxes = [] if given is None else [[given[path] for path in images]]
+            detections = iter(predictor.predict(list(images.values()), score_threshold, *boxes) if images else [])
+            for path, image in decoded.items():
+                if path in images:
+                    yield FilePrediction(path, image, next(detections), None)
+                else:
+                    yield FilePrediction(path, None, None, image.reason)
+
+
+def _size_or_nothing(path: Path) -> tuple[int, int]:
+    try:
+        return probe_image(path).size_hw
+    except ImageError:
+        return (0, 0)  # decoding says why
+
+
+def _decode_or_error(path: Path) -> Tensor | ImageError:
+    try:
+        return decode_image(path)
+    except ImageError as error:
+        return error

@@ -1,0 +1,244 @@
+"""Opens trained detectors: `open_predictor` makes a `Predictor` of any source that `toolkit.run.open_run.kind_of`
+knows. Runs are rebuilt from their folder alone.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import near_names, read_json
+from toolkit.base.trust import TRUST
+from toolkit.data.formats import FORMATS
+from toolkit.data.pipeline import processor_size
+from toolkit.data.table import Category
+from toolkit.models import build_detector, options_class
+from toolkit.models.detector import Detector
+from toolkit.models.final import load_detector_folder, load_weights
+from toolkit.models.inference_settings import with_inference_settings
+from toolkit.models.start import load_pretrained
+from toolkit.models.weights.pretrained import cached_when_offline, open_pretrained
+from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
+from toolkit.step.freezing import freeze_prefixes
+from toolkit.tools.export.files import AT_LEAST, open_file
+from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text}: expected a whole number above 0")
+    return int(text)
+
+
+MOST = "maximum number of detections of an image, over all classes (default: as the run evaluates)"
+IMAGES = "folder, archive or URL of the images, if not those of the run; may be repeated"
+# Flags of the scripts that open trained models, with their arguments for argparse.
+FLAGS = {
+    "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
+    "--split": {"help": "annotation file or split instead of the run's validation data"},
+    "--image-dir": {"action": "append", "help": IMAGES},
+    "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
+    "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
+    "--max-detections": {"type": _count, "metavar": "N", "help": MOST},
+    "--trust": {"action": "store_true", "help": TRUST},
+}
+PUBLISHED = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
+REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
+
+
+class OwnDetector(NamedTuple):
+    """detector: in evaluation mode, on the CPU; size: what images are resized to, as in `input_hw`; max_detections: of
+    an image, as the run evaluates them."""
+
+    source: str
+    detector: nn.Module
+    categories: list[Category]
+    size: dict[str, int] | None
+    max_detections: int = Detector.max_detections
+
+
+def add_flags(parser: ArgumentParser, *names: str) -> None:
+    """Gives a script those of `FLAGS` that are named."""
+    for name in names:
+        parser.add_argument(name, **FLAGS[name])
+
+
+def open_predictor(
+    source: str | Path,
+    weights: str | None = None,
+    device: torch.device | str = "cpu",
+    settings: Mapping = MappingProxyType({}),
+    max_detections: int | None = None,
+) -> Predictor:
+    """The detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
+
+    Args:
+        source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; `.onnx`, `.pt2` or `.xml`
+            of scripts/export.py, which run on the CPU; folder or hub name of a transformers model; `.pth` of a scene
+            graph of Scene-Graph-Benchmark.
+        weights: "model" or "ema", of a run; None: those that the run's metric for best goes by, as in `final/`.
+        settings: of the model, in place of its own; see `with_inference_settings`.
+        max_detections: of an image, over all classes; None: as many as the run evaluates, but at least 300 where the
+            predictions are not evaluated.
+
+    Raises:
+        BadInput: nothing of all this is there, or it cannot be loaded.
+    """
+    path, kind = Path(source).expanduser(), kind_of(source)
+    if kind == "exported" and weights is not None:
+        raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
+    opened = None if kind == "exported" else open_own_detector(source, weights, settings)
+    if opened is not None:
+        names = (getattr(opened.detector, name, ()) for name in ("predicates", "attributes"))
+        evaluated = max_detections or opened.max_detections
+        top_k = max_detections or max(AT_LEAST, evaluated)
+        predict = own_predict(opened.detector.to(device), opened.size, top_k)
+        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(opened.detector, "mode", ""))
+        about = (given, report_thresholds(path), evaluated, opened.size)
+        return Predictor(opened.source, opened.categories, predict, *names, *about)
+    if settings:
+        raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
+    if kind == "transformers":
+        return _open_transformers(source, device, max_detections)
+    run, about = open_file(path)
+    if max_detections is not None and max_detections > about.top_k:
+        raise BadInput(
+            f"--max-detections {max_detections}: {source} gives {about.top_k} rows for an image; export it again with "
+            f"--top-k {max_detections}"
+        )
+    known = {"thresholds": {"": about.score_threshold}, "size": about.size}
+    known["max_detections"] = max_detections or about.max_detections
+    predict = predict_with(run, about, max_detections)
+    return Predictor(str(path), list(about.categories), predict, about.predicates, **known)
+
+
+def open_own_detector(
+    source: str | Path, weights: str | None = None, settings: Mapping = MappingProxyType({})
+) -> OwnDetector | None:
+    """As `open_predictor`, for detectors built by this project; None: `source` is a model of transformers, if any."""
+    path, kind = Path(source).expanduser(), kind_of(source)
+    if kind == "file" and path.suffix in PUBLISHED and weights is None:
+        return _open_published(path, settings)
+    if kind not in ("final", "transformers"):
+        run = with_settings(open_run(path, options_class), settings)
+        name, data = chosen_weights(run, weights), run.config["data"]
+        size = processor_size(data["image_size"], data["scales"], data["max_size"])
+        detector, source = load_detector(run, name), f"{run.checkpoint.path} ({name} weights)"
+        return OwnDetector(source, detector, run.categories, size, evaluated_detections(run.config, detector))
+    if weights is not None:
+        raise BadInput(f"--weights {weights}: only a run has several; {source} is no run folder or checkpoint")
+    if kind != "final":
+        return None
+    detector, categories, size = load_detector_folder(path, settings)
+    return OwnDetector(str(path), detector, categories, size, detector.max_detections)
+
+
+def evaluated_detections(config: Mapping, detector: Detector) -> int:
+    """Detections of an image that the evaluations of a run keep; runs before there was the setting have none."""
+    return config.get("eval", {}).get("max_detections") or detector.max_detections
+
+
+def _open_transformers(source: str | Path, device: torch.device | str, max_detections: int | None) -> Predictor:
+    from transformers import AutoImageProcessor, AutoModelForObjectDetection
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # of reading the weights: a blink
+    path = Path(source).expanduser()
+    name = str(path) if path.exists() else str(source)
+    try:
+        with cached_when_offline():
+            # said, as transformers would ask on standard input whether to run what lies beside the weights
+            processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+            model = AutoModelForObjectDetection.from_pretrained(name, trust_remote_code=False).eval().to(device)
+    except Exception as error:  # noqa: BLE001 - offline, no detector, or anything of a foreign folder
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BadInput(
+            f"{source}: neither a run folder, a checkpoint, a final/ folder nor a detection model that transformers "
+            f"loads ({reason}); give a folder that exists, or the hub name of a model and a connection to fetch it"
+            + ("" if path.exists() else near_names(path))
+        ) from error
+    names, ids = model.config.id2label, path / "categories.json"
+    categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]
+    if ids.is_file():  # a final/ folder of ours
+        categories = [Category(entry["id"], entry["name"]) for entry in read_json(ids, list)]
+    queries = getattr(model.config, "num_queries", None) or getattr(model.config, "num_detection_tokens", 0)
+    evaluated = max_detections or max(Detector.max_detections, queries)
+    predict = transformers_predict(model, processor, max_detections or max(AT_LEAST, evaluated))
+    size = dict(processor.size) if getattr(processor, "do_resize", False) else None
+    about = (report_thresholds(path), evaluated, size)
+    return Predictor(str(source), categories, predict, (), (), None, *about)
+
+
+def report_thresholds(path: Path) -> dict[str, float] | None:
+    """The thresholds that a run's report recommends, by class name and for all as ""; None without a report.
+
+    path: the run folder, or anything in it.
+
+    Raises:
+        BadInput: a file that cannot be read.
+    """
+    for folder in (path, *path.absolute().parents):
+        file = folder / "report" / REPORT
+        if file.is_file():
+            try:
+                entries = read_json(file)
+                return {"": float(entries["threshold"])} | {k: float(v) for k, v in entries["thresholds"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+                raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
+        if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
+            break
+    return None
+
+
+def _open_published(path: Path, settings: Mapping) -> OwnDetector:
+    """Of a file of published weights, which says what images are resized to."""
+    source = open_pretrained(str(path))
+    if source.size is None:
+        remedy = "give them to a training script as --model.pretrained, with run.max_steps 1"
+        raise BadInput(f"{path}: these weights do not say what images are resized to; {remedy}, and open that run")
+    options = {"architecture": source.architecture, "pretrained_backbone": False, **source.options}
+    asked = dict(settings)
+    if "mode" in options:  # of a scene graph, whose file does not say it
+        options["mode"] = asked.pop("mode", options["mode"])
+    detector = build_detector(**with_inference_settings(options, asked), class_names=source.class_names)
+    load_pretrained(detector, source, source.class_names)
+    categories = [Category(number + 1, name) for number, name in enumerate(source.class_names)]
+    return OwnDetector(str(path), detector.eval(), categories, source.size)
+
+
+# ---- a run, rebuilt from its folder ----------------------------------------------------------------------------------
+
+
+def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
+    """The run with other settings of its model; see `with_inference_settings`."""
+    return replace(run, config={**run.config, "model": with_inference_settings(run.config["model"], asked)})
+
+
+def load_detector(run: Run, weights: str) -> Detector:
+    """The run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
+    names = [category.name for category in run.categories]
+    detector = rebuild_detector({"model": run.config["model"]}, names)
+    load_weights(detector, run.checkpoint.tensors[weights], run.checkpoint.path)
+    return detector.eval()
+
+
+def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
+    """The detector that `config.yaml` describes, with random weights and frozen layers; downloads nothing.
+
+    config: of `load_config_dict`. Raises BadInput: nothing can be built of its settings, as of `d_model: -8`.
+    """
+    settings = {**config["model"], "pretrained_backbone": False}
+    try:
+        detector = build_detector(**settings, class_names=class_names)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+        raise BadInput(
+            f"config.yaml of the run: its group model builds no detector: {error!r}; put back what the run wrote"
+        ) from error
+    freeze_prefixes(detector, settings.get("freeze_prefixes", ()))
+    return detector

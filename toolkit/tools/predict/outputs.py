@@ -1,0 +1,122 @@
+"""Writes predictions in the formats that other programs read."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import without_suffix, write_text_atomic
+from toolkit.data.formats.coco import write_coco
+from toolkit.data.formats.csv import write_csv
+from toolkit.data.formats.voc import write_voc
+from toolkit.data.formats.yolo import write_yolo
+from toolkit.data.table import LabelledImages
+from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text
+
+# What `scripts/predict.py` writes below its folder.
+OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv", "uncertain.csv")
+OUTPUTS += ("labels", "annotations", "pictures", "videos", "graphs")
+FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
+
+
+def write_outputs(
+    document: Mapping, detections: LabelledImages, names: Sequence[str], formats: Sequence[str], folder: Path
+) -> None:
+    """Writes predictions in every format.
+
+    Args:
+        document: as in predictions.json, see scripts/predict.py.
+        detections: the same images with their boxes as columns.
+        names: a relative path for each image, all different, after which files of its own are named.
+        formats: of `FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list of
+            COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
+            centre and size as shares of the image, and score; voc, an XML file for each image; csv, a row for each
+            detection; and of scene graphs a file for each image in graphs/: dot (Graphviz), jsonld (linked data),
+            networkx (its node-link JSON).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in formats:
+        if name == "json":
+            write_text_atomic(folder / "predictions.json", _as_text(document))
+        elif name == "jsonl":
+            write_text_atomic(folder / "predictions.jsonl", "".join(f"{json.dumps(e)}\n" for e in document["images"]))
+        elif name == "coco":
+            write_coco(detections, folder / "results.json")
+            write_data_set(detections, folder / "dataset.json")
+        elif name == "yolo":
+            write_yolo(detections, folder / "labels", names)
+            (folder / "labels").mkdir(exist_ok=True)
+            names_text = "".join(f"{category.name}\n" for category in detections.categories)
+            (folder / "labels" / "classes.txt").write_text(names_text)
+        elif name == "voc":
+            write_voc(detections, folder / "annotations", names)
+        elif name == "csv":
+            write_csv(detections, folder / "predictions.csv")
+        else:
+            for graph, image in zip(document["images"], names, strict=True):
+                path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text_atomic(path, graph_text(graph, name))
+
+
+def images_root(detections: LabelledImages) -> Path:
+    """The folder that all image files are in."""
+    return Path(os.path.commonpath([Path(row.file_name).absolute().parent for row in detections.images]))
+
+
+def write_data_set(detections: LabelledImages, path: Path) -> None:
+    """Detections, clipped to their images, as a COCO data set to train on. Annotations have their `score`; files are
+    relative to `images_root`."""
+    if not detections.images:
+        return
+    root, found = images_root(detections), detections.boxes
+    names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
+    limits = np.array([(row.width, row.height) * 2 for row in detections.images])[found.image_index]
+    found = dataclasses.replace(found, xyxy=found.xyxy.clip(0, limits))
+    found = found[(found.xyxy[:, 2:] > found.xyxy[:, :2]).all(axis=1)]
+    extra = {"scores": None, "ids": np.arange(1, len(found) + 1), "extra": {"score": found.scores}}
+    write_coco(dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)), path)
+
+
+def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None:
+    """Makes sure that the results of two predictions are not mixed.
+
+    Raises:
+        BadInput: there are results already and `overwrite` is false; an input lies among them.
+    """
+    old = _earlier(folder)
+    resolved = {path.resolve() for path in old}
+    lost = [path for path in inputs if resolved & {path.resolve(), *path.resolve().parents}]
+    if lost:
+        raise BadInput([f"{path}: a new prediction would overwrite it; choose another --out" for path in lost])
+    if old and not overwrite:
+        raise BadInput(
+            f"--out {folder} holds an earlier prediction ({', '.join(path.name for path in old)}): choose another "
+            "folder, or replace it with --overwrite"
+        )
+
+
+def clear_outputs(folder: Path) -> None:
+    """Removes what an earlier prediction wrote."""
+    for path in _earlier(folder):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _earlier(folder: Path) -> list[Path]:
+    return [folder / name for name in OUTPUTS if (folder / name).exists()]
+
+
+def _as_text(document: Mapping) -> str:
+    """JSON with a line for each image."""
+    lists = {key: ",\n  ".join(json.dumps(entry) for entry in document[key]) for key in ("images", "errors")}
+    whole = {key: f"[\n  {text}]" for key, text in lists.items() if text}
+    lines = [f"{json.dumps(key)}: {whole.get(key) or json.dumps(value)}" for key, value in document.items()]
+    return "{" + ",\n".join(lines) + "}\n"

@@ -1,0 +1,53 @@
+"""The predictions of a cross-validation, each image's by the run that did not see it, as one set."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
+from toolkit.data.splits import Fold, open_split, share_of
+from toolkit.tools.predict.predict_split import Predicted
+
+
+def pool_folds(parts: Sequence[Predicted], say: Callable[[str], None]) -> Predicted:
+    """Predictions on the whole training data, from those on each of its folds.
+
+    Args:
+        parts: one for each fold, in any order, as `open_any` gives them.
+        say: called with what was read of the whole data.
+
+    Raises:
+        BadInput: the parts are not the folds of one data set, one is missing or given twice, or they are scene graphs.
+    """
+    names = [str(part.about["detector"]) for part in parts]
+    folds = [share_of(part.about["data"]["source"]) for part in parts]
+    strangers = [name for name, fold in zip(names, folds, strict=True) if not isinstance(fold, Fold)]
+    if strangers:
+        raise BadInput(f"{name}: not judged on a fold of its training data (--data.val 1/5)" for name in strangers)
+    wholes = [{key: value for key, value in part.about["data"].items() if key != "source"} for part in parts]
+    if len({fold.of for fold in folds}) > 1 or any(whole != wholes[0] for whole in wholes):
+        raise BadInput(f"{', '.join(names)}: folds of different data; give the runs of one cross-validation")
+    counts = Counter(fold.number for fold in folds)
+    if wrong := [number for number in range(1, folds[0].of + 1) if counts[number] != 1]:
+        several = ", ".join(f"fold {number} is given {counts[number]} times" for number in wrong)
+        raise BadInput(f"{several}; expected each of the {folds[0].of} folds once")
+    if any("pairs" in prediction for part in parts for prediction in _by_image(part).values()):
+        raise BadInput("scene graphs are not pooled; evaluate each run alone")
+    data = wholes[0] | {"source": wholes[0]["part_of"]}
+    del data["part_of"]
+    table = open_split(**data, say=say)
+    by_image = {}
+    for part in parts:
+        by_image |= _by_image(part)
+    return Predicted(table, by_image, {"detector": " + ".join(names), "data": data})
+
+
+def _by_image(part: Predicted) -> dict[int | str, dict[str, np.ndarray]]:
+    boxes = part.predictions
+    if not isinstance(boxes, Boxes):
+        return boxes
+    rows = [boxes.of_image(index) for index in range(boxes.num_images)]
+    columns = [{"boxes": boxes.xyxy[row], "scores": boxes.scores[row], "labels": boxes.labels[row]} for row in rows]
+    return dict(zip(part.table.image_ids().tolist(), columns, strict=True))

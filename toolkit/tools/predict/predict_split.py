@@ -1,0 +1,215 @@
+"""Predictions on a split, from any source: a run, a checkpoint, an exported model, or a predictions file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
+from toolkit.data.pipeline import val_transform, validation_loader
+from toolkit.data.splits import READING, open_split
+from toolkit.data.table import DetectionTable
+from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
+from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.evaluation.predictions_file import read_about, read_predictions
+from toolkit.models import options_class
+from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
+from toolkit.run.settings_file import load_config_dict
+from toolkit.step.losses import LossWeights
+from toolkit.tools.distillation.losses import LOSSES as DISTILLED
+from toolkit.tools.predict.open import evaluated_detections, load_detector, open_predictor, with_settings
+from toolkit.tools.predict.prediction import labels_in, predict_table, relabelled
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class SplitOptions:
+    """Which data to use instead of those that the run or the predictions file was made on; None keeps those.
+
+    split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`. path: folder
+    of another data set, as `data.path` or `data.name`, of which `split` is then a split.
+    """
+
+    split: str | None = None
+    image_dir: str | Sequence[str] | None = None
+    format: str | None = None
+    path: str | None = None
+
+
+@dataclass
+class Predicted:
+    """Predictions on a table, as evaluators take them, and what is known of them.
+
+    evaluator, losses, speed (milliseconds of an image, in words): of a run or checkpoint; None, {} and "" otherwise.
+    run_folder: None for what belongs to no run.
+    about: as a predictions file has it: `detector` in words, `data` to open the table again.
+    """
+
+    table: DetectionTable
+    predictions: Boxes | dict
+    about: dict
+    evaluator: object = None
+    losses: dict = field(default_factory=dict)
+    run_folder: Path | None = None
+    speed: str = ""
+
+
+def open_any(
+    source: str | Path,
+    weights: str | None,
+    options: SplitOptions,
+    accelerator,
+    settings: Mapping = MappingProxyType({}),
+    backend: str | None = None,
+    max_detections: int | None = None,
+) -> Predicted:
+    """Dispatches on the kind of `source`; only runs take settings of the model and a `backend`. max_detections: of an
+    image, as `open_predictor`. Raises BadInput."""
+    kind = kind_of(source)
+    if kind == "run":
+        run = with_settings(open_run(source, options_class), settings)
+        return predict_run(run, weights, options, accelerator, backend, max_detections)
+    if settings:
+        raise BadInput(f"--model.{next(iter(settings))}: {source} is no run; its settings are fixed")
+    if kind == "predictions":
+        if max_detections is not None:
+            raise BadInput(f"--max-detections {max_detections}: {source} holds predictions as they were kept")
+        return read_file(source, options, accelerator.print)
+    folder, data, table = _data_of(source, {}, options, accelerator.print)
+    predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
+    about = {"detector": predictor.source, "data": data}
+    if predictor.predicates:
+        accelerator.print(f"{source}: only its boxes are measured; evaluate.py RUN and export.py measure relations")
+    return Predicted(table, predict_table(predictor, table), about, run_folder=folder)
+
+
+def predict_run(
+    run: Run,
+    weights: str | None,
+    options: SplitOptions,
+    accelerator,
+    backend: str | None = None,
+    max_detections: int | None = None,
+) -> Predicted:
+    """The run's detector on its validation data or another split, as in training; several processes share the work.
+
+    Classes in another order than the run's, or fewer of them, are found by their names; there is no loss then.
+
+    Raises:
+        BadInput: the data has classes that the run does not know; relations, and not the run's classes.
+    """
+    config, device, chosen = run.config, accelerator.device, chosen_weights(run, weights)
+    evaluation, names = config["eval"], [category.name for category in run.categories]
+    data = data_settings(config, options)
+    table = open_split(**data, say=accelerator.print)
+    labels = labels_in(table, names, run.folder.name)
+    same = labels.tolist() == list(range(len(table.categories)))
+    detector = load_detector(run, chosen)
+    if not same and getattr(detector, "predicates", None):
+        raise BadInput(f"the data has classes {table.class_names}, the run {names}")
+    loss_weights = None
+    if same and table.num_boxes().any():  # a test split without annotations has no loss
+        weights = {name: value for name, value in config["loss"]["weights"].items() if name not in DISTILLED}
+        loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
+        loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
+        loss_weights.to(device)
+    settings, kept = config["data"], max_detections or evaluated_detections(config, detector)
+    result = predict_dataset(
+        detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
+        validation_loader(
+            table,
+            val_transform(settings["image_size"], settings["scales"], settings["max_size"]),
+            batch_size=evaluation["batch_size_per_device"],
+            workers=settings["workers"],
+            stride=detector.stride,
+            pin=device.type == "cuda",
+        ),
+        device,
+        step=run.checkpoint.step,
+        loss_weights=loss_weights,
+        score_threshold=evaluation["score_threshold"],
+        top_k=kept,
+        say=accelerator.print,
+    )
+    by_image = result.by_image
+    predictions = by_image
+    if not same:
+        predictions = {key: relabelled(prediction, labels, kept) for key, prediction in by_image.items()}
+    of_graphs = {key: evaluation[key] for key in OF_GRAPHS if key in evaluation}
+    evaluator = make_evaluator(detector, table, backend or evaluation["backend"], **of_graphs)
+    about = {
+        "detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)",
+        "data": data,
+        "mode": getattr(evaluator, "mode", None),
+        "protocol": evaluation.get("protocol", "original"),
+    }
+    batch = f"in batches of {evaluation['batch_size_per_device']} on {device.type}"
+    speed = f"{result.image_ms:.1f} ms an image, from pixels to detections, {batch}"
+    return Predicted(table, predictions, about, evaluator, result.losses, run.folder, speed)
+
+
+def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
+    """A predictions file, also of another program, with its data: those asked for, those it names, or its run's."""
+    about = read_about(path)
+    folder, data, table = _data_of(path, about, options, say)
+    read = read_predictions(path, table)
+    return Predicted(table, read.predictions, {"detector": str(path), "data": data} | about, run_folder=folder)
+
+
+# ---- which data ------------------------------------------------------------------------------------------------------
+
+
+def _data_of(
+    source: str | Path, about: Mapping, options: SplitOptions, say: Say
+) -> tuple[Path | None, dict, DetectionTable]:
+    """The run folder that a file or model lies in, if any; the data that it is to be held to, and the table of them:
+    those asked for, those that `about` names, or those of that run.
+
+    Raises:
+        BadInput: none are known, or they cannot be read.
+    """
+    try:
+        folder = run_folder_of(Path(source).expanduser())
+    except BadInput:
+        folder = None
+    is_named = options.split is None and options.path is None and bool(about.get("data"))
+    config = {}
+    if folder is not None:  # of which a report reads more than the data, when they are judged
+        needed = () if is_named else ("model", "data")
+        config = load_config_dict(folder / "config.yaml", options_class, needed)
+    if is_named:
+        data = dict(about["data"]) | _given(options)
+    elif folder is not None:
+        data = data_settings(config, options)
+    elif options.split is None and options.path is None:
+        raise BadInput(f"{source} does not say which data it belongs to; give --split FILE (and --image-dir FOLDER)")
+    else:
+        data = _other_data(options)
+    return folder, data, open_split(**data, say=say)
+
+
+def data_settings(config: Mapping, options: SplitOptions) -> dict:
+    """Arguments of `open_split`, from those of a run and what was asked for instead."""
+    data, split = config["data"], options.split
+    named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
+    other_file = split is not None and (not named or Path(split).expanduser().is_file())  # no split of the run's data
+    if options.path is not None or other_file:
+        return _other_data(options) | {"on_error": data["on_error"]}
+    reading = {key: data[key] for key in READING if key in data}
+    return {"source": split or data["val"], "part_of": data["train"]} | reading | _given(options)
+
+
+def _other_data(options: SplitOptions) -> dict:
+    """Arguments of `open_split` for data that belong to no run; of a folder its `val` where no split is named."""
+    key = "name" if options.format in ("hub", "visual_genome", "psg") else "path"
+    source = options.split or "val"
+    return {"source": source, key: options.path, "image_dir": options.image_dir, "format": options.format or "auto"}
+
+
+def _given(options: SplitOptions) -> dict:
+    both = {"image_dir": options.image_dir, "format": options.format}
+    return {key: value for key, value in both.items() if value is not None}

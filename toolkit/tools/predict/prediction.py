@@ -1,0 +1,307 @@
+"""Prediction on images with any detector, of this toolkit, exported or of transformers, in one loop."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
+from toolkit.data.batches import collate
+from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.table import Category, DetectionTable
+from toolkit.data.transforms.geometry import resize, shorter_side_size
+from toolkit.evaluation.detections import (
+    Found,
+    best_first,
+    detections_as_json,
+    relations_as_json,
+    without_graph_constraint,
+)
+from toolkit.evaluation.predictions import joined
+from toolkit.tools.export.files import AT_LEAST, About, Runner
+
+IMAGES_AT_ONCE = 8
+DEFAULT_THRESHOLD = 0.3
+NO_BOXES = {"boxes": torch.zeros(0, 4)}
+
+
+@dataclass
+class Predictor:
+    """A detector in evaluation mode with all that belongs to it.
+
+    source: where it came from, in words.
+    categories: classes in the order of the labels, with the ids that the training data gave them.
+    predict: `(images uint8 (3, H, W) RGB of any sizes, score_threshold)` -> one dict per image, on the CPU: `boxes
+        (K, 4)` float32 xyxy in pixels of that image, as the detector gives them (transformers clips nothing); `scores
+        (K,)` above the threshold, best first; `labels (K,)` int64; of scene graphs also `pairs (P, 2)` of positions in
+        `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first, and `attribute_scores (K, attributes)` if the
+        model predicts any. Detections do not depend on the other images of a batch: batches are made of images of one
+        size, so none is padded to the size of another.
+    predicates, attributes: names, of scene graphs.
+    given: None; "boxes" or "boxes and labels" that a scene-graph model describes: `predict` then takes them third, a
+        list of `boxes (N, 4)` and `labels (N,)` for each image.
+    max_detections: detections of an image, over all classes, that an evaluation keeps.
+    size: what images are resized to, as in `input_hw`; None: nothing is known of it.
+    thresholds: the scores that the run's report recommends, by class name, and for all classes as ""; None: no report.
+    """
+
+    source: str
+    categories: list[Category]
+    predict: Callable[[Sequence[Tensor], float], list[Found]]
+    predicates: Sequence[str] = ()
+    attributes: Sequence[str] = ()
+    given: str | None = None
+    thresholds: Mapping[str, float] | None = None
+    max_detections: int = 100
+    size: Mapping[str, int] | None = None
+
+    @property
+    def recommended_threshold(self) -> float:
+        """The score that the report found best for all classes together; 0.3 where there is no report."""
+        return (self.thresholds or {}).get("", DEFAULT_THRESHOLD)
+
+    @property
+    def class_names(self) -> list[str]:
+        return [category.name for category in self.categories]
+
+    def __call__(self, images, score_threshold: float | None = None):
+        """Detections in images of any kind that `as_image` takes: one dict, or a list of dicts for a list of images."""
+        several = isinstance(images, (list, tuple))
+        minimum = self.recommended_threshold if score_threshold is None else score_threshold
+        detections = self.predict([as_image(image) for image in (images if several else [images])], minimum)
+        return detections if several else detections[0]
+
+    def as_json(self, detections: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+        """`detections` of an image as in predictions.json, and `relations` of a scene graph."""
+        entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
+        if "pairs" in detections:
+            graph = detections if graph_constraint else without_graph_constraint(detections)
+            entry["relations"] = relations_as_json(graph, self.predicates, all_scores)
+        return entry
+
+
+def as_image(image) -> Tensor:
+    """uint8 (3, H, W) RGB of a PIL image (turned upright), an array uint8 (H, W, 3) or (H, W), or such a tensor.
+
+    Raises:
+        BadInput: anything else.
+    """
+    if isinstance(image, Image.Image):
+        image = np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
+        image = np.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image
+        if image.shape[2] == 3:
+            return torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+    if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == 3:
+        return image
+    shape = f" {getattr(image, 'dtype', '')} {tuple(image.shape)}" if hasattr(image, "shape") else ""
+    expected = "a PIL image, an array uint8 (H, W, 3) or (H, W), or a tensor uint8 (3, H, W), RGB"
+    raise BadInput(f"an image is a {type(image).__name__}{shape}; expected {expected}")
+
+
+# ---- filtered detections ---------------------------------------------------------------------------------------------
+
+
+def of_classes(predictor: Predictor, names: Sequence[str]) -> Predictor:
+    """A predictor that keeps only these classes. Raises BadInput for names that it does not know."""
+    label_of = {name: label for label, name in enumerate(predictor.class_names)}
+    if unknown := [name for name in names if name not in label_of]:
+        raise BadInput(f"--classes {', '.join(unknown)}: the detector knows {', '.join(label_of)}")
+    wanted = torch.tensor([label_of[name] for name in names])
+    return _filtered(predictor, lambda detections: torch.isin(detections["labels"], wanted))
+
+
+def from_report(predictor: Predictor) -> Predictor:
+    """A predictor whose detections have at least the score that the report recommends for their class.
+
+    Call it with the smallest of `thresholds`. Raises BadInput without a report.
+    """
+    if predictor.thresholds is None:
+        raise BadInput(
+            "--score-threshold auto: there is no report that recommends one; make it with scripts/report.py RUN, or "
+            "give a number"
+        )
+    overall = predictor.recommended_threshold
+    minimum = torch.tensor([predictor.thresholds.get(name, overall) for name in predictor.class_names])
+    return _filtered(predictor, lambda detections: detections["scores"] >= minimum[detections["labels"]])
+
+
+def smallest_threshold(predictor: Predictor) -> float:
+    """A score just below every threshold that `from_report` applies."""
+    return max(0.0, min(predictor.thresholds.values()) - 1e-6)
+
+
+def _filtered(predictor: Predictor, wanted: Callable[[Found], Tensor]) -> Predictor:
+    def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Found]:
+        predictions = predictor.predict(images, score_threshold, *given)
+        labels = [detections["labels"].where(wanted(detections), -1) for detections in predictions]
+        return [best_first(detections | {"labels": kept}) for detections, kept in zip(predictions, labels, strict=True)]
+
+    return replace(predictor, predict=predict)
+
+
+# ---- images -> detections --------------------------------------------------------------------------------------------
+
+
+def _loop(prepare: Callable, find: Callable):
+    """`Predictor.predict` of a detector.
+
+    Args:
+        prepare: (image, its given boxes) -> (pixels as the detector wants them, what else belongs to them).
+        find: (these of images with pixels of one shape, sizes (B, 2) int64 of the images, score_threshold) -> `Found`
+            of each, in pixels of the image.
+    """
+
+    @torch.no_grad()
+    def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Found] = ()) -> list[Found]:
+        pairs = zip(images, given or [NO_BOXES] * len(images), strict=True)
+        prepared = [prepare(image, boxes) for image, boxes in pairs]
+        groups: dict[torch.Size, list[int]] = {}
+        for i, (pixels, _) in enumerate(prepared):
+            groups.setdefault(pixels.shape, []).append(i)
+        predictions: list[Found] = [{}] * len(images)
+        for group in groups.values():
+            sizes_hw = torch.tensor([images[i].shape[-2:] for i in group])
+            of_group = find([prepared[i] for i in group], sizes_hw, score_threshold)
+            for i, detections in zip(group, of_group, strict=True):
+                predictions[i] = best_first(detections)
+        return predictions
+
+    return predict
+
+
+def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = AT_LEAST):
+    """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`; top_k:
+    detections of an image at most."""
+
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
+        device = next(detector.parameters()).device
+        batch = collate(prepared, detector.stride).to(device)
+        given = [batch.targets] if "labels" in batch.targets[0] else []
+        outputs = detector(batch.images, batch.sizes, *given)
+        return detector.postprocess(outputs, batch.sizes, sizes_hw.to(device), score_threshold, top_k)
+
+    return _loop(partial(resized, size), find)
+
+
+def predict_with(run: Runner, about: About, top_k: int | None = None):
+    """`Predictor.predict` of an exported detector; top_k: detections of an image at most, None: all rows."""
+
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
+        batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
+        outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
+        for boxes, scores, labels, *relations, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
+            height, width = (new / old for new, old in zip(size_hw, batch.shape[-2:], strict=True))
+            keep = ((labels >= 0) & (scores > score_threshold)).nonzero()[:top_k, 0]  # they are best first
+            boxes = boxes[keep] * torch.tensor([width, height, width, height])
+            found = {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
+            yield found | (_relations_among(keep, len(scores), *relations) if relations else {})
+
+    return _loop(partial(resized, about.size), find)
+
+
+def _relations_among(
+    keep: Tensor, count: int, pairs: Tensor, predicate_scores: Tensor, triplet_scores: Tensor
+) -> Found:
+    """The relations of an exported graph between the objects `keep`, rows of its `count` objects."""
+    place = torch.full((count,), -1)
+    place[keep] = torch.arange(len(keep))
+    rows = (place[pairs] >= 0).all(1) & (triplet_scores > 0)
+    columns = {"pairs": place[pairs[rows]], "predicate_scores": predicate_scores[rows]}
+    return columns | {"predicates": predicate_scores[rows].argmax(1), "triplet_scores": triplet_scores[rows]}
+
+
+def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
+    """`Predictor.predict` of a detector of transformers, whose processor prepares images one by one; top_k: detections
+    of an image at most."""
+    device = next(model.parameters()).device
+
+    def prepare(image: Tensor, _) -> tuple[Tensor, Mapping]:
+        inputs = processor(images=[image], return_tensors="pt", input_data_format="channels_first").to(device)
+        return inputs["pixel_values"], inputs
+
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
+        joined = {key: torch.cat([inputs[key] for _, inputs in prepared]) for key in prepared[0][1]}
+        sizes_hw = sizes_hw.to(device)
+        found = processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes_hw)
+        order = (detections["scores"].argsort(descending=True, stable=True)[:top_k] for detections in found)
+        return [{key: d[key][rows] for key in d} for d, rows in zip(found, order, strict=True)]
+
+    return _loop(prepare, find)
+
+
+def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Found = NO_BOXES) -> tuple[Tensor, Found]:
+    """The image as a detector takes it, and a target of its boxes, without relations; size: as in `input_hw`."""
+    count = len(boxes["boxes"])
+    nothing = {"area": torch.zeros(count), "iscrowd": torch.zeros(count, dtype=torch.int64)}
+    target = boxes | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
+    return resize(image, target, input_hw(image.shape[-2:], size))
+
+
+def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[int, int]:
+    """The (h, w) that an image of `size_hw` is resized to; `size` as in `toolkit.data.pipeline.processor_size`."""
+    if size is None:
+        return size_hw
+    if "shortest_edge" in size:
+        return shorter_side_size(size_hw, size["shortest_edge"], size.get("longest_edge"))
+    return size["height"], size["width"]
+
+
+# ---- a data set -> detections ----------------------------------------------------------------------------------------
+
+
+def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
+    """Predictions in the labels of the table.
+
+    Raises:
+        BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
+    """
+    labels = labels_in(table, predictor.class_names, predictor.source)
+    most = predictor.max_detections
+    predictions = [relabelled(detections, labels, most) for detections in predict_images(predictor, table)]
+    return joined(predictions, table.image_ids().tolist())
+
+
+def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Found]:
+    """Detections of any score in each image of a table, in the labels of the predictor, with the relations of graphs.
+
+    Raises:
+        BadInput: an image that cannot be read.
+    """
+    bar = tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None)
+    with bar, ThreadPoolExecutor() as pool:
+        for start in range(0, len(table), IMAGES_AT_ONCE):
+            rows = map(table.row, range(start, min(start + IMAGES_AT_ONCE, len(table))))
+            try:
+                images = list(pool.map(decode_image, map(table.image_source, rows)))
+            except ImageError as error:
+                raise BadInput(f"{table.name}: {error}") from error
+            yield from predictor.predict(images, 0.0)
+            bar.update(len(images))
+
+
+def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:
+    """(classes of a model,) int64, the label in the table of each by its name; -1: the table has no such class.
+
+    Raises:
+        BadInput: the table has a class that the model, called `source`, does not know.
+    """
+    position = {name: label for label, name in enumerate(table.class_names)}
+    missing = [name for name in table.class_names if name not in names]
+    if missing:
+        raise BadInput(f"{source} does not know the classes {missing[:5]} of {table.name}; its own are {names[:5]}")
+    return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
+
+
+def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Found:
+    """The best `max_detections` of an image in the labels of a table, without those of classes that it lacks."""
+    table_labels = labels[torch.as_tensor(detections["labels"]).long()]
+    keep = (table_labels >= 0).nonzero().flatten()[:max_detections]
+    return {key: torch.as_tensor(detections[key])[keep] for key in ("boxes", "scores")} | {"labels": table_labels[keep]}

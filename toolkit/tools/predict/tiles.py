@@ -1,0 +1,136 @@
+"""Tiled prediction on large images, and flip test-time augmentation, merged into one result."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from toolkit.base.box_ops import pairwise_iou
+from toolkit.base.errors import BadInput
+from toolkit.evaluation.detections import Found
+from toolkit.tools.predict.prediction import Predictor
+
+CONTAINED = 0.8  # share of a box in another one of its class that makes it a part of that
+AS_SURE = 0.25  # share of a box's score that such another one has at least: a guess does not take a good part away
+NEAR = 0.025  # share of a tile's side: a box that ends so near to a border is cut there; none ends on it exactly
+
+
+def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
+    """A predictor that runs on tiles of `tile` pixels, and on the whole image if it fits in one.
+
+    Args:
+        tile: longer side in pixels of tiles that have the aspect of the images the detector was trained on, squares if
+            that is not known; every tile is resized to what the detector was trained with.
+        overlap: share of a side that neighbours have in common; objects up to that size are whole in one of them.
+        nms_iou: boxes of a class that overlap more are one.
+
+    A box that a border between tiles cuts is dropped where another one of its class has most of it.
+
+    Raises:
+        BadInput: a tile of no size, an overlap outside [0, 0.9], a scene-graph detector.
+    """
+    if tile < 1 or not 0 <= overlap <= 0.9:
+        raise BadInput(f"--tile {tile} --overlap {overlap}: expected at least one pixel, and 0 to 0.9 of a tile")
+    _refuse_graphs(predictor, "--tile")
+    rows, columns = tile_hw(tile, predictor.size)
+
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+        return [one(image, score_threshold) for image in images]
+
+    def one(image: Tensor, score_threshold: float) -> Found:
+        height, width = image.shape[-2:]
+        corners = [(x, y) for y in starts(height, rows, overlap) for x in starts(width, columns, overlap)]
+        parts, cut = [], []
+        for first in range(0, len(corners), batch_size):
+            some = corners[first : first + batch_size]
+            cuts = [image[:, y : y + rows, x : x + columns] for x, y in some]
+            for (x, y), detections in zip(some, predictor.predict(cuts, score_threshold), strict=True):
+                boxes = detections["boxes"]
+                right, bottom = min(width, x + columns), min(height, y + rows)
+                space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)
+                inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders that cut
+                cut.append(((space <= NEAR * tile) & inner).any(1))
+                parts.append({**detections, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
+        return merged(parts, nms_iou, torch.cat(cut))
+
+    return replace(predictor, predict=predict)
+
+
+def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
+    """A predictor that runs on every image twice, once mirrored left to right.
+
+    Boxes of a class that overlap by more than `nms_iou` are one, at the mean of both places by their scores.
+    """
+    _refuse_graphs(predictor, "--flip")
+
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+        plain = predictor.predict(images, score_threshold)
+        mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
+        for image, detections in zip(images, mirrored, strict=True):
+            left, top, right, bottom = detections["boxes"].unbind(1)
+            detections["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
+        return [_averaged(both, nms_iou) for both in zip(plain, mirrored, strict=True)]
+
+    return replace(predictor, predict=predict)
+
+
+def tile_hw(tile: int, size: Mapping[str, int] | None) -> tuple[int, int]:
+    """(h, w) of tiles with a longer side of `tile` pixels and the aspect of `size`, if that is one."""
+    height, width = (size or {}).get("height", 1), (size or {}).get("width", 1)
+    return tuple(max(1, round(tile * side / max(height, width))) for side in (height, width))
+
+
+def starts(length: int, tile: int, overlap: float) -> list[int]:
+    """Where tiles begin along a side: evenly, the last one ends with the image."""
+    if length <= tile:
+        return [0]
+    step = max(1, int(tile * (1 - overlap)))
+    count = -(-(length - tile) // step) + 1
+    return [round(i * (length - tile) / (count - 1)) for i in range(count)]
+
+
+def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) -> Found:
+    """One set of detections out of several of one image, best first, after non-maximum suppression class by class.
+
+    cut: (K,) bool, boxes of all parts that end where a tile ends: they go where a whole one holds most of them.
+    """
+    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    if cut is not None and cut.any():
+        keep = ~(cut & _inside_another(joined, cut))
+        joined = {key: value[keep] for key, value in joined.items()}
+    kept = batched_nms(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
+    return {key: value[kept] for key, value in joined.items()}
+
+
+def _inside_another(detections: Found, cut: Tensor) -> Tensor:
+    """(K,) bool, of boxes that are cut: one of the same class has `CONTAINED` of it, is whole or larger, and is
+    `AS_SURE`. Class by class, since all pairs of what a detector finds in a hundred tiles are gigabytes."""
+    boxes, scores, inside = detections["boxes"], detections["scores"], torch.zeros_like(cut)
+    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
+    for label in detections["labels"][cut].unique():
+        of_class = detections["labels"] == label
+        parts, others = (of_class & cut).nonzero()[:, 0], of_class.nonzero()[:, 0]
+        low = torch.maximum(boxes[parts, None, :2], boxes[None, others, :2])
+        shared = (torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:]) - low).clamp(min=0).prod(-1)
+        better = ~cut[None, others] | (area[None, others] > area[parts, None])
+        better &= (scores[None, others] >= AS_SURE * scores[parts, None]) & (parts[:, None] != others)
+        inside[parts] = ((shared >= CONTAINED * area[parts, None]) & better).any(1)
+    return inside
+
+
+def _averaged(parts: Sequence[Found], nms_iou: float) -> Found:
+    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    kept = batched_nms(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
+    near = pairwise_iou(joined["boxes"][kept], joined["boxes"]) >= nms_iou
+    near &= joined["labels"][kept, None] == joined["labels"][None]
+    near[torch.arange(len(kept)), kept] = True
+    weights = near * joined["scores"]
+    boxes = weights @ joined["boxes"] / weights.sum(1, keepdim=True).clamp(min=1e-9)
+    return {"boxes": boxes, "scores": joined["scores"][kept], "labels": joined["labels"][kept]}
+
+
+def _refuse_graphs(predictor: Predictor, flag: str) -> None:
+    if predictor.predicates:
+        raise BadInput(f"{flag}: relations of a scene graph cannot be merged; leave it out")

@@ -1,0 +1,89 @@
+"""The images most worth labelling next: those that a detector is least sure of, and that look unlike each other."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torchvision.ops import box_iou
+
+from toolkit.base.errors import BadInput
+from toolkit.data.near_duplicates import thumbnail_of
+from toolkit.evaluation.detections import Found
+from toolkit.tools.predict.image_files import predict_files
+from toolkit.tools.predict.prediction import Predictor
+
+LEAST_SCORE = 0.05  # of a detection that counts; a detector has hundreds of worse ones in any image
+CANDIDATES = 3  # times as many images as are wanted: the most uncertain, of which those that differ most are chosen
+
+
+def most_uncertain(
+    predictor: Predictor, paths: Sequence[Path], count: int, batch_size: int = 8
+) -> dict[Path, tuple[float, float]]:
+    """The `count` images most worth labelling, in the order in which they are chosen, each with its `uncertainty`;
+    files that cannot be read are none of them.
+
+    The images with the largest sum of entropy and disagreement are candidates. The first of them is chosen, then again
+    and again the one that looks least like all that are chosen (Sener and Savarese, ICLR 2018, greedy k-centre, here on
+    thumbnails), so that near duplicates come last.
+
+    Raises BadInput: a count below 1, a predictor that describes given boxes.
+    """
+    if count < 1 or predictor.given:
+        wants = "expected the number of images, 1 or more" if count < 1 else f"{predictor.source} finds no boxes itself"
+        raise BadInput(f"--uncertain {count}: {wants}")
+
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+        plain = predictor.predict(images, score_threshold)
+        mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
+        widths = [image.shape[-1] for image in images]
+        return [{"uncertainty": uncertainty(*one)} for one in zip(plain, mirrored, widths, strict=True)]
+
+    found, looks, options = {}, {}, {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
+    for prediction in predict_files(replace(predictor, predict=predict), paths, **options):
+        if prediction.error is None:
+            found[prediction.path] = prediction.found["uncertainty"]
+            look = thumbnail_of(prediction.image).astype(np.float64).ravel()
+            looks[prediction.path] = (look - look.mean()) / max(np.linalg.norm(look - look.mean()), 1e-9)
+    ranked = sorted(found, key=lambda path: -sum(found[path]))[: CANDIDATES * count]
+    chosen = farthest_first(np.array([looks[path] for path in ranked]), count) if ranked else []
+    return {ranked[index]: found[ranked[index]] for index in chosen}
+
+
+def uncertainty(found: Found, mirrored: Found, width: int) -> tuple[float, float]:
+    """(entropy, disagreement), each from 0 to 1, of the detections in an image of this width and in its mirror image.
+
+    Entropy is the mean of the scores'. Disagreement is 1 - 2 M / S: S sums the scores of both sets; M is the largest
+    sum, over pairs of detections of one class, of IoU times the smaller score. It is 0 where both sets are empty.
+    """
+    scores = found["scores"].double().clamp(1e-9, 1 - 1e-9)
+    entropy = -(scores * scores.log2() + (1 - scores) * (1 - scores).log2())
+    left, top, right, bottom = mirrored["boxes"].unbind(1)
+    iou = box_iou(found["boxes"], torch.stack([width - right, top, width - left, bottom], 1)).double()
+    pairs = iou * torch.minimum(found["scores"][:, None], mirrored["scores"])
+    pairs = pairs * (found["labels"][:, None] == mirrored["labels"])
+    matched = pairs[linear_sum_assignment(pairs, maximize=True)].sum() if pairs.numel() else 0.0
+    total = float(found["scores"].sum() + mirrored["scores"].sum())
+    return float(entropy.mean()) if len(scores) else 0.0, 1 - 2 * float(matched) / total if total else 0.0
+
+
+def farthest_first(looks: np.ndarray, count: int) -> list[int]:
+    """Up to `count` rows of (N, D): the first, then each time the one farthest from its nearest row chosen before; of
+    equally far ones the first."""
+    chosen, distance = [0], np.linalg.norm(looks - looks[0], axis=1)
+    while len(chosen) < min(count, len(looks)):
+        distance[chosen] = -1
+        chosen.append(int(distance.argmax()))
+        distance = np.minimum(distance, np.linalg.norm(looks - looks[chosen[-1]], axis=1))
+    return chosen
+
+
+def write_uncertain(chosen: Mapping[Path, tuple[float, float]], path: Path) -> None:
+    """A table with a row for each image, in their order: file, uncertainty, entropy, disagreement."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        rows = [(image, sum(both), *both) for image, both in chosen.items()]
+        csv.writer(file).writerows([("file", "uncertainty", "entropy", "disagreement"), *rows])

@@ -1,0 +1,140 @@
+"""Prediction on videos and cameras: JSON lines and drawn frames, with memory that does not depend on the length.
+
+PyAV (the extra `video`) reads and writes them.
+"""
+
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.base.errors import BadInput
+from toolkit.base.imports import import_extra
+from toolkit.evaluation.draw import picture_with_boxes
+from toolkit.tools.predict.prediction import Predictor
+
+VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"})
+CAMERAS = {"Linux": ("v4l2", "/dev/video{}"), "Darwin": ("avfoundation", "{}")}
+
+
+class Frame(NamedTuple):
+    """index: from 0; time_s: from the start; image: uint8 (3, H, W) RGB."""
+
+    index: int
+    time_s: float
+    image: Tensor
+
+
+class Video(AbstractContextManager):
+    """The frames of a file, or of a camera by its number, once from the first to the last.
+
+    `rate`: frames a second. Use it in a `with`.
+
+    Raises:
+        BadInput: PyAV is not installed, there is no such file or camera, or it holds no video.
+    """
+
+    def __init__(self, source: Path | int):
+        av = import_extra("av", "video", "videos")
+        name, kind = str(source), None
+        if isinstance(source, int):
+            kind, name = CAMERAS.get(platform.system(), CAMERAS["Linux"])
+            name = name.format(source)
+        try:
+            self._container = av.open(name, format=kind)
+            self._stream = self._container.streams.video[0]
+        except (OSError, ValueError, IndexError, EOFError) as error:  # one of them is each of PyAV's
+            raise BadInput(f"{name}: no video that can be read: {error}") from error
+        self._stream.thread_type = "AUTO"
+        self.rate = Fraction(self._stream.average_rate or 25).limit_denominator(65535)
+        self.broken: str | None = None
+
+    def __exit__(self, *_) -> None:
+        self._container.close()
+
+    def __iter__(self) -> Iterator[Frame]:
+        """The frames; `broken` then says why the file ended early, if it did."""
+        av = import_extra("av", "video", "videos")
+        try:
+            for index, frame in enumerate(self._container.decode(self._stream)):
+                time_s = frame.time if frame.time is not None else float(index / self.rate)
+                yield Frame(index, time_s, torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1))
+        except av.FFmpegError as error:
+            self.broken = str(error)
+
+
+class VideoWriter:
+    """Frames of one size to an MP4 file, H.264 where PyAV has it; opened with the first frame."""
+
+    def __init__(self, path: Path, rate: Fraction):
+        self.path, self.rate, self._container = path, rate, None
+
+    def add(self, pixels: np.ndarray) -> None:
+        """pixels: uint8 (H, W, 3) RGB; the last row or column of an odd side is left out, as the format wants it."""
+        av = import_extra("av", "video", "videos")
+        pixels = np.ascontiguousarray(pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2])
+        if self._container is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._container = av.open(str(self.path), "w")
+            codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+            self._stream = self._container.add_stream(codec, rate=self.rate)
+            self._stream.height, self._stream.width, self._stream.pix_fmt = *pixels.shape[:2], "yuv420p"
+        self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._container is not None:
+            self._container.mux(self._stream.encode())
+            self._container.close()
+
+
+def predict_video(
+    predictor: Predictor,
+    source: Path | int,
+    lines: Path,
+    drawn: Path | None = None,
+    *,
+    batch_size: int = 8,
+    score_threshold: float = 0.3,
+    max_frames: int | None = None,
+    on_frame=lambda: None,
+) -> tuple[int, str | None]:
+    """Writes the detections of every frame.
+
+    Args:
+        lines: file for one JSON object a frame: `frame` from 0, `time_s`, `detections` as in predictions.json.
+        drawn: MP4 file for the frames with boxes; None: not written.
+        max_frames: stop after so many; a camera has no end.
+        on_frame: called after each frame.
+
+    Returns:
+        the number of frames, and why the source ended early, if it did.
+    """
+    count = 0
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        video = stack.enter_context(Video(source))
+        text = stack.enter_context(lines.open("w", encoding="utf-8"))
+        writer = VideoWriter(drawn, video.rate) if drawn is not None else None
+        if writer is not None:
+            stack.callback(writer.close)
+        frames = islice(video, max_frames)
+        while some := list(islice(frames, batch_size)):
+            predictions = predictor.predict([frame.image for frame in some], score_threshold)
+            for frame, detections in zip(some, predictions, strict=True):
+                entry = {"frame": frame.index, "time_s": round(frame.time_s, 6), **predictor.as_json(detections)}
+                text.write(json.dumps(entry) + "\n")
+                if writer is not None:
+                    picture = picture_with_boxes(frame.image, detections, predictor.class_names, smallest_side=1)
+                    writer.add(np.asarray(picture))
+                count += 1
+                on_frame()
+    return count, video.broken

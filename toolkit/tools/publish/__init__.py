@@ -1,0 +1,1 @@
+"""The model card, and the upload to the Hugging Face hub."""

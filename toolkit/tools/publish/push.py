@@ -1,0 +1,105 @@
+"""Publishes a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json
+from toolkit.tools.publish.card import LICENCE, check_licence, write_card
+from toolkit.tools.report import write_report
+
+
+def final_folder(source: str | Path) -> Path:
+    """The `final/` folder of a run, or the one that was given. Raises BadInput when there is none."""
+    path = Path(source).expanduser()
+    for folder in (path, path / "final"):
+        if (folder / "categories.json").is_file() and (folder / "config.json").is_file():
+            return folder
+    raise BadInput(f"{source}: neither a final/ folder nor a run that has one; a run that ends writes it")
+
+
+def report_and_card(run_folder: Path, table, trained: bool) -> None:
+    """The report of a run that is done, and then the card of its model again, with the intervals that the report found.
+
+    table: the validation data. trained: it has a new model, and was not an evaluation alone.
+    """
+    write_report(run_folder, table, state="done")  # status.json says it after the report
+    card = run_folder / "final" / "README.md"
+    if trained and card.is_file():
+        write_card(card.parent, table.class_names)
+
+
+def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
+    """Writes the model card of a run or `final/` folder again, with what the run's report has found since.
+
+    Raises BadInput: no such folder, no such licence, or a file of the run that is damaged.
+    """
+    folder = final_folder(source)
+    check_licence(licence)
+    try:
+        names = [category["name"] for category in read_json(folder / "categories.json", list)]
+        return write_card(folder, names, licence)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise BadInput(f"{folder}: a file there or of its run is not as a run writes it: {error!r}") from error
+
+
+def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
+    """Writes the model card again and uploads the folder.
+
+    Args:
+        source: run or `final/` folder.
+        name: `user/name` on the hub; made when it is not there.
+        say: called with the address of the uploaded model.
+
+    Returns:
+        the address of the model.
+
+    Raises:
+        BadInput: no such folder, no token, a name or token that the hub refuses, or no connection.
+    """
+    from huggingface_hub import ModelCard
+
+    card = write_run_card(source, licence)
+    ModelCard.load(card)  # what the hub would refuse is refused here
+    with _hub(name) as api:
+        repository = api.create_repo(name, private=private, exist_ok=True).repo_id
+        what = {"folder_path": card.parent, "ignore_patterns": ["*.wrong", ".*"]}
+        api.upload_folder(repo_id=repository, **what, commit_message="Model and its card")
+    address = f"{api.endpoint}/{repository}"
+    say(f"uploaded: {address}")
+    return address
+
+
+def check_push(name: str) -> None:
+    """Asks the hub, without changing it, whether `push` may write under this name, before hours of training.
+
+    Raises:
+        BadInput: no token, or one that may only read, a name that is none or another's, or no connection.
+    """
+    from huggingface_hub.utils import validate_repo_id
+
+    with _hub(name) as api:
+        validate_repo_id(name)
+        me = api.whoami()
+    owner, owners = name.rpartition("/")[0], [account["name"] for account in (me, *me.get("orgs", []))]
+    if owner and owner not in owners:
+        raise BadInput(f"--hub.push {name}: the token of the hub writes for {', '.join(owners)} only, not for {owner}")
+    if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise BadInput(f"--hub.push {name}: the token of the hub may only read; make one that may write")
+
+
+@contextmanager
+def _hub(name: str) -> Iterator:
+    """The hub's client; a refusal, a failed connection or a missing token inside the block is raised as BadInput."""
+    import httpx
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if get_token() is None:
+        raise BadInput("--hub.push: there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
+    try:
+        yield HfApi()
+    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadInput(f"--hub.push {name}: the hub did not take it: {reason}") from error

@@ -1,0 +1,1 @@
+"""Windows of NaN reports, run again by the script's own loop."""

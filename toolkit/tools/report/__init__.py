@@ -1,0 +1,37 @@
+"""The report of a run: `README.md` as a summary, `index.html` with everything, `report.json` for programs."""
+
+from pathlib import Path
+
+from toolkit.evaluation.predictions_file import PREDICTIONS, read_predictions
+from toolkit.tools.report.facts import run_facts
+from toolkit.tools.report.figures import series, smoothed
+from toolkit.tools.report.markdown import plot_curves, write_markdown
+
+__all__ = ["PREDICTIONS", "plot_curves", "series", "smoothed", "write_report"]
+
+
+def write_report(run_folder: Path, table=None, state: str = "") -> Path:
+    """`report/README.md` and `report/index.html` of a run, made anew from the files of its folder.
+
+    Args:
+        table: the data that `report/predictions.json` was made on, for the numbers behind the metrics; None, or where
+            there are no predictions: the page has the curves and settings alone.
+        state: how the run has ended, where `status.json` does not say it yet: that comes after the report.
+
+    Returns:
+        The README.
+
+    Raises:
+        BadInput: the predictions were made on other data.
+    """
+    from toolkit.tools.report.judgement import judge
+    from toolkit.tools.report.write import write_page
+
+    run_folder = Path(run_folder)
+    predictions, judged = run_folder / "report" / PREDICTIONS, None
+    if table is not None and predictions.exists() and len(table.categories):
+        read = read_predictions(predictions, table)
+        judged = judge(run_folder.name, read.predictions, table, read.about)
+    run = run_facts(run_folder, state)
+    write_page(run_folder / "report", judged, run, run_folder.name)
+    return write_markdown(run_folder, run)

@@ -1,0 +1,246 @@
+"""Suggests what to try next; each suggestion cites the figure it rests on and the flag to change.
+
+Each rule is a function that checks one thing and returns nothing without evidence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.evaluation.explain import explain_zero_ap
+from toolkit.tools.report.facts import RunFacts
+from toolkit.tools.report.figures import series
+from toolkit.tools.report.judgement import Judgement
+
+STILL_RISING = 0.01  # AP gained in the last quarter of the training
+SMALL_SHARE = 0.1  # of the boxes
+COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
+HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
+RELIABLE = 0.85  # F1 of a detector that is right often enough to doubt the annotation
+FEW_PIXELS = 16  # median side of small objects at the network's input
+MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
+
+
+@dataclass(frozen=True)
+class Advice:
+    """topic in two or three words; evidence: the figures; advice: what to do, with the flag; command: that does it."""
+
+    topic: str
+    evidence: str
+    advice: str
+    command: str = ""
+
+
+def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
+    """Every suggestion that the metrics of a detector, and the log and settings of its run if it has one, support."""
+    run = run or RunFacts()
+    data, model = run.config.get("data", {}), run.config.get("model", {})
+    if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
+        suggestions = [_hardly_anything(judged), _too_short(run)]
+    else:
+        suggestions = [_too_short(run), _over_fitting(run.rows), _small_objects(judged, data)]
+        suggestions += [_duplicates(judged, model), _confused_classes(judged), _imbalance(judged, data)]
+        suggestions += [_too_few_slots(judged, model), _places(judged), _scores(judged), _annotation(judged)]
+    return [advice for advice in suggestions if advice is not None]
+
+
+def _hardly_anything(judged) -> Advice | None:
+    if judged.numbers["AP50"] is None:
+        return None
+    causes = explain_zero_ap(judged.predictions, judged.table)
+    return Advice(
+        "Hardly anything is found",
+        f"AP50 is {judged.numbers['AP50']:.4f}. {'; '.join(causes)}.",
+        "Mend this before anything else; of a detector that has just begun to train, it says only that.",
+    )
+
+
+def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the averaged weights, or where there are none, of the raw ones."""
+    averaged = series(rows, f"val/ema/{metric}")
+    return averaged if len(averaged[0]) else series(rows, f"val/{metric}")
+
+
+def _too_short(run: RunFacts) -> Advice | None:
+    steps, ap = _evaluations(run.rows, "bbox_AP")
+    if len(ap) < 2 or ap.argmax() < len(ap) - 1:
+        return None
+    early = np.flatnonzero(steps <= steps[0] + 0.75 * (steps[-1] - steps[0]))
+    before = early[ap[early].argmax()]
+    if ap[-1] - ap[before] < STILL_RISING:
+        return None
+    return Advice(
+        "Trained too short",
+        f"AP was still rising: {ap[before]:.3f} at step {steps[before]:.0f}, {ap[-1]:.3f} at "
+        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.{run.ended and f' The {run.ended}.'}",
+        "Train longer; for as long again with:" if run.go_on else "Train longer.",
+        run.go_on,
+    )
+
+
+def _over_fitting(rows) -> Advice | None:
+    _, trained = series(rows, "train/loss")
+    _, loss = _evaluations(rows, "loss")
+    steps, ap = _evaluations(rows, "bbox_AP")
+    if len(loss) < 4 or len(trained) < 8 or len(ap) < 4:
+        return None
+    best, quarter = int(loss.argmin()), max(2, len(trained) // 4)
+    falls = np.median(trained[-quarter:]) < 0.95 * np.median(trained[-2 * quarter : -quarter])
+    worse_ap = ap.max() - ap[-1] > 0.005
+    if best > 0.7 * len(loss) or loss[-1] < 1.1 * loss[best] or not (falls and worse_ap):
+        return None
+    return Advice(
+        "Over-fitting",
+        f"The validation loss rose from {loss[best]:.3g} to {loss[-1]:.3g} while the training "
+        f"loss still fell, and AP went from {ap.max():.3f} (step {steps[ap.argmax()]:.0f}) to {ap[-1]:.3f}.",
+        "Augment more (--data.random_crop, --data.photometric, --data.mosaic), raise --optim.weight_decay, or "
+        "stop earlier (--eval.early_stopping_patience).",
+    )
+
+
+def _small_objects(judged, data) -> Advice | None:
+    m, numbers = judged.matches, judged.numbers
+    rows = np.flatnonzero(~m.crowd)
+    small = rows[m.truth.area[rows] < 32**2]
+    if None in (numbers["APs"], numbers["APl"] or numbers["APm"]) or len(small) < SMALL_SHARE * len(rows):
+        return None
+    larger = max(numbers["APm"] or 0, numbers["APl"] or 0)
+    if numbers["APs"] > 0.6 * larger or larger < 0.05:
+        return None
+    seen, flag = "", "Give larger images to the network: --data.image_size, or --data.scales."
+    if data.get("image_size"):
+        scale = _scale(m.sizes_hw[m.truth.image_index[small]], data)
+        side = float(np.median(np.sqrt(m.truth.area[small]) * scale))
+        flag = f"Give larger images to the network: --data.image_size (now {data['image_size']}), or --data.scales."
+        seen = f" At the size the network sees, half of them are smaller than {side:.0f} pixels."
+        if side > 2 * FEW_PIXELS:
+            return None
+    return Advice(
+        "Small objects",
+        f"{len(small) / len(rows):.0%} of the boxes are small and have AP {numbers['APs']:.3f}, "
+        f"larger ones up to {larger:.3f}.{seen}",
+        flag,
+    )
+
+
+def _scale(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
+    if data.get("scales"):
+        shorter = sizes_hw.min(axis=1)
+        return np.minimum(data["scales"][-1] / shorter, data.get("max_size", 1333) / sizes_hw.max(axis=1))
+    return np.sqrt(np.prod(np.broadcast_to(data["image_size"], 2)) / sizes_hw.prod(axis=1))
+
+
+def _duplicates(judged, model) -> Advice | None:
+    cost = judged.errors.cost["duplicate"]
+    if cost < COSTS:
+        return None
+    count = len(judged.errors.of("duplicate"))
+    if "nms_threshold" in model:
+        ending = f"Suppress more: lower --model.nms_threshold (now {model['nms_threshold']})."
+    elif model:
+        ending = "This detector has no suppression of its own: it learns to tell twins apart late, so train longer."
+    else:
+        ending = "Lower the IoU threshold of the detector's suppression (NMS)."
+    return Advice(
+        "Duplicates",
+        f"{count} predictions find an object again; without them AP50 would be {cost:.3f} higher "
+        f"than {judged.errors.ap50:.3f}.",
+        ending,
+    )
+
+
+def _confused_classes(judged) -> Advice | None:
+    matrix, names = judged.matrix[:-1, :-1].copy(), judged.matches.class_names
+    np.fill_diagonal(matrix, 0)
+    if judged.errors.cost["class"] < COSTS or not matrix.any():
+        return None
+    a, b = np.unravel_index(matrix.argmax(), matrix.shape)
+    boxes = judged.matches.num_truth[a]
+    return Advice(
+        "Confused classes",
+        f"Wrong classes cost {judged.errors.cost['class']:.3f} AP50; most often "
+        f"{names[a]} is taken for {names[b]}: {matrix[a, b]} of {boxes} boxes.",
+        "Look at these pairs below: where the annotation itself is not clear, mend it or join the classes; "
+        "else add images of both.",
+    )
+
+
+def _imbalance(judged, data) -> Advice | None:
+    counts, ap = judged.matches.num_truth, judged.class_ap
+    measured = np.flatnonzero(np.isfinite(ap) & (counts > 0))
+    if len(measured) < 2:
+        return None
+    rare = measured[counts[measured] < 0.1 * counts[measured].max()]
+    others = np.setdiff1d(measured, rare)
+    if not len(rare) or not len(others) or ap[rare].mean() > 0.75 * ap[others].mean():
+        return None
+    worst = rare[np.argsort(ap[rare])][:3]
+    listed = ", ".join(f"{judged.matches.class_names[k]} ({counts[k]} boxes, AP {ap[k]:.3f})" for k in worst)
+    flag = " (--data.repeat_factor)" if "repeat_factor" in data else ""
+    return Advice(
+        "Imbalance",
+        f"{len(rare)} of {len(measured)} classes have less than a tenth of the boxes of the most "
+        f"frequent one and AP {ap[rare].mean():.3f} on average, the others {ap[others].mean():.3f}: {listed}.",
+        f"Collect more images of them, or show their images more often{flag}.",
+    )
+
+
+def _too_few_slots(judged, model) -> Advice | None:
+    m = judged.matches
+    boxes = np.bincount(m.truth.image_index[~m.crowd], minlength=m.num_images)
+    queries = model.get("num_queries")
+    crowded = [s for s in judged.strata if s.topic == "boxes in the image" and s.boxes >= 20]
+    if queries and boxes.max(initial=0) > 0.8 * queries:
+        return Advice(
+            "Too few queries",
+            f"An image has {boxes.max()} boxes, the detector {queries} queries.",
+            f"Raise --model.num_queries above {2 * boxes.max()}.",
+        )
+    if len(crowded) < 2 or queries:
+        return None
+    least, most = crowded[0], crowded[-1]
+    if most.recall_at_any_score > least.recall_at_any_score - 0.2:
+        return None
+    flags = ", ".join(f"--model.{key}" for key in MORE_BOXES if key in model)
+    flags = f" ({flags})" if flags else ""
+    return Advice(
+        "Crowded images",
+        f"At any score {least.recall_at_any_score:.0%} of the boxes are found in images with "
+        f"{least.name}, {most.recall_at_any_score:.0%} with {most.name}.",
+        f"Let the detector give more boxes of an image, and fit its anchors to the data{flags}.",
+    )
+
+
+def _places(judged) -> Advice | None:
+    cost, numbers = judged.errors.cost["localisation"], judged.numbers
+    if cost < COSTS or cost < max(v for k, v in judged.errors.cost.items() if " " not in k):
+        return None
+    return Advice(
+        "Places of boxes",
+        f"Boxes that overlap their object by less than half cost {cost:.3f} AP50, more than "
+        f"any other kind of mistake; AP50 is {numbers['AP50']:.3f}, AP75 {numbers['AP75']:.3f}.",
+        "Give larger images to the network (--data.image_size), or weigh the losses of boxes more (--loss.weights).",
+    )
+
+
+def _scores(judged) -> Advice | None:
+    best = judged.overall.best
+    if best is None or 0.2 <= best.threshold <= 0.8:
+        return None
+    return Advice(
+        "Threshold",
+        f"F1 is highest ({best.f1:.3f}) at a score of {best.threshold:g}; predictions are often cut at 0.3 or 0.5.",
+        f"Use the threshold of this report: --threshold {best.threshold:g} in predict.py.",
+    )
+
+
+def _annotation(judged) -> Advice | None:
+    boxes, count, best = int(judged.matches.num_truth.sum()), len(judged.suspects), judged.overall.best
+    if best is None or count < 10 or count < 0.02 * boxes or best.f1 < RELIABLE:
+        return None  # a weaker detector is the likelier one to be wrong
+    return Advice(
+        "Annotation",
+        f"{count} boxes look wrongly annotated, beside {boxes} that are there, to a detector with F1 {best.f1:.3f}.",
+        "Look through the list of likely mistakes below before you train again.",
+    )

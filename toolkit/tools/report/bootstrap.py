@@ -1,0 +1,115 @@
+"""Bootstrap intervals of the twelve COCO metrics and of the AP of each class.
+
+Images are resampled with replacement (Efron 1979). An image that is drawn twice has each of its scores twice, which
+raises every AP; the samples are therefore shifted so that their mean is the metric on the data, and the interval shows
+the spread only. Two detectors are compared on the same samples (paired), so that images that are hard for both cancel
+out.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from toolkit.base.files import usable_cores
+from toolkit.evaluation.coco_numbers import ByClass, CocoNumbers, summary
+from toolkit.evaluation.matches import AREAS, IOUS, Matches
+
+DRAWS = 1000
+VALUES_AT_ONCE = 1_000_000  # float32 values of one array: what stays in the cache of a core
+
+
+def resample(matches: Matches, draws: int = DRAWS, seed: int = 0) -> CocoNumbers:
+    """`draws` bootstrap samples; the same images are drawn for all detectors with as many images and the same seed."""
+    images = matches.num_images
+    random = np.random.default_rng(seed)
+    counts = random.multinomial(images, np.full(images, 1 / images), size=draws) if images else np.zeros((draws, 0))
+    return weighted_numbers(matches, counts.astype(np.float32).T)
+
+
+def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
+    """Numbers when image i counts `weights[i, b]` times; weights (I, B) float32."""
+    draws, classes = weights.shape[1], matches.num_classes
+    shared = ByClass(matches)
+
+    def one_class(label: int) -> tuple[np.ndarray, np.ndarray]:
+        width = max(16, VALUES_AT_ONCE // max(1, len(shared.near[label])))
+        blocks = (np.ascontiguousarray(weights[:, b : b + width]) for b in range(0, draws, width))
+        parts = [_one_class(shared, label, block) for block in blocks]
+        return tuple(np.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True))
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return summary(pool.map(one_class, range(classes)), draws, matches.max_detections)
+
+
+def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[float, float] | None:
+    """Where the middle `share` of the draws lies when they are moved to have the mean `value`; None: no number."""
+    draws = draws[np.isfinite(draws)]
+    if not len(draws) or not np.isfinite(value):
+        return None
+    low, high = np.quantile(draws - draws.mean() + value, [(1 - share) / 2, (1 + share) / 2])
+    return float(low), float(high)
+
+
+def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """AP (areas, IoUs, B) and recall (AR1, AR10, AR100, s, m, l; IoUs; B) of one class; NaN: nothing to find."""
+    m, draws = shared.matches, weights.shape[1]
+    ap, recall = shared.undefined(draws)
+    rows, near, candidate = shared.of_class[label], shared.near[label], shared.candidate[label]
+    some = weights[m.found.image_index[rows[near]]]
+    for a, area in enumerate(AREAS):
+        wanted = shared.required[a] & (m.truth.labels == label)
+        if not wanted.any():
+            continue
+        total = np.bincount(m.truth.image_index[wanted], minlength=m.num_images).astype(np.float32) @ weights  # (B,)
+        inside = shared.inside(label, area)
+        so_far = _so_far(m.found.image_index[rows], inside, near, weights)
+        for t in range(len(IOUS)):
+            gt = m.coco.gt[a, t, candidate]
+            at = np.flatnonzero(gt >= 0)  # what finds something, a crowd too
+            right = shared.required[a][gt[at]]
+            true = some[at[right]]
+            places = m.rank[rows[near[at[right]]]]
+            for slot, top in shared.tops(a):
+                some_of = true if top == m.max_detections[-1] else true[places < top]
+                recall[slot, t] = _share(some_of.sum(axis=0), total)
+            true_positives = np.cumsum(true, axis=0, out=true)
+            if right.all() and inside[near[at]].all():
+                counted = true_positives
+            else:
+                counted = np.cumsum(some[at] * inside[near[at]][:, None].astype(np.float32), axis=0)[right]
+            ap[a, t] = _average_precision(true_positives, so_far[at[right]] - counted, total)
+    return ap, recall
+
+
+def _so_far(images: np.ndarray, inside: np.ndarray, near: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """(N, B): at each of the N places `near`, how many predictions `inside` there are from the first one on."""
+    until = np.cumsum(inside)[near]
+    chosen = images[inside][: until[-1] if len(until) else 0]
+    between = (np.ones(len(chosen), np.float32), chosen, np.concatenate([[0], until]))
+    sums = csr_array(between, shape=(len(near), len(weights))) @ weights
+    return np.cumsum(sums, axis=0, out=sums)
+
+
+def _average_precision(true_positives: np.ndarray, wrong: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Mean precision at recall 0, 0.01, ..., 1 of (N, B) counts at the true positives, best first; NaN for total 0.
+
+    Precision at a recall is the best at that or a higher one. Between two true positives recall does not move, so
+    each one stands for as many of the 101 recalls as lie between the one before and itself.
+    """
+    if not len(true_positives):
+        return np.where(total > 0, 0.0, np.nan)
+    wrong += true_positives
+    precision = np.divide(true_positives, np.maximum(wrong, 1e-12, out=wrong), out=wrong)[::-1]
+    precision = np.maximum.accumulate(precision, axis=0, out=precision)[::-1]
+    steps = true_positives * (100 / np.maximum(total, 1e-12)).astype(np.float32)
+    steps += np.float32(1e-4)
+    np.floor(steps, out=steps)
+    steps += true_positives > 0  # recall 0 belongs to the first one
+    reached = np.einsum("nb,nb->b", precision, steps)
+    reached -= np.einsum("nb,nb->b", precision[1:], steps[:-1])
+    return np.where(total > 0, reached / 101, np.nan)
+
+
+def _share(part: np.ndarray, total: np.ndarray) -> np.ndarray:
+    return np.divide(part, total, out=np.full(total.shape, np.nan, np.float64), where=total > 0)

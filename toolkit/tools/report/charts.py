@@ -1,0 +1,228 @@
+"""Charts, drawn by matplotlib: as SVG in the colours of the page (light, dark, print), as PNG, and as figures."""
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.base.text import in_plot
+from toolkit.tools.report.style import STYLE
+
+PALETTE = dict(re.findall(r"--(\w+):(#\w{6})", STYLE.partition("}")[0]))  # names in the page's style, on light
+COLOURS = [PALETTE[f"c{i}"] for i in range(8)]
+INK, DIM, GRID = PALETTE["fg"], PALETTE["dim"], PALETTE["line"]
+MOST_POINTS = 300  # of a line
+LONG_NUMBER = re.compile(r"(?<!: )\b\d+\.\d+")  # coordinates, not a style
+# In matplotlib's SVG: a style for all of the page, its font, sizes, names that nothing refers to, turns by nothing, and
+# the "L" that a path repeats.
+NEEDLESS = re.compile(
+    r"<defs>\s*<style.*?</style>\s*</defs>|font-family: [^;\"]*;? ?|stroke-linecap: square;? ?"
+    r"| (width|height)=\"[\d.]+pt\"| id=\"(?![mp][0-9a-f]{10}\")[^\"]*\"| transform=\"rotate\(-0[^\"]*\""
+    r"|\nL(?= )|(?<=\n)\s+",
+    re.DOTALL,
+)
+
+
+@dataclass
+class Line:
+    """x, y: of the same length; what is not finite is left out. colour: a place in `COLOURS`.
+
+    dots: each point is marked. faint: behind the others, which alone set the ends of the axis. Without a name it is
+    not in the legend.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: int = 0
+    dashed: bool = False
+    dots: bool = False
+    faint: bool = False
+
+    def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The points that can be drawn, thinned evenly to MOST_POINTS; log: without those that are not positive."""
+        x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
+        keep = np.flatnonzero(np.isfinite(x) & np.isfinite(y) & (y > 0 if log else True))
+        keep = keep[np.unique(np.linspace(0, len(keep) - 1, min(len(keep), MOST_POINTS)).astype(int))]
+        return x[keep], y[keep]
+
+
+@dataclass
+class LineChart:
+    """Lines over one axis. x_range, y_range: its ends, None where the data set them; log: of y; marks: upright lines
+    (x, text)."""
+
+    title: str
+    lines: Sequence[Line]
+    x_label: str = ""
+    x_range: tuple[float | None, float | None] = (None, None)
+    y_range: tuple[float | None, float | None] = (None, None)
+    log: bool = False
+    marks: Sequence[tuple[float, str]] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(len(line.points(self.log)[0]) for line in self.lines)
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height in inches."""
+        return 5.2, 3.3 + 0.17 * len(self._in_legend()) / self._columns()
+
+    def draw(self, axes) -> None:
+        if self.log:
+            axes.set_yscale("log")
+        for line in sorted(self.lines, key=lambda line: line.faint):
+            limits = axes.get_ylim()
+            x, y = line.points(self.log)
+            if not len(x):
+                continue
+            style = {"linewidth": 0.8, "alpha": 0.3, "zorder": 1} if line.faint else {"linewidth": 1.6}
+            style |= {"color": COLOURS[line.colour % len(COLOURS)], "label": in_plot(line.name) if line.name else "_"}
+            marker = "o" if line.dots or len(x) == 1 else None
+            axes.plot(x, y, "--" if line.dashed else "-", marker=marker, markersize=3, **style)
+            if line.faint:
+                axes.set_ylim(limits)
+        for x, text in self.marks:
+            axes.axvline(x, color=INK, linewidth=1, linestyle="--")
+            side = {"xytext": (-5, 0), "ha": "right"} if x > 0.5 else {"xytext": (5, 0), "ha": "left"}
+            axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), textcoords="offset points", **side)
+        axes.grid(color=GRID, clip_on=False)
+        axes.set(xlabel=self.x_label, xlim=self.x_range, ylim=self.y_range)
+        if self.log:
+            from matplotlib.ticker import LogFormatter  # without powers in formulas
+
+            axes.yaxis.set_major_formatter(LogFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter())
+        if len(self._in_legend()) > 1:
+            position = {"loc": "upper left", "bbox_to_anchor": (0, -0.15), "ncols": self._columns()}
+            axes.legend(**position, frameon=False, fontsize=9, labelcolor=DIM)
+
+    def _in_legend(self) -> list[str]:
+        return [line.name for line in self.lines if line.name and len(line.points(self.log)[0])]
+
+    def _columns(self) -> int:
+        return max(1, min(4, 64 // (8 + max(map(len, self._in_legend()), default=0))))
+
+
+@dataclass
+class BarChart:
+    """Bars that lie, one a row: name, value from 0, text behind it. most: the end of the axis; None: the largest."""
+
+    title: str
+    bars: Sequence[tuple[str, float, str]]
+    most: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.bars
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 5.2, 0.4 + 0.24 * len(self.bars)
+
+    def draw(self, axes) -> None:
+        names, values, texts = zip(*self.bars, strict=True)
+        drawn = axes.barh(range(len(names)), values, color=COLOURS[0])
+        axes.bar_label(drawn, texts, padding=4, color=DIM)
+        axes.set_yticks(range(len(names)), map(in_plot, names))
+        axes.set_xticks([])
+        axes.set_xlim(0, 1.15 * max(self.most or max(values), 1e-12))
+        axes.invert_yaxis()
+
+
+@dataclass
+class MatrixChart:
+    """Counts (rows, columns), each the darker the larger its share of the row."""
+
+    title: str
+    matrix: np.ndarray
+    row_names: Sequence[str]
+    column_names: Sequence[str]
+    row_label: str = ""
+    column_label: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.matrix.any()
+
+    @property
+    def size(self) -> tuple[float, float]:
+        rows, columns = self.matrix.shape
+        return 2.5 + 0.4 * columns, 2.0 + 0.3 * rows
+
+    def draw(self, axes) -> None:
+        cells = np.argwhere(self.matrix)
+        counts, totals = self.matrix[tuple(cells.T)], self.matrix.sum(axis=1)[cells[:, 0]]
+        shades = [(COLOURS[0], 0.75 * share) for share in counts / totals]
+        axes.bar(cells[:, 1], 1, 1, bottom=cells[:, 0] - 0.5, color=shades)
+        for (i, j), count in zip(cells.tolist(), counts.tolist(), strict=True):
+            axes.text(j, i, count, ha="center", va="center", color=INK, fontsize=8)
+        rows, columns = self.matrix.shape
+        axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel=self.column_label, ylabel=self.row_label)
+        axes.set_xticks(range(columns), [in_plot(name) for name in self.column_names], rotation=90)
+        axes.set_yticks(range(rows), [in_plot(name) for name in self.row_names])
+
+
+Chart = LineChart | BarChart | MatrixChart
+
+
+def figure(charts: Sequence[Chart], titles: bool = True):
+    """A matplotlib `Figure` of charts, two in a row; titles: above each."""
+    from matplotlib.figure import Figure  # half a second that the start of a run need not wait for
+
+    columns = min(2, len(charts))
+    heights = [max(chart.size[1] for chart in charts[i : i + columns]) for i in range(0, len(charts), columns)]
+    whole = Figure((columns * max(chart.size[0] for chart in charts), sum(heights)), layout="constrained")
+    grid = whole.add_gridspec(len(heights), columns, height_ratios=heights)
+    for index, chart in enumerate(charts):
+        axes = whole.add_subplot(grid[divmod(index, columns)], facecolor="none")
+        axes.spines[:].set_color(GRID)
+        axes.tick_params(which="both", left=False, bottom=False, labelcolor=DIM, labelsize=9)
+        axes.xaxis.label.set_color(DIM)
+        axes.yaxis.label.set_color(DIM)
+        axes.locator_params(nbins=6)
+        axes.set_axisbelow(True)
+        axes.set_title(chart.title if titles else "", fontsize=11)
+        chart.draw(axes)
+    return whole
+
+
+def save_charts(charts: Sequence[Chart], path: Path) -> Path | None:
+    """One PNG of all that have something to show; None: no chart has, and no file is written."""
+    shown = [chart for chart in charts if not chart.is_empty]
+    if not shown:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _save(figure(shown), path, dpi=100)
+    return path
+
+
+def svg(chart: Chart) -> str:
+    """A `<figure>` of the page; empty text where there is nothing to show."""
+    if chart.is_empty:
+        return ""
+    drawn, stream = figure([chart], titles=False), io.StringIO()
+    drawn.patch.set_visible(False)
+    _save(drawn, stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = stream.getvalue()
+    text = re.sub(NEEDLESS, "", text[text.index("<svg") :])
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(LONG_NUMBER, lambda n: f"{float(n[0]):.1f}", tag[0]), text)
+    for name, colour in PALETTE.items():
+        text = text.replace(colour, f"var(--{name})")
+    title, width = escape(chart.title, quote=True), 96 * chart.size[0]
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" style="width:{width:.0f}px" ', 1)
+    return f"<figure><figcaption>{title}</figcaption>{text}</figure>"
+
+
+def _save(drawn, target, **options) -> None:
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "charts"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # letters of others, which a browser has
+        drawn.savefig(target, **options)

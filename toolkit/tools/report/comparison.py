@@ -1,0 +1,176 @@
+"""Compares several detectors on the same data: what differs, whether chance explains it, and the page that says so."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.base.errors import BadInput
+from toolkit.evaluation.coco_numbers import TWELVE
+from toolkit.tools.report import figures
+from toolkit.tools.report.bootstrap import DRAWS, interval
+from toolkit.tools.report.errors import KINDS
+from toolkit.tools.report.gallery import LEGEND, Pictures, whole_image
+from toolkit.tools.report.judgement import Judgement
+from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
+
+MOST_CLASSES = 100  # in the table
+NOT_CHANCE = Html("<b>not explained by chance</b>")
+_SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much better `other` is than `base` in one number: `value` with its 95 % interval over images, paired."""
+
+    metric: str
+    base: str
+    other: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def chance(self) -> bool:
+        """Is 0, no difference, in the interval?"""
+        return self.low <= 0 <= self.high
+
+    def in_words(self) -> str:
+        """Such as "better by 0.8 AP (95 %: 0.1 to 1.5); not explained by chance", in percent points."""
+        if self.value == self.low == self.high == 0:
+            return f"the same {self.metric}"
+        low, high = sorted((self.low, self.high)) if self.value >= 0 else sorted((-self.low, -self.high))
+        which = "better" if self.value >= 0 else "worse"
+        ending = "may be chance" if self.chance else "not explained by chance"
+        value = abs(self.value) * 100
+        return f"{which} by {value:.1f} {self.metric} (95 %: {low * 100:.1f} to {high * 100:.1f}); {ending}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """differences: of each detector but the first to the first, by metric. images: rows whose F1 at the detectors' own
+    thresholds changed most between the first and the last. groups: names of runs that differ in their seed alone,
+    with mean and standard deviation of each number (over at least two).
+    """
+
+    judged: Sequence[Judgement]
+    differences: list[Difference]
+    images: list[int]
+    groups: dict[str, dict]
+
+
+def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
+    """Raises BadInput when they were not made on the same data."""
+    first = judged[0]
+    for other in judged[1:]:
+        if other.table.fingerprint != first.table.fingerprint:
+            raise BadInput(
+                f"{other.name} was judged on {other.table.name}, {first.name} on {first.table.name}: only "
+                "numbers on the same data can be compared; give one data set for all (--split)"
+            )
+    differences = [difference(first, other, metric) for other in judged[1:] for metric in first.numbers]
+    changed = abs(judged[-1].image_f1 - first.image_f1)
+    order = np.argsort(-changed, kind="stable")[:images]
+    images_changed = [int(i) for i in order if changed[i] > 0]
+    return Comparison(judged, [d for d in differences if d is not None], images_changed, _seeds(judged))
+
+
+def settings_without_seed(config: Mapping) -> str:
+    """A text that is equal for runs that differ only in seed and name; empty without settings."""
+    if not config:
+        return ""
+    left_out = ("seed", "name", "output_dir", "resume")
+    run = {key: value for key, value in config.get("run", {}).items() if key not in left_out}
+    return json.dumps(dict(config) | {"run": run}, sort_keys=True, default=str)
+
+
+def difference(base: Judgement, other: Judgement, metric: str) -> Difference | None:
+    """The paired bootstrap: both were drawn with the same seed, so that draw b holds the same images for both."""
+    values = base.numbers[metric], other.numbers[metric]
+    if None in values:
+        return None
+    drawn = interval(other.draws.numbers[metric] - base.draws.numbers[metric], values[1] - values[0])
+    return None if drawn is None else Difference(metric, base.name, other.name, values[1] - values[0], *drawn)
+
+
+def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
+    """Groups runs by their settings where they are known, else by names that differ only in their last number."""
+    groups: dict[str, list[Judgement]] = {}
+    for judgement in judged:
+        key = judgement.about.get("settings_without_seed") or _SEED.sub("", judgement.name)
+        groups.setdefault(str(key), []).append(judgement)
+    result = {}
+    for some in groups.values():
+        if len(some) > 1:
+            columns = {metric: [judgement.numbers[metric] for judgement in some] for metric in some[0].numbers}
+            defined = {metric: values for metric, values in columns.items() if None not in values}
+            numbers = {metric: (float(np.mean(v)), float(np.std(v, ddof=1))) for metric, v in defined.items()}
+            result[", ".join(judgement.name for judgement in some)] = numbers
+    return result
+
+
+def verdict(c: Comparison) -> str:
+    rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50")]
+    text = (
+        f"Each is compared with {c.judged[0].name}, on the same {DRAWS:,} bootstrap samples of the images (paired), "
+        "in percent points. Such an interval tells what other images may change, not what another seed would."
+    )
+    return table(["", ""], rows, text=(0, 1)) + paragraph(text, "dim")
+
+
+def numbers(c: Comparison) -> str:
+    rows = [(name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)) for name in TWELVE]
+    rows += [(f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)) for year in ("07", "12")]
+    rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
+    rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))
+    rows += [(f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)) for kind in KINDS]
+    if any(j.graphs for j in c.judged):
+        for name in ("R@50", "R@100", "mR@50", "mR@100"):
+            rows.append((name, *(number(j.graphs and j.graphs.row.get(name)) for j in c.judged)))
+    sweeps = {j.name: j.overall for j in c.judged}
+    parts = [
+        figures.iou_chart({j.name: j.ap_by_iou for j in c.judged}),
+        figures.precision_recall_chart(sweeps),
+        figures.f1_chart(sweeps),
+    ]
+    return table(["", *(j.name for j in c.judged)], rows) + charts(parts)
+
+
+def differences(c: Comparison) -> str:
+    rows = []
+    for d in c.differences:
+        points = (f"{value * 100:+.2f}" for value in (d.value, d.low, d.high))
+        rows.append((d.other, d.metric, *points, "may be chance" if d.chance else NOT_CHANCE))
+    return table([f"against {c.judged[0].name}", "", "difference", "95 % from", "to", ""], rows, text=(0, 1, 5))
+
+
+def seeds(c: Comparison) -> str:
+    parts = []
+    for names, values in c.groups.items():
+        rows = [(metric, f"{mean:.4f}", f"{spread:.4f}") for metric, (mean, spread) in values.items()]
+        parts += [paragraph(f"{names}: the same but for the seed."), table(["", "mean", "standard deviation"], rows)]
+    return "".join(parts)
+
+
+def classes(c: Comparison) -> str:
+    """AP of each class, and the paired difference of the last detector to the first."""
+    first, last = c.judged[0], c.judged[-1]
+    rows = []
+    for label, name in enumerate(first.matches.class_names):
+        value = last.class_ap[label] - first.class_ap[label]
+        low_high = interval(last.draws.of_class[:, label] - first.draws.of_class[:, label], value)
+        points = [f"{v * 100:+.1f}" for v in (value, *(low_high or ()))]
+        shown = ("–", "") if low_high is None else (points[0], f"{points[1]} to {points[2]}")
+        rows.append((name, first.matches.num_truth[label], *(number(j.class_ap[label]) for j in c.judged), *shown))
+    changes = np.nan_to_num(last.class_ap - first.class_ap)
+    rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MOST_CLASSES]]
+    head = ["class", "boxes", *(j.name for j in c.judged), f"{last.name} less {first.name}, points", "95 %"]
+    return table(head, rows)
+
+
+def changed(c: Comparison, maker: Pictures) -> str:
+    pair = (c.judged[0], c.judged[-1])
+    shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
+    return LEGEND + shown if shown else ""

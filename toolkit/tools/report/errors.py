@@ -1,0 +1,187 @@
+"""Error types and the AP that each of them costs, TIDE (Bolya et al., ECCV 2020), and recall by what an object is like.
+
+Every wrong prediction has one type, by what it overlaps (IoU 0.5 counts as found, below 0.1 as background); a box that
+no prediction finds, and no corrected one would find, is missed. The cost of a type is AP50 with all its errors
+corrected (class or location fixed, others removed) minus AP50. The costs do not add up to 1 - AP50.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.base.boxes import common_and_union
+from toolkit.evaluation.coco_numbers import exact_average_precision
+from toolkit.evaluation.matches import AREAS, BACKGROUND_IOU, Matches, best_pairs, paired
+
+KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
+MEANING = {
+    "class": "the place is right, the class is another",
+    "localisation": "the class is right, the box overlaps its object by less than half",
+    "both": "the class is another and the box overlaps its object by less than half",
+    "duplicate": "the object was already found by a better prediction",
+    "background": "there is no annotated box",
+    "missed": "no prediction is near the object",
+}
+RIGHT, IGNORED, NOT_COUNTED = 6, 7, 8  # what is no mistake, beside the rows of KINDS
+MAX_PER_IMAGE = 100  # predictions of an image that count, of all classes together
+FOUND = 0.5
+EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
+TOUCHING = 0.05  # IoU from which two annotated boxes count as neighbours
+# Ranges of numbers, without their end.
+SIZES = {"small (below 32²)": AREAS["s"], "medium (32² to 96²)": AREAS["m"], "large (above 96²)": AREAS["l"]}
+NEIGHBOURS = {"none": (0, 1), "1": (1, 2), "2 or 3": (2, 4), "4 or more": (4, np.inf)}
+VERTICAL, HORIZONTAL = ("top", "middle", "bottom"), ("left", "centre", "right")
+IN_IMAGE = {"1": (1, 2), "2 to 5": (2, 6), "6 to 20": (6, 21), "more than 20": (21, np.inf)}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """kind: (D,) row of KINDS, or RIGHT, IGNORED (in a crowd), NOT_COUNTED (not among the 100 best of its image).
+
+    gt: (D,) row of the box that a prediction of kind class or localisation is about; -1: none.
+    missed: (G,) bool. ap50: from 0 to 1, with what each kind costs in `cost`; also "false positives" and "false
+    negatives", all wrong predictions and all unfound boxes.
+    """
+
+    kind: np.ndarray
+    gt: np.ndarray
+    missed: np.ndarray
+    ap50: float
+    cost: dict[str, float]
+
+    def of(self, kind: str) -> np.ndarray:
+        """Rows of the predictions with this kind of mistake."""
+        return np.flatnonzero(self.kind == KINDS.index(kind))
+
+
+def tide_errors(matches: Matches) -> Errors:
+    m = matches
+    first = np.searchsorted(m.found.image_index, m.found.image_index)
+    counted = np.arange(len(m.found)) - first < MAX_PER_IMAGE
+    used = np.zeros(len(m.truth), bool)
+    right = m.right & counted
+    used[m.at_half[right]] = True
+    kind, gt = _kinds(m, counted, right, used)
+    usable = np.zeros(len(m.truth), bool)
+    usable[gt[gt >= 0]] = True
+    missed = ~used & ~m.crowd & ~usable
+    whole = _Whole(m, kind, gt, used, missed)
+    ap50 = whole.ap50()
+    cost = {name: whole.ap50(mended=name) - ap50 for name in (*KINDS, "false positives", "false negatives")}
+    return Errors(kind, gt, missed, ap50, cost)
+
+
+def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def best(among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        among = among & ~m.crowd[m.gt]
+        return best_pairs(m.det[among], m.gt[among], m.iou[among], len(m.found))
+
+    (same, same_gt), (other, other_gt) = best(m.same_class), best(~m.same_class)
+    duplicate, _ = best(m.same_class & used[m.gt])
+    kind = np.full(len(m.found), KINDS.index("both"))
+    gt = np.full(len(m.found), -1, np.int64)
+    rules = (  # the last one that holds decides
+        ("background", np.maximum(same, other) <= BACKGROUND_IOU, None),
+        ("duplicate", duplicate >= FOUND, None),
+        ("class", other >= FOUND, other_gt),
+        ("localisation", (same >= BACKGROUND_IOU) & (same <= FOUND), same_gt),
+    )
+    for name, holds, boxes in rules:
+        kind[holds] = KINDS.index(name)
+        gt[holds] = -1 if boxes is None else boxes[holds]
+    for code, rows in ((IGNORED, ~m.counts), (RIGHT, right), (NOT_COUNTED, ~counted)):
+        kind[rows], gt[rows] = code, -1
+    gt[np.append(used, False)[gt]] = -1  # another one has it: nothing to mend
+    return kind, gt
+
+
+class _Whole:
+    """AP50 with and without some mistakes."""
+
+    def __init__(self, m: Matches, kind: np.ndarray, gt: np.ndarray, used: np.ndarray, missed: np.ndarray):
+        self.m, self.kind, self.gt = m, kind, gt
+        self.lost = {"missed": missed, "false negatives": ~used & ~m.crowd}
+        rows = np.flatnonzero(gt >= 0)
+        rows = rows[np.lexsort((-rows, m.found.scores[rows]))]
+        self.best = np.full(len(m.truth), -1, np.int64)
+        self.best[gt[rows]] = rows  # of several that could have the box, the one with the highest score mends it
+
+    def ap50(self, mended: str | None = None) -> float:
+        m = self.m
+        labels, scores, right = m.found.labels.copy(), m.found.scores, self.kind == RIGHT
+        shown = self.kind <= RIGHT
+        total = m.num_truth
+        if mended in self.lost:
+            total = total - np.bincount(m.truth.labels[self.lost[mended]], minlength=m.num_classes)
+        elif mended == "false positives":
+            scores = right.astype(float)
+        elif mended is not None:
+            rows = np.flatnonzero(self.kind == KINDS.index(mended))
+            mendable = rows[self.gt[rows] >= 0]
+            good = mendable[self.best[self.gt[mendable]] == mendable]
+            shown[rows], shown[good], right[good] = False, True, True
+            labels[good] = m.truth.labels[self.gt[good]]
+        order = np.argsort(-scores, kind="stable")
+        order = order[shown[order]]
+        aps = []
+        for label in np.flatnonzero(m.num_truth):
+            rows = order[labels[order] == label]
+            # with no box left there is nothing to find: tidecv says 0 there, and so does this
+            aps.append(exact_average_precision(right[rows], ~right[rows], total[label]) if total[label] else 0.0)
+        return float(np.mean(aps)) if aps else 0.0
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Objects of one kind: how many, the share found at IoU 0.5 above the threshold, and at any score."""
+
+    topic: str
+    name: str
+    boxes: int
+    recall: float
+    recall_at_any_score: float
+
+
+def strata(matches: Matches, threshold: float) -> list[Stratum]:
+    m = matches
+    rows = np.flatnonzero(~m.crowd)
+    at_any, above = np.zeros(len(m.truth), bool), np.zeros(len(m.truth), bool)
+    at_any[m.at_half[m.right]] = True
+    above[m.at_half[m.right & (m.found.scores > threshold)]] = True
+    result = []
+    for topic, groups in _groups(m, rows).items():
+        for name, inside in groups.items():
+            some = rows[inside]
+            if len(some):
+                result.append(Stratum(topic, name, len(some), float(above[some].mean()), float(at_any[some].mean())))
+    return result
+
+
+def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+    """By topic and name, which of the boxes `rows` belong to it, bool."""
+    boxes, image = m.truth.xyxy[rows], m.truth.image_index[rows]
+    height, width = m.sizes_hw[image].T
+    cut = (boxes[:, :2] <= EDGE).any(axis=1) | (boxes[:, 2] >= width - EDGE) | (boxes[:, 3] >= height - EDGE)
+    x, y = (boxes[:, 0] + boxes[:, 2]) / 2 / width, (boxes[:, 1] + boxes[:, 3]) / 2 / height
+    column, line = (np.clip((centre * 3).astype(int), 0, 2) for centre in (x, y))
+    topics = {
+        "size in pixels": (m.truth.area[rows], SIZES),
+        "boxes that overlap it": (neighbours(m)[rows], NEIGHBOURS),
+        "boxes in the image": (np.bincount(image, minlength=m.num_images)[image], IN_IMAGE),
+    }
+    groups = {}
+    for topic, (values, ranges) in topics.items():
+        groups[topic] = {name: (values >= low) & (values < end) for name, (low, end) in ranges.items()}
+    places = [(f"{v} {h}", i, j) for j, v in enumerate(VERTICAL) for i, h in enumerate(HORIZONTAL)]
+    groups["edge of the image"] = {"cut off": cut, "not cut off": ~cut}
+    groups["place in the image"] = {name: (line == j) & (column == i) for name, i, j in places}
+    return groups
+
+
+def neighbours(m: Matches) -> np.ndarray:
+    """(G,) how many other boxes of its image overlap each box."""
+    counts = np.full(len(m.truth), -1)  # a box touches itself
+    for first, second in paired(m.truth.image_index, m.truth.image_index):
+        common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])
+        counts += np.bincount(first[common > TOUCHING * union], minlength=len(counts))
+    return counts.clip(min=0)

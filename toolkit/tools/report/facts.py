@@ -1,0 +1,117 @@
+"""Facts about a run for its report, read once from its folder, and the command that continues it."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json
+from toolkit.run.metrics_log import read_metrics
+from toolkit.run.settings_file import newest_config, read_groups, shown
+
+
+@dataclass
+class RunFacts:
+    """Metrics, settings and environment of a run, as text and parsed; all empty for a predictions file that belongs to
+    no run.
+
+    ended: what ended the training, in words, where `status.json` knows it.
+    go_on: the command that trains for as long again.
+    """
+
+    rows: Sequence[Mapping] = ()
+    config: dict = field(default_factory=dict)
+    config_name: str = "config.yaml"
+    config_text: str = ""
+    environment_text: str = ""
+    state: str = ""
+    ended: str = ""
+    go_on: str = ""
+
+
+def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
+    """Whatever is missing in the folder is empty; settings are those in force.
+
+    state: how the run has ended, where `status.json` does not say it yet.
+    """
+    if run_folder is None:
+        return RunFacts()
+    config = newest_config(run_folder)
+    settings = read_groups(config) if config.exists() else {}
+    environment, status = read_records(run_folder)
+    ended_by = status.get("ended_by") or []
+    status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
+    rows = read_metrics(run_folder / "metrics.jsonl")
+    run = RunFacts(
+        rows,
+        settings,
+        config.name,
+        config.read_text(encoding="utf-8") if settings else "",
+        json.dumps(environment, indent=2) if environment else "",
+        ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key)),
+        status.get("reason", "") if ended_by else "",
+    )
+    if trained := [row for row in rows if "train/loss" in row]:
+        flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1)
+        run.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
+    return run
+
+
+def read_records(run_folder: Path) -> tuple[dict, dict]:
+    """The content of `environment.json` and `status.json`; empty where they are missing.
+
+    Raises:
+        BadInput: they cannot be read, or an entry that reports use is of another type.
+    """
+    records, problems = [], []
+    for name, entries in _ENTRIES.items():
+        path = run_folder / name
+        records.append(read_json(path) if path.exists() else {})
+        for key, kind in entries.items():
+            value = records[-1].get(key)
+            entries_fit = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+            if not (isinstance(value, kind | type(None)) and entries_fit):
+                words = "text" if kind is str else "a list of texts"
+                problems.append(f"{path}: {key} is {shown(value)}; expected {words}, as the run wrote it")
+    if problems:
+        raise BadInput(problems)
+    return records[0], records[1]
+
+
+_ENTRIES = {"environment.json": {"command_line": list}, "status.json": {"state": str, "reason": str, "ended_by": list}}
+
+
+def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs: int) -> list[str]:
+    """The flags with which a run that has ended trains for as long again.
+
+    Args:
+        ended_by: names of settings, see `toolkit.run.status`; empty: unknown, and every limit that would end it again
+            is raised.
+        config: the settings in force. step, epochs: optimizer steps made, and epochs begun.
+    """
+    run, patience = config.get("run", {}), config.get("eval", {}).get("early_stopping_patience")
+    flags = ["--run.resume", "latest"]
+    if "eval.early_stopping_patience" in ended_by and patience:
+        flags += ["--eval.early_stopping_patience", f"{2 * patience}"]
+        if len(ended_by) == 1:  # what is left of its length is enough
+            return flags
+    flags += ["--run.resume_schedule", "new"]
+    for key, made in (("epochs", epochs), ("max_steps", step)):
+        if run.get(key) and run[key] < 2 * made:
+            flags += [f"--run.{key}", f"{2 * made}"]
+    if run.get("max_minutes"):
+        flags += ["--run.max_minutes", f"{2 * run['max_minutes']:g}"]
+    return flags
+
+
+def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], config_file: Path) -> str:
+    """For a shell. command_line: that of the run; where no script started it, as in a notebook, only the flags.
+
+    config_file: the settings in force.
+    """
+    script = Path(command_line[0]) if command_line else Path()
+    if script.suffix != ".py" or script.stem == "ipykernel_launcher":
+        return shlex.join(flags)
+    return shlex.join(["accelerate", "launch", str(script), "--config", str(config_file), *flags])

@@ -1,0 +1,215 @@
+"""The pictures of a report, images and crops with boxes as JPEG in the HTML itself: best and worst images, confident
+errors, probable annotation errors."""
+
+import base64
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+from PIL import Image
+
+from toolkit.data.decoding import ImageError, decode_image
+from toolkit.evaluation.draw import Mark, draw_marks, fitted, picture_of
+from toolkit.evaluation.matches import Matches
+from toolkit.tools.report.annotations import KINDS as SUSPICIONS
+from toolkit.tools.report.annotations import Suspect
+from toolkit.tools.report.errors import KINDS, MEANING
+from toolkit.tools.report.judgement import Judgement
+from toolkit.tools.report.page import folded, paragraph, pictures, table, under
+
+SIDE = 360  # longest side of a picture, in pixels
+TRUTH, RIGHT, WRONG = "#F0E442", "#56B4E9", "#D55E00"  # Okabe & Ito
+BUDGET = 3_200_000  # bytes of all pictures of a page, before base64 makes a third more of them
+WHOLE_IMAGES, OF_EACH_KIND, SUSPECTS, LISTED = 6, 4, 12, 200
+LEGEND = (
+    '<p class=dim><span class=sw style="background:#F0E442"></span> annotated (dashed), '
+    '<span class=sw style="background:#56B4E9"></span> predicted and right, '
+    '<span class=sw style="background:#D55E00"></span> predicted and wrong. '
+    "A picture links to its image.</p>"
+)
+
+
+class Pictures:
+    """Makes the pictures of one page until their budget is spent; unreadable images are skipped and counted.
+
+    folder: of the page, which links to the images themselves start from.
+    """
+
+    def __init__(self, table, folder: Path, budget: int = BUDGET):
+        self.table, self.folder, self.left = table, Path(folder), budget
+        self.unreadable = self.too_many = 0
+
+    def of(self, image: int, marks: Sequence[Mark], caption: str, focus: Sequence[float] | None = None) -> str:
+        """A `<figure>` of a row of the table; focus: a box; the picture is then cropped to it and its surroundings."""
+        if self.left <= 0:
+            self.too_many += 1
+            return ""
+        row = self.table.row(image)
+        try:
+            pixels = decode_image(self.table.image_source(row))
+        except (ImageError, OSError):
+            self.unreadable += 1
+            return ""
+        return self.figure(_drawn(picture_of(pixels), marks, focus), caption, self.link(row))
+
+    def figure(self, picture: Image.Image, caption: str, link: str = "") -> str:
+        """Any picture as a `<figure>`; its bytes count."""
+        stream = io.BytesIO()
+        picture.convert("RGB").save(stream, "JPEG", quality=80, optimize=True)
+        self.left -= len(stream.getvalue())
+        source = base64.b64encode(stream.getvalue()).decode()
+        size, alt = f'width="{picture.width}" height="{picture.height}"', escape(caption, quote=True)
+        shown = f'<img src="data:image/jpeg;base64,{source}" {size} alt="{alt}">'
+        shown = f'<a href="{link}">{shown}</a>' if link else shown
+        return f"<figure class=picture>{shown}<figcaption>{escape(caption)}</figcaption></figure>"
+
+    def link(self, row) -> str:
+        """To the image file, from the folder of the page; empty where the image lies in a table or an archive."""
+        if self.table.image_root is None:
+            return ""
+        path = self.table.image_source(row)
+        if not isinstance(path, Path) or not path.is_file():
+            return ""
+        try:
+            relative = os.path.relpath(path.resolve(), self.folder.resolve())
+        except ValueError:  # another drive of Windows
+            return escape(path.resolve().as_uri(), quote=True)
+        return quote(Path(relative).as_posix())
+
+    def notes(self) -> str:
+        """HTML: what is left out, and why."""
+        notes = {"pictures are left out: their images cannot be read from here.": self.unreadable}
+        notes["more pictures are left out to keep the page small."] = self.too_many
+        return "".join(paragraph(f"{count} {words}", "dim") for words, count in notes.items() if count)
+
+
+def _drawn(picture: Image.Image, marks: Sequence[Mark], focus: Sequence[float] | None) -> Image.Image:
+    part = (0, 0, *picture.size) if focus is None else _around(focus, picture.size)
+    drawn = fitted(picture.crop(part), SIDE)
+    draw_marks(drawn, marks, scale=SIDE / max(part[2] - part[0], part[3] - part[1]), corner=part[:2], size=13)
+    return drawn
+
+
+def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """The box with as much again around it, at least 64 pixels wide, inside the image."""
+    x1, y1, x2, y2 = np.nan_to_num(np.asarray(box, dtype=float)).tolist()
+    half = max(abs(x2 - x1), abs(y2 - y1), 32.0)
+    cx, cy = min(max((x1 + x2) / 2, 0), size[0]), min(max((y1 + y2) / 2, 0), size[1])
+    left, top = max(0, int(cx - half)), max(0, int(cy - half))
+    return left, top, max(left + 1, min(size[0], int(cx + half))), max(top + 1, min(size[1], int(cy + half)))
+
+
+def images(judged: Judgement, maker: Pictures) -> str:
+    counts, f1 = judged.image_counts, judged.image_f1
+    with_boxes = np.flatnonzero(counts.sum(axis=1) > 0)
+    mistakes = counts[:, 1] + counts[:, 2]
+    worst = with_boxes[np.lexsort((-mistakes[with_boxes], f1[with_boxes]))]
+    worst = worst[mistakes[worst] > 0][:WHOLE_IMAGES]
+    best = with_boxes[np.lexsort((-counts[with_boxes, 0], -f1[with_boxes]))]
+    best = best[~np.isin(best, worst)][:WHOLE_IMAGES]
+    chosen = {"Worst images": worst.tolist(), "Best images": best.tolist()}
+    return _with_legend({name: [whole_image(judged, maker, i) for i in rows] for name, rows in chosen.items()})
+
+
+def _with_legend(parts: Mapping[str, Sequence[str]]) -> str:
+    """Pictures by heading; empty where there are none at all."""
+    shown = "".join(under(heading, pictures(of)) for heading, of in parts.items())
+    return LEGEND + shown if shown else ""
+
+
+def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") -> str:
+    """An image with everything above the threshold; `name` of the detector stands before the caption."""
+    m = judged.matches
+    truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
+    predicted = np.flatnonzero((m.found.image_index == image) & (m.found.scores > judged.threshold) & m.counts)
+    right, wrong, missed = judged.image_counts[image].tolist()
+    marks = [Mark(m.truth.xyxy[row], TRUTH, dashed=True) for row in truth]
+    marks += [_predicted(m, row, RIGHT if m.right[row] else WRONG) for row in predicted[::-1]]
+    if len(predicted) > 5:  # names on everything would hide the image
+        marks = [mark if mark.colour == WRONG else replace(mark, text="") for mark in marks]
+    counted = f"{right} right, {wrong} wrong, {missed} missed"
+    caption = f"{name}{judged.table.image_name(image)}: F1 {judged.image_f1[image]:.2f}; {counted}"
+    return maker.of(image, marks, caption)
+
+
+def mistakes(judged: Judgement, maker: Pictures) -> str:
+    m, parts = judged.matches, {}
+    for kind in KINDS[:-1]:
+        rows = judged.errors.of(kind)
+        rows = rows[np.argsort(-m.found.scores[rows], kind="stable")][:OF_EACH_KIND]
+        parts[f"{kind.capitalize()}: {MEANING[kind]}"] = [_mistake(judged, maker, row) for row in rows.tolist()]
+    missed = np.flatnonzero(judged.errors.missed)
+    missed = missed[np.argsort(-m.truth.area[missed], kind="stable")][:OF_EACH_KIND]
+    parts[f"Missed: {MEANING['missed']} (the largest)"] = [_missed(judged, maker, row) for row in missed.tolist()]
+    return _with_legend(parts)
+
+
+def _mistake(judged: Judgement, maker: Pictures, row: int) -> str:
+    m, image = judged.matches, int(judged.matches.found.image_index[row])
+    near = (m.det == row) & ~m.crowd[m.gt]
+    marks = [*(_annotated(m, gt) for gt in m.gt[near]), _predicted(m, row, WRONG)]
+    overlap = f"largest IoU {m.iou[near].max():.2f}" if near.any() else "overlaps no box"
+    name = m.class_names[m.found.labels[row]]
+    caption = f"{judged.table.image_name(image)}: {name}, score {m.found.scores[row]:.2f}, {overlap}"
+    return maker.of(image, marks, caption, focus=m.found.xyxy[row])
+
+
+def _missed(judged: Judgement, maker: Pictures, row: int) -> str:
+    image, mark = int(judged.matches.truth.image_index[row]), _annotated(judged.matches, row)
+    return maker.of(image, [mark], f"{judged.table.image_name(image)}: {mark.text}", focus=mark.box)
+
+
+def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
+    if not judged.suspects:
+        return ""
+    by_kind = {kind: [suspect for suspect in judged.suspects if suspect.kind == kind] for kind in SUSPICIONS}
+    rows = [(kind, len(by_kind[kind]), words) for kind, words in SUSPICIONS.items()]
+    chosen = [suspect for some in by_kind.values() for suspect in some[: SUSPECTS // 4]]
+    shown = pictures([_suspect(judged, maker, suspect) for suspect in chosen])
+    listed = [
+        (judged.table.image_name(s.image), s.kind, f"{s.strength:.2f}", *_what(judged.matches, s))
+        for s in judged.suspects[:LISTED]
+    ]
+    head = ["image", "kind", "strength", "predicted", "annotated"]
+    text = (
+        "Where a detector that is mostly right disagrees with the annotation, either may be wrong: look before you "
+        f"change a box. The {min(LISTED, len(judged.suspects))} strongest of {len(judged.suspects)} are listed; all, "
+        "with their boxes, stand in report.json."
+    )
+    return (
+        paragraph(text, "dim")
+        + table(["kind", "boxes", "what it is"], rows, text=(0, 2))
+        + LEGEND
+        + shown
+        + folded("The list", table(head, listed, text=(0, 1, 3, 4)))
+    )
+
+
+def _marks(m: Matches, s: Suspect) -> tuple[list[Mark], list[Mark]]:
+    """The prediction and the annotated box, as far as there are any."""
+    return [_predicted(m, s.det, RIGHT)] if s.det >= 0 else [], [_annotated(m, s.gt)] if s.gt >= 0 else []
+
+
+def _what(m: Matches, s: Suspect) -> tuple[str, str]:
+    predicted, annotated = (marks[0].text if marks else "–" for marks in _marks(m, s))
+    return predicted, annotated
+
+
+def _suspect(judged: Judgement, maker: Pictures, s: Suspect) -> str:
+    predicted, annotated = _marks(judged.matches, s)
+    names = " predicted {}, annotated {}".format(*_what(judged.matches, s))
+    caption = f"{judged.table.image_name(s.image)}: {s.kind};{names}"
+    return maker.of(s.image, annotated + predicted, caption, focus=(predicted or annotated)[0].box)
+
+
+def _predicted(m: Matches, row: int, colour: str) -> Mark:
+    return Mark(m.found.xyxy[row], colour, f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}")
+
+
+def _annotated(m: Matches, row: int) -> Mark:
+    return Mark(m.truth.xyxy[row], TRUTH, m.class_names[m.truth.labels[row]], dashed=True)

@@ -1,0 +1,74 @@
+"""A self-contained HTML page without scripts or network access, and the small parts of its sections."""
+
+from collections.abc import Sequence
+from html import escape
+
+from toolkit.tools.report.charts import BarChart as BarChart
+from toolkit.tools.report.charts import Chart, svg
+from toolkit.tools.report.style import STYLE
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser asks nobody for anything
+
+
+def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) -> str:
+    """The file. sections: (id, heading, HTML); those without HTML are left out."""
+    shown = [(key, heading, html) for key, heading, html in sections if html]
+    links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in shown)
+    body = "\n".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{html}</section>' for key, heading, html in shown)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<link rel=icon href="data:,"><style>{STYLE}</style></head>\n'
+        f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p></header>"
+        f"<nav><div>{links}</div></nav><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence], text: Sequence[int] = (0,)) -> str:
+    """Cells are escaped, unless they are `Html`; text: columns that are words."""
+    if not rows:
+        return ""
+
+    def cell(tag: str, i: int, value) -> str:
+        shown = str(value) if isinstance(value, Html) else escape(str(value))
+        return f"<{tag}{' class=text' if i in text else ''}>{shown}</{tag}>"
+
+    lines = "".join("<tr>" + "".join(cell("td", i, v) for i, v in enumerate(row)) + "</tr>" for row in rows)
+    first = "".join(cell("th", i, name) for i, name in enumerate(head))
+    return f"<div class=scroll><table><thead><tr>{first}</tr></thead><tbody>{lines}</tbody></table></div>"
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+
+def paragraph(text: str, css: str = "") -> str:
+    return f"<p{f' class={css}' if css else ''}>{escape(text)}</p>"
+
+
+def charts(of: Sequence[Chart]) -> str:
+    shown = "".join(map(svg, of))
+    return f"<div class=charts>{shown}</div>" if shown else ""
+
+
+def pictures(parts: Sequence[str]) -> str:
+    shown = [part for part in parts if part]
+    return f"<div class=pictures>{''.join(shown)}</div>" if shown else ""
+
+
+def under(heading: str, html: str) -> str:
+    """HTML below a heading, which is HTML too; empty where there is nothing."""
+    return f"<h3>{heading}</h3>{html}" if html else ""
+
+
+def folded(summary: str, html: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None or value != value else f"{value:.{digits}f}"
+
+
+def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+    return number(value) if interval is None else f"{number(value)} ({number(interval[0])} to {number(interval[1])})"

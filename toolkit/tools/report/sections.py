@@ -1,0 +1,219 @@
+"""The sections of a report about one detector: summary, metrics, thresholds, confusions, errors, pictures."""
+
+import re
+from html import escape
+
+import numpy as np
+
+from toolkit.tools.report import figures
+from toolkit.tools.report.advice import Advice
+from toolkit.tools.report.bootstrap import DRAWS
+from toolkit.tools.report.charts import BarChart, svg
+from toolkit.tools.report.errors import HORIZONTAL, KINDS, MEANING, VERTICAL
+from toolkit.tools.report.facts import RunFacts
+from toolkit.tools.report.judgement import Judgement
+from toolkit.tools.report.page import Html, charts, folded, number, paragraph, table, under
+from toolkit.tools.report.thresholds import WANTED_PRECISION, Point
+
+MOST_CLASSES = 30  # of a confusion matrix
+MOST_CURVES = 8
+WORDS = {
+    "AP": "mean over IoU 0.5 to 0.95",
+    "AP50": "at IoU 0.5",
+    "AP75": "at IoU 0.75",
+    "APs": "objects below 32² pixels",
+    "APm": "32² to 96² pixels",
+    "APl": "above 96² pixels",
+    "AR1": "recall with 1 prediction of each class",
+    "AR10": "recall with 10",
+    "AR100": "recall with 100",
+    "ARs": "recall, small objects",
+    "ARm": "recall, medium objects",
+    "ARl": "recall, large objects",
+}
+
+
+def summary(judged: Judgement) -> str:
+    best = judged.overall.best
+    cards = [(name, number(judged.numbers[name]), _interval_words(judged, name)) for name in ("AP", "AP50")]
+    if best is not None:
+        cards += [
+            ("threshold of the best F1", f"{best.threshold:g}", "deploy with scores above it"),
+            ("F1 there", number(best.f1), f"precision {best.precision:.3f}, recall {best.recall:.3f}"),
+        ]
+    if judged.graphs is not None:
+        recalls = {name: number(judged.graphs.row.get(name)) for name in ("R@100", "mR@100")}
+        cards += [(f"{name}, {judged.graphs.mode}", recall, "relations") for name, recall in recalls.items()]
+    shown = "".join(
+        f"<div><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(words)}</span></div>"
+        for name, value, words in cards
+    )
+    return f"<div class=figures>{shown}</div>"
+
+
+def _interval_words(judged: Judgement, name: str) -> str:
+    interval = judged.intervals[name]
+    return "undefined: no boxes to find" if interval is None else f"95 %: {interval[0]:.3f} to {interval[1]:.3f}"
+
+
+def advice(suggestions: list[Advice]) -> str:
+    return "".join(
+        f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{_flags(a.advice)}</p>"
+        f"{f'<pre>{escape(a.command)}</pre>' if a.command else ''}</div>"
+        for a in suggestions
+    )
+
+
+def _flags(text: str) -> str:
+    """As HTML, with flags as code, which is not broken over lines."""
+    return re.sub(r"--[a-z_]+(\.[a-z_]+)*", r"<code>\g<0></code>", escape(text))
+
+
+def numbers(judged: Judgement) -> str:
+    rows = []
+    for name, words in WORDS.items():
+        rows.append((name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), words))
+    rows.append(("VOC07 mAP", number(judged.voc["voc07_mAP"]), "", "", "Pascal VOC, 11 recalls"))
+    rows.append(("VOC12 mAP", number(judged.voc["voc12_mAP"]), "", "", "Pascal VOC, all recalls"))
+    text = (
+        f"Intervals: 95 % of {DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, moved to have "
+        "the number as their mean. They tell how far other images of the same kind may give other numbers."
+    )
+    return (
+        table(["", "value", "95 % from", "to", ""], rows, text=(0, 4))
+        + paragraph(text, "dim")
+        + charts([figures.iou_chart({"AP": judged.ap_by_iou})])
+        + _classes(judged)
+    )
+
+
+def _low_high(interval) -> tuple[str, str]:
+    return ("", "") if interval is None else (number(interval[0]), number(interval[1]))
+
+
+def _classes(judged: Judgement) -> str:
+    m, rows = judged.matches, []
+    columns = zip(m.class_names, m.num_truth, judged.class_ap, judged.class_recall, judged.sweeps, strict=True)
+    for name, boxes, ap, recall, sweep in columns:
+        threshold, *numbers = _point(sweep.best)
+        rows.append((name, boxes, number(ap), number(recall), *numbers, threshold))
+    head = ["class", "boxes", "AP", "AR100", "best F1", "precision", "recall", "threshold"]
+    return "<h3>By class</h3>" + table(head, sorted(rows, key=lambda row: row[2] == "–"))
+
+
+def _point(point: Point | None) -> list[str]:
+    """Threshold, F1, precision and recall."""
+    if point is None:
+        return ["–"] * 4
+    return [f"{point.threshold:g}", *(f"{v:.3f}" for v in (point.f1, point.precision, point.recall))]
+
+
+def thresholds(judged: Judgement) -> str:
+    overall = judged.overall
+    if overall.best is None:
+        return paragraph("No prediction finds a box at IoU 0.5: there is no threshold to choose.")
+    points = {"best F1": overall.best}
+    points |= {f"precision of {wanted:g}": overall.at_precision(wanted) for wanted in WANTED_PRECISION}
+    rows = []
+    for wanted, point in points.items():
+        threshold, f1, *others = _point(point)
+        rows.append((wanted, "–", "not reached", "", "") if point is None else (wanted, threshold, *others, f1))
+    names = judged.matches.class_names
+    sweeps = {"all classes": overall} | {names[label]: judged.sweeps[label] for label in _curve_classes(judged)}
+    parts = [
+        figures.f1_chart(sweeps, overall.best),
+        figures.precision_recall_chart(sweeps),
+        figures.calibration_chart(judged.calibration),
+    ]
+    error = judged.calibration.error
+    words = (
+        "Over all boxes of all classes together, at IoU 0.5. A threshold of its own for each class stands in the "
+        "table by class."
+    )
+    if error is not None:
+        words += (
+            f" Scores and precision differ by {error:.3f} on average (expected calibration error): with a large "
+            "difference a score is no probability."
+        )
+    return table(["wanted", "threshold", "precision", "recall", "F1"], rows) + paragraph(words, "dim") + charts(parts)
+
+
+def _curve_classes(judged: Judgement) -> list[int]:
+    """At most seven classes: all, or the best and the worst."""
+    order = np.argsort(-np.nan_to_num(judged.class_ap), kind="stable")
+    order = [int(k) for k in order if np.isfinite(judged.class_ap[k])]
+    return order if len(order) < MOST_CURVES else order[:3] + order[-3:]
+
+
+def confusion(judged: Judgement) -> str:
+    matrix, names = judged.matrix, list(judged.matches.class_names)
+    k = len(names)
+    wrong = matrix.copy()
+    np.fill_diagonal(wrong, 0)
+    chosen = list(range(k))
+    note = ""
+    if k > MOST_CLASSES:
+        chosen = sorted(np.argsort(-(wrong[:k].sum(axis=1) + wrong[:, :k].sum(axis=0)), kind="stable")[:MOST_CLASSES])
+        note = f" Shown are the {MOST_CLASSES} of {k} classes with the most mistakes; all stand in report.json."
+    text = (
+        f"Predictions above {judged.threshold:g} at IoU 0.5. A row tells what became of the boxes of a class and sums "
+        f"to their number; the last row is predictions where no box is.{note}"
+    )
+    part = matrix[np.ix_([*chosen, k], [*chosen, k])]
+    shown = svg(figures.confusion_chart(part, [names[i] for i in chosen], judged.threshold))
+    pairs = [
+        (names[i], names[j], int(wrong[i, j]), f"{wrong[i, j] / max(matrix[i].sum(), 1):.1%}")
+        for i, j in zip(*np.unravel_index(np.argsort(-wrong[:k, :k], axis=None)[:10], (k, k)), strict=True)
+        if wrong[i, j]
+    ]
+    listed = table(["annotated", "predicted", "boxes", "of its boxes"], pairs, text=(0, 1))
+    return paragraph(text, "dim") + f"<div class=scroll>{shown}</div>" + under("Most confused", listed)
+
+
+def errors(judged: Judgement) -> str:
+    e = judged.errors
+    counts = {kind: len(e.of(kind)) for kind in KINDS} | {"missed": int(e.missed.sum())}
+    bars = [(kind, cost, f"{cost:.3f}") for kind, cost in e.cost.items()]  # those of KINDS, then the special ones
+    rows = [(kind, counts[kind], f"{e.cost[kind]:.3f}", MEANING[kind]) for kind in KINDS]
+    text = (
+        f"AP50 is {e.ap50:.3f}; a bar tells by how much it would rise without mistakes of that kind. The kinds do not "
+        "add up. Method: TIDE (Bolya et al. 2020)."
+    )
+    parts = [
+        BarChart("AP50 that each kind of mistake costs", bars[: len(KINDS)]),
+        BarChart("… and all wrong predictions, all unfound boxes", bars[len(KINDS) :]),
+    ]
+    return (
+        paragraph(text, "dim")
+        + charts(parts)
+        + table(["kind", "mistakes", "cost in AP50", "what it is"], rows, text=(0, 3))
+        + _strata(judged)
+    )
+
+
+def _strata(judged: Judgement) -> str:
+    topics = list(dict.fromkeys(s.topic for s in judged.strata if s.topic != "place in the image"))
+    rows = [
+        (topic if i == 0 else "", s.name, s.boxes, f"{s.recall:.3f}", f"{s.recall_at_any_score:.3f}")
+        for topic in topics
+        for i, s in enumerate(s for s in judged.strata if s.topic == topic)
+    ]
+    head = ["objects by", "", "boxes", f"found above {judged.threshold:g}", "found at any score"]
+    places = {s.name: s for s in judged.strata if s.topic == "place in the image"}
+    lines = []
+    for v in VERTICAL:
+        cells = [places.get(f"{v} {h}") for h in HORIZONTAL]
+        shown = (Html(f"{s.recall:.3f} <span class=dim>of {s.boxes}</span>") if s else "–" for s in cells)
+        lines.append((v, *shown))
+    grid = table(["centre of the box", *HORIZONTAL], lines)
+    return "<h3>What is found, by what the object is like</h3>" + table(head, rows, text=(0, 1)) + grid
+
+
+def training(run: RunFacts) -> str:
+    groups = figures.training_charts(run.rows)
+    return "".join(under(heading, charts(group)) for heading, group in groups.items())
+
+
+def settings(run: RunFacts) -> str:
+    texts = {f"Settings ({run.config_name})": run.config_text, "Environment": run.environment_text}
+    return "".join(folded(heading, f"<pre>{escape(text)}</pre>") for heading, text in texts.items() if text)

@@ -1,0 +1,99 @@
+"""Pictures with boxes, curves and confusion matrices of an evaluation, as W&B and TensorBoard display them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from toolkit.data.decoding import decode_image
+from toolkit.evaluation.draw import choose_images, fitted, picture_of
+from toolkit.evaluation.matches import Matches
+from toolkit.tools.report.charts import figure
+from toolkit.tools.report.figures import class_ap_chart, confusion_chart, f1_chart
+from toolkit.tools.report.thresholds import Sweep, confusion_matrix, sweep
+
+LONGEST_SIDE = 640  # of a picture, in pixels
+MOST_BOXES = 50  # of a picture, those with the best scores
+MOST_CLASSES = 20  # with a curve, and in the confusion matrix: those with most boxes
+ALL = "all classes"
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """One validation image, made smaller; boxes are (N, 4) xyxy in pixels of `picture`.
+
+    truth, found: boxes with `labels (N,)`, the found ones best first with `scores (N,)`.
+    """
+
+    image_id: object
+    picture: Image.Image
+    truth_boxes: np.ndarray
+    truth_labels: np.ndarray
+    found_boxes: np.ndarray
+    found_labels: np.ndarray
+    found_scores: np.ndarray
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One evaluation as trackers display it.
+
+    class_names: all of them, on one line each. grid: the pictures with their boxes drawn, as one.
+    curves: by name of the class, with all of them together first. ap: of each class that has boxes.
+    matrix: (N + 1, N + 1) as `confusion_matrix`, of the N classes `matrix_names`, at the score `threshold`.
+    """
+
+    class_names: list[str]
+    images: list[ShownImage]
+    grid: Image.Image | None
+    curves: dict[str, Sweep]
+    ap: dict[str, float]
+    matrix: np.ndarray
+    matrix_names: list[str]
+    threshold: float
+
+    def figures(self) -> dict:
+        """F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
+        charts = {
+            "f1": f1_chart(self.curves, self.curves[ALL].best),
+            "confusion_matrix": confusion_chart(self.matrix, self.matrix_names, self.threshold),
+            "class_AP": class_ap_chart(self.ap),
+        }
+        return {name: figure([chart]) for name, chart in charts.items() if not chart.is_empty}
+
+
+def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
+    """Collects what trackers display of an evaluation.
+
+    Args:
+        matches: of the predictions with the table. scores: as `CocoEvaluator.evaluate` returned them. pictures: images,
+            the same ones at every evaluation.
+    """
+    names = matches.class_names
+    chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MOST_CLASSES])
+    overall = sweep(matches)
+    curves = {ALL: overall} | {names[k]: sweep(matches, k) for k in chosen if matches.num_truth[k]}
+    threshold = 0.5 if overall.best is None else overall.best.threshold
+    places = [*chosen, len(names)]
+    matrix = confusion_matrix(matches, threshold)[np.ix_(places, places)]
+    ap = {name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None}
+    images = _images(table, matches, pictures)
+    return Shown(names, images, grid, curves, ap, matrix, [names[k] for k in chosen], threshold)
+
+
+def _images(table, matches: Matches, count: int) -> list[ShownImage]:
+    shown, truth, detections = [], matches.truth, matches.found
+    for position in choose_images(table, count) if count else ():
+        row = table.row(position)
+        image = decode_image(table.image_source(row), table.max_image_pixels)
+        picture = picture_of(image)
+        scale = min(1.0, LONGEST_SIDE / max(picture.size))
+        if scale < 1:
+            picture = fitted(picture, LONGEST_SIDE)
+        annotated_rows, best = truth.of_image(position), detections.of_image(position)
+        best = slice(best.start, min(best.stop, best.start + MOST_BOXES))
+        annotated = truth.xyxy[annotated_rows] * scale, truth.labels[annotated_rows]
+        detected = detections.xyxy[best] * scale, detections.labels[best], detections.scores[best]
+        shown.append(ShownImage(row["image_id"], picture, *annotated, *detected))
+    return shown

@@ -1,0 +1,97 @@
+"""Writes the report of one detector or of several: `index.html`, one file, and `report.json` with its numbers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.base.files import replace_nonfinite, write_json, write_text_atomic
+from toolkit.tools.report import comparison, gallery, sections
+from toolkit.tools.report import page as page_parts
+from toolkit.tools.report.advice import advise
+from toolkit.tools.report.facts import RunFacts
+from toolkit.tools.report.gallery import Pictures
+from toolkit.tools.report.judgement import Judgement, as_json
+from toolkit.tools.report.page import page, paragraph
+
+PAGE, NUMBERS = "index.html", "report.json"
+
+
+def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str) -> Path:
+    """`index.html`, which is returned, and of a detector that was judged `report.json`.
+
+    judged: None: there are no predictions; the page then has the curves and settings of the run.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[tuple[str, str, str]] = []
+    if judged is not None:
+        parts = _sections(judged, run, folder)
+        write_json(folder / NUMBERS, replace_nonfinite(as_json(judged)))
+    parts.append(("training", "Training", sections.training(run)))
+    parts.append(("settings", "Settings", sections.settings(run)))
+    write_text_atomic(folder / PAGE, page(title, _facts(judged, run), parts))
+    return folder / PAGE
+
+
+def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str, str, str]]:
+    if not judged.matches.num_truth.sum():
+        return [("summary", "Summary", paragraph("There are no annotated boxes: nothing can be measured."))]
+    maker = Pictures(judged.table, folder)
+    annotation = gallery.annotation_mistakes(judged, maker)
+    images, mistakes = gallery.images(judged, maker), gallery.mistakes(judged, maker)
+    graphs = "" if judged.graphs is None else judged.graphs.section(judged, maker, page_parts)
+    return [
+        ("summary", "Summary", sections.summary(judged)),
+        ("next", "What to try next", sections.advice(advise(judged, run))),
+        ("numbers", "Numbers", sections.numbers(judged)),
+        ("thresholds", "Thresholds", sections.thresholds(judged)),
+        ("graphs", "Scene graphs", graphs),
+        ("confusion", "Confusion", sections.confusion(judged)),
+        ("errors", "Mistakes", sections.errors(judged)),
+        ("images", "Images", images + maker.notes()),
+        ("confident", "Confident mistakes", mistakes),
+        ("annotation", "Likely mistakes of the annotation", annotation),
+    ]
+
+
+def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
+    """`index.html` with the detectors side by side, and `report.json` with the numbers of each and their differences.
+
+    Raises:
+        BadInput: they were not made on the same data.
+    """
+    folder = Path(folder)
+    c = comparison.compare(judged)
+    folder.mkdir(parents=True, exist_ok=True)
+    maker = Pictures(judged[0].table, folder)
+    changed = comparison.changed(c, maker)
+    parts = [
+        ("summary", "Summary", comparison.verdict(c)),
+        ("numbers", "Numbers", comparison.numbers(c)),
+        ("differences", "Differences", comparison.differences(c)),
+        ("seeds", "Over seeds", comparison.seeds(c)),
+        ("classes", "By class", comparison.classes(c)),
+        ("images", "Images that changed most", changed + maker.notes()),
+    ]
+    title = "Comparison of " + ", ".join(judgement.name for judgement in judged)
+    write_text_atomic(folder / PAGE, page(title, _data_words(judged[0]), parts))
+    differences = [
+        {name: getattr(d, name) for name in ("metric", "base", "other", "value")}
+        | {"interval_95": [d.low, d.high], "explained_by_chance": d.chance}
+        for d in c.differences
+    ]
+    content = {"detectors": list(map(as_json, judged)), "differences": differences, "over_seeds": c.groups}
+    write_json(folder / NUMBERS, replace_nonfinite(content))
+    return folder / PAGE
+
+
+def _facts(judged: Judgement | None, run: RunFacts) -> str:
+    words = [run.state] if run.state else []
+    if judged is not None:
+        words += [str(judged.about["detector"])] if judged.about.get("detector") else []
+        words.append(_data_words(judged))
+    return "; ".join(words)
+
+
+def _data_words(judged: Judgement) -> str:
+    m = judged.matches
+    return f"{judged.table.name}: {m.num_images:,} images, {m.num_truth.sum():,} boxes, {m.num_classes} classes"

@@ -1,0 +1,125 @@
+"""Starts a training script as a separate process, follows the rows that it writes, and asks it for its settings."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+import yaml
+
+from toolkit.base.errors import BadInput
+from toolkit.run.metrics_log import GrowingMetrics
+from toolkit.run.status import read_status
+
+POLL_S = 0.5
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+STOP_S = 120  # a process that was asked to stop saves its state first
+# Nothing but steps: no evaluation, checkpoint or tracker, and no settings that go by the length of the training.
+STEPS_ALONE = (
+    "run.max_minutes=null run.log_every=1 run.eval_every=0 run.save_every=0 run.tracker=none run.resume=never "
+    "run.on_nonfinite=stop run.epochs=100000 data.plain_epochs=0 eval.before_training=false run.export=false"
+)
+
+
+class WatchedRun:
+    """A process that trains; its output goes to a file.
+
+    Args:
+        command: words that start it. folder: its run folder. output: file for what it prints, made longer.
+        environment: variables on top of those of this process.
+        limit: called in the new process before the command, such as one that limits its memory.
+
+    It ends with this process: on Linux the system sends it SIGTERM, which saves its state, however this one ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        output: Path,
+        environment: Mapping | None = None,
+        limit: Callable[[], None] | None = None,
+    ):
+        self.folder, self.output = Path(folder), Path(output)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        system, parent = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
+        group = {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}  # Windows
+
+        def begin() -> None:
+            if system is not None:
+                system.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+                if os.getppid() != parent:  # gone before it was asked for
+                    os.kill(os.getpid(), signal.SIGTERM)
+            if limit is not None:
+                limit()
+
+        with open(self.output, "ab") as file:
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment or {}),
+                **({"start_new_session": True, "preexec_fn": begin} if os.name == "posix" else group),
+            )
+
+    def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
+        """Its rows as they are written, each once, those of an earlier start first; until the process has ended, or
+        `stop` says so."""
+        seen = set()
+        with closing(GrowingMetrics(self.folder / "metrics.jsonl")) as file:
+            while True:
+                over = self.process.poll() is not None  # asked first: what is written before the end is read
+                for row in file.new_rows():
+                    key = (row["step"], frozenset(row))  # a resumed run writes some again, with the same numbers
+                    if key not in seen:
+                        seen.add(key)
+                        yield row
+                if over or stop():
+                    return
+                time.sleep(POLL_S)
+
+    def stop(self, saving: bool = True) -> int:
+        """Asks it to save and end, if it is to, and after a while without asking; its exit code."""
+        posix = os.name == "posix"
+        if saving and self.process.poll() is None:
+            self._send(signal.SIGTERM if posix else signal.CTRL_BREAK_EVENT)
+            with suppress(subprocess.TimeoutExpired):
+                return self.process.wait(STOP_S)
+        if self.process.poll() is None:
+            self._send(signal.SIGKILL if posix else signal.SIGTERM)  # on Windows SIGTERM asks nobody
+        return self.process.wait()
+
+    def _send(self, number: int) -> None:
+        os.killpg(self.process.pid, number) if os.name == "posix" else self.process.send_signal(number)
+
+    @property
+    def state(self) -> str:
+        """How it ended, as `status.json` says, which no launcher flattens; "failed" without one."""
+        return read_status(self.folder).get("state", "failed")
+
+    def last_words(self, lines: int = 5) -> str:
+        """The end of its output."""
+        return "\n".join(self.output.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int, settings: Mapping) -> list[str]:
+    """Words that train `steps` steps in the run folder `folder` with `settings` on top of the `arguments`."""
+    required = {"run.output_dir": folder.parent, "run.name": folder.name, "run.max_steps": steps}
+    alone = dict(word.split("=") for word in STEPS_ALONE.split())
+    flags = [f"--{key}={value}" for key, value in {**alone, **required, **settings}.items()]
+    return [sys.executable, str(script), *arguments, *flags]
+
+
+def resolved_settings(script: Path, arguments: Sequence[str]) -> dict:
+    """The settings that a script has with these arguments. Raises BadInput with what it says against them."""
+    command = [sys.executable, str(script), *arguments, "--print_config"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise BadInput((ended.stderr or ended.stdout).strip() or f"{script} ended with {ended.returncode}")
+    return yaml.safe_load(ended.stdout)

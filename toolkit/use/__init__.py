@@ -1,4 +1,0 @@
-"""Everything that uses a trained detector: evaluation, prediction, export, publishing.
-
-It may import everything except session, training and validation.
-"""
