@@ -159,7 +159,7 @@ RUN_STATE = {
     "schedule": {}, "metric_for_best": "bbox_AP", "best": None, "best_step": -1, "evaluations_without_better": 0,
     "evaluated_step": -1, "meters": {}, "elapsed_s": 1.5, "writer": {"rows": 1}, "ema": {"updates": 1},
     "infinite": ["mask"], "accumulation": [1, 0], "recut": 0, "averages": {}, "epoch_s": 0.5, "epoch_steps": 1,
-    "guard": {}, "budget": None, "logged_epoch": -1, "frozen": [], "has_notes": False,
+    "guard": {}, "budget": None, "logged_epoch": -1, "logged_steps": -1, "frozen": [], "has_notes": False,
 }  # fmt: skip
 
 

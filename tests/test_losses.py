@@ -30,7 +30,8 @@ def test_a_weight_covers_its_auxiliary_layers_and_an_exact_name_overrides_it():
     assert {name: loss.grad.item() for name, loss in losses.items()} == weights.values(0)
     assert {k: v.item() for k, v in result.weighted.items()} == {k: 2 * v for k, v in weights.values(0).items()}
     assert all(v.item() == 2.0 and not v.requires_grad for v in result.unweighted.values())
-    some = LossWeights(DETR, {}, DEFAULTS)({**scalars(["loss_ce", "loss_bbox"]), "loss_new": torch.tensor(7.0)}, 0)
+    some = {**scalars(["loss_ce", "loss_bbox"]), "loss_new": torch.tensor(7.0)}
+    some = LossWeights(DETR, {}, DEFAULTS).weigh(some, 0)
     assert some.total.item() == 12.0 and some.weighted.keys() == {"loss_ce", "loss_bbox"}, "missing ones count 0"
     assert some.unknown == ["loss_new"], "reported, not raised"
 

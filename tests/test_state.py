@@ -17,7 +17,7 @@ from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.run.checkpoint import load_checkpoint, newest_valid
 from toolkit.run.recovery import keep_start, recover
 from toolkit.run.saving import save
-from toolkit.run.validation import finish, validate
+from toolkit.run.validation import evaluate, finish
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import Pace
@@ -288,7 +288,7 @@ def between_ranks():
     t.validation.loader, t.validation.pictures = [NOTHING], 0
     t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": 0.5}, describe=lambda *_: "")
     t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder)
-    validate(t)
+    evaluate(t)
     means = [module.norm.running_mean.tolist() for module in (t.detector, t.ema.module)]
     return t.weights.log_variances["a"].grad.item(), *means
 

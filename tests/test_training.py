@@ -26,7 +26,7 @@ from toolkit.run.recovery import recover
 from toolkit.run.saving import infinite_buffers, load, save
 from toolkit.run.settings_file import Change
 from toolkit.run.training import Training
-from toolkit.run.validation import Validation, finish, note_metric, validate
+from toolkit.run.validation import Validation, _forget_pictures, finish, note_metric, save_and_evaluate
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import Pace, StepBudget
@@ -105,7 +105,7 @@ STEP = {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0}
 
 
 def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
-    """As in DETR; rows, and the lines between, come every `log_every` steps. Fifteen images for two ranks."""
+    """As in DETR, and each line is a row too. Fifteen images for two ranks."""
     t, rows, images = make_training(tmp_path, pace=Pace(warmup_steps=50)), [], []
     t.accelerator.num_processes, t.total_steps, t.sampler = 1, 11, EpochSampler(15, 2, world_size=2)
     t.log = Log(True, steps_per_epoch=4, log_every=5)
@@ -119,7 +119,7 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
             t.end_epoch()
     lines = re.findall(r"step (\d+)/11", capsys.readouterr().out)
     assert lines == ["1", "4", "5", "8", "9", "10", "11"]
-    assert [row["step"] for row in rows if "train/loss" in row] == [5, 10, 11]
+    assert [row["step"] for row in rows if "train/loss" in row] == list(map(int, lines))
     assert images[:5] == [4, 4, 4, 3, 4]
     for steps in (40, 20, 2):  # `run.max_minutes` plans the length several times: said once
         t.set_length(steps)
@@ -238,15 +238,93 @@ def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
         assert (t.budget is None) == keep_schedule
 
 
-def test_an_interrupted_evaluation_saves_only_what_is_not_saved(tmp_path):
-    """Evaluating an earlier checkpoint alone must not make it the newest one."""
+def test_an_interrupted_evaluation_leaves_the_checkpoint_that_was_saved_before_it(tmp_path):
     saved(tmp_path, steps=(1, 2), best=1)
     t = make_training(tmp_path, keep=5, signals=SimpleNamespace(received=2), val_loader=[NOTHING])
     load(t, load_checkpoint(tmp_path / "checkpoints" / "step_000001"))
-    for t.step, newest in ((1, 2), (3, 3)):
+    for t.step, newest in ((1, 2), (3, 3)):  # the one that was resumed stands already
         with pytest.raises(Preempted):
-            validate(t)
-        assert newest_valid(tmp_path / "checkpoints")[0].step == newest
+            save_and_evaluate(t)
+        checkpoint, _ = newest_valid(tmp_path / "checkpoints")
+        assert checkpoint.step == newest and checkpoint.state["evaluated_step"] != 3
+
+
+class Evaluator:
+    """Metrics that are given, in turn; an exception among them is raised."""
+
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+
+    def evaluate(self, predictions):
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return {"bbox_AP": outcome}
+
+    def describe(self, *_):
+        return ""
+
+
+def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
+    """And afterwards the checkpoint has its own metric, with the files that were written before."""
+    evaluator = Evaluator(MemoryError("too many boxes"), 0.5, 0.25)
+    t = make_training(tmp_path, evaluator=evaluator, val_loader=[NOTHING], signals=SimpleNamespace(received=0))
+    t.log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=tmp_path, log=lambda row: None, shows=False)
+    t.validation.pictures = 0
+    folder = tmp_path / "checkpoints"
+    t.step = 3
+    with pytest.raises(MemoryError):
+        save_and_evaluate(t)
+    before, _ = newest_valid(folder)
+    assert before.step == 3 and before.state["evaluated_step"] == -1 and linked(folder, "best") is None
+    weights = (folder / "step_000003" / "model.safetensors").stat().st_ino
+
+    again = make_training(tmp_path, evaluator=evaluator, val_loader=[NOTHING], signals=SimpleNamespace(received=0))
+    again.log.writer, again.validation.pictures = t.log.writer, 0
+    load(again, before)
+    save_and_evaluate(again)
+    after, _ = newest_valid(folder)
+    assert (after.step, after.state["evaluated_step"], after.state["best"], after.state["best_step"]) == (3, 3, 0.5, 3)
+    assert linked(folder, "best") == linked(folder, "latest") == folder / "step_000003"
+    assert (folder / "step_000003" / "model.safetensors").stat().st_ino == weights, "not written twice"
+    assert all(torch.equal(after.tensors["model"][k], before.tensors["model"][k]) for k in before.tensors["model"])
+
+    again.step = 4
+    save_and_evaluate(again)
+    assert linked(folder, "best").name == "step_000003" and linked(folder, "latest").name == "step_000004"
+    assert newest_valid(folder)[0].state["evaluations_without_better"] == 1
+
+
+def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp_path, capsys):
+    rows = []
+    t = make_training(tmp_path, evaluator=Evaluator(0.5, 0.25), val_loader=[NOTHING],
+                      signals=SimpleNamespace(received=0))  # fmt: skip
+    t.best.patience, t.validation.pictures = 1, 0
+    t.log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=tmp_path, log=rows.append, shows=False)
+    t.optimizer.param_groups[0]["name"] = "main"
+    t.accelerator.num_processes = 1
+    for t.step in (1, 2):
+        t.sampler.advance_batches(1)
+        t.note_step([NOTHING], STEP)
+        save_and_evaluate(t)
+    assert t.finished and not t.epoch_is_over
+    (averages,) = [row for row in rows if "epoch/loss" in row]
+    assert averages["step"] == 2 and "Averaged stats of epoch 1" in capsys.readouterr().out
+    # Given more patience and steps, the epoch goes on, and its averages come at its end too.
+    t.log.note_epoch(2, 0)
+    t.sampler.advance_batches(1)
+    t.step = 3
+    t.note_step([NOTHING], STEP)
+    t.log.note_epoch(3, 0)
+    assert [row["step"] for row in rows if "epoch/loss" in row] == [2, 3]
+
+
+def test_pictures_of_old_evaluations_go(tmp_path):
+    for step in range(1, 9):
+        (tmp_path / f"step_{step:06d}.png").write_text("")
+        os.utime(tmp_path / f"step_{step:06d}.png", ns=(step, step))
+    _forget_pictures(tmp_path, best="step_000002.png")
+    assert sorted(int(path.stem[5:]) for path in tmp_path.iterdir()) == [2, 4, 5, 6, 7, 8]
 
 
 def last_weights(folder):

@@ -72,7 +72,8 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
         runs = (bare, ours, bare)
         times = [[seconds_of(partial(run, steps)) for run in runs] for _ in range(blocks + 1)][1:]
         rows = map(json.loads, (training.folder / "metrics.jsonl").read_text().splitlines())
-        our_losses = [row["train/loss"] for row in rows if "train/loss" in row]  # one row a block, of its last step
+        # Those of the last step of each block: epochs begin and end with rows too.
+        our_losses = [row["train/loss"] for row in rows if "train/loss" in row and row["step"] % steps == 0]
     seconds = [[t[i] / steps for t in times] for i in range(3)]
     added_ms = [1000 * (ours - (bare + again) / 2) for bare, ours, again in zip(*seconds, strict=True)]
     pairs = zip(our_losses, (float(loss) for loss in bare_losses), strict=False)  # the bare loop made twice the steps

@@ -38,7 +38,7 @@ def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options
         measurements = [(part, measured["parts"][part], "s") for part in ("a step", "a step, processor time", *PARTS)]
         measurements += [(name, size, "bytes/step") for name, size in measured["bytes"].items()]
         measurements += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s")]
-        measurements += [("evaluation of 200 images", measured["validate"], "s")]
+        measurements += [("evaluation of 200 images", measured["evaluate"], "s")]
         measurements += [("trained", measured["parameters"], "parameters")]
         title = f"scaling, {count} processes"
         rows += [{"name": f"{title}, {name}", "value": value, "unit": unit} for name, value, unit in measurements]
@@ -147,7 +147,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
         return t
 
     session.training = with_clocks
-    for module, name in ((training, "save"), (training, "validate"), (validation, "validate")):
+    for module, name in ((training, "save"), (validation, "save"), (validation, "evaluate")):
         clocks.once(module, name)
 
     def main(config):

@@ -114,3 +114,14 @@ def test_no_learning_rate_leaves_anything_that_is_not_finite(server, script, arg
     again = server.run(REPLAY, [folder])
     assert again.code == 0 and again.text.count("reproduced") == 1, again.text
     assert rate != "1e6" or server.run(REPLAY, [ended.folder]).code == 2, "a run is no report"
+
+
+@pytest.mark.parametrize("more", [{}, {"--optim.ema_decay": 0.0, "--optim.accumulation_steps": 2}], ids=["ema", "raw"])
+def test_an_overflow_where_a_save_is_due_is_rolled_back(server, script, arguments, more):
+    """However often, until the rollbacks are used up: the guard stops the run, and blames no line of the loop."""
+    fast = {"--optim.name": "sgd", "--optim.lr": 3e38, "--optim.max_norm": 0, "--schedule.warmup_steps": 0,
+            "--run.save_every": 1, "--run.max_steps": 20, "--run.max_rollbacks": 2} | more  # fmt: skip
+    ended = server.run(script, [*arguments(1, "rollback"), *flat(fast)])
+    assert ended.code == 3 and "was not done" not in ended.text, ended.text
+    assert ended.text.count("rollback: goes on from step") == 2
+    check_finite(ended.folder)

@@ -13,8 +13,8 @@ from launching import EVALUATION, SCRIPTS, assert_same_run, checkpoint_state, ki
 # One run after the other is killed before a call of a function, each counted from where the run was resumed.
 MOMENTS = (
     kill(11, EVALUATION),  # within the second evaluation, at step 4
-    kill(1, "open */.tmp-step_*/MANIFEST.json"),  # the tensors of the next checkpoint are written, its manifest is not
-    kill(4),  # step 5, one of its two micro-batches is done
+    kill(1, "open */.tmp-step_*/MANIFEST.json"),  # evaluated, and not yet written into the checkpoint
+    kill(2),  # step 5, one of its two micro-batches is done
 )
 MORE_MOMENTS = (  # tests/test_checkpoint.py kills before every write of a checkpoint
     kill(2),  # within the first step: nothing is saved yet
@@ -44,7 +44,31 @@ def test_killed_run_goes_on_to_the_bit(server, script, resumable, processes, mom
     resumed = server.run(script, [*args, "--run.seed", "7"], processes).ok()  # that of the checkpoint goes on
     assert_same_run(resumed.folder, reference)
     assert "Resuming from" in resumed.text and resumed.status["state"] == "done"
+    assert "learning rates that the loop set" not in resumed.text, "it sets none"
     assert not list(resumed.folder.rglob(".tmp-*"))
+
+
+def test_an_evaluation_that_kills_the_run_costs_no_step(server, script, resumable):
+    """As one that takes more memory than there is: each resume goes on behind the steps that were made."""
+    args, reference = resumable(1)
+    args = [*args, "--run.name", "killed_in_evaluation"]
+    for said in ("starting fresh", "Resuming from", "Resuming from"):
+        killed = server.run(script, args, 1, [kill(1, "toolkit.evaluation.predict_dataset:gather_by_image")])
+        assert killed.code == -9 and said in killed.text, killed.text
+        assert [row["step"] for row in training_rows(killed.folder)] == [1, 2], "not trained again"
+    assert_same_run(server.run(script, args, 1).ok().folder, reference)
+
+
+def test_an_interrupted_last_evaluation_is_made_once(server, script, resumable):
+    args, reference = resumable(1)
+    args = [*args, "--run.name", "interrupted_at_the_end"]
+    last = {"signal": "SIGTERM", "at": "toolkit.evaluation.predict_dataset:gather_by_image", "call": 5}
+    stopped = server.run(script, args, 1, [last])
+    assert stopped.code == 85 and stopped.status["step"] == 6, stopped.text
+    resumed = server.run(script, args, 1).ok()
+    assert "evaluation at step 6" in resumed.text
+    assert_same_run(resumed.folder, reference)
+    assert "evaluation at step" not in server.run(script, args, 1).ok().text
 
 
 @pytest.fixture

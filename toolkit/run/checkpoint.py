@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import safetensors
 import safetensors.torch
@@ -127,6 +128,53 @@ def save_checkpoint(
     return path
 
 
+def replace_state(folder: Path, step: int, state: dict, *, best: bool = False) -> Path:
+    """Give the checkpoint `folder/step_<step>` another state; its other files stay as they are.
+
+    For what is known only after the checkpoint was written: the outcome of its evaluation. At any moment, a kill
+    included, the checkpoint is whole, with the earlier state or with this one.
+
+    Args:
+        state: as of `save_checkpoint`. best: the checkpoint is the best so far.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, no space, no right to write, ...
+        TypeError: `state` holds something JSON has no form for; names where.
+    """
+    folder = Path(folder)
+    path = folder / f"step_{step:06d}"
+    text = json.dumps(encode_json(state, "state"), indent=1, allow_nan=False)  # fails before anything is touched
+    manifest = _read_manifest(path)
+    temp = folder / f".tmp-step_{step:06d}"
+    try:
+        _clean(folder)
+        temp.mkdir()
+        for name in manifest["files"].keys() - {STATE}:
+            _link(path / name, temp / name)
+        (temp / STATE).write_text(text, encoding="utf-8")
+        sequence = 1 + max(_by_age(folder)[0].values(), default=0)
+        about = {"kind": manifest["kind"], "step": step, "sequence": sequence}
+        _seal(temp, about, known={name: entry for name, entry in manifest["files"].items() if name != STATE})
+        _put_in_place(temp, path)
+        _point(folder / "latest", path)
+        if best:
+            mark_best(path)
+    except OSError as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise CheckpointError(_cannot_write(folder, error.errno or errno.EIO, len(text))) from error
+    return path
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make `target` another name of the file `source`, or a copy where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        shutil.copyfile(source, target)
+
+
 def mark_best(path: Path) -> None:
     """Point `best` beside the checkpoint `path` at it. Raises OSError."""
     _point(Path(path).parent / "best", Path(path))
@@ -198,10 +246,13 @@ def _storable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return storable
 
 
-def _seal(temp: Path, about: dict) -> None:
-    """Flush every file to the disk, then write the manifest, flush it and the folder."""
-    files = {}
-    for path in sorted(temp.iterdir()):
+def _seal(temp: Path, about: dict, known: Mapping[str, dict] = MappingProxyType({})) -> None:
+    """Flush every file to the disk, then write the manifest, flush it and the folder.
+
+    known: entries of the manifest of files that lie on the disk already, of an earlier checkpoint.
+    """
+    files = dict(known)
+    for path in sorted(path for path in temp.iterdir() if path.name not in known):
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
             files[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FORMAT = 2  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
+FORMAT = 3  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 _NUMBER = (int, float)
@@ -39,6 +39,7 @@ _STATE = {
     "epoch_s": _NUMBER,
     "epoch_steps": int,
     "logged_epoch": int,
+    "logged_steps": int,
 }
 _SAMPLER = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.

@@ -63,7 +63,9 @@ class Log:
         self.is_main, self.kind, self.steps_per_epoch, self.log_every = is_main, meters, steps_per_epoch, log_every
         self.meters, self.averages = make_meters(meters, steps_per_epoch), Averages()
         self.timer, self.graphs = StepTimer(), GraphCount()
-        self.epoch_s, self.epoch_steps, self.logged_epoch = 0.0, 0, -1
+        self.epoch_s, self.epoch_steps = 0.0, 0
+        self.logged_epoch = -1  # of the last averages that were logged
+        self.logged_steps = -1  # how many steps of that epoch they had
         self.writer: RunWriter | None = None
         self.status: dict = {}
         self.recut = 0
@@ -106,23 +108,23 @@ class Log:
     def note_step(
         self, step: int, total_steps: int, epoch: int, row: Mapping[str, float], images: int, ends_epoch: bool = False
     ) -> None:
-        """After an update over `images` images of all ranks: meters, bar, the row of metrics when it is time; a line
-        then, and for the first and the last step of an epoch, as DETR's."""
+        """After an update over `images` images of all ranks: meters, bar, and when it is time a row of metrics and a
+        line; also for the first and the last step of an epoch, as DETR's."""
         self.epoch_s += self.timer.step_done(images)
         self.epoch_steps += 1
         values = {name.removeprefix("train/"): value for name, value in row.items() if "/lr/" not in name}
         self.meters.update(values)
-        self.averages.update(values, images)
+        # Norms of groups are measured for rows alone: a mean of theirs would be one of other steps than the total's.
+        of_every_step = {name: value for name, value in values.items() if not name.startswith("grad_norm/")}
+        self.averages.update(of_every_step, images)
         self.status["step"] = step
         position = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
         self._show_on_bar(position)
-        is_due = self.is_due(step, total_steps)
-        if is_due or self.epoch_steps == 1 or ends_epoch:
+        if self.is_due(step, total_steps) or self.epoch_steps == 1 or ends_epoch:
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
             means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
             full = {**row, **means, **self.timer.row(total_steps - step)}
-            if is_due:
-                self.write(step, epoch, full)
+            self.write(step, epoch, full)
             self.say(console_line(full, self.meters, position))
             if news := self.graphs.news(step):
                 self.say(news)
@@ -132,10 +134,16 @@ class Log:
         return is_time(step, self.log_every, last=total_steps)
 
     def note_epoch(self, step: int, epoch: int) -> None:
-        """At the end of an epoch or of the run, once: the averages of its losses and metrics as a row and a line."""
-        if self.logged_epoch >= epoch or not self.epoch_steps:
+        """Log the averages of an epoch's losses and metrics as a row and a line, at its end or where the run ends.
+
+        A run that goes on in the middle of an epoch, `--run.resume_schedule new`, logs them again at the epoch's end.
+        """
+        is_logged = (self.logged_epoch, self.logged_steps) == (epoch, self.epoch_steps)
+        if is_logged or not self.epoch_steps:
             return
-        self.logged_epoch, means = epoch, self.averages.means()
+        self.logged_epoch = epoch
+        self.logged_steps = self.epoch_steps
+        means = self.averages.means()
         seconds = {"time/epoch_s": self.epoch_s, "time/epoch_step_s": self.epoch_s / self.epoch_steps}
         self.write(step, epoch, {f"epoch/{name}": mean for name, mean in means.items()} | seconds)
         self.say(averages_line(epoch, means, self.epoch_s, self.epoch_steps))
@@ -211,6 +219,7 @@ class Log:
             "epoch_s": self.epoch_s,
             "epoch_steps": self.epoch_steps,
             "logged_epoch": self.logged_epoch,
+            "logged_steps": self.logged_steps,
             "has_notes": self.has_notes,
             "writer": self.writer.state_dict(),
         }
@@ -221,7 +230,9 @@ class Log:
         self.averages.load_state_dict(state["averages"])
         self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
         self.epoch_s, self.epoch_steps = state["epoch_s"], state["epoch_steps"]
-        self.logged_epoch, self.has_notes = state["logged_epoch"], state["has_notes"]
+        self.logged_epoch = state["logged_epoch"]
+        self.logged_steps = state["logged_steps"]
+        self.has_notes = state["has_notes"]
 
 
 def training_row(t, reduced: Mapping[str, float]) -> dict[str, float]:

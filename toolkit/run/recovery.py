@@ -29,6 +29,7 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
         StoppedByGuard: the policy says so; the newest finite state is saved.
     """
     if action is Action.CALIBRATE:  # the fp16 scaler looks for its scale: it skips this update by itself
+        t.check.refused()
         t.optimizer.step()
         t.optimizer.zero_grad()
         return
@@ -40,7 +41,11 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
 
 
 def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
-    """Stops, goes back, or goes on with the next window. Raises StoppedByGuard."""
+    """Stop, go back, or go on with the next window, which the window under way no longer belongs to.
+
+    Raises StoppedByGuard.
+    """
+    t.check.refused()
     if action is Action.STOP:
         if broken:
             raise StoppedByGuard(f"{message}\n{_go_back(t)}")

@@ -10,22 +10,68 @@ from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder, waiting_aloud
 from toolkit.data.sampling import epochs_after, steps_ahead
-from toolkit.run.checkpoint import Checkpoint, bring_best, repair_latest, save_checkpoint
+from toolkit.run.checkpoint import Checkpoint, bring_best, repair_latest, replace_state, save_checkpoint
 from toolkit.run.settings_file import Change
 from toolkit.step.optim import load_state
 
 
 def save(t, best: bool = False) -> None:
-    """Writes `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
-    tensors, scaler, table = tensors_of(t), t.accelerator.scaler, t.validation.table
-    state = {
+    """Write `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
+    tensors = tensors_of(t)
+    state = state_of_run(t)
+    t.saved_step = t.step
+    if others := t.check.new_others():
+        t.log.say(
+            f"in no checkpoint, so that a resumed run differs: {', '.join(others)}, and what it trains; "
+            't.extra["NAME"] = optimizer in main saves it, and the module likewise'
+        )
+
+    def write() -> None:
+        _sync_rows(t)
+        content = {"tensors": tensors, "optimizer": t.optimizer.state_dict(), "state": state}
+        keeping = {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
+        extra = t.extra.state_dict()
+        save_checkpoint(t.folder / "checkpoints", t.step, **content, **keeping, kind="run", extra=extra)
+
+    with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
+        run_on_main(write)
+
+
+def save_outcome(t, best: bool = False) -> None:
+    """Write the outcome of an evaluation into the checkpoint of this step, which stands already.
+
+    best: it is the best so far. Weights and optimizer are those that were saved; the metric, the rows, the patience
+    and the schedule are as the evaluation left them. Every rank raises if that fails.
+    """
+    state = state_of_run(t)
+
+    def write() -> None:
+        _sync_rows(t)
+        replace_state(t.folder / "checkpoints", t.step, state, best=best)
+
+    run_on_main(write)
+
+
+def _sync_rows(t) -> None:
+    """Flush the rows to the disk: a power cut must not take rows that the checkpoint counts."""
+    rows = t.folder / "metrics.jsonl"
+    if rows.is_file():
+        fsync_folder(rows)
+
+
+def state_of_run(t) -> dict:
+    """Return everything of a run that a checkpoint keeps as JSON."""
+    scaler = t.accelerator.scaler
+    table = t.validation.table
+    frozen = [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad]
+    return {
         "step": t.step,
         "categories": [asdict(category) for category in table.categories],
         "predicates": list(table.predicates),
         "attributes": list(table.attributes),
         "infinite": t.infinite,
         "accumulation": list(t.pace.accumulation),
-        "frozen": [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad],
+        "frozen": frozen,
         "recut": t.recut,
         "sampler": t.sampler.state_dict(),
         "schedule": t.schedule.state_dict(),
@@ -40,23 +86,6 @@ def save(t, best: bool = False) -> None:
         **t.best.state_dict(),
         **t.log.state_dict(),
     }
-    t.saved_step = t.step
-    if others := t.check.new_others():
-        t.log.say(
-            f"in no checkpoint, so that a resumed run differs: {', '.join(others)}, and what it trains; "
-            't.extra["NAME"] = optimizer in main saves it, and the module likewise'
-        )
-
-    def write() -> None:
-        if (rows := t.folder / "metrics.jsonl").is_file():
-            fsync_folder(rows)  # a power cut must not take rows that the checkpoint counts
-        content = {"tensors": tensors, "optimizer": t.optimizer.state_dict(), "state": state}
-        keeping = {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
-        folder, extra = t.folder / "checkpoints", t.extra.state_dict()
-        save_checkpoint(folder, t.step, **content, **keeping, kind="run", extra=extra)
-
-    with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
-        run_on_main(write)
 
 
 def tensors_of(t) -> dict[str, Mapping[str, Tensor]]:
@@ -107,6 +136,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         notes += [*_freeze(t, state["frozen"]), *_retime(t, state, keep_schedule)]
         t.guard.load_state_dict(state["guard"])
         t.log.load_state_dict(state)
+        t.set_rates()  # those of the checkpoint's optimizer were of the update before
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"cannot be taken up ({type(error).__name__}: {error})"
         raise BadInput(f"{path} {reason}: give an earlier checkpoint as --run.resume PATH") from error

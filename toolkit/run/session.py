@@ -46,12 +46,20 @@ from toolkit.run.log import Log
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of, settings_beside
 from toolkit.run.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
-from toolkit.run.saving import load, save
+from toolkit.run.saving import load
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
 from toolkit.run.status import FolderLock, RunStatus, run_status
 from toolkit.run.trackers import About, agent_run_id, data_facts, tracker_names
 from toolkit.run.training import Training
-from toolkit.run.validation import Validation, check_metric, evaluate_test_split, finish, validate, warn_of_crowds
+from toolkit.run.validation import (
+    Validation,
+    check_metric,
+    evaluate,
+    evaluate_test_split,
+    finish,
+    save_and_evaluate,
+    warn_of_crowds,
+)
 from toolkit.run.watchdog import watchdog
 from toolkit.run.writer import RunWriter
 from toolkit.step.checkpointing import checkpoint_in_place
@@ -407,9 +415,10 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
     s.log = t.log
     first = s.config.eval.before_training and t.step == 0
     due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
-    # asked for, or interrupted by the signal that ended the run before
-    if (run.eval_only or due) and validate(t) and not run.eval_only:
-        save(t, best=True)
+    if run.eval_only:
+        evaluate(t)
+    elif due:  # at first, or the run before ended in this evaluation
+        save_and_evaluate(t)
 
 
 def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:

@@ -36,7 +36,7 @@ from toolkit.run.recovery import (
     state_is_sound,
 )
 from toolkit.run.saving import infinite_buffers, retime, save
-from toolkit.run.validation import Validation, validate
+from toolkit.run.validation import Validation, save_and_evaluate
 from toolkit.step.ema import Ema
 from toolkit.step.extra import Extra
 from toolkit.step.freezing import bn_momentum, set_bn_momentum
@@ -324,7 +324,6 @@ class Training:
         self.check.done["accepts"] += 1
         action = self.decide(reduced)
         if action is not Action.STEP:
-            self.check.refused()
             recover(self, action, self._broken)
             return False
         if is_time(self.step + 1, self.pace.gradient_table_every):
@@ -407,7 +406,7 @@ class Training:
         self._warned |= warnings.keys()
 
     def evaluate_and_save(self, signal: float) -> None:
-        """Evaluates and saves what is due after this step.
+        """Save and evaluate what is due after this step, in this order: no progress is lost in an evaluation.
 
         Raises:
             Preempted: a signal came on some rank; the state is saved.
@@ -424,9 +423,10 @@ class Training:
         if state_is_sound(self):
             if words := ranks_apart(self):
                 self._warn_once("ranks", words)
-            better = (evaluates and validate(self)) or noted
-            if better or signal or saves:
-                save(self, best=better)
+            if evaluates:
+                save_and_evaluate(self, is_best=noted)
+            elif noted or signal or saves:
+                save(self, best=noted)
         self.log.raise_trouble()
         if signal:
             name = self.signals.name or "signal"

@@ -6,6 +6,7 @@ the evaluation of the best weights on a test split after training.
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from toolkit.evaluation.predictions_file import PREDICTIONS, write_predictions
 from toolkit.run.best import no_such_metric
 from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.run.recovery import state_is_sound
-from toolkit.run.saving import save
+from toolkit.run.saving import save, save_outcome
 from toolkit.run.status import in_words
 from toolkit.step.meters import machine_figures
 from toolkit.step.state import nonfinite
+
+PICTURES_KEPT = 5  # evaluations whose pictures stay in report/pictures, beside those of the best one
 
 
 @dataclass
@@ -47,8 +50,26 @@ class Validation:
     pictures: int = 8
 
 
-def validate(t) -> bool:
-    """Evaluates the detector (and its moving average) on the validation data; every rank takes part.
+def save_and_evaluate(t, is_best: bool = False) -> None:
+    """Save the state, evaluate it, and write the outcome into the checkpoint; every rank takes part.
+
+    Progress never depends on the evaluation: whatever happens in it, the state is saved before. A resumed run that
+    finds a checkpoint without its evaluation evaluates first.
+
+    is_best: an evaluation of the script's own has found this state the best so far.
+
+    Raises as `evaluate`.
+    """
+    if t.saved_step != t.step:
+        save(t, best=is_best)
+    better = evaluate(t)
+    if t.ended_by:  # early stopping, in the middle of an epoch
+        t.log.note_epoch(t.step, t.sampler.epoch)
+    save_outcome(t, best=better or is_best)
+
+
+def evaluate(t) -> bool:
+    """Evaluate the detector (and its moving average) on the validation data; every rank takes part.
 
     Writes a row of metrics (`val/bbox_AP`, `val/loss`, `val/AP/<class>`, the same below `val/ema/`) with figures of all
     machines, prints the table and draws pictures.
@@ -57,7 +78,7 @@ def validate(t) -> bool:
         True if the metric for best is the best so far.
 
     Raises:
-        Preempted: a signal came; the state is saved, and the resumed run evaluates again.
+        Preempted: a signal came; nothing was noted, and the resumed run evaluates again.
     """
     modules = {"val/": t.detector}
     if t.ema is not None:
@@ -68,9 +89,8 @@ def validate(t) -> bool:
         what = f"evaluation at step {t.step}"
         predictions = _predict(t, module, t.validation.loader, t.validation.score_threshold, what)
         if predictions.interrupted:
-            if t.saved_step != t.step:  # evaluating an earlier checkpoint alone must not make it the newest
-                save(t)
-            raise Preempted(f"signal during the evaluation at step {t.step}; saved, `--run.resume latest` goes on")
+            saved = "saved, " if t.saved_step == t.step else ""
+            raise Preempted(f"signal during the evaluation at step {t.step}; {saved}`--run.resume latest` goes on")
         metrics = run_on_main(partial(t.validation.evaluator.evaluate, predictions.by_image))
         if (module is not t.detector) == t.best.of_average or t.ema is None:
             weights = prefix.removeprefix("val/") or "raw"
@@ -150,10 +170,10 @@ def finish(t) -> None:
     if t.epoch_is_over:
         t.end_epoch()  # not yet, in a run that was killed after its last step
     state_is_sound(t)
-    evaluates = t.best.evaluated_step != t.step
-    better = evaluates and validate(t)
-    if evaluates or t.saved_step != t.step:  # a run that goes on from it is not evaluated again
-        save(t, best=better)
+    if t.best.evaluated_step != t.step:
+        save_and_evaluate(t)
+    elif t.saved_step != t.step:  # a run that goes on from it is not evaluated again
+        save(t)
     t.log.status["ended_by"] = t.ended_by
     t.log.say(f"{in_words(t.ended_by) or 'training ended by the script'}, at step {t.step}")
     step, weights, fault = state_from_main(lambda: _best(t))  # the main process alone need see the folder
@@ -209,12 +229,21 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     if t.validation.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
         t.validation.evaluator.draw(predictions, t.validation.pictures, path)
+        _forget_pictures(path.parent, best=f"step_{t.best.step:06d}.png")
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
         matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
         shown_evaluation = index.tool("shown")
         evaluation = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
         t.log.writer.show(evaluation, t.step)
+
+
+def _forget_pictures(folder: Path, best: str) -> None:
+    """Delete the pictures of all but the newest evaluations and the best one."""
+    pictures = sorted(folder.glob("step_*.png"), key=lambda path: path.stat().st_mtime_ns)
+    for path in pictures[:-PICTURES_KEPT]:
+        if path.name != best:
+            path.unlink(missing_ok=True)
 
 
 def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) -> dict[str, float | None]:
