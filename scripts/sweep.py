@@ -29,6 +29,7 @@ from toolkit.base.files import write_json_atomic
 from toolkit.base.imports import import_extra
 from toolkit.base.signals import StopSignals
 from toolkit.base.text import ShortUsage
+from toolkit.run.settings_file import CONFIG, read_groups
 from toolkit.run.status import LOCK
 from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.tools.watch import POLL_S, WatchedRun
@@ -159,14 +160,23 @@ def write_table(study, out: Path, parameters: list[str]) -> None:
     trials = study.get_trials(deepcopy=False)
     with locked(out / "locks" / "table"), open(out / "trials.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["trial", "state", "value", "evaluations", *parameters])
+        table.writerow(["trial", "state", "value", "evaluations", "precision", *parameters])
         for t in trials:
-            numbers = [t.number, t.state.name, t.value, len(t.intermediate_values)]
+            precision = precision_of(out / f"trial_{t.number:05d}")
+            numbers = [t.number, t.state.name, t.value, len(t.intermediate_values), precision]
             table.writerow([*numbers, *(t.params.get(name) for name in parameters)])
     if any(t.state.name == "COMPLETE" for t in trials):
         best = study.best_trial
         write_json_atomic(out / "best.json", {"trial": best.number, "value": best.value, "settings": best.params})
         print(f"best of {len(trials)}: trial_{best.number:05d}, {best.value:.4f}, {best.params}", flush=True)
+
+
+def precision_of(run_folder: Path) -> str:
+    """The precision that a trial was trained in; "" before it has begun, or where its settings are damaged."""
+    try:
+        return str(read_groups(run_folder / CONFIG)["run"]["precision"])
+    except (BadInput, OSError, KeyError, TypeError):
+        return ""
 
 
 def run_sweep(arguments: argparse.Namespace) -> None:

@@ -172,7 +172,6 @@ def shortened(config, data: Path, folder: Path) -> None:
     config.optim.accumulation_steps, config.eval.batch_size_per_device = 1, 2
     config.run.output_dir, config.run.max_steps, config.run.epochs = str(folder), 1, 1
     config.run.resume, config.run.tracker, config.run.export = "never", "none", False
-    config.run.precision = None if config.run.precision == "auto" else config.run.precision  # which takes ten steps
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import contextlib
 import io
 from functools import partial
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -371,6 +372,27 @@ def test_a_signal_ends_the_evaluation():
     detector, polled = tiny_detector()[0], iter([0, 0, 15])
     assert predict_dataset(detector, tiny_batches(1), "cpu", stop=lambda: next(polled))[:3] == ({}, {}, 15)
     assert next(polled, None) is None and detector.training
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_evaluation_is_in_float32_whatever_the_training_is_in(precision):
+    """Accelerate puts autocast around the `forward` of a prepared module; it is there again afterwards."""
+    seen = []
+
+    class Watched(TinyDetector):
+        def forward(self, *inputs):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(*inputs)
+
+    detector = Watched(3)
+    detector.forward = MethodType(torch.autocast("cpu", precision)(type(detector).forward), detector)
+    patched = detector.forward
+    with torch.autocast("cpu", precision):
+        predict_dataset(detector, tiny_batches(3), "cpu")
+    assert seen and not any(seen)
+    assert detector.forward is patched
+    detector.eval()(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([[8, 8]]))
+    assert seen[-1], "training goes on in half precision"
 
 
 def test_memory_is_told_before_it_is_needed():

@@ -82,7 +82,7 @@ def test_killed_and_resumed_it_is_the_same_study(tmp_path):
     assert sweep.main([str(path), "--out", str(tmp_path / "whole"), "--trials", "4"]) == 0
     whole = trials(tmp_path / "whole")
     assert [row[0] for row in whole] == list("0123") and {row[1] for row in whole} == {"COMPLETE"}
-    assert len({row[4] for row in whole}) == 4 and all(row[3] == "4" for row in whole)
+    assert len({row[5] for row in whole}) == 4 and all(row[3] == "4" for row in whole)
     out = tmp_path / "killed"
     killed_in_trial(command(path, out, "--trials", 4), out / "trial_00002", {"SLOW": "0.15"})
     assert sweep.main([str(path), "--out", str(out), "--trials", "4"]) == 0
@@ -98,8 +98,8 @@ def test_workers_share_a_grid_and_a_failed_trial_is_said(tmp_path, capfd):
     workers = [subprocess.Popen(command(path, tmp_path / "out"), env=os.environ | {"SLOW": "0.05"}) for _ in range(2)]
     assert [worker.wait() for worker in workers] == [0, 0]
     rows = trials(tmp_path / "out")
-    assert sorted((row[4], row[5]) for row in rows) == [(lr, b) for lr in ("0.01", "0.1") for b in "019"]
-    assert all((row[1] == "FAIL") == (row[5] == "9") for row in rows)
+    assert sorted((row[5], row[6]) for row in rows) == [(lr, b) for lr in ("0.01", "0.1") for b in "019"]
+    assert all((row[1] == "FAIL") == (row[6] == "9") for row in rows)
     assert yaml.safe_load((tmp_path / "out" / "best.json").read_text())["settings"] == {"optim.lr": 0.01, "bonus": 1}
 
 

@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -47,14 +47,13 @@ def predict_dataset(
     *,
     loss_weights: nn.Module | None = None,
     step: int = 0,
-    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     stop: Callable[[], int] = int,
     score_threshold: float = 0.0,
     top_k: int = 100,
     description: str = "evaluation",
     say: Callable[[str], object] | None = None,
 ) -> Predictions:
-    """Run a detector over a dataset.
+    """Run a detector over a dataset, in float32 whatever it is trained in.
 
     Args:
         detector: unwrapped (not DistributedDataParallel, whose forward broadcasts buffers: ranks with an empty batch
@@ -62,7 +61,6 @@ def predict_dataset(
         loader: batches of an `EvalSampler`: the same number on every rank, some possibly without images.
         loss_weights: `LossWeights`; None leaves the validation loss out.
         step: optimizer step, for weights on a schedule.
-        autocast: context for the forward pass; criterion and post-processing run outside of it.
         stop: polled after each batch; a number above 0 on any rank ends the evaluation on all of them.
         say: called after the first batch with the memory that the predictions will take, if that is much.
 
@@ -71,13 +69,13 @@ def predict_dataset(
         neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
     """
     items, sums, times = deque(), LossSums(detector), []
-    with eval_mode(detector):
+    with eval_mode(detector), in_float32(detector, device):
         for batch in tqdm(loader, desc=description, leave=False, delay=2, disable=_no_bar()):
             if len(batch.targets):
                 moved = batch.to(device, non_blocking=True)
                 began = time.perf_counter()
-                with autocast():  # targets: some models give what their loss needs only when they see them
-                    outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
+                # targets: some models give what their loss needs only when they see them
+                outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
                 detections = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
                 is_first = not items
@@ -96,6 +94,22 @@ def predict_dataset(
     handed_over = (items.popleft() for _ in range(len(items)))  # so that nothing is there twice
     image_ms = statistics.median(times) if times else math.nan
     return Predictions(gather_by_image(handed_over), losses, 0, image_ms)
+
+
+@contextlib.contextmanager
+def in_float32(detector: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Switch autocast off inside, that of Accelerate too, which lies in a `forward` of the prepared module.
+
+    One rule for all detectors, in training, `evaluate.py`, reports and exports: the numbers of a run are those that
+    users of its weights get. In bfloat16 an AP differs in the third digit.
+    """
+    with_autocast = vars(detector).pop("forward", None)
+    try:
+        with torch.autocast(torch.device(device).type, enabled=False):
+            yield
+    finally:
+        if with_autocast is not None:
+            detector.forward = with_autocast
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:

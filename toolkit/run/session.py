@@ -23,12 +23,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from toolkit import index
-from toolkit.base.batch import Batch
 from toolkit.base.distributed import agree_max, leave, run_on_main, seed_step, state_from_main
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.base.signals import StopSignals, signal_name
 from toolkit.data import pipeline
-from toolkit.data.batches import collate, naming_killed_workers
+from toolkit.data.batches import naming_killed_workers
 from toolkit.data.joining import counts_of, is_several
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import READING, open_all_splits, open_split, share_of
@@ -217,7 +216,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
         defaults |= distillation.default_weights
     weights = LossWeights(names, s.config.loss.weights, defaults).to(s.accelerator.device)
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
-    _settle(s, detector, weights, sampler, loader)
+    _settle(s, detector)
     c, run, optim = s.config, s.config.run, s.config.optim
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
     per_epoch = max(1, round(all_steps / run.epochs))  # on average
@@ -314,7 +313,7 @@ def _loaders(
     return sampler, loader, _evaluation_loader(s, detector, val_table)
 
 
-def _settle(s: Session, detector: Detector, weights: LossWeights, sampler: EpochSampler, loader: DataLoader) -> None:
+def _settle(s: Session, detector: Detector) -> None:
     """Puts what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and says who decided it."""
     run, optim, device = s.config.run, s.config.optim, s.accelerator.device
     was_killed = not s.stored and (s.folder / CONFIG).is_file()  # before it saved
@@ -323,10 +322,7 @@ def _settle(s: Session, detector: Detector, weights: LossWeights, sampler: Epoch
     asked = None if run.eval_only and run.precision == "auto" else run.precision
     given = {"precision": asked, "tf32": run.tf32, "compile": optim.compile}
 
-    def first_batch() -> Batch:
-        return collate([loader.dataset.dataset[key] for key in next(iter(sampler))], detector.stride)
-
-    auto = partial(precision_of_device, device, detector, weights, first_batch)
+    auto = partial(precision_of_device, device, detector)
     settled = settle(given, asked_settings(os.environ), began, auto)
     if settled.precision != s.accelerator.mixed_precision:
         s.accelerator = start_accelerator(settled.precision)

@@ -80,8 +80,8 @@ class RunConfig:
     precision: Literal["no", "fp16", "bf16", "auto"] | None = None
     """Autocast precision of the forward pass; losses are always computed in float32. null: the precision given to
     `accelerate launch`, else that of the resumed run, else float32. auto: the same, but instead of float32 it chooses
-    bf16 where that is faster (on a GPU with `run.tf32`; on a CPU after timing the first batch). config.yaml records the
-    one in use."""
+    bf16 where that is faster: on a GPU that has it, with `run.tf32`; on a CPU with instructions for it, but for mobile
+    backbones. config.yaml records the one in use. Evaluation is always in float32."""
     tf32: bool | None = None
     """Use TensorFloat-32 for float32 matrix products on a GPU, which is several times faster and less precise; null:
     PyTorch's default, which is TF32 in convolutions only."""

@@ -112,7 +112,6 @@ def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, d
         t.accelerator.device,
         loss_weights=t.weights,
         step=t.step,
-        autocast=t.accelerator.autocast,
         stop=lambda: t.signals.received,
         score_threshold=score_threshold,
         top_k=t.validation.max_detections,
