@@ -27,7 +27,7 @@ from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.text import ShortUsage
 from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, open_dataset
-from toolkit.data.formats.annotated import ALL, split_of
+from toolkit.data.formats.annotated import ALL, split_in_name
 from toolkit.data.formats.folders import recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
@@ -51,7 +51,7 @@ def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
             names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
             tables |= {name: open_dataset(name, path=source, **reading) for name in names}
         else:
-            name = split_of(source) or Path(source).stem
+            name = split_in_name(source) or Path(source).stem
             tables[name if name not in tables else source] = open_dataset(source, **reading)
     return tables
 
@@ -133,6 +133,8 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
 def training_command(options: argparse.Namespace, tables: dict[str, DetectionTable], inspection: Inspection) -> str:
     """The command that trains on these data, on this machine; or why there is none."""
     if any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings):
+        if any(finding.kind == "background" for finding in inspection.findings):
+            return "hardly an image has an object: look where the labels are before training on these data"
         return "no training starts on these data before the errors are mended"
     settings, folder = {}, Path(options.source[0]).expanduser()
     if options.name is None and folder.is_dir():
@@ -142,7 +144,7 @@ def training_command(options: argparse.Namespace, tables: dict[str, DetectionTab
         splits = {name: name for name in tables}
     else:
         sources = dict(zip(tables, options.source, strict=True))
-        splits = {split_of(source) or name: source for name, source in sources.items()}
+        splits = {split_in_name(source) or name: source for name, source in sources.items()}
         others = (source for name, source in splits.items() if name not in ("val", "test"))
         settings["train"] = splits.get("train") or next(others, None)
     if not {"train", "trainval", ALL} & splits.keys() and not settings.get("train"):
@@ -154,7 +156,7 @@ def training_command(options: argparse.Namespace, tables: dict[str, DetectionTab
     if any(finding.severity == "error" for finding in inspection.findings):
         settings["on_error"] = "drop"
     usual = {"val": "val", "format": "auto", "name": None, "on_error": "raise", "image_dir": None, "image_size": None}
-    script, recipe, why = _recipe(options.script or "train_detr")
+    script, recipe, why = _recipe(options.script)
     words = ["accelerate", "launch", script, "--config", recipe]
     for key, value in settings.items():
         words += [] if value == usual.get(key, ...) else [f"--data.{key}", str(value)]
@@ -162,19 +164,27 @@ def training_command(options: argparse.Namespace, tables: dict[str, DetectionTab
     return f"to train on them{why}:\n{shlex.join([*words, '--run.name', name])}"
 
 
-def _recipe(script: str) -> tuple[str, str, str]:
-    """(training script, its settings file for this machine, why that one), the files as seen from where we are."""
+def _recipe(asked: str | None) -> tuple[str, str, str]:
+    """(training script, its settings file for this machine, why that one), the files as seen from where we are.
+
+    asked: the script; None: RT-DETR-v2 from trained weights, or where these cannot be had or there is no GPU, the
+    small detector that finds most after minutes, a Faster R-CNN (configs/README.md).
+    """
     from toolkit.base.distributed import default_device  # here: `--help` does without torch
     from toolkit.models.weights.pretrained import hub_answers
 
     root, here = Path(__file__).resolve().parent.parent, Path.cwd()
-    kind, why = script.removeprefix("train_"), ""
-    small = root / "configs" / kind / "own_data_cpu.yaml"
-    config = small.with_name("own_data.yaml")
-    if small.is_file() and default_device().type == "cpu":
-        config, why = small, " (there is no GPU: a small detector, from random weights)"
-    elif small.is_file() and not hub_answers():
-        config, why = small, " (no network for trained weights: a small detector, from random ones)"
+    why = ""
+    if default_device().type == "cpu":
+        why = " (there is no GPU: a small detector, from random weights)"
+    elif not hub_answers():
+        why = " (no network for trained weights: a small detector, from random ones)"
+    script = asked or ("train_faster_rcnn" if why else "train_detr")
+    folder = root / "configs" / script.removeprefix("train_")
+    small = folder / "own_data_cpu.yaml"
+    config = small if why and small.is_file() else folder / "own_data.yaml"
+    if config != small:
+        why = ""
     files = root / "scripts" / f"{script}.py", config
     return *(str(file.relative_to(here) if file.is_relative_to(here) else file) for file in files), why
 
@@ -227,23 +237,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
     images = "folder, archive or URL that file names are relative to; may be repeated (default: looked for)"
-    parser.add_argument("--image-dir", action="append", help=images)
-    parser.add_argument("--format", choices=FORMATS, default="auto")
-    parser.add_argument("--name", help="as --data.name in training")
+    parser.add_argument("--image-dir", "--data.image_dir", action="append", help=images)
+    parser.add_argument("--format", "--data.format", choices=FORMATS, default="auto")
+    parser.add_argument("--name", "--data.name", help="as in training")
     faulty = "as --data.on_error in training; with drop, faulty records count as warnings"
-    parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help=faulty)
+    parser.add_argument("--on-error", "--data.on_error", choices=("raise", "drop"), default="raise", help=faulty)
     depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
     depths += "header reads sizes and ends of files; none opens no image"
     parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
     side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: 640, for statistics of box sizes)"
-    parser.add_argument("--image-size", type=int, nargs="+", help=side)
+    parser.add_argument("--image-size", "--data.image_size", type=int, nargs="+", help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
     pictures = "write pictures to this folder: samples of classes, positions, sizes, shapes"
     parser.add_argument("--pictures", type=Path, help=pictures)
     parser.add_argument("--anchors", action="store_true", help="also print anchors of YOLOv3 that fit")
     parser.add_argument("--augment", metavar="CONFIG", help="draw an augmented batch as this settings file makes it")
     which = "training script: of the settings file, where it does not name it, and of the command at the end "
-    parser.add_argument("--script", choices=TRAINING, help=which + "(default: train_detr)")
+    parser.add_argument("--script", choices=TRAINING, help=which + "(default: what suits this machine)")
     parser.add_argument("--fix", type=Path, metavar="OUT", help="new folder for a cleaned COCO copy and changes.txt")
     return parser
 

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
     parser.add_argument("--format", choices=FORMATS, default="auto", help="format of SRC; auto recognises it")
     images = "folder, archive or URL of the images, where SRC does not say it; may be repeated"
-    parser.add_argument("--image-dir", action="append", help=images)
+    parser.add_argument("--image-dir", "--data.image_dir", action="append", help=images)
     parser.add_argument("--val", help="fraction of the training images to hold out as split val: 0.2, 20%% or 1/5")
     parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
     parser.add_argument("--link", action="store_true", help="hard-link images on the same disk instead of copying")

@@ -103,7 +103,8 @@ def parser() -> argparse.ArgumentParser:
     measured = "measure milliseconds of an image in batches of 1 and 8, on one thread and two"
     parser.add_argument("--benchmark", action="store_true", help=measured)
     parser.add_argument("--split", help="annotation file to compare AP on, instead of the run's validation data")
-    parser.add_argument("--image-dir", action="append", help="folder, archive or URL of its images; may be repeated")
+    images = "folder, archive or URL of its images; may be repeated"
+    parser.add_argument("--image-dir", "--data.image_dir", action="append", help=images)
     parser.add_argument("--format", default="coco", help="its format (default coco)")
     asked = {key: {"type": float, "default": getattr(Asked, key)} for key in ("tolerance", "int8_tolerance")}
     parser.add_argument("--tolerance", **asked["tolerance"], help="maximum change of AP, R@100 (default %(default)s)")

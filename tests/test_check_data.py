@@ -205,9 +205,10 @@ def test_held_out_images_stay_when_others_are_added(share, order, fewer):
     chosen = dict(zip(range(40), held_out(every, share).tolist(), strict=True))
     some = sorted(order[:fewer])
     part = held_out(ImageSignatures(every.digests[some], every.thumbnails[some]), share).tolist()
-    differ = sum(chosen[index] != held for index, held in zip(some, part, strict=True))
-    assert differ <= 1  # the one that is moved where nothing else would be held out, or nothing left
+    changed_over = {chosen[index] for index, held in zip(some, part, strict=True) if chosen[index] != held}
+    assert len(changed_over) <= 1, "from one side alone: the order in which images are taken is the same"
     assert 0 < sum(part) < len(part)
+    assert abs(sum(part) - share * len(part)) <= max(0.5, 0.1 * share * len(part), 1 - share * len(part))
 
 
 @pytest.mark.parametrize("folds", [2, 3, 5])
@@ -281,7 +282,7 @@ def test_large_groups_are_not_held_out_more_often_than_small_ones():
     frames = signed(np.repeat(rng.integers(9, 240, (20, 16, 16), np.uint8), 30, axis=0))
     assert len(set(groups(600, alike_pairs(frames)).tolist())) == 20
     for share in (0.05, 0.1, 0.2, 0.3):
-        assert abs(held_out(frames, share).mean() - share) <= 0.15
+        assert held_out(frames, share).mean() == pytest.approx(share), "20 scenes can be divided like this"
     assert "warning" not in share_that_came_out(45, 200, 0.2)
     assert "75 of these 100 images (75%, asked for: 20%)" in share_that_came_out(75, 100, 0.2)
     assert "\nwarning: " in share_that_came_out(75, 100, 0.2) and "\nwarning: " in share_that_came_out(5, 100, 0.2)

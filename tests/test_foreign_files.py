@@ -108,7 +108,8 @@ def test_detect_imports_nothing_from_the_current_folder(ran, tmp_path):
     (tmp_path / "openvino.py").write_text((tmp_path / "strangers_module.py").read_text())
     (tmp_path / "model.xml").write_text("")
     (tmp_path / "photo.jpg").write_bytes(b"")
-    hide = "import sys; sys.path[:] = [p for p in sys.path if p]; from toolkit.tools import detect; sys.exit(detect.main())"
+    hide = "import sys; sys.path[:] = [p for p in sys.path if p]; "
+    hide += "from toolkit.tools import detect; sys.exit(detect.main())"
     command = [sys.executable, "-c", hide, "predict", "model.xml", "photo.jpg", "--out", "out"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)

@@ -33,11 +33,12 @@ def check_image_files(
     image_root: Path | ImageSources,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
+    source: str = "JSON",
 ) -> tuple[list[Problem], dict[str, str]]:
     """Checks every row's file in a thread pool, and names the image files beside them that are not in `listed`.
 
     check_images: "full" decodes each, "header" reads size and end marker, True takes full up to FULL_CHECK_LIMIT.
-    max_pixels: an image with more of them cannot be used.
+    max_pixels: an image with more of them cannot be used. source: what the rows were read from, for messages.
     Returns the problems and {place: digest_of} of the places read, by which a cache knows that it still holds.
     Raises BadInput when not one of the files exists: the folder is then the wrong one.
     """
@@ -48,7 +49,7 @@ def check_image_files(
             "(--data.image_dir)"
         )
     full, problems = depth(check_images, len(rows), image_root)
-    check = image_checker(image_root, full, max_pixels)
+    check = image_checker(image_root, full, max_pixels, source)
     folders = sorted({os.path.dirname(row.file_name) for row in rows})
     problems += parallel(check, rows, "checking images", waits_for(image_root))
     problems += unlisted_files(image_root, folders, listed)
@@ -63,7 +64,7 @@ def depth(check_images: bool | str, count: int, image_root: Path | ImageSources)
 
 
 def image_checker(
-    image_root: Path | ImageSources, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
+    image_root: Path | ImageSources, full: bool, max_pixels: int = MAX_IMAGE_PIXELS, source: str = "JSON"
 ) -> Callable[[ImageRow], list[Problem]]:
     """Returns the check of one row's file: it exists, once, inside its folder, and passes `check_image`."""
     parts = parts_of(image_root)
@@ -78,9 +79,12 @@ def image_checker(
                 return [_problem(row, "error", message)]
             problems.append(_problem(row, "warning", f"this file is in {where}; the first one is used"))
         if holders and holders[0].escapes(name):
-            message = "unsafe file_name: a symbolic link leaves the image folder; refused before opening"
+            message = (
+                "unsafe file_name: a symbolic link leaves the image folder; refused before opening. Give the folder "
+                "that it leads to (data.image_dir), or link the folder instead of the file"
+            )
             return [*problems, _problem(row, "error", message)]
-        return problems + check_image(row, image_root / name, full, max_pixels)
+        return problems + check_image(row, image_root / name, full, max_pixels, source)
 
     return check
 
@@ -96,31 +100,39 @@ def with_good_files(
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
     listed: Set[str] = frozenset(),
+    source: str = "JSON",
 ) -> tuple[Checked, dict[str, str]]:
     """Drops images whose files have errors and adds the problems of the files; also returns what a cache of the table
     depends on, as `check_image_files` gives it. Nothing is looked at if `check_images` is False or there are no images.
 
-    listed: further known file names.
+    listed: further known file names. source: what the records were read from, for messages.
     """
     if not check_images or not checked.images:
         return checked, {}
     names = checked.listed | listed
-    problems, digests = check_image_files(checked.images, names, image_root, check_images, max_pixels)
+    problems, digests = check_image_files(checked.images, names, image_root, check_images, max_pixels, source)
     bad = {problem.image_id for problem in problems if problem.severity == "error"}
     return replace(checked.without(bad), problems=checked.problems + problems), digests
 
 
 def check_image(
-    row: ImageRow, source: Path | bytes | Stored, full: bool, max_pixels: int = MAX_IMAGE_PIXELS
+    row: ImageRow,
+    file: Path | bytes | Stored,
+    full: bool,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    source: str = "JSON",
 ) -> list[Problem]:
-    """Problems of one image: readable, whole, upright size as recorded, content as its name says."""
+    """Problems of one image: readable, whole, upright size as recorded, content as its name says.
+
+    source: what the row was read from, for messages.
+    """
     try:
-        if isinstance(source, Stored):
-            source = bytes(read_file(source, max_pixels)[1])  # once
-        probe = probe_image(source, max_pixels)
+        if isinstance(file, Stored):
+            file = bytes(read_file(file, max_pixels)[1])  # once
+        probe = probe_image(file, max_pixels)
         # an end marker shows a whole file; without one, decoding tells a cut file from one with something appended
-        if full or (probe.format in TAIL and not _ends(source, *TAIL[probe.format])):
-            decode_image(source, max_pixels)
+        if full or (probe.format in TAIL and not _ends(file, *TAIL[probe.format])):
+            decode_image(file, max_pixels)
     except ImageError as error:
         return [_problem(row, "error", error.reason)]
     problems = [_problem(row, "note", note) for note in probe.notes]
@@ -130,8 +142,8 @@ def check_image(
         problems.append(_problem(row, "warning", message))
     height, width = probe.size_hw
     if (width, height) != (row.width, row.height):
-        message = f"size differs from the JSON: the upright image is {width} x {height} (width x height), "
-        problems.append(_problem(row, "error", message + f"the JSON says {row.width} x {row.height}"))
+        message = f"size differs from the {source}: the upright image is {width} x {height} (width x height), "
+        problems.append(_problem(row, "error", message + f"the {source} says {row.width} x {row.height}"))
     return problems
 
 
@@ -156,12 +168,17 @@ def parallel(
         return [problem for problems in bar for problem in problems]
 
 
-def find_image_root(annotation_file: Path, file_names: Iterable[str]) -> Path:
-    """The folder near `annotation_file` that holds one of `file_names`. Raises BadInput saying which were tried."""
+def find_image_root(annotation_file: Path, file_names: Iterable[str], of_split: Sequence[Path] = ()) -> Path:
+    """Find the folder near `annotation_file` that holds one of `file_names`.
+
+    of_split: further folders to look in, those whose names say the split of the file.
+
+    Raises BadInput saying which were tried.
+    """
     here, stem = annotation_file.parent, annotation_file.stem
     split = stem.rsplit("_", 1)[-1]  # instances_val2017 -> val2017
     beside = [here.parent / name for name in (stem, split, "images", "JPEGImages", f"images/{stem}", f"images/{split}")]
-    candidates = list(dict.fromkeys([here, here / "images", here.parent, *beside]))
+    candidates = list(dict.fromkeys([here, here / "images", here.parent, *beside, *of_split]))
     names = [name for name in file_names if not unsafe_file_name(name)][:20]  # the very first may be the missing one
     for candidate in candidates:
         if any(os.path.isfile(candidate / name) for name in names):
@@ -171,12 +188,12 @@ def find_image_root(annotation_file: Path, file_names: Iterable[str]) -> Path:
     raise BadInput(f"{annotation_file}: no image folder found for {first}; tried {tried}; set it with --data.image_dir")
 
 
-def _ends(source: Path | bytes, marker: bytes, reach: int) -> bool:
-    if isinstance(source, bytes):
-        return marker in source[-reach:]
-    with open(source, "rb") as file:
-        file.seek(max(0, os.path.getsize(source) - reach))
-        return marker in file.read()
+def _ends(file: Path | bytes, marker: bytes, reach: int) -> bool:
+    if isinstance(file, bytes):
+        return marker in file[-reach:]
+    with open(file, "rb") as stream:
+        stream.seek(max(0, os.path.getsize(file) - reach))
+        return marker in stream.read()
 
 
 def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], listed: Set[str]) -> list[Problem]:

@@ -55,7 +55,6 @@ class Folder:
     def __init__(self, root: Path):
         self.root = root
         self.real = os.path.realpath(root)
-        self._escaping: dict[str, bool] = {}
 
     def __str__(self) -> str:
         return str(self.root)
@@ -67,11 +66,15 @@ class Folder:
         return self.root / name
 
     def escapes(self, name: str) -> bool:
-        """Whether a symbolic link leads from the name out of the folder."""
-        folder = os.path.dirname(name)
-        if folder not in self._escaping:
-            self._escaping[folder] = not _inside(self.root / folder, self.real)
-        return self._escaping[folder] or (os.path.islink(self.root / name) and not _inside(self.root / name, self.real))
+        """Whether the name is a symbolic link to a file outside of the folder that it stands in.
+
+        Links to folders are followed: whoever arranges data makes those. A link in the place of one image can be part
+        of data that somebody else has packed, and lead to any file of this machine.
+        """
+        path = self.root / name
+        if not os.path.islink(path):
+            return False
+        return not _inside(path, self.real) and not _inside(path, os.path.realpath(path.parent))
 
     def names(self, folder: str) -> Iterator[str]:
         """What is directly in a folder of this one."""

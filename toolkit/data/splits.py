@@ -19,6 +19,8 @@ from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, open_table, write_selection
 
 Say = Callable[[str], None]
+MOSTLY = 0.95  # share of images without an object that is asked about
+FEW_IMAGES = 20  # of which a few more or less say nothing
 
 
 class Fold(NamedTuple):
@@ -184,6 +186,34 @@ def _folder_format(format: str) -> str:
     return "auto" if format == "shapes" else format
 
 
+def mostly_empty(table: DetectionTable) -> str:
+    """Say that hardly an image has an object, with the first that have none; "" if enough have one.
+
+    Labels that are not found look like this: every image is background, and a detector learns to find nothing.
+    """
+    empty = table.num_boxes() == 0
+    if len(table) == 0 or not (empty.all() or len(table) >= FEW_IMAGES and empty.mean() > MOSTLY):
+        return ""
+    names = ", ".join(table.image_name(index) for index in np.flatnonzero(empty)[:3].tolist())
+    return f"{empty.sum()} of {len(table)} images have no object, such as {names}"
+
+
+def check_not_empty(table: DetectionTable, is_allowed: bool) -> None:
+    """Raise BadInput if hardly an image of the training data has an object, unless that is allowed."""
+    if not is_allowed and (fault := mostly_empty(table)):
+        raise BadInput(
+            f"{table.name}: {fault}. Were the labels found? `python scripts/check_data.py` shows what is read; if it "
+            "is meant, set --data.allow_mostly_empty true"
+        )
+
+
+def same_images(first: DetectionTable, second: DetectionTable) -> bool:
+    """Whether two splits have the same images."""
+    if len(first) != len(second) or first.image_root != second.image_root:
+        return False
+    return sorted(first.rows["file_name"].to_pylist()) == sorted(second.rows["file_name"].to_pylist())
+
+
 def check_same_classes(train: DetectionTable, other: DetectionTable, name: str = "validation data") -> None:
     """Raises BadInput when training and other data do not have the same classes in the same order."""
     train_names, other_names = train.class_names, other.class_names
@@ -228,6 +258,9 @@ def open_all_splits(
         return table, val_table, None
     test_table = _in_classes_of(table, tested[0], reading)
     check_same_classes(table, test_table, "the test split")
+    for name, other in (("training", table), ("validation", val_table)):
+        if same_images(other, test_table):
+            say(f"warning: the test split has the same images as the {name} data: its numbers say nothing new")
     return table, val_table, test_table
 
 

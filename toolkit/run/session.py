@@ -30,7 +30,7 @@ from toolkit.data import pipeline
 from toolkit.data.batches import naming_killed_workers
 from toolkit.data.joining import counts_of, is_several
 from toolkit.data.sampling import EpochSampler
-from toolkit.data.splits import READING, open_all_splits, open_split, share_of
+from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.models import options_class
@@ -174,6 +174,7 @@ def open_data(s: Session) -> tuple[DetectionTable, DetectionTable]:
         reading["overfit_images"] = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
         opened = open_all_splits(c.train, c.val, test, s.staging, *checks, say=s.say, **reading)
         table, val_table, s.test_table = opened
+        check_not_empty(table, c.allow_mostly_empty)
     for note in check_ground_truth(val_table):
         s.say(note)
     stop_if_asked(s, "while the data was read")

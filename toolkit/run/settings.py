@@ -209,6 +209,9 @@ class DataConfig:
     keep_images_without_relations: bool = False
     """Visual Genome: also train on images that have boxes but no relations, as is useful for detectors; validation and
     test images do not change."""
+    allow_mostly_empty: bool = False
+    """Train although more than 19 of 20 training images have no object. Labels that are not found look like this, so
+    that it is refused otherwise."""
     on_error: Literal["raise", "drop"] = "raise"
     """What to do with faulty records in the data: raise stops the run and lists all of them, drop leaves them out and
     lists them in the run folder."""

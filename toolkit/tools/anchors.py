@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
     command.add_argument("--path", help="as --data.path; --annotations is then the name of a split")
     images = "folder, archive or URL of the images, where the annotations do not say; may be repeated"
-    command.add_argument("--image-dir", action="append", help=images)
+    command.add_argument("--image-dir", "--data.image_dir", action="append", help=images)
     command.add_argument("--format", default="auto", help="as --data.format")
     command.add_argument("--name", help="as --data.name")
     command.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error")

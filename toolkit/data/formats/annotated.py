@@ -6,6 +6,7 @@ of a format is `write_<format>`, for the `LabelledImages` of a data set or of pr
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,6 +94,16 @@ def split_of(name: str) -> str | None:
     return next((split for split, names in SPLIT_NAMES.items() if stem in names), None)
 
 
+def split_in_name(name: str) -> str | None:
+    """Return train, val or test where one of these words, or another name of theirs, stands in the name of a file.
+
+    `custom_train.json` is of train, `test_labels.csv` of test; a name with words of two splits says nothing.
+    """
+    words = re.findall("[a-z]+", Path(name).stem.lower())
+    found = {split for split, names in SPLIT_NAMES.items() if any(word in names for word in words)}
+    return found.pop() if len(found) == 1 else None
+
+
 def ordered(splits: Iterable[str]) -> tuple[str, ...]:
     """Names of splits: train, val, test, then the others."""
     order = list(SPLIT_NAMES)
@@ -124,13 +135,15 @@ def open_annotated(
     def make(cache_file: Path) -> DetectionTable:
         contents = listing()
         if not contents.images:
-            raise BadInput(f"{name}: no images")
+            raise BadInput([f"{name}: no images", *map(str, contents.problems)])
         valid = check(contents.annotations, name, max_image_pixels)
         # reported once, as the file's fault: that an unreadable image is too large is no other one
         unread = {problem.image_id for problem in contents.problems if problem.severity == "error"} - {None}
         faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
         valid = replace(valid, problems=contents.problems + faults)
-        good, digests = with_good_files(valid, contents.image_root, check_images, max_image_pixels, contents.listed)
+        good, digests = with_good_files(
+            valid, contents.image_root, check_images, max_image_pixels, contents.listed, "annotations"
+        )
         checked = {str(path): digest_of(path) for path in contents.watched} | digests
         target = {"cache_file": cache_file, "image_root": contents.image_root.resolve()}
         return write_table(**good.columns(), **target, name=name, checked=checked)

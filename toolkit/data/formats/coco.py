@@ -4,7 +4,6 @@ split: `annotations/instances_*.json`, or `_annotations.coco.json` in each split
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,7 @@ from toolkit.base.imports import uncollected
 from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
-from toolkit.data.formats.annotated import ALL, copy_images, ordered, split_of
+from toolkit.data.formats.annotated import ALL, copy_images, ordered, split_in_name, split_of
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
@@ -89,7 +88,7 @@ def read_coco(
     def make(cache_file: Path) -> DetectionTable:
         with uncollected():
             checked = check(read_annotations(file), str(file), max_image_pixels)
-        root = image_dir or find_image_root(file, [row.file_name for row in checked.images])
+        root = image_dir or find_image_root(file, [row.file_name for row in checked.images], _folders_of_split(file))
         # The siblings are read only where the images are checked.
         others = set(chain.from_iterable(map(listed_names, siblings))) if check_images and checked.images else set()
         good, digests = with_good_files(checked, root, check_images, max_image_pixels, others)
@@ -149,28 +148,60 @@ def write_coco(labelled: LabelledImages, path: str | Path) -> None:
     write_text_atomic(Path(path), text)
 
 
+def unused(folder: Path) -> list[str]:
+    """Names of the COCO files of a folder that are not read: their split has another, or no name says it."""
+    used = {path.resolve() for path in _files(folder).values()}
+    return [str(path.relative_to(folder)) for path in _candidates(folder) if path.resolve() not in used]
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """The COCO files of a folder: in `annotations`, then in the folder, then in the folders of splits."""
+    if not folder.is_dir():
+        return []
+    of_splits = sorted(entry for entry in folder.iterdir() if entry.is_dir() and split_of(entry.name))
+    found = []
+    for directory in (folder / "annotations", folder, *of_splits):
+        for path in sorted(directory.glob("*.json")) if directory.is_dir() else ():
+            if not path.name.startswith(OTHER_TASKS) and _is_coco(path):
+                found.append(path)
+    return found
+
+
 def _files(folder: Path) -> dict[str, Path]:
     """The annotation file of each split. Of several for one split the one in `annotations`, then the first, counts."""
     if folder.is_file():
-        return {split_of(folder.name) or ALL: folder} if _is_coco(folder) else {}
-    if not folder.is_dir():
-        return {}
-    files, unnamed = {}, []
-    for directory in (folder / "annotations", folder):
-        for path in sorted(directory.glob("*.json")) if directory.is_dir() else ():
-            if path.name.startswith(OTHER_TASKS) or not _is_coco(path):
-                continue
-            split = split_of(re.sub(r"\.coco$", "", path.stem))
-            files.setdefault(split, path) if split else unnamed.append(path)
-    for directory in sorted(entry for entry in folder.iterdir() if entry.is_dir() and split_of(entry.name)):
-        for path in sorted(directory.glob("*.json")):
-            if _is_coco(path):
-                files.setdefault(split_of(directory.name), path)
-    return files or ({ALL: unnamed[0]} if unnamed else {})
+        return {split_in_name(folder.name) or ALL: folder} if _is_coco(folder) else {}
+    files: dict[str, Path] = {}
+    unnamed = []
+    for path in _candidates(folder):
+        is_below = path.parent not in (folder, folder / "annotations")
+        split = split_of(path.parent.name) if is_below else split_in_name(path.name)
+        if split is None:
+            unnamed.append(path)
+        else:
+            files.setdefault(split, path)
+    if not files:
+        return {ALL: unnamed[0]} if unnamed else {}
+    if "train" not in files and len(unnamed) == 1:  # annotations.json beside annotations_test.json
+        files["train"] = unnamed[0]
+    return files
+
+
+def _folders_of_split(file: Path) -> list[Path]:
+    """Folders near an annotation file whose names say its split: `train2017` for `annotations/train.json`."""
+    split = split_in_name(file.name)
+    if split is None:
+        return []
+    near = [entry for folder in (file.parent, file.parent.parent) for entry in sorted(folder.iterdir())]
+    folders = [entry for entry in near if split_of(entry.name) == split and entry.is_dir()]
+    return [inner for folder in folders for inner in (folder, folder / "images")]
 
 
 def _is_coco(path: Path) -> bool:
-    """Whether a JSON file begins like an object with COCO's lists; a large file is not read for it."""
+    """Whether a JSON file begins like an object with COCO's lists; a large file is not read for it.
+
+    A file that is read whole must have images: Label Studio's `notes.json`, beside YOLO labels, has categories alone.
+    """
     try:
         with open(path, "rb") as file:
             head = file.read(HEAD)
@@ -179,7 +210,9 @@ def _is_coco(path: Path) -> bool:
     except OSError:
         return False
     text = head.lstrip(b"\xef\xbb\xbf \r\n\t")
-    keys = (b'"images"', b'"annotations"', b'"categories"', b'"info"', b'"licenses"')
+    keys = [b'"images"', b'"annotations"']
+    if len(head) == HEAD:  # what is in the middle of a large file is not known
+        keys += [b'"categories"', b'"info"', b'"licenses"']
     return text.startswith(b"{") and any(key in head + tail for key in keys)
 
 

@@ -20,6 +20,7 @@ from toolkit.data.formats.annotated import (
     open_annotated,
     ordered,
     sorted_classes,
+    split_in_name,
     split_of,
 )
 from toolkit.data.image_sources import ImageSources, is_there
@@ -82,6 +83,14 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(row.split for row in _load(path)) if "split" in _columns_of(path) else (ALL,)
 
 
+def unused(folder: Path) -> list[str]:
+    """Names of the tables of boxes in a folder that are not read, because others name a split."""
+    used = {path for _, path in _tables(folder)}
+    if not folder.is_dir():
+        return []
+    return [path.name for path in sorted(folder.glob("*.csv")) if path not in used and _columns_of(path)]
+
+
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
@@ -136,7 +145,7 @@ def _tables(folder: Path) -> list[tuple[str | None, Path]]:
         return [(None, folder)] if _columns_of(folder) else []
     if not folder.is_dir():
         return []
-    tables = [(split_of(path.name), path) for path in sorted(folder.glob("*.csv")) if _columns_of(path)]
+    tables = [(split_in_name(path.name), path) for path in sorted(folder.glob("*.csv")) if _columns_of(path)]
     for name in chain.from_iterable(SPLIT_NAMES.values()):
         inside = [path for path in sorted((folder / name).glob("*.csv")) if _columns_of(path)]
         tables += [(split_of(name), path) for path in inside[:1]]
@@ -157,8 +166,10 @@ def _columns_of(path: Path) -> dict[str, int] | None:
     if {"image", "label"} <= columns.keys():
         if {"x1", "y1", "x2", "y2"} <= columns.keys() or {"x", "y", "w", "h"} <= columns.keys():
             return columns
-        if {"x", "y", "width", "height"} <= columns.keys():
-            return {**columns, "w": columns.pop("width"), "h": columns.pop("height")}
+        if {"x", "y", "width", "height"} <= columns.keys():  # of the box, and not of the image
+            columns["w"] = columns.pop("width")
+            columns["h"] = columns.pop("height")
+            return columns
     numbers = [word.strip() for word in first[1:5]]
     if len(first) == 6 and (not any(numbers) or all(map(_number, numbers))):
         return {meaning: column for column, meaning in enumerate(HEADERLESS)} | {"headerless": 0}
@@ -211,10 +222,14 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     if not chosen:
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
     here = folder.parent if folder.is_file() else folder
+    _write_classes_alike([row for _, row in rows])
+    if image_dir is None and all(os.path.isabs(row.values["image"]) for row in chosen):
+        # A table of one's own, as predict.py writes it: the images are where it says.
+        image_dir = Path(os.path.commonpath([os.path.dirname(os.path.abspath(row.values["image"])) for row in chosen]))
     root = image_dir or _image_root(here, split, chosen[0].path.parent, [row.values["image"] for row in chosen])
     sizes, boxes, problems, shares = {}, [], [], _are_fractions(chosen)
     for row in chosen:
-        name = row.values["image"].replace("\\", "/")
+        name = _below(root, row.values["image"].replace("\\", "/"))
         name = name if is_there(root / name) else _found_name(root, name)
         sizes.setdefault(name, [_side(row.values.get(key, "")) for key in ("width", "height")])
         label = row.values["label"]
@@ -237,6 +252,23 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     for name, *box in sorted(boxes, key=lambda box: indices[box[0]]):
         listing.add(indices[name], *box)
     return listing
+
+
+def _write_classes_alike(rows: Sequence[_Row]) -> None:
+    """Make `1` and `1.0` one class where all classes are numbers: some programs write a column as floats."""
+    labels = {row.values["label"] for row in rows} - {""}
+    if not all(map(_number, labels)) or not all(float(label) % 1 == 0 for label in labels):
+        return
+    for row in rows:
+        if row.values["label"]:
+            row.values["label"] = str(int(float(row.values["label"])))
+
+
+def _below(root: Path | ImageSources, name: str) -> str:
+    """A path relative to the folder of the images, where it is an absolute one of a file in that folder."""
+    if isinstance(root, Path) and os.path.isabs(name) and Path(name).is_relative_to(os.path.abspath(root)):
+        return str(Path(name).relative_to(os.path.abspath(root)))
+    return name
 
 
 def _are_fractions(rows: Sequence[_Row]) -> bool:

@@ -21,18 +21,23 @@ NOT_STREAMED = (
 
 @dataclass(frozen=True)
 class RecognisedFolder:
-    """The format and the splits of a folder, and the formats that it could be read as too."""
+    """The format and the splits of a folder, the formats that it could be read as too, and files that are not read."""
 
     path: Path
     format: str
     splits: tuple[str, ...]
     others: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         splits = "not split" if self.splits == (ALL,) else f"splits {', '.join(self.splits)}"
         also = f"; it can be read as {', '.join(self.others)} too (data.format)" if self.others else ""
         years = voc.together(self.path) if self.format == "voc" else ""
-        return f"{self.path}: {FOLDERS[self.format].TITLE}{years}, {splits}{also}"
+        title = f"{self.path}: {FOLDERS[self.format].TITLE}{years}, {splits}{also}"
+        if not self.unused:
+            return title
+        named = ", ".join(self.unused[:5]) + ", ..." * (len(self.unused) > 5)
+        return f"{title}; not used, as its split has another file or its name says none: {named}"
 
 
 def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
@@ -60,7 +65,8 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
         listed = "" if format == "auto" else f"; known are {known}"
         raise BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
     name, *others = matches
-    return RecognisedFolder(path, name, matches[name], tuple(others))
+    unused = FOLDERS[name].unused(path) if name in ("coco", "csv") else ()
+    return RecognisedFolder(path, name, matches[name], tuple(others), tuple(unused))
 
 
 def split_in(folder: RecognisedFolder, split: str) -> str:

@@ -3,10 +3,10 @@
 The library is imported where it is used, because its import would delay the start of every run.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.base.files import read_json
 from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
 from toolkit.data.image_sources import ImageSources, size_of
 from toolkit.data.table import DetectionTable, LabelledImages
@@ -75,9 +75,10 @@ def _names(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     if (folder / "dataset_dict.json").exists():
-        return json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        splits = read_json(folder / "dataset_dict.json").get("splits")
+        return [str(split) for split in splits] if isinstance(splits, list) else []
     if (folder / "state.json").exists():
-        return [json.loads((folder / "state.json").read_text()).get("_split") or "train"]
+        return [str(read_json(folder / "state.json").get("_split") or "train")]
     directories = [folder, folder / "data", *(folder / name for names in SPLIT_NAMES.values() for name in names)]
     patterns = ("*.parquet", "metadata.jsonl", "*.arrow")
     if not any(any(directory.glob(pattern)) for directory in directories for pattern in patterns):

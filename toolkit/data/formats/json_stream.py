@@ -138,6 +138,8 @@ class _Text:
                 fault = error.pos, error.msg  # not the error, which would keep its text alive with this frame
             except RecursionError as error:
                 raise self.error("nested too deep") from error
+            except ValueError as error:  # of Python, about a whole number of thousands of digits
+                raise self.error(f"not a number that can be read ({error})") from error
             if not self.more(grow):
                 if fault is None:
                     continue

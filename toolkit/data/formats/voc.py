@@ -147,7 +147,7 @@ def _has_xml(folder: Path) -> bool:
     for path in _xml_files(folder):
         try:
             return ElementTree.parse(path).getroot().tag == "annotation"
-        except (ElementTree.ParseError, OSError):
+        except (ElementTree.ParseError, LookupError, ValueError, OSError):  # also of an encoding that Python lacks
             return b"<annotation" in path.read_bytes()[:400]
     return False
 
@@ -266,6 +266,8 @@ def _parse_all(folder: Path) -> dict[str, _Parsed | str]:
             return [(path.stem, _parse(path))]
         except ElementTree.ParseError as error:
             return [(path.stem, f"invalid XML: {error}")]
+        except LookupError as error:
+            return [(path.stem, f"{error}; save the file as UTF-8")]
         except (ValueError, OSError) as error:
             return [(path.stem, str(error))]
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
@@ -16,7 +16,7 @@ from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 
 TITLE = "YOLO"
-CLASS_FILES = ("classes.txt", "obj.names", "labels.txt")
+CLASS_FILES = ("classes.txt", "obj.names", "labels.txt", "_darknet.labels")
 LABEL_FOLDER = "labels"
 MAX_CLASSES = 100_000
 
@@ -40,8 +40,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     The text file of an image lies where its path says `labels` instead of `images`, or beside it; an image without
-    one has no objects. Lines of more than six numbers are polygons, and become the box around them; where `data.yaml`
-    has `kpt_shape` they are a box with key points, and the box is read. Classes keep their numbers from 0.
+    one has no objects. What the numbers of a line are, `_Rows` says. Classes keep their numbers from 0.
     """
     return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), **options)
 
@@ -77,12 +76,32 @@ def _settings(folder: Path) -> tuple[Path | None, dict]:
     paths = (*folder.glob("*.yaml"), *folder.glob("*.yml")) if folder.is_dir() else ()
     for path in sorted(paths, key=lambda path: (path.stem != "data", path.name)):
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+            content = _load_yaml(path.read_text(encoding="utf-8-sig"))
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
             continue
         if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
             return path, content
     return None, {}
+
+
+class _NamesAsWritten(yaml.SafeLoader):
+    """YAML without the types that turn a name into something else: `yes`, `007`, `null`, `1.0` stay what they are."""
+
+
+# Numbers stay numbers where they are keys or counts: those of `names: {0: cat}`, `nc`, `kpt_shape`.
+_NamesAsWritten.yaml_implicit_resolvers = {}
+
+
+def _load_yaml(text: str) -> object:
+    """The content of a YAML file, with class names as they are written.
+
+    Raises yaml.YAMLError, RecursionError.
+    """
+    content = yaml.safe_load(text)
+    if isinstance(content, dict) and isinstance(content.get("names"), list | dict):
+        names = yaml.load(text, _NamesAsWritten)["names"]  # a SafeLoader with fewer types
+        content["names"] = list(names) if isinstance(names, list) else dict(names)
+    return content
 
 
 def _entry(settings: dict, split: str):
@@ -129,9 +148,9 @@ def _is_label_folder(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     for path in sorted(folder.glob("*.txt"))[:50]:
-        words = path.read_text(errors="replace").split("\n", 1)[0].split()
+        words = path.read_text(encoding="utf-8-sig", errors="replace").split("\n", 1)[0].split()
         if path.name not in CLASS_FILES and words:
-            return len(words) >= 5 and words[0].isdecimal() and all(map(_is_number, words))
+            return len(words) >= 5 and all(map(_is_number, words)) and float(words[0]) % 1 == 0
     return False
 
 
@@ -186,8 +205,9 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
         raise BadInput(f"{folder}: split {split!r} has no images")
     root = image_dir or folder
     if image_dir is None and not all(path.is_relative_to(folder) for path in files):
-        root = Path(os.path.commonpath([str(path.resolve().parent) for path in files]))
-        files = [path.resolve() for path in files]
+        # Not the paths behind links: the labels of a linked folder of images lie beside the link.
+        files = [Path(os.path.abspath(path)) for path in files]
+        root = Path(os.path.commonpath([str(path.parent) for path in files]))
     labels = [next((path for path in _labels_of(image) if path.is_file()), None) for image in files]
 
     def load(path: Path | None) -> list:
@@ -195,11 +215,11 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
 
     lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
     names, problems = _names(folder, settings, lines)
-    keypoints = "kpt_shape" in settings
+    rows = _Rows(lines.values(), "kpt_shape" in settings)
     images = [ImageRow(number, os.path.relpath(file, root), None, None) for number, file in enumerate(files, start=1)]
     boxes = []
     for index, path in enumerate(labels):
-        parsed, faults = _parse_lines(lines.get(path, []), names, keypoints)
+        parsed, faults = _parse_lines(lines.get(path, []), names, rows)
         problems += [Problem("error", images[index].file_name, None, None, f"{path.name}, {fault}") for fault in faults]
         boxes += [(index, name, xyxy, path.name) for name, xyxy in parsed]
     watched += sorted({path.parent for path in lines})
@@ -209,26 +229,125 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     return listing
 
 
-def _parse_lines(lines: list[str], names: list[str], keypoints: bool) -> tuple[list[tuple[str, tuple]], list[str]]:
+class _Rows:
+    """What the numbers behind the class of a line are, decided by all lines of a split.
+
+    4: a box. 5: a box and its confidence, as predictions have it. 6: a box, its confidence and a track, which is a
+    whole number above 1; or a triangle, in data that have larger polygons too, and where the box would leave the
+    image. From 8 on, even: a polygon. Odd: a
+    polygon and its confidence. With `kpt_shape` in data.yaml: a box and key points. What could be two of these is a
+    fault: a guess would be other boxes, in silence.
+
+    Args:
+        files: lines of all label files. has_keypoints: data.yaml says `kpt_shape`.
+    """
+
+    def __init__(self, files: Iterable[Sequence[str]], has_keypoints: bool):
+        self.has_keypoints = has_keypoints
+        self.has_polygons = False
+        looks_like_pose = []
+        for line in (line for lines in files for line in lines):
+            numbers = _numbers_of(line)[1:]
+            if len(numbers) >= 8 and len(numbers) % 2 == 0:
+                self.has_polygons = True
+            if len(numbers) >= 8:
+                looks_like_pose.append(_may_be_pose(numbers))
+        # One polygon may look like key points by chance, all of them do not.
+        self.look_like_pose = len(looks_like_pose) >= MIN_POSES and all(looks_like_pose)
+
+    def box_of(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
+        """Return the box of a line, xyxy in fractions of the image; or None, and why there is none."""
+        count = len(numbers)
+        if count <= 5 or self.has_keypoints:
+            return _corners(numbers), ""
+        if count == 6:
+            if numbers[5] > 1 and numbers[5] == int(numbers[5]):
+                return _corners(numbers), ""
+            if self.has_polygons or not _is_inside(_corners(numbers)):
+                return _around(numbers), ""
+            return None, (
+                "6 numbers can be a triangle, or a box with its confidence and a track; leave out what is behind the "
+                "first 4, or write the first corner of the triangle once more at its end"
+            )
+        if self.look_like_pose:
+            return None, (
+                f"{count} numbers look like a box with key points, and would be read as a polygon; say so by "
+                "`kpt_shape: [points, 2 or 3]` in data.yaml"
+            )
+        if count % 2 == 0:
+            return _around(numbers), ""
+        if not 0 <= numbers[-1] <= 1 or count == 7 and numbers[6] in (0, 1):
+            return None, (
+                f"{count} numbers are no polygon; expected pairs x y, or pairs and a confidence from 0 to 1. Of key "
+                "points say `kpt_shape: [points, 2 or 3]` in data.yaml"
+            )
+        return _around(numbers[:-1]), ""
+
+
+MIN_POSES = 3  # lines that must all look like key points
+
+
+def _may_be_pose(numbers: Sequence[float]) -> bool:
+    """Whether numbers can be a box (centre, size) and points in it, with or without a visibility of 0, 1 or 2."""
+    left, top, right, bottom = _corners(numbers)
+    rest = numbers[4:]
+    for step in (3, 2):
+        if len(rest) % step:
+            continue
+        if step == 3 and not all(flag in (0, 1, 2) for flag in rest[2::3]):
+            continue
+        points = list(zip(rest[0::step], rest[1::step], strict=True))
+        labelled = [(x, y) for x, y in points if (x, y) != (0, 0)]
+        if labelled and all(left - 0.02 <= x <= right + 0.02 and top - 0.02 <= y <= bottom + 0.02 for x, y in labelled):
+            return True
+    return False
+
+
+def _corners(numbers: Sequence[float]) -> tuple[float, float, float, float]:
+    """The corners of a box that is given by centre and size."""
+    cx, cy, width, height = numbers[:4]
+    return cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2
+
+
+def _is_inside(xyxy: Sequence[float]) -> bool:
+    """Whether a box in fractions lies in its image, but for rounding."""
+    return all(-0.01 <= value <= 1.01 for value in xyxy)
+
+
+def _around(numbers: Sequence[float]) -> tuple[float, float, float, float]:
+    """The box around a polygon."""
+    return min(numbers[0::2]), min(numbers[1::2]), max(numbers[0::2]), max(numbers[1::2])
+
+
+def _numbers_of(line: str) -> list[float]:
+    """The numbers of a line, the class first; empty where one of its words is not a number."""
+    words = line.split()
+    return list(map(float, words)) if all(map(_is_number, words)) else []
+
+
+def _parse_lines(
+    lines: Sequence[str], names: Sequence[str], rows: _Rows
+) -> tuple[list[tuple[str, tuple]], list[str]]:
     """((class name, xyxy in fractions) of each line, what is wrong with the others)."""
-    parsed, faults = [], []
+    parsed = []
+    faults = []
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if not words:
             continue
-        if len(words) < 5 or not all(map(_is_number, words)):
+        values = _numbers_of(line)
+        if len(values) < 5:
             faults.append(f"line {number}: {line.strip()[:80]!r}; expected a class and 4 numbers, or a polygon")
             continue
-        label, *numbers = map(float, words)
+        label, *numbers = values
         if label % 1 or not 0 <= label < len(names):
             faults.append(f"line {number}: class {words[0]} is not defined; there are {len(names)} from 0")
             continue
-        if len(numbers) <= 5 or keypoints:  # a fifth one is the score of a prediction
-            cx, cy, width, height = numbers[:4]
-            box = (cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2)
+        box, fault = rows.box_of(numbers)
+        if box is None:
+            faults.append(f"line {number}: {fault}")
         else:
-            box = (min(numbers[0::2]), min(numbers[1::2]), max(numbers[0::2]), max(numbers[1::2]))
-        parsed.append((names[int(label)], box))
+            parsed.append((names[int(label)], box))
     return parsed, faults
 
 
@@ -252,9 +371,11 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
     images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
     label_folders = {labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")}
     everywhere = [path for path in folder.rglob("*.txt") if path.parent in label_folders]
-    others = (path.read_text(errors="replace").splitlines() for path in everywhere if path not in lines)
+    unread = (path for path in everywhere if path not in lines and path.name not in CLASS_FILES)
+    others = (path.read_text(encoding="utf-8-sig", errors="replace").splitlines() for path in unread)
     firsts = {line.split()[0] for content in (*lines.values(), *others) for line in content if line.split()}
-    highest = max((int(word[:20]) for word in firsts if word.isdecimal()), default=0)
+    classes = (float(word) for word in firsts if _is_number(word))
+    highest = int(max((label for label in classes if label % 1 == 0 and 0 <= label < 1e18), default=0))
     note = Problem("note", str(folder), None, None, "no class names (data.yaml or classes.txt); classes are numbered")
     return [f"class {i}" for i in range(_count(highest + 1, folder))], [note]
 

@@ -48,6 +48,7 @@ FLAGS = {
     "--max-detections": {"type": _count, "metavar": "N", "help": MOST},
     "--trust": {"action": "store_true", "help": TRUST},
 }
+AS_IN_TRAINING = {"--image-dir": "--data.image_dir", "--format": "--data.format", "--path": "--data.path"}
 PUBLISHED = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
 REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
@@ -64,9 +65,10 @@ class OwnDetector(NamedTuple):
 
 
 def add_flags(parser: ArgumentParser, *names: str) -> None:
-    """Gives a script those of `FLAGS` that are named."""
+    """Give a script those of `FLAGS` that are named; `--data.image_dir` and the like, as in training, are the same."""
     for name in names:
-        parser.add_argument(name, **FLAGS[name])
+        alias = AS_IN_TRAINING.get(name)
+        parser.add_argument(*filter(None, (name, alias)), **FLAGS[name])
 
 
 def open_predictor(

@@ -36,10 +36,11 @@ def write_outputs(
         formats: of `FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list of
             COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
             centre and size as shares of the image, and score; voc, an XML file for each image; csv, a row for each
-            detection; and of scene graphs a file for each image in graphs/: dot (Graphviz), jsonld (linked data),
-            networkx (its node-link JSON).
+            detection, all three clipped to the image as data sets are; and of scene graphs a file for each image in
+            graphs/: dot (Graphviz), jsonld (linked data), networkx (its node-link JSON).
     """
     folder.mkdir(parents=True, exist_ok=True)
+    inside = clipped(detections)  # formats of data sets, whose readers refuse boxes that leave the image
     for name in formats:
         if name == "json":
             write_text_atomic(folder / "predictions.json", _as_text(document))
@@ -49,14 +50,14 @@ def write_outputs(
             write_coco(detections, folder / "results.json")
             write_data_set(detections, folder / "dataset.json")
         elif name == "yolo":
-            write_yolo(detections, folder / "labels", names)
+            write_yolo(inside, folder / "labels", names)
             (folder / "labels").mkdir(exist_ok=True)
             names_text = "".join(f"{category.name}\n" for category in detections.categories)
             (folder / "labels" / "classes.txt").write_text(names_text)
         elif name == "voc":
-            write_voc(detections, folder / "annotations", names)
+            write_voc(inside, folder / "annotations", names)
         elif name == "csv":
-            write_csv(detections, folder / "predictions.csv")
+            write_csv(inside, folder / "predictions.csv")
         else:
             for graph, image in zip(document["images"], names, strict=True):
                 path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
@@ -74,13 +75,22 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
     relative to `images_root`."""
     if not detections.images:
         return
-    root, found = images_root(detections), detections.boxes
+    root = images_root(detections)
     names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
-    limits = np.array([(row.width, row.height) * 2 for row in detections.images])[found.image_index]
-    found = dataclasses.replace(found, xyxy=found.xyxy.clip(0, limits))
-    found = found[(found.xyxy[:, 2:] > found.xyxy[:, :2]).all(axis=1)]
+    found = clipped(detections).boxes
     extra = {"scores": None, "ids": np.arange(1, len(found) + 1), "extra": {"score": found.scores}}
     write_coco(dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)), path)
+
+
+def clipped(detections: LabelledImages) -> LabelledImages:
+    """Clip boxes to their images; those of which nothing is left are left out."""
+    if not detections.images:
+        return detections
+    found = detections.boxes
+    limits = np.array([(row.width, row.height) * 2 for row in detections.images])[found.image_index]
+    inside = dataclasses.replace(found, xyxy=found.xyxy.clip(0, limits))
+    has_area = (inside.xyxy[:, 2:] > inside.xyxy[:, :2]).all(axis=1)
+    return dataclasses.replace(detections, boxes=inside[has_area])
 
 
 def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None:

@@ -1,0 +1,352 @@
+"""Data as annotation tools leave them: what a row, a name or a link means is decided, or named as a fault."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from test_commands import module_of
+
+from toolkit.base.boxes import Boxes
+from toolkit.base.errors import BadInput
+from toolkit.data.annotations import ImageRow
+from toolkit.data.formats import open_dataset
+from toolkit.data.formats.annotated import split_in_name
+from toolkit.data.formats.folders import recognise
+from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits
+from toolkit.data.table import Category, LabelledImages
+from toolkit.run.command_line import parse_config
+from toolkit.tools.predict.outputs import write_outputs
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))
+import check_data  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
+
+
+def picture(path: Path, number: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(number).integers(0, 255, (80, 100, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+
+
+ONE_CLASS = "names: [a]\ntrain: images\nval: images\n"
+
+
+def yolo(folder: Path, labels: dict[str, str], settings: str | None = ONE_CLASS) -> Path:
+    for number, (name, text) in enumerate(labels.items()):
+        picture(folder / "images" / f"{name}.png", number)
+        (folder / "labels").mkdir(parents=True, exist_ok=True)
+        (folder / "labels" / f"{name}.txt").write_text(text, encoding="utf-8")
+    if settings is not None:
+        (folder / "data.yaml").write_text(settings, encoding="utf-8")
+    return folder
+
+
+def boxes_of(folder: Path, split: str = "train", **options) -> list:
+    """Boxes xyxy of each image in pixels, rounded."""
+    table = open_dataset(split, path=folder, **options)
+    boxes = table.boxes()
+    return [boxes.xyxy[boxes.of_image(i)].round().tolist() for i in range(len(table))]
+
+
+BOX = [40.0, 32.0, 60.0, 48.0]
+
+
+@pytest.mark.parametrize(("row", "box"), [
+    ("0 .5 .5 .2 .2", BOX), ("0 .5 .5 .2 .2 .9", BOX), ("0 .5 .5 .2 .2 .9 7", BOX), ("0 .5 .5 .2 .2 .9 7.0", BOX),
+    ("0 .1 .1 .2 .1 .2 .2 .1 .2", [10.0, 8.0, 20.0, 16.0]), ("0 .1 .1 .2 .1 .2 .2 .1 .2 .95", [10.0, 8.0, 20.0, 16.0]),
+    ("0 .1 .1 .2 .1 .2 .2 .95", [10.0, 8.0, 20.0, 16.0]),
+])  # fmt: skip
+def test_the_numbers_of_a_yolo_row(tmp_path, row, box):
+    assert boxes_of(yolo(tmp_path, {"a": row})) == [[box]]
+
+
+@pytest.mark.parametrize(("rows", "fault"), [
+    (["0 .5 .5 .2 .2 .9 0.3"], "line 1: 6 numbers can be a triangle, or a box with its confidence and a track"),
+    (["0 .1 .1 .2 .1 .2 .2"], "6 numbers can be a triangle"),
+    (["0 .5 .5 .2 .2 .5 .5 2", "0 .5 .5 .2 .2 .5 .5 2"], "line 2: 7 numbers are no polygon"),
+    (["0 .5 .5 .2 .2 .5 .5 .45 .5"] * 3, "line 3: 8 numbers look like a box with key points"),
+    (["0 .5 .5 .2 .2 .5 .5 2 .45 .5 1 .55 .5 0"] * 3, "13 numbers look like a box with key points"),
+    (["0 .1 .1 .2 .1 .2 .2 .1 .2 7"], "9 numbers are no polygon"),
+])  # fmt: skip
+def test_a_yolo_row_that_can_be_two_things_is_a_fault(tmp_path, rows, fault):
+    with pytest.raises(BadInput) as error:
+        boxes_of(yolo(tmp_path, {"a": "\n".join(rows)}))
+    assert any(fault in problem for problem in error.value.problems)
+    assert len([problem for problem in error.value.problems if "a.txt, line" in problem]) == len(rows)
+
+
+def test_the_rows_of_all_files_decide(tmp_path):
+    polygon = "0 .1 .1 .2 .1 .2 .2 .1 .2"
+    assert boxes_of(yolo(tmp_path / "a", {"a": polygon, "b": "0 .1 .1 .2 .1 .2 .2"})) == [[[10.0, 8.0, 20.0, 16.0]]] * 2
+    points = "0 .5 .5 .2 .2 .5 .5 2 .45 .5 1 .55 .5 0\n" * 3
+    said = yolo(tmp_path / "b", {"a": points}, "names: [a]\ntrain: images\nval: images\nkpt_shape: [3, 3]\n")
+    assert boxes_of(said) == [[BOX] * 3]
+
+
+@pytest.mark.parametrize("settings", [None, "names: [a, b]\ntrain: images\nval: images\n"])
+def test_class_ids_may_be_written_as_floats_and_files_begin_with_a_mark(tmp_path, settings):
+    folder = yolo(tmp_path, {"a": "\ufeff1.0 .5 .5 .2 .2\n0.0 .5 .5 .2 .2\n"}, settings)
+    table = open_dataset("train", path=folder)
+    assert len(table.categories) == 2 and table.boxes().labels.tolist() == [1, 0]
+
+
+def test_names_of_classes_are_as_they_are_written(tmp_path):
+    text = "names:\n  0: yes\n  1: 007\n  2: null\n  3: 1.0\ntrain: images\nval: images\n"
+    assert open_dataset("train", path=yolo(tmp_path / "a", {"a": "3 .5 .5 .2 .2"}, text)).class_names == [
+        "yes", "007", "null", "1.0"]  # fmt: skip
+    text = "names: [on, 1e3, ~, 2024-01-01]\ntrain: images\nval: images\n"
+    assert open_dataset("train", path=yolo(tmp_path / "b", {"a": "3 .5 .5 .2 .2"}, text)).class_names == [
+        "on", "1e3", "~", "2024-01-01"]  # fmt: skip
+
+
+def test_class_files_of_annotation_tools(tmp_path):
+    folder = yolo(tmp_path / "roboflow", {"a": "1 .5 .5 .2 .2"}, None)
+    (folder / "_darknet.labels").write_text("cat\ndog\n")
+    assert open_dataset("train", path=folder).class_names == ["cat", "dog"]
+    folder = yolo(tmp_path / "label_studio", {"a": "1 .5 .5 .2 .2"}, None)
+    (folder / "classes.txt").write_text("cat\ndog\n")
+    notes = {"categories": [{"id": 0, "name": "cat"}, {"id": 1, "name": "dog"}], "info": {"year": 2026}}
+    (folder / "notes.json").write_text(json.dumps(notes))
+    assert recognise(folder).format == "yolo" and open_dataset("train", path=folder).class_names == ["cat", "dog"]
+
+
+# ---------------------------------------------------------------- links
+
+
+def linked_folder(tmp_path: Path, format: str) -> Path:
+    """A data set whose folder of images is a link to one elsewhere."""
+    picture(tmp_path / "store" / "a.png")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "images").symlink_to(tmp_path / "store")
+    if format.startswith("yolo"):
+        (folder / "labels").mkdir()
+        (folder / "labels" / "a.txt").write_text("0 .5 .5 .2 .2\n")
+        if format == "yolo, YAML":
+            (folder / "data.yaml").write_text(f"path: {folder}\nnames: [a]\ntrain: images\nval: images\n")
+        if format == "yolo, list":
+            (folder / "train.txt").write_text(f"{folder}/images/a.png\n")
+            (folder / "data.yaml").write_text(f"names: [a]\ntrain: {folder}/train.txt\nval: {folder}/train.txt\n")
+    elif format == "csv":
+        (folder / "boxes.csv").write_text("image,x1,y1,x2,y2,label\nimages/a.png,40,32,60,48,a\n")
+    elif format == "coco":
+        annotation = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [40, 32, 20, 16], "area": 320, "iscrowd": 0}
+        images = [{"id": 1, "file_name": "images/a.png", "width": 100, "height": 80}]
+        document = {"images": images, "annotations": [annotation], "categories": [{"id": 1, "name": "a"}]}
+        (folder / "boxes.json").write_text(json.dumps(document))
+    else:
+        (folder / "Annotations").mkdir()
+        bounds = "<xmin>40</xmin><ymin>32</ymin><xmax>60</xmax><ymax>48</ymax>"
+        entry = f"<object><name>a</name><bndbox>{bounds}</bndbox></object>"
+        (folder / "Annotations" / "a.xml").write_text(f"<annotation><filename>a.png</filename>{entry}</annotation>")
+    return folder
+
+
+@pytest.mark.parametrize("format", ["yolo", "yolo, YAML", "yolo, list", "csv", "coco", "voc"])
+def test_a_linked_folder_of_images_is_read_in_every_format(tmp_path, format):
+    assert boxes_of(linked_folder(tmp_path, format)) == [[BOX]]
+
+
+@pytest.mark.parametrize("format", ["yolo", "csv", "coco", "voc"])
+def test_a_linked_image_that_leads_elsewhere_is_refused_with_a_way_out(tmp_path, format):
+    folder = linked_folder(tmp_path, format)
+    (folder / "images").unlink()
+    (folder / "images").mkdir()
+    (folder / "images" / "a.png").symlink_to(tmp_path / "store" / "a.png")
+    with pytest.raises(BadInput, match="Give the folder that it leads to"):
+        boxes_of(folder)
+
+
+# ---------------------------------------------------------------- data without objects
+
+
+def test_data_whose_labels_are_not_found_are_asked_about(tmp_path, capsys):
+    folder = yolo(tmp_path / "data", dict.fromkeys("abc", ""))
+    table = open_dataset("train", path=folder)
+    assert mostly_empty(table).startswith("3 of 3 images have no object, such as ")
+    with pytest.raises(BadInput, match="Were the labels found"):
+        check_not_empty(table, is_allowed=False)
+    check_not_empty(table, is_allowed=True)
+    assert check_data.main([str(folder)]) == 2
+    printed = capsys.readouterr().out
+    assert "accelerate launch" not in printed and "look where the labels are" in printed
+    some = yolo(tmp_path / "some", {"a": "0 .5 .5 .2 .2", "b": "", "c": ""})
+    assert mostly_empty(open_dataset("train", path=some)) == ""
+
+
+# ---------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize(("name", "split"), [
+    ("custom_train.json", "train"), ("annotations_test.json", "test"), ("train_labels.csv", "train"),
+    ("instances_val2017.json", "val"), ("My-Validation set.json", "val"), ("latest.json", None), ("contest.csv", None),
+    ("train_val.json", None), ("trainval.json", None), ("annotations.json", None), ("dataset_training.csv", "train"),
+])  # fmt: skip
+def test_the_words_of_a_name_say_the_split(name, split):
+    assert split_in_name(name) == split
+
+
+def coco_file(path: Path, images: list[str], folder: str = "") -> None:
+    annotation = {"image_id": 1, "category_id": 1, "bbox": [40, 32, 20, 16], "area": 320, "iscrowd": 0}
+    rows = [{"id": i, "file_name": folder + name, "width": 100, "height": 80} for i, name in enumerate(images, 1)]
+    annotations = [annotation | {"id": row["id"], "image_id": row["id"]} for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"images": rows, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
+    path.write_text(json.dumps(document))
+
+
+def layout(folder: Path, kind: str) -> None:
+    names = [f"{number}.png" for number in range(6)]
+    at = {"folders": ("train2017", "val2017")}.get(kind, ("images", "images"))
+    for number, name in enumerate(names):
+        picture(folder / at[number >= 4] / name, number)
+    if kind == "custom":
+        coco_file(folder / "custom_train.json", names[:4], "images/")
+        coco_file(folder / "custom_val.json", names[4:], "images/")
+    elif kind == "test":
+        coco_file(folder / "annotations_train.json", names[:4], "images/")
+        coco_file(folder / "annotations_test.json", names[4:], "images/")
+    elif kind == "unnamed":
+        coco_file(folder / "annotations.json", names[:4], "images/")
+        coco_file(folder / "annotations_val.json", names[4:], "images/")
+        coco_file(folder / "old_train.json", names[:2], "images/")
+        coco_file(folder / "annotations" / "train.json", names[:4], "../images/".replace("../", ""))
+    elif kind == "folders":
+        coco_file(folder / "annotations" / "train.json", names[:4])
+        coco_file(folder / "annotations" / "val.json", names[4:])
+    else:
+        head = "image,x1,y1,x2,y2,label\n"
+        (folder / "train_labels.csv").write_text(head + "".join(f"images/{n},40,32,60,48,a\n" for n in names[:4]))
+        (folder / "test_labels.csv").write_text(head + "".join(f"images/{n},40,32,60,48,a\n" for n in names[4:]))
+
+
+@pytest.mark.parametrize(("kind", "train", "val"), [
+    ("custom", 4, 2), ("test", 4, "0.2"), ("unnamed", 4, 2), ("folders", 4, 2), ("csv", 4, "0.2")
+])  # fmt: skip
+def test_the_command_that_is_printed_opens_the_splits_that_are_there(tmp_path, capsys, monkeypatch, kind, train, val):
+    layout(tmp_path / "data", kind)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["script"])
+    check_data.main([str(tmp_path / "data")])
+    printed = capsys.readouterr().out
+    words = shlex.split(printed[printed.index("accelerate launch") :].splitlines()[0])
+    assert words[2] == "scripts/train_faster_rcnn.py", "which finds most after minutes on a CPU"
+    config = parse_config(module_of(words[2]).Config, words[3:])
+    assert config.data.val == (val if isinstance(val, str) else "val")
+    reading = {"path": config.data.path, "format": config.data.format}
+    tables = open_all_splits(config.data.train, config.data.val, None, tmp_path / "run", say=print, **reading)
+    sizes = [len(table) for table in tables[:2]]
+    assert sizes == [train, val] if isinstance(val, int) else sum(sizes) == train
+    assert "not used" in printed if kind == "unnamed" else "not used" not in printed
+
+
+def test_the_same_images_in_two_splits_are_said(tmp_path, capsys):
+    text = "names: [a]\ntrain: train/images\nval: other/images\ntest: other/images\n"
+    folder = tmp_path / "data"
+    for part, names in (("train", "ab"), ("other", "cd")):
+        yolo(folder / part, dict.fromkeys(names, "0 .5 .5 .2 .2"), None)
+    (folder / "data.yaml").write_text(text)
+    check_data.main([str(folder)])
+    assert "val and test have the same 2 images" in capsys.readouterr().out
+    said = []
+    open_all_splits("train", "val", "test", tmp_path / "run", say=said.append, path=str(folder))
+    assert any("the test split has the same images as the validation data" in line for line in said)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def csv_table(folder: Path, text: str) -> list:
+    picture(folder / "a.png")
+    (folder / "boxes.csv").write_text(text)
+    return boxes_of(folder)
+
+
+def test_columns_width_and_height_of_a_box_are_not_those_of_the_image(tmp_path):
+    assert csv_table(tmp_path, "image;label;x;y;width;height\na.png;cat;40;32;20;16\n") == [[BOX]]
+
+
+def test_numbers_as_classes_are_one_class_however_they_are_written(tmp_path):
+    csv_table(tmp_path, "image,x1,y1,x2,y2,label\na.png,40,32,60,48,1\na.png,40,32,60,48,1.0\na.png,4,3,6,4,2\n")
+    assert open_dataset("train", path=tmp_path).class_names == ["1", "2"]
+
+
+@st.composite
+def detections(draw):
+    """Boxes that may leave their image of 100 x 80 px, some of them altogether."""
+    side = st.floats(-60, 160, allow_nan=False, width=32)
+    corners = st.tuples(side, side, st.floats(0.5, 90, width=32), st.floats(0.5, 90, width=32))
+    xywh = np.array([(10, 10, 20, 20), *draw(st.lists(corners, max_size=6))], dtype=np.float64)
+    return np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
+
+
+@pytest.mark.parametrize("format", ["yolo", "voc", "csv", "coco"])
+@settings(max_examples=15)
+@given(xyxy=detections())
+def test_what_is_written_is_read(tmp_path_factory, format, xyxy):
+    """By our own readers, with the part of each box that lies in its image."""
+    folder = tmp_path_factory.mktemp("written")
+    picture(folder / "pictures" / "a.png")
+    boxes = Boxes.found(counts=[len(xyxy)], xyxy=xyxy, scores=np.full(len(xyxy), 0.5), labels=np.zeros(len(xyxy), int))
+    row = ImageRow(1, str(folder / "pictures" / "a.png"), 100, 80)
+    found = LabelledImages(images=[row], boxes=boxes, categories=(Category(1, "a"),))
+    document = {"images": [], "errors": []}
+    write_outputs(document, found, ["a.png"], [format], folder / "out")
+    inside = xyxy.clip(0, [100, 80, 100, 80])
+    expected = inside[(inside[:, 2:] > inside[:, :2]).all(axis=1)]
+    source = {"voc": "annotations", "csv": "predictions.csv", "coco": "dataset.json"}.get(format)
+    images = str(folder / "pictures")
+    options = {"cache_dir": folder / "cache", "on_error": "raise"}
+    if format == "yolo":
+        (folder / "data").mkdir()
+        (folder / "out" / "labels").rename(folder / "data" / "labels")
+        (folder / "pictures").rename(folder / "data" / "images")
+        table = open_dataset("train", path=folder / "data", **options)
+    elif format == "coco":
+        table = open_dataset(str(folder / "out" / source), image_dir=images, **options)
+    elif format == "csv":
+        table = open_dataset("train", path=folder / "out" / source, **options)  # its paths are absolute
+    else:
+        table = open_dataset("train", path=folder / "out" / source, image_dir=images, **options)
+    read = table.boxes().xyxy
+    order = np.lexsort(read.T), np.lexsort(expected.T)
+    assert read[order[0]] == pytest.approx(expected[order[1]], abs=1e-4)
+
+
+# ---------------------------------------------------------------- what parsers raise
+
+
+def test_numbers_and_encodings_that_python_refuses_are_sentences(tmp_path):
+    coco_file(tmp_path / "a" / "train.json", ["a.png"])
+    text = (tmp_path / "a" / "train.json").read_text()
+    (tmp_path / "a" / "train.json").write_text(text.replace('"area": 320', f'"area": {"9" * 5000}'))
+    picture(tmp_path / "a" / "a.png")
+    with pytest.raises(BadInput, match=r"train.json: invalid JSON at line 1, column \d+: not a number"):
+        open_dataset(str(tmp_path / "a" / "train.json"))
+    folder = linked_folder(tmp_path / "b", "voc")
+    file = folder / "Annotations" / "a.xml"
+    file.write_text("<?xml version='1.0' encoding='klingon'?>" + file.read_text())
+    with pytest.raises(BadInput, match="unknown encoding: klingon; save the file as UTF-8"):
+        boxes_of(folder)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "dataset_dict.json").write_text("{")
+    with pytest.raises(BadInput, match="dataset_dict.json"):
+        recognise(tmp_path / "c")
+
+
+def test_flags_of_training_are_taken_by_the_other_scripts():
+    parser = check_data._parser()
+    options = parser.parse_args(["DIR", "--data.image_dir", "x", "--data.on_error", "drop", "--data.format", "yolo"])
+    assert options == parser.parse_args(["DIR", "--image-dir", "x", "--on-error", "drop", "--format", "yolo"])
+    assert options.image_dir == ["x"]
