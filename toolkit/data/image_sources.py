@@ -324,12 +324,21 @@ def digest_of(path: str | Path) -> str:
     try:
         status = os.stat(path)
         if not stat.S_ISDIR(status.st_mode):
-            return f"{status.st_size} {status.st_mtime_ns}"
+            return " ".join(map(str, _state_of(status)))
         with os.scandir(path) as entries:
             files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
     except OSError:
         return ""
-    return _hash_of((name, status.st_size, status.st_mtime_ns) for name, status in files)
+    return _hash_of((name, *_state_of(status)) for name, status in files)
+
+
+def _state_of(status: os.stat_result) -> tuple[int, int, int]:
+    """Size, time of modification, and time of the last change of a file.
+
+    The last one cannot be set back: labels that were edited to the same size by a tool that keeps the time, such as
+    `rsync -t` or `touch -r`, have another one. What is not seen is a disk that changes a file by itself.
+    """
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _hash_of(files: Iterable[tuple]) -> str:

@@ -14,6 +14,9 @@ image one partner in each split, and a spanning forest of the groups.
 import contextlib
 import hashlib
 import os
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ import numpy as np
 import torch
 
 from toolkit.base.errors import BadInput
+from toolkit.base.files import fsync_folder
 from toolkit.data.check_files import parallel, waits_for
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import Stored, digest_of
@@ -68,11 +72,8 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     for name in table.rows["file_name"].to_pylist() if root is not None else ():
         key.update(_stamp(root / name).encode(errors="surrogateescape"))
     file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
-    try:
-        with np.load(file, allow_pickle=False) as saved:
-            return ImageSignatures(saved["digests"], saved["thumbnails"])
-    except (OSError, ValueError, KeyError):
-        pass
+    if (known := _read_signatures(file, len(table))) is not None:
+        return known
 
     def read(index: int) -> list[tuple[str, bytes]]:
         return [_digest_and_thumbnail(table.image_source(table.row(index)))]
@@ -84,8 +85,27 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}-{id(made)}.tmp.npz")
         np.savez(temporary, digests=made.digests, thumbnails=made.thumbnails)
+        fsync_folder(temporary)
         temporary.replace(file)
     return made
+
+
+def _read_signatures(file: Path, count: int) -> ImageSignatures | None:
+    """The cached signatures of `count` images; None: there are none, or the file is damaged.
+
+    The members of an `.npz` have checksums, which reading them compares.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as saved:
+            digests, thumbnails = saved["digests"], saved["thumbnails"]
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError, SyntaxError, TypeError):
+        return None
+    except (zipfile.BadZipFile, zlib.error, struct.error, MemoryError, OverflowError):
+        return None
+    is_whole = digests.shape == (count,) and thumbnails.shape == (count, SIDE, SIDE)
+    if not is_whole or digests.dtype != np.dtype("S32") or thumbnails.dtype != np.uint8:
+        return None
+    return ImageSignatures(digests, thumbnails)
 
 
 def same_files(signatures: ImageSignatures) -> list[list[int]]:

@@ -8,8 +8,11 @@ beside the usual keys.
 """
 
 import argparse
+import contextlib
+import hashlib
 import itertools
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -22,8 +25,12 @@ from PIL import Image
 from tqdm import tqdm
 
 from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.files import write_json
 from toolkit.data.table_cache import cache_root
 
+logger = logging.getLogger(__name__)
+
+FILES = "files.json"  # in the cache: what the files of the data set are known by
 VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
 CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
@@ -95,7 +102,7 @@ def ensure_shapes(
     """The data set's folder in the cache, made on the first call (seconds). Safe with several processes at once."""
     root = cache_root(cache_dir)
     folder = root / f"shapes-v{VERSION}-{train_images}-{val_images}-{image_size}px-seed{seed}"
-    if folder.exists():
+    if folder.exists() and _is_whole(folder):
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -106,6 +113,11 @@ def ensure_shapes(
     try:
         made = temporary / "made"
         make_shapes(made, train_images, val_images, image_size, seed)
+        write_json(made / FILES, _state_of(made))
+        if folder.exists() and not _is_whole(folder):
+            logger.warning("%s: the bundled data are damaged; they are made anew", folder)
+            with contextlib.suppress(OSError):  # another process does the same
+                os.rename(folder, temporary / "damaged")
         os.rename(made, folder)
     except OSError:
         if not folder.exists():  # not merely another process that was first
@@ -113,6 +125,27 @@ def ensure_shapes(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def _state_of(folder: Path) -> dict[str, str | int]:
+    """The size of each picture, and a digest of each annotation file, by their paths in the folder."""
+    state: dict[str, str | int] = {}
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            path = Path(directory, name)
+            if path.suffix == ".json" and name != FILES:
+                state[path.relative_to(folder).as_posix()] = hashlib.blake2b(path.read_bytes()).hexdigest()
+            elif name != FILES:
+                state[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return state
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the files of the data set are those that were written."""
+    try:
+        return json.loads((folder / FILES).read_text(encoding="utf-8")) == _state_of(folder)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) -> None:

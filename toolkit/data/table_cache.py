@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput
-from toolkit.base.files import MAX_IMAGE_PIXELS, write_json
+from toolkit.base.files import MAX_IMAGE_PIXELS, fsync_folder, write_json
 from toolkit.data.annotations import ImageRow
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
 from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, JoinedSet, Problem
@@ -24,7 +24,8 @@ from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Categ
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 5  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+TABLE_VERSION = 6  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+WHOLE_BYTES = 2**30  # of an Arrow file, up to which all of it is compared with what was written, in a second
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
 
@@ -32,7 +33,10 @@ BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a re
 def cache_root(cache_dir: str | Path | None = None) -> Path:
     """`cache_dir`, else $DETECTION_TOOLKIT_CACHE, else ~/.cache/detection-toolkit."""
     chosen = cache_dir or os.environ.get("DETECTION_TOOLKIT_CACHE") or "~/.cache/detection-toolkit"
-    return Path(chosen).expanduser()
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:  # of a user whom this machine does not know
+        raise BadInput(f"{chosen}: {error}; set DETECTION_TOOLKIT_CACHE to a folder") from error
 
 
 def cached_table(
@@ -184,28 +188,98 @@ def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]
         "checked": dict(checked),
         "sets": [dataclasses.astuple(one) for one in table.sets],
     }
-    names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
-    with open(table.arrow_file, "rb") as stream:
-        digest = hashlib.file_digest(stream, hashlib.blake2b)
-    digest.update(json.dumps(names).encode())
-    fingerprint = digest.hexdigest()[:32]
+    fsync_folder(table.arrow_file)  # a name that survives a power cut must not lead to zeros
+    fingerprint = _fingerprint_of(table.arrow_file, info)
     arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
+    info["version"] = TABLE_VERSION
+    info["arrow"] = arrow_file.name
+    info["fingerprint"] = fingerprint
+    info["size"] = table.arrow_file.stat().st_size
+    info["columns"] = _digest_of_columns(table.arrow_file) if info["size"] > WHOLE_BYTES else ""
+    info["digest"] = _digest_of_info(info)
     os.chmod(table.arrow_file, 0o644)  # mkstemp makes 0600; a cache may be shared
     os.replace(table.arrow_file, arrow_file)
-    info |= {"version": TABLE_VERSION, "arrow": arrow_file.name, "fingerprint": fingerprint}
+    fsync_folder(arrow_file.parent)
     write_json(cache_file, info)
     return _from_info(cache_file, info)
 
 
+def _fingerprint_of(arrow_file: Path, info: Mapping) -> str:
+    """A digest of the rows and of the names of classes, predicates and attributes."""
+    names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
+    with open(arrow_file, "rb") as stream:
+        digest = hashlib.file_digest(stream, hashlib.blake2b)
+    digest.update(json.dumps(names).encode())
+    return digest.hexdigest()[:32]
+
+
+def _digest_of_columns(arrow_file: Path) -> str:
+    """A digest of every column but the images themselves.
+
+    For tables with embedded images: these are gigabytes, and a damaged one is found when it is decoded.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    with pa.memory_map(str(arrow_file)) as file, pa.ipc.open_stream(file) as reader:
+        digest.update(str(reader.schema).encode())
+        for batch in reader:
+            digest.update(str(batch.num_rows).encode())
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                buffers = column.buffers()
+                for buffer in buffers[:2] if name == "image" else buffers:
+                    if buffer is not None:
+                        digest.update(buffer)
+    return digest.hexdigest()
+
+
+def _digest_of_info(info: Mapping) -> str:
+    """A digest of everything in the JSON file of a table."""
+    content = {key: value for key, value in info.items() if key != "digest"}
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
 def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None:
-    """The cached table and its `checked`, or None when there is none of this version."""
+    """The cached table and its `checked`, or None when there is none of this version, or it is damaged.
+
+    Own files deserve no more trust than those of strangers: a disk, a power cut or another program may have changed
+    them, and one bit is another box. What is damaged is said in one line, and the caller makes it anew.
+    """
     try:
-        info = json.loads(cache_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or nothing we wrote: the caller reads anew, and says so if it cannot write
+        text = cache_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
         return None
-    if info.get("version") != TABLE_VERSION or not cache_file.with_name(info["arrow"]).exists():
+    try:
+        info = json.loads(text)
+        if info.get("version") != TABLE_VERSION:
+            return None
+        fault = _fault_of(cache_file, info)
+        table = None if fault else _from_info(cache_file, info)
+        checked = dict(info["checked"])
+    # Not a closed list: what JSON, Arrow and the constructors raise for content that nobody wrote.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, BadInput) as error:
+        fault = type(error).__name__
+    except (pa.ArrowException, NotImplementedError, MemoryError) as error:
+        fault = type(error).__name__
+    if fault:
+        logger.warning("%s: the cached table is damaged (%s); it is made anew", cache_file, fault)
         return None
-    return _from_info(cache_file, info), info["checked"]
+    return table, checked
+
+
+def _fault_of(cache_file: Path, info: Mapping) -> str:
+    """What is not as it was written; "" if nothing is."""
+    if info["digest"] != _digest_of_info(info):
+        return "its description was changed"
+    arrow_file = cache_file.with_name(info["arrow"])
+    if not arrow_file.exists():
+        return f"{arrow_file.name} is missing"
+    if arrow_file.stat().st_size != info["size"]:
+        return f"{arrow_file.name} has {arrow_file.stat().st_size} bytes, written were {info['size']}"
+    if info["size"] > WHOLE_BYTES:
+        is_whole = _digest_of_columns(arrow_file) == info["columns"]
+    else:
+        is_whole = _fingerprint_of(arrow_file, info) == info["fingerprint"]
+    return "" if is_whole else f"{arrow_file.name} has other content"
 
 
 def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:

@@ -80,7 +80,7 @@ def _copied(name: str, split: str, source: str, check_images: bool | str, max_pi
     columns = columns_of(rows.features, name, rows.info.description)
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
     stats = [os.stat(file["filename"]) for file in rows.cache_files]
-    states = [(status.st_size, status.st_mtime_ns) for status in stats]
+    states = [(status.st_size, status.st_mtime_ns, status.st_ctime_ns) for status in stats]
 
     def make(cache_file: Path) -> DetectionTable:
         annotations, problems = _annotations(rows, columns, source)
