@@ -20,6 +20,7 @@ from toolkit.data.decoding import ImageError, _jpeg_size, decode_image, probe_im
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.sampling import SampleKey
+from toolkit.tools.predict.prediction import as_image
 
 IMAGES = Path(__file__).parent / "data" / "dirty" / "images"
 SQUARE, GROUND = (220, 30, 30), (235, 230, 220)
@@ -198,3 +199,76 @@ def test_a_data_set_with_such_images_names_them(tmp_path):
     (folder / "good.png").write_bytes(encode(scene(50, 30), "PNG"))  # changed while the run goes on
     with pytest.raises(BadInput, match="50 x 30 pixels are more than data.max_image_pixels 1200"):
         DetectionDataset(table, transform=None, seed=0)[SampleKey(0, 0)]
+
+
+MODES = "1 L LA P RGB RGBA RGBa La CMYK YCbCr LAB HSV I F I;16 I;16B I;16L".split()
+LOSSLESS = {  # formats, and the modes that they keep
+    "PNG": "1 L LA P RGB RGBA I;16".split(),
+    "BMP": "1 L P RGB".split(),
+    "PPM": "1 L RGB I".split(),
+    "TIFF": "1 L LA P RGB RGBA CMYK YCbCr LAB I F I;16".split(),
+    "GIF": "L P".split(),
+}
+
+
+def of_mode(mode: str, seed: int) -> Image.Image:
+    """A picture of a mode; of 16 bits with all of them."""
+    draw = np.random.default_rng(seed)
+    grey = draw.integers(0, 65536, (9, 12), dtype=np.uint16)
+    colours = Image.fromarray(draw.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+    made = {
+        "I;16": lambda: Image.fromarray(grey),
+        "I;16L": lambda: Image.frombytes("I;16L", (12, 9), grey.astype("<u2").tobytes()),
+        "I;16B": lambda: Image.frombytes("I;16B", (12, 9), grey.astype(">u2").tobytes()),
+        "I": lambda: Image.fromarray(grey.astype(np.int32)),
+        "F": lambda: colours.convert("L").convert("F"),
+        "P": lambda: colours.quantize(16),
+        "LA": lambda: colours.convert("L").convert("LA"),
+        "La": lambda: colours.convert("L").convert("LA").convert("La"),
+        "RGBa": lambda: colours.convert("RGBA").convert("RGBa"),
+    }
+    return made.get(mode, lambda: colours.convert(mode))()
+
+
+def read(source) -> torch.Tensor | str:
+    """Pixels, or why there are none."""
+    try:
+        return as_image(source) if isinstance(source, Image.Image) else decode_image(source)
+    except (ImageError, BadInput) as error:
+        return str(error).partition(": ")[2] or str(error)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_picture_in_memory_is_what_training_makes_of_its_file(mode, tmp_path):
+    """Of every mode of Pillow, in every format that keeps its pixels: equal, or refused with the same reason."""
+    for seed in range(3):
+        picture = of_mode(mode, seed)
+        in_memory = read(picture)
+        assert isinstance(in_memory, torch.Tensor) == (mode != "F")
+        for format, kept in LOSSLESS.items():
+            if mode not in kept:
+                continue
+            path = tmp_path / f"{seed}.{format.lower()}"
+            picture.save(path, format)
+            with Image.open(path) as opened:
+                of_file, again = read(path), read(opened)
+            if isinstance(of_file, str):
+                assert again.endswith(of_file.rpartition(": ")[2]) and mode == "F"
+            else:
+                assert torch.equal(of_file, again), f"{mode} as {format}"
+                if format in ("PNG", "BMP") and mode != "P":
+                    assert torch.equal(of_file, in_memory), f"{mode} as {format}"
+
+
+def test_16_bits_turned_pictures_and_the_first_frame_are_the_same_both_ways(tmp_path):
+    grey = of_mode("I;16", 0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    grey.save(tmp_path / "turned.png", exif=exif)
+    frames = [of_mode("RGB", seed) for seed in range(3)]
+    frames[0].save(tmp_path / "frames.tiff", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "frames.webp", save_all=True, append_images=frames[1:], lossless=True)
+    for path in sorted(tmp_path.iterdir()):
+        with Image.open(path) as opened:
+            assert torch.equal(decode_image(path), as_image(opened)), path.name
+    assert decode_image(tmp_path / "turned.png").shape == (3, 12, 9)

@@ -118,6 +118,20 @@ def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
     assert next(predict_files(predictor, [broken])).image is None  # a batch without images
 
 
+def test_links_that_lead_nowhere_are_told_and_the_other_pictures_are_judged(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "itself.jpg").symlink_to(tmp_path / "itself.jpg")
+    (tmp_path / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    images = find_images([tmp_path], leave_out=tmp_path / "out")
+    assert sorted(path.name for path in images) == ["a.png", "gone.jpg", "itself.jpg"]
+    nothing = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    predictor = Predictor("", [], lambda images, threshold: [nothing for _ in images])
+    results = {each.path.name: each.error for each in predict_files(predictor, list(images), score_threshold=0.5)}
+    assert results["a.png"] is None and "not found" in results["gone.jpg"]
+    assert "symbolic links" in results["itself.jpg"]
+    check_outputs(tmp_path / "out", list(images), overwrite=False)
+
+
 def test_what_a_path_is(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("")

@@ -24,7 +24,7 @@ from toolkit.base.boxes import common_and_union
 from toolkit.detectors.faster_rcnn.model import of_one_class_each
 from toolkit.detectors.faster_rcnn.regions import LevelPool, best_proposals, decode_boxes, limits_whwh
 from toolkit.models import build_detector
-from toolkit.models.nms import _batch_at_once, best_rows, class_wise_nms, nms_keep, settled, sorted_nms
+from toolkit.models.nms import _batch_at_once, best_rows, class_wise_nms, nms_by_label, nms_keep, settled, sorted_nms
 
 TWO_STAGE = {"backbone": "lcnet_035", "norm": "batch", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,
              "anchor_sizes": [[16], [32]], "aspect_ratios": [1.0], "representation_size": 32,
@@ -259,3 +259,34 @@ def test_one_by_one_is_the_diagonal_a_leading_index_keeps_images_apart_and_gradi
 @pytest.mark.parametrize("overlap", [box_iou, generalized_box_iou])
 def test_nan_boxes_give_nan_and_not_a_silent_zero(overlap):
     assert overlap(torch.full((1, 4), float("nan")), torch.tensor([[0.0, 0, 1, 1]])).isnan().all()
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1.0, 600.0, 60_000.0, 1e7]), st.integers(1, 300), st.floats(0.2, 0.8))
+def test_labels_never_suppress_each_other_wherever_their_boxes_lie(seed, extent, labels, threshold):
+    """Far from the corner, outside of the image, left of it: as NMS of each label alone."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = (torch.rand(120, 2, generator=generator) - 0.3) * extent
+    sides = torch.rand(120, 2, generator=generator) * extent / 20
+    boxes = torch.cat([centres - sides / 2, centres + sides / 2], dim=1)
+    boxes = torch.cat([boxes, boxes + sides.repeat(1, 2) * 0.2])
+    label = torch.randint(labels, (120,), generator=generator).repeat(2)
+    scores = (torch.rand(240, generator=generator) * 50).round() / 50  # ties
+    kept = nms_by_label(boxes, scores, label, threshold)
+    alone = []
+    for each in label.unique():
+        rows = (label == each).nonzero()[:, 0]
+        alone.append(rows[nms(boxes[rows], scores[rows], threshold)])
+    expected = torch.cat(alone).sort().values
+    assert torch.equal(kept.sort().values, expected)
+    assert torch.equal(scores[kept], scores[kept].sort(descending=True).values)
+    grouped = torch.zeros(1, labels, 240).scatter(1, label[None, None], scores[None, None].clamp(min=0.01))
+    turns = class_wise_nms(boxes.expand(1, labels, -1, -1), grouped, threshold)
+    assert torch.equal((turns > 0).any(1)[0].nonzero()[:, 0], expected)
+
+
+def test_no_boxes_and_boxes_without_end_are_kept_apart():
+    nothing = nms_by_label(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0.5)
+    assert nothing.shape == (0,)
+    endless = torch.tensor([[0.0, 0.0, torch.inf, torch.inf], [0.0, 0.0, 10.0, 10.0], [1.0, 1.0, 10.0, 10.0]])
+    kept = nms_by_label(endless, torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 1, 1]), 0.5)
+    assert kept.tolist() == [0, 1]

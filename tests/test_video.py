@@ -103,3 +103,43 @@ def test_what_is_no_video_is_bad_input(tmp_path):
     for source in (tmp_path / "none.mp4", tmp_path / "text.mp4", 4711):
         with pytest.raises(BadInput, match="no video that can be read"):
             Video(source)
+
+
+IDENTITY = bytes.fromhex("00010000" + "0" * 24 + "00010000" + "0" * 24 + "40000000")
+TURNED = {  # display matrices of an MP4 file, and how the picture is turned, counterclockwise in quarters
+    -1: bytes.fromhex("00000000" + "00010000" + "00000000" + "ffff0000" + "0" * 32 + "40000000"),
+    1: bytes.fromhex("00000000" + "ffff0000" + "00000000" + "00010000" + "0" * 32 + "40000000"),
+    2: bytes.fromhex("ffff0000" + "0" * 24 + "ffff0000" + "0" * 24 + "40000000"),
+}
+
+
+@pytest.mark.parametrize("quarters", TURNED)
+def test_frames_of_a_phone_are_upright(tmp_path, quarters):
+    path = tmp_path / "phone.mp4"
+    writer = VideoWriter(path, Fraction(10))
+    for index in range(3):
+        writer.add(frame(index))
+    writer.close()
+    with Video(path) as video:
+        stored = next(iter(video)).image
+    raw = path.read_bytes()
+    at = raw.index(IDENTITY, raw.index(b"tkhd"))
+    path.write_bytes(raw[:at] + TURNED[quarters] + raw[at + 36 :])
+    with Video(path) as video:
+        shown = next(iter(video)).image
+    assert torch.equal(shown, torch.rot90(stored, quarters, (1, 2)))
+
+
+@pytest.mark.parametrize(("aspect", "size_hw"), [(Fraction(4, 3), (48, 85)), (Fraction(8, 9), (54, 64))])
+def test_pixels_that_are_not_square_become_square(tmp_path, aspect, size_hw):
+    path = tmp_path / "anamorphic.avi"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.pix_fmt, stream.height, stream.width = "yuv420p", 48, 64
+        stream.codec_context.sample_aspect_ratio = aspect
+        for index in range(2):
+            picture = av.VideoFrame.from_ndarray(frame(index), format="rgb24")
+            container.mux(stream.encode(picture.reformat(format="yuv420p")))
+        container.mux(stream.encode())
+    with Video(path) as video:
+        assert tuple(next(iter(video)).image.shape[1:]) == size_hw

@@ -176,14 +176,22 @@ def _decode_with_pillow(data: bytearray, path: Path | None, max_pixels: int) -> 
             image.load()
             if image.format == "PNG" and b"IEND" not in data:  # Pillow is content once it has every pixel
                 raise ImageError("image data truncated", path)
-            pixels = _to_rgb(ImageOps.exif_transpose(image), path)
+            return pixels_of(image, path)
     except UnidentifiedImageError as error:
         raise ImageError(_no_image(data), path) from error
     except (OSError, *BROKEN) as error:
         # Pillow's words for a short file, in its formats: "image file is truncated", "unrecognized data stream" ...
         reason = "image data truncated" if "truncated" in str(error) else f"image data broken: {error}"
         raise ImageError(reason, path) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def pixels_of(image: Image.Image, path: Path | Stored | None = None) -> torch.Tensor:
+    """A picture of Pillow as uint8 (3, H, W) RGB, upright: the one rule for files and for pictures in memory.
+
+    16-bit grey is scaled (65535 -> 255), not clipped; alpha is dropped, the colour under it kept. Raises ImageError for
+    pixels that have no such form: floating point, and whole numbers beyond 16 bits.
+    """
+    return torch.from_numpy(_to_rgb(ImageOps.exif_transpose(image), path)).permute(2, 0, 1)
 
 
 def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
@@ -197,7 +205,12 @@ def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
         raise ImageError("floating-point pixels; expected 8 or 16 bits", path)
     if "transparency" in image.info:
         image = image.convert("RGBA")
-    return np.array(image.convert("RGB"))
+    if image.mode == "La":  # Pillow converts it to nothing else
+        image = image.convert("LA")
+    try:
+        return np.array(image.convert("RGB"))
+    except ValueError as error:
+        raise ImageError(f"pixels of mode {image.mode}, which have no colours: {error}", path) from error
 
 
 def _notes(image: Image.Image) -> tuple[str, ...]:

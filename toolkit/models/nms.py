@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torchvision.ops import batched_nms, nms
+from torchvision.ops import nms
 
 from toolkit.base.batch import rows_of, to_host
 from toolkit.base.box_ops import intersection_and_union
@@ -85,9 +85,26 @@ def _image_by_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: flo
     for i, (image_boxes, image_scores) in enumerate(zip(boxes, scores, strict=True)):
         turn = torch.arange(len(image_scores), device=scores.device) if order is None else order[i]
         rows = turn[image_scores[turn] > 0]
-        kept = rows[batched_nms(image_boxes[rows], image_scores[rows], rows // in_class, threshold)]
+        kept = rows[nms_by_label(image_boxes[rows], image_scores[rows], rows // in_class, threshold)]
         turns[i, kept] = torch.arange(len(kept), 0, -1, device=turns.device).to(turns)
     return turns
+
+
+def nms_by_label(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
+    """Rows that NMS keeps of boxes (N, 4), label by label, best first; of equal scores the first row.
+
+    torchvision's `batched_nms` moves the boxes of each label apart by a multiple of the largest coordinate. That is
+    exact only for boxes inside their image and near its corner: at 60,000 px, or left of the image, boxes of one label
+    would suppress those of another.
+    """
+    kept = []
+    for label in labels.unique():
+        rows = (labels == label).nonzero()[:, 0]
+        kept.append(rows if len(rows) == 1 else rows[nms(boxes_xyxy[rows], scores[rows], threshold)])
+    if not kept:
+        return labels.new_zeros(0)
+    in_order = torch.cat(kept).sort().values
+    return in_order[scores[in_order].sort(descending=True, stable=True).indices]
 
 
 def sorted_nms(

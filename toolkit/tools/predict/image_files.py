@@ -3,6 +3,7 @@
 import atexit
 import glob
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -98,9 +99,11 @@ def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> P
 
 
 def _is_image_file(path: Path, leave_out: Path | None) -> bool:
-    if leave_out is not None and leave_out.resolve() in path.resolve().parents:
+    # not `resolve`, which raises for a link that leads to itself
+    if leave_out is not None and Path(os.path.realpath(leave_out)) in Path(os.path.realpath(path)).parents:
         return False
-    return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
+    # A link that leads nowhere is taken too: it is told among the errors, and not passed over.
+    return path.suffix.lower() in IMAGE_SUFFIXES and (path.is_file() or path.is_symlink() and not path.is_dir())
 
 
 # ---- ids and boxes from a COCO file ----------------------------------------------------------------------------------

@@ -100,8 +100,8 @@ def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None
         BadInput: there are results already and `overwrite` is false; an input lies among them.
     """
     old = _earlier(folder)
-    resolved = {path.resolve() for path in old}
-    lost = [path for path in inputs if resolved & {path.resolve(), *path.resolve().parents}]
+    real = {Path(os.path.realpath(path)) for path in old}  # `resolve` raises for a link that leads to itself
+    lost = [path for path in inputs if real & {Path(os.path.realpath(path)), *Path(os.path.realpath(path)).parents}]
     if lost:
         raise BadInput([f"{path}: a new prediction would overwrite it; choose another --out" for path in lost])
     if old and not overwrite:

@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.batches import collate
-from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.decoding import ImageError, decode_image, pixels_of
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.evaluation.detections import (
@@ -88,13 +88,18 @@ class Predictor:
 
 
 def as_image(image) -> Tensor:
-    """uint8 (3, H, W) RGB of a PIL image (turned upright), an array uint8 (H, W, 3) or (H, W), or such a tensor.
+    """uint8 (3, H, W) RGB of a PIL image, an array uint8 (H, W, 3) or (H, W), or such a tensor.
+
+    A PIL image becomes what training makes of its file: upright, 16 bits scaled, without alpha.
 
     Raises:
-        BadInput: anything else.
+        BadInput: anything else, and pixels that training refuses too.
     """
     if isinstance(image, Image.Image):
-        image = np.array(ImageOps.exif_transpose(image).convert("RGB"))
+        try:
+            return pixels_of(image)
+        except ImageError as error:
+            raise BadInput(f"an image of Pillow, mode {image.mode}: {error.reason}") from error
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
         image = np.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image
         if image.shape[2] == 3:

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torchvision.ops import batched_nms
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
 from toolkit.evaluation.detections import Found
+from toolkit.models.nms import nms_by_label
 from toolkit.tools.predict.prediction import Predictor
 
 CONTAINED = 0.8  # share of a box in another one of its class that makes it a part of that
@@ -100,7 +100,7 @@ def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) ->
     if cut is not None and cut.any():
         keep = ~(cut & _inside_another(joined, cut))
         joined = {key: value[keep] for key, value in joined.items()}
-    kept = batched_nms(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
+    kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
     return {key: value[kept] for key, value in joined.items()}
 
 
@@ -122,7 +122,7 @@ def _inside_another(detections: Found, cut: Tensor) -> Tensor:
 
 def _averaged(parts: Sequence[Found], nms_iou: float) -> Found:
     joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
-    kept = batched_nms(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
+    kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
     near = pairwise_iou(joined["boxes"][kept], joined["boxes"]) >= nms_iou
     near &= joined["labels"][kept, None] == joined["labels"][None]
     near[torch.arange(len(kept)), kept] = True

@@ -26,7 +26,7 @@ CAMERAS = {"Linux": ("v4l2", "/dev/video{}"), "Darwin": ("avfoundation", "{}")}
 
 
 class Frame(NamedTuple):
-    """index: from 0; time_s: from the start; image: uint8 (3, H, W) RGB."""
+    """index: from 0; time_s: from the start; image: uint8 (3, H, W) RGB, upright."""
 
     index: int
     time_s: float
@@ -66,9 +66,25 @@ class Video(AbstractContextManager):
         try:
             for index, frame in enumerate(self._container.decode(self._stream)):
                 time_s = frame.time if frame.time is not None else float(index / self.rate)
-                yield Frame(index, time_s, torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1))
+                yield Frame(index, time_s, torch.from_numpy(self._upright(frame)).permute(2, 0, 1))
         except av.FFmpegError as error:
             self.broken = str(error)
+
+
+    def _upright(self, frame) -> np.ndarray:
+        """The pixels (H, W, 3) of a frame as a player shows them: square, and turned as the container says.
+
+        Phones store what the sensor sees, and how the phone was held; old cameras store pixels that are not square.
+        """
+        aspect = self._stream.sample_aspect_ratio or self._stream.codec_context.sample_aspect_ratio or 1
+        height, width = frame.height, frame.width
+        if aspect > 1:
+            width = round(width * aspect)
+        elif 0 < aspect < 1:
+            height = round(height / aspect)
+        pixels = frame.to_ndarray(format="rgb24", width=width, height=height)
+        quarters = round(frame.rotation / 90)  # counterclockwise, as NumPy turns
+        return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters % 4 else pixels
 
 
 class VideoWriter:

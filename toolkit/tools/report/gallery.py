@@ -76,9 +76,9 @@ class Pictures:
         if not isinstance(path, Path) or not path.is_file():
             return ""
         try:
-            relative = os.path.relpath(path.resolve(), self.folder.resolve())
+            relative = os.path.relpath(os.path.realpath(path), os.path.realpath(self.folder))
         except ValueError:  # another drive of Windows
-            return escape(path.resolve().as_uri(), quote=True)
+            return escape(Path(os.path.realpath(path)).as_uri(), quote=True)
         return quote(Path(relative).as_posix())
 
     def notes(self) -> str:
