@@ -13,6 +13,7 @@ from local_hub import local_hub
 from safetensors.torch import load, load_file
 
 from toolkit.base.errors import BadInput
+from toolkit.base.public import without_machine
 from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
 from toolkit.models import build_detector
@@ -69,6 +70,43 @@ def test_the_card_is_read_by_the_hub_and_says_where_the_model_comes_from(run):
     again = ModelCard.load(run / "final" / "README.md")
     assert "`[plate](http://b.c) <img src=x>`" in again.text and again.text.count("<img") == 1
     assert again.data.license == "mit" and "| AP | 0.3100 | 0.2500 to 0.3600 |" in again.text
+
+
+def test_nothing_that_is_published_names_the_machine(finished, tmp_path, monkeypatch):
+    """Neither the data set, the command and the settings, nor what lies beside the weights."""
+    home, here = tmp_path / "home" / "somebody", tmp_path / "home" / "somebody" / "project"
+    here.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    run = shutil.copytree(finished, here / "runs" / "cups")
+    settings = json.loads(json.dumps(SETTINGS))
+    settings["data"] |= {"train": f"{home}/sets/cups/train.json", "val": "/mnt/secret-server/sets/cups/val.json"}
+    settings["model"] |= {"pretrained": f"{here}/runs/first", "backbone_options": {"files": [f"{home}/w.pth"]}}
+    settings["loss"] = {"teacher": "/mnt/secret-server/runs/teacher"}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    environment = json.loads((run / "environment.json").read_text()) | {"working_directory": str(here)}
+    command = [f"{here}/scripts/train_ssd.py", f"--data.train={home}/sets/cups/train.json"]
+    command += ["--run.output_dir", f"{here}/runs"]
+    (run / "environment.json").write_text(json.dumps(environment | {"command_line": command}))
+    write_card(run / "final", ["cup", "plate"])
+    published = "".join(path.read_text() for path in (run / "final").iterdir() if path.suffix in (".md", ".json"))
+    for private in (str(tmp_path), "secret-server", "somebody"):
+        assert private not in published
+    for public in ("scripts/train_ssd.py '--data.train=~/sets/cups/train.json' --run.output_dir runs", "`cups/val.json`",
+                   "teacher: runs/teacher", "pretrained: runs/first"):  # fmt: skip
+        assert public in published, public
+
+
+def test_paths_of_texts_and_settings_become_public(monkeypatch, tmp_path):
+    home = "/ho" "me/me"
+    monkeypatch.setenv("HOME", home)
+    for text, public in (
+        (f"{home}/data/cups", "~/data/cups"), ("/mnt/a/b/c/train.json", "c/train.json"), ("runs/cups", "runs/cups"),
+        (f"{ROOT}/configs/ssd/bccd.yaml", "configs/ssd/bccd.yaml"), (f"{tmp_path}/x/y", "x/y"), ("a/b", "a/b"),
+        ("s3://bucket/a/b", "s3://bucket/a/b"), ("https://host/a/b", "https://host/a/b"), ("1/5", "1/5"), (3, 3),
+        ("--x=/mnt/q/r/s", "--x=r/s"), ("C:\\Users\\me\\cups\\a.jpg", "cups/a.jpg"), (None, None),
+        ({"a": ["/mnt/a/b/c", 1.5]}, {"a": ["b/c", 1.5]}), ("/x", "/x"), ("[/mnt/a/b, /mnt/c/d]", "[a/b, c/d]"),
+    ):  # fmt: skip
+        assert without_machine(text, tmp_path) == public
 
 
 @pytest.mark.parametrize(("file", "content"), [

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
+from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.inference_settings import checked_size, with_inference_settings
@@ -44,6 +45,7 @@ def save_transformers_folder(
     processor.save_pretrained(folder)
     training_config, names = model.config, dict(enumerate(category.name for category in categories))
     model.config = copy.deepcopy(training_config)
+    model.config._name_or_path = ""  # else where the weights that training began with lie on this machine
     try:
         model.config.auxiliary_loss, model.config.id2label = False, names
         model.config.label2id = {name: i for i, name in names.items()}
@@ -70,7 +72,8 @@ def save_detector_folder(
     # clones: a detector of transformers below a scene graph has heads with two names, which safetensors refuses
     weights = {k: v.clone(memory_format=torch.contiguous_format) for k, v in detector.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
-    config = {"format": FORMAT, "model": detector.resolved_options(), "processor_size": processor_size}
+    options = without_machine(detector.resolved_options())  # `pretrained` may be a path of this machine
+    config = {"format": FORMAT, "model": options, "processor_size": processor_size}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_about(folder, categories)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from toolkit.base.errors import BadInput
+from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.tools.export.check import check_outputs
 from toolkit.tools.export.files import AT_LEAST, About, write_onnx, write_program
@@ -68,7 +69,9 @@ def export_detector(
         graph.sides = "fixed"
         say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
     program = trace(graph, (height, width), grid_sample)
-    about = About(architecture, categories, size, graph.sides, stride, score_threshold, top_k, source)
+    about = About(
+        architecture, categories, size, graph.sides, stride, score_threshold, top_k, without_machine(source)
+    )
     about.max_detections = kept
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

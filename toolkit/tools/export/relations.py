@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.tools.export.faster_rcnn import pool_where
 from toolkit.tools.export.files import About, write_onnx
@@ -46,8 +47,17 @@ def export_graph(
     architecture = detector.options["architecture"]
     say(f"tracing {architecture} with its relations")
     program = trace(graph, trace_hw(graph.sides, detector.stride, size, architecture), grid_sample)
-    about = About(architecture, categories, size, graph.sides, detector.stride, score_threshold, RELATIONS, source,
-                  predicates=list(detector.predicates))  # fmt: skip
+    about = About(
+        architecture,
+        categories,
+        size,
+        graph.sides,
+        detector.stride,
+        score_threshold,
+        RELATIONS,
+        without_machine(source),
+        predicates=list(detector.predicates),
+    )
     path = Path(folder) / "graph.onnx"
     say(f"writing {path}")
     write_onnx(program, path, about)

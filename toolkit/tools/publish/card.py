@@ -9,6 +9,7 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json, read_json_object, write_text_atomic
+from toolkit.base.public import without_machine
 from toolkit.base.text import as_code, in_markdown
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_file import CONFIG, read_groups
@@ -70,8 +71,10 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     folder = Path(folder)
     run = folder.parent if (folder.parent / CONFIG).is_file() else None
     config = read_json(folder / "config.json")
-    settings = read_groups(run / CONFIG) if run else {}
     environment = read_json_object(run / "environment.json") if run else {}
+    here = environment.get("working_directory") or "."
+    settings = without_machine(read_groups(run / CONFIG), here) if run else {}
+    environment["command_line"] = without_machine(environment.get("command_line") or [], here)
     row = best_row(run) if run else {}
     of_run, of_folder = ((source.get("model") or {}).get("architecture") for source in (settings, config))
     architecture = of_run or of_folder or config.get("model_type", "detector")

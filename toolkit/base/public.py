@@ -1,0 +1,42 @@
+"""What may be said in public of a machine: texts and settings without its paths."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from toolkit.base.files import ROOT
+
+# An absolute path of two parts or more, of Linux and macOS or of Windows.
+_PATH = re.compile(r"""(?<![\w.~:/\\-])(/[^\s,;'"\[\](){}=/]+/[^\s,;'"\[\](){}=]*|[A-Za-z]:\\[^\s,;'"\[\](){}=]+)""")
+PARTS_KEPT = 2  # of a path elsewhere on the machine: folder and split, or folder and file
+
+
+def without_machine(value: Any, here: str | Path = ".") -> Any:
+    """A value for publication: absolute paths in its texts say nothing of the machine and its user.
+
+    Paths below `here` and below this project become relative, those below the home folder begin with `~`, and of others
+    the last two parts stay. Of mappings and sequences their values, at any depth.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_machine(each, here) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_machine(each, here) for each in value]
+    if isinstance(value, Path):
+        value = str(value)
+    if not isinstance(value, str):
+        return value
+    return _PATH.sub(lambda match: _public_path(match[1], Path(here)), value)
+
+
+def _public_path(text: str, here: Path) -> str:
+    path = PureWindowsPath(text) if "\\" in text else Path(text)
+    for folder in dict.fromkeys((here.absolute(), Path(os.path.realpath(here)), ROOT)):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    home = Path.home()
+    if home != Path("/") and path.is_relative_to(home):
+        return f"~/{path.relative_to(home).as_posix()}"
+    parts = [part for part in path.parts if part != path.anchor]
+    return "/".join(parts[-PARTS_KEPT:])
