@@ -65,7 +65,9 @@ BOX = [40.0, 32.0, 60.0, 48.0]
 @pytest.mark.parametrize(("row", "box"), [
     ("0 .5 .5 .2 .2", BOX), ("0 .5 .5 .2 .2 .9", BOX), ("0 .5 .5 .2 .2 .9 7", BOX), ("0 .5 .5 .2 .2 .9 7.0", BOX),
     ("0 .1 .1 .2 .1 .2 .2 .1 .2", [10.0, 8.0, 20.0, 16.0]), ("0 .1 .1 .2 .1 .2 .2 .1 .2 .95", [10.0, 8.0, 20.0, 16.0]),
-    ("0 .1 .1 .2 .1 .2 .2 .95", [10.0, 8.0, 20.0, 16.0]),
+    ("0 .1 .1 .2 .1 .2 .2 .95", [10.0, 8.0, 20.0, 16.0]), ("0 .5 .5 .2 .2 7", BOX),
+    ("0 .1 .1 .2 .1 .2 .2 .1 .2 7", [10.0, 8.0, 20.0, 16.0]), ("0 .1 .1 .2 .1 .2 .2 .9 7", [10.0, 8.0, 20.0, 16.0]),
+    ("0 .5 .4 .6 .5 .5 .6 .4 .5", BOX), ("0 0 0 1 0 1 1 0 1", [0.0, 0.0, 100.0, 80.0]),
 ])  # fmt: skip
 def test_the_numbers_of_a_yolo_row(tmp_path, row, box):
     assert boxes_of(yolo(tmp_path, {"a": row})) == [[box]]
@@ -74,10 +76,17 @@ def test_the_numbers_of_a_yolo_row(tmp_path, row, box):
 @pytest.mark.parametrize(("rows", "fault"), [
     (["0 .5 .5 .2 .2 .9 0.3"], "line 1: 6 numbers can be a triangle, or a box with its confidence and a track"),
     (["0 .1 .1 .2 .1 .2 .2"], "6 numbers can be a triangle"),
-    (["0 .5 .5 .2 .2 .5 .5 2", "0 .5 .5 .2 .2 .5 .5 2"], "line 2: 7 numbers are no polygon"),
+    (["0 .5 .5 .2 .2 .5 .5 2", "0 .5 .5 .2 .2 .5 .5 2"], "line 2: 7 numbers look like a box with key points"),
+    (["0 .5 .5 .2 .2 .9 .9 1"], "7 numbers are not a polygon"),
+    (["0 .95 .5 .2 .2 .9 1"], "6 numbers can be a triangle"),
+    (["0 .5 .5 .2 .2 .5 .5 .45 .5"], "8 numbers look like a box with key points"),
     (["0 .5 .5 .2 .2 .5 .5 .45 .5"] * 3, "line 3: 8 numbers look like a box with key points"),
     (["0 .5 .5 .2 .2 .5 .5 2 .45 .5 1 .55 .5 0"] * 3, "13 numbers look like a box with key points"),
-    (["0 .1 .1 .2 .1 .2 .2 .1 .2 7"], "9 numbers are no polygon"),
+    (["0 .5 .5 .2 .2 .5 .5 .9 .45 .5 .8 .88"], "11 numbers look like a box with key points"),  # predicted
+    (["0 .5 .5 .2 .2 .5 .5 .9 .45 .5 .8 .88 3"], "12 numbers look like a box with key points"),
+    (["0 .1 .1 .2 .1 .2 .2 .1 .2 7.5"], "9 numbers are not a polygon"),
+    (["0 .1 .1 .2 .1 .2 .2 .1 .2 .9 1"], "the last two of 10 numbers can be a corner of a polygon, or its confidence"),
+    (["0 .5 .5 .4 .1 1.57", "0 .5 .5 .4 .1 .3"], "line 2: the fifth number of a line is neither a confidence"),
 ])  # fmt: skip
 def test_a_yolo_row_that_can_be_two_things_is_a_fault(tmp_path, rows, fault):
     with pytest.raises(BadInput) as error:
@@ -92,6 +101,30 @@ def test_the_rows_of_all_files_decide(tmp_path):
     points = "0 .5 .5 .2 .2 .5 .5 2 .45 .5 1 .55 .5 0\n" * 3
     said = yolo(tmp_path / "b", {"a": points}, "names: [a]\ntrain: images\nval: images\nkpt_shape: [3, 3]\n")
     assert boxes_of(said) == [[BOX] * 3]
+    tracks = {"a": "0 .5 .5 .2 .2 .9 1", "b": "0 .5 .5 .2 .2 .9 2\n0 .1 .1 .2 .1 .2 .2 .1 .2 .8 1"}
+    assert boxes_of(yolo(tmp_path / "c", tracks)) == [[BOX], [BOX, [10.0, 8.0, 20.0, 16.0]]]
+
+
+def test_a_corner_that_is_wrong_does_not_make_tracks_of_all_polygons(tmp_path):
+    with pytest.raises(BadInput) as error:
+        boxes_of(yolo(tmp_path, {"a": "0 .1 .1 .2 .1 .2 .2 .1 .2\n0 .1 .1 .2 .1 .2 .2 .1 7"}))
+    assert [problem for problem in error.value.problems if "a.txt" in problem] == [
+        "error: images/a.png: a.txt, line 2: the last two of 8 numbers can be a corner of a polygon, or its confidence "
+        "and track; leave out what is behind the polygon, or write its first corner once more at its end"
+    ]
+
+
+def test_kpt_shape_says_what_rows_are(tmp_path):
+    said = ONE_CLASS + "kpt_shape: [2, 3]\n"
+    points = "0 .5 .5 .2 .2 .5 .5 2 .45 .5 1"
+    rows = [points, f"{points} .9", f"{points} .9 7", "0 .5 .5 .2 .2"]
+    assert boxes_of(yolo(tmp_path / "points", {"a": "\n".join(rows)}, said)) == [[BOX] * 4]
+    with pytest.raises(BadInput, match="8 numbers; expected a box and 6 numbers of key points, as `kpt_shape"):
+        boxes_of(yolo(tmp_path / "polygon", {"a": "0 .1 .1 .2 .1 .2 .2 .1 .2"}, said))
+    none = yolo(tmp_path / "none", {"a": "0 .5 .5 .45 .5 .6 .6 .4 .55"}, ONE_CLASS + "kpt_shape: null\n")
+    assert boxes_of(none) == [[[40.0, 40.0, 60.0, 48.0]]]
+    with pytest.raises(BadInput, match=r"is 'many'; expected \[points, 2 or 3\]"):
+        boxes_of(yolo(tmp_path / "odd", {"a": points}, ONE_CLASS + "kpt_shape: many\n"))
 
 
 @pytest.mark.parametrize("settings", [None, "names: [a, b]\ntrain: images\nval: images\n"])
@@ -119,6 +152,31 @@ def test_class_files_of_annotation_tools(tmp_path):
     notes = {"categories": [{"id": 0, "name": "cat"}, {"id": 1, "name": "dog"}], "info": {"year": 2026}}
     (folder / "notes.json").write_text(json.dumps(notes))
     assert recognise(folder).format == "yolo" and open_dataset("train", path=folder).class_names == ["cat", "dog"]
+
+
+def test_splits_may_each_list_the_classes(tmp_path):
+    folder = tmp_path
+    for number, split in enumerate(("train", "valid")):
+        picture(folder / split / "a.png", number)
+        (folder / split / "a.txt").write_text("1 .5 .5 .2 .2")
+        (folder / split / "_darknet.labels").write_text("cat\ndog\n")
+    assert open_dataset("val", path=folder).class_names == ["cat", "dog"]
+    (folder / "valid" / "_darknet.labels").write_text("dog\ncat\n")
+    with pytest.raises(BadInput, match="its splits list different classes"):
+        open_dataset("val", path=folder)
+
+
+def test_classes_that_are_listed_later_are_read(tmp_path):
+    folder = yolo(tmp_path, {"a": "0 .5 .5 .2 .2"}, None)
+    assert open_dataset("train", path=folder).class_names == ["class 0"]
+    (folder / "classes.txt").write_text("cat\n")
+    assert open_dataset("train", path=folder).class_names == ["cat"]
+
+
+def test_another_text_beside_the_labels_is_not_taken_for_them(tmp_path):
+    folder = yolo(tmp_path, {"b": "0 .5 .5 .2 .2"}, None)
+    (folder / "labels" / "README.txt").write_text("How these were drawn\n")
+    assert boxes_of(folder) == [[BOX]]
 
 
 # ---------------------------------------------------------------- links

@@ -1,8 +1,8 @@
 """YOLO: one text file per image, with lines "class centre-x centre-y width height" in fractions of the image."""
 
-import math
+import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -12,6 +12,7 @@ from toolkit.base.files import without_suffix
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import ALL, SPLIT_NAMES, Listing, copy_images, images_in, open_annotated, ordered
+from toolkit.data.formats.yolo_rows import UNSAID, Rows, is_number, numbers_of
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 
@@ -40,7 +41,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     The text file of an image lies where its path says `labels` instead of `images`, or beside it; an image without
-    one has no objects. What the numbers of a line are, `_Rows` says. Classes keep their numbers from 0.
+    one has no objects. What the numbers of a line are, `Rows` decides. Classes keep their numbers from 0.
     """
     return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), **options)
 
@@ -144,21 +145,15 @@ def _plain_folders(folder: Path, split: str) -> Path | None:
 
 
 def _is_label_folder(folder: Path) -> bool:
-    """Whether the first text file with a line has lines of a class and numbers."""
+    """Whether one of the first text files has lines of a class and numbers; a `README.txt` may lie beside them."""
     if not folder.is_dir():
         return False
-    for path in sorted(folder.glob("*.txt"))[:50]:
+    with_text = (path for path in sorted(folder.glob("*.txt")) if path.name not in CLASS_FILES and path.stat().st_size)
+    for path in itertools.islice(with_text, 50):
         words = path.read_text(encoding="utf-8-sig", errors="replace").split("\n", 1)[0].split()
-        if path.name not in CLASS_FILES and words:
-            return len(words) >= 5 and all(map(_is_number, words)) and float(words[0]) % 1 == 0
+        if len(words) >= 5 and all(map(is_number, words)) and float(words[0]) % 1 == 0:
+            return True
     return False
-
-
-def _is_number(word: str) -> bool:
-    try:
-        return math.isfinite(float(word))
-    except ValueError:
-        return False
 
 
 def _images(folder: Path, split: str) -> tuple[list[Path], list[Path], dict]:
@@ -215,7 +210,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
 
     lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
     names, problems = _names(folder, settings, lines)
-    rows = _Rows(lines.values(), "kpt_shape" in settings)
+    rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
     images = [ImageRow(number, os.path.relpath(file, root), None, None) for number, file in enumerate(files, start=1)]
     boxes = []
     for index, path in enumerate(labels):
@@ -223,111 +218,14 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
         problems += [Problem("error", images[index].file_name, None, None, f"{path.name}, {fault}") for fault in faults]
         boxes += [(index, name, xyxy, path.name) for name, xyxy in parsed]
     watched += sorted({path.parent for path in lines})
+    watched += [folder / "data.yaml", *_class_files(folder)]  # also those that are made later
     listing = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
     for box in boxes:
         listing.add(*box, shares=True)
     return listing
 
 
-class _Rows:
-    """What the numbers behind the class of a line are, decided by all lines of a split.
-
-    4: a box. 5: a box and its confidence, as predictions have it. 6: a box, its confidence and a track, which is a
-    whole number above 1; or a triangle, in data that have larger polygons too, and where the box would leave the
-    image. From 8 on, even: a polygon. Odd: a
-    polygon and its confidence. With `kpt_shape` in data.yaml: a box and key points. What could be two of these is a
-    fault: a guess would be other boxes, in silence.
-
-    Args:
-        files: lines of all label files. has_keypoints: data.yaml says `kpt_shape`.
-    """
-
-    def __init__(self, files: Iterable[Sequence[str]], has_keypoints: bool):
-        self.has_keypoints = has_keypoints
-        self.has_polygons = False
-        looks_like_pose = []
-        for line in (line for lines in files for line in lines):
-            numbers = _numbers_of(line)[1:]
-            if len(numbers) >= 8 and len(numbers) % 2 == 0:
-                self.has_polygons = True
-            if len(numbers) >= 8:
-                looks_like_pose.append(_may_be_pose(numbers))
-        # One polygon may look like key points by chance, all of them do not.
-        self.look_like_pose = len(looks_like_pose) >= MIN_POSES and all(looks_like_pose)
-
-    def box_of(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
-        """Return the box of a line, xyxy in fractions of the image; or None, and why there is none."""
-        count = len(numbers)
-        if count <= 5 or self.has_keypoints:
-            return _corners(numbers), ""
-        if count == 6:
-            if numbers[5] > 1 and numbers[5] == int(numbers[5]):
-                return _corners(numbers), ""
-            if self.has_polygons or not _is_inside(_corners(numbers)):
-                return _around(numbers), ""
-            return None, (
-                "6 numbers can be a triangle, or a box with its confidence and a track; leave out what is behind the "
-                "first 4, or write the first corner of the triangle once more at its end"
-            )
-        if self.look_like_pose:
-            return None, (
-                f"{count} numbers look like a box with key points, and would be read as a polygon; say so by "
-                "`kpt_shape: [points, 2 or 3]` in data.yaml"
-            )
-        if count % 2 == 0:
-            return _around(numbers), ""
-        if not 0 <= numbers[-1] <= 1 or count == 7 and numbers[6] in (0, 1):
-            return None, (
-                f"{count} numbers are no polygon; expected pairs x y, or pairs and a confidence from 0 to 1. Of key "
-                "points say `kpt_shape: [points, 2 or 3]` in data.yaml"
-            )
-        return _around(numbers[:-1]), ""
-
-
-MIN_POSES = 3  # lines that must all look like key points
-
-
-def _may_be_pose(numbers: Sequence[float]) -> bool:
-    """Whether numbers can be a box (centre, size) and points in it, with or without a visibility of 0, 1 or 2."""
-    left, top, right, bottom = _corners(numbers)
-    rest = numbers[4:]
-    for step in (3, 2):
-        if len(rest) % step:
-            continue
-        if step == 3 and not all(flag in (0, 1, 2) for flag in rest[2::3]):
-            continue
-        points = list(zip(rest[0::step], rest[1::step], strict=True))
-        labelled = [(x, y) for x, y in points if (x, y) != (0, 0)]
-        if labelled and all(left - 0.02 <= x <= right + 0.02 and top - 0.02 <= y <= bottom + 0.02 for x, y in labelled):
-            return True
-    return False
-
-
-def _corners(numbers: Sequence[float]) -> tuple[float, float, float, float]:
-    """The corners of a box that is given by centre and size."""
-    cx, cy, width, height = numbers[:4]
-    return cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2
-
-
-def _is_inside(xyxy: Sequence[float]) -> bool:
-    """Whether a box in fractions lies in its image, but for rounding."""
-    return all(-0.01 <= value <= 1.01 for value in xyxy)
-
-
-def _around(numbers: Sequence[float]) -> tuple[float, float, float, float]:
-    """The box around a polygon."""
-    return min(numbers[0::2]), min(numbers[1::2]), max(numbers[0::2]), max(numbers[1::2])
-
-
-def _numbers_of(line: str) -> list[float]:
-    """The numbers of a line, the class first; empty where one of its words is not a number."""
-    words = line.split()
-    return list(map(float, words)) if all(map(_is_number, words)) else []
-
-
-def _parse_lines(
-    lines: Sequence[str], names: Sequence[str], rows: _Rows
-) -> tuple[list[tuple[str, tuple]], list[str]]:
+def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tuple[list[tuple[str, tuple]], list[str]]:
     """((class name, xyxy in fractions) of each line, what is wrong with the others)."""
     parsed = []
     faults = []
@@ -335,7 +233,7 @@ def _parse_lines(
         words = line.split()
         if not words:
             continue
-        values = _numbers_of(line)
+        values = numbers_of(line)
         if len(values) < 5:
             faults.append(f"line {number}: {line.strip()[:80]!r}; expected a class and 4 numbers, or a polygon")
             continue
@@ -364,20 +262,42 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
         if not isinstance(given, list):
             raise BadInput(f"{folder}: `names` of the YAML file is {given!r}; expected a list of names")
         return [str(name) for name in given], []
-    for file in (directory / name for directory in (folder, folder / LABEL_FOLDER) for name in CLASS_FILES):
-        if file.is_file():
-            listed = file.read_text(encoding="utf-8-sig").splitlines()
-            return [name.strip() for name in listed if name.strip()], []
     images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
-    label_folders = {labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")}
+    label_folders = [labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")]
+    if listed := _listed_names(folder, label_folders):
+        return listed, []
     everywhere = [path for path in folder.rglob("*.txt") if path.parent in label_folders]
     unread = (path for path in everywhere if path not in lines and path.name not in CLASS_FILES)
     others = (path.read_text(encoding="utf-8-sig", errors="replace").splitlines() for path in unread)
     firsts = {line.split()[0] for content in (*lines.values(), *others) for line in content if line.split()}
-    classes = (float(word) for word in firsts if _is_number(word))
+    classes = (float(word) for word in firsts if is_number(word))
     highest = int(max((label for label in classes if label % 1 == 0 and 0 <= label < 1e18), default=0))
     note = Problem("note", str(folder), None, None, "no class names (data.yaml or classes.txt); classes are numbered")
     return [f"class {i}" for i in range(_count(highest + 1, folder))], [note]
+
+
+def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
+    """Class names of a text file: that of the data set, else those of its splits, which must agree; [] without one."""
+    for file in _class_files(folder):
+        if file.is_file() and (names := _lines_of(file)):
+            return names
+    of_splits = [directory / name for directory in dict.fromkeys(label_folders) for name in CLASS_FILES]
+    by_file = {file: _lines_of(file) for file in of_splits if file.is_file()}
+    if len(set(map(tuple, by_file.values()))) > 1:
+        named = "; ".join(f"{file}: {', '.join(names[:10])}" for file, names in by_file.items())
+        raise BadInput(f"{folder}: its splits list different classes ({named}); expected the same in the same order")
+    return next(iter(by_file.values()), [])
+
+
+def _class_files(folder: Path) -> list[Path]:
+    """Where a text file with the class names of a data set may lie."""
+    return [directory / name for directory in (folder, folder / LABEL_FOLDER) for name in CLASS_FILES]
+
+
+def _lines_of(file: Path) -> list[str]:
+    """Lines of a text file that are not empty."""
+    lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _count(classes: int, folder: Path) -> int:

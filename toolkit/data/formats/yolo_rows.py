@@ -1,0 +1,227 @@
+"""What the numbers in a line of YOLO's label files are: a box, a polygon or key points, and what follows them.
+
+Lines do not say it. It is decided by all lines of a split; what could be two things is a fault, since a guess would be
+other boxes, in silence.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+UNSAID = object()  # `kpt_shape` where data.yaml says nothing of it
+VISIBILITY = (0, 1, 2)  # of key points: not labelled, hidden, visible
+SAY = "say so by `kpt_shape: [points, 2 or 3]` in data.yaml, or by `kpt_shape: null` that these are polygons"
+ROTATED = (
+    "the fifth number of a line is neither a confidence from 0 to 1 nor a track: boxes may be turned by it; expected a "
+    "class and 4 numbers, or the four corners of turned boxes"
+)
+
+
+class Rows:
+    """What the numbers behind the class of a line are, decided by all lines of a split.
+
+    4: a box. 5: a box and its confidence or track, as predictions have it. 6: a box, its confidence and a track; or a
+    triangle, in data that have larger polygons too, or where the box would leave the image. From 8 on, even: a
+    polygon, with its confidence and a track where all lines can end so. Odd: a polygon and its confidence or track.
+    With `kpt_shape` in data.yaml: a box and key points.
+
+    Args:
+        files: lines of all label files. shape: `kpt_shape` of data.yaml; None where it says that there are no key
+            points, `UNSAID` where it does not say.
+    """
+
+    def __init__(self, files: Iterable[Sequence[str]], shape: object = UNSAID):
+        self.shape = shape
+        self.is_rotated = False  # some fifth number can only be an angle
+        self.has_polygons = False
+        all_end_in_track = True
+        some_end_in_track = False
+        poses = _Poses()
+        for line in (line for lines in files for line in lines):
+            if line.count(" ") + line.count("\t") < 5:  # a box, as most are
+                continue
+            numbers = numbers_of(line)[1:]
+            if len(numbers) == 5:
+                self.is_rotated |= not _is_share_or_track(numbers[4])
+            elif len(numbers) >= 6 and len(numbers) % 2 == 0:
+                self.has_polygons |= len(numbers) >= 8
+                all_end_in_track &= _may_end_in_track(numbers)
+                some_end_in_track |= numbers[-1] > 1
+            if len(numbers) >= 7 and shape is UNSAID:
+                poses.add(numbers)
+        self.is_tracked = all_end_in_track and some_end_in_track
+        self.may_be_tracked = all_end_in_track and not some_end_in_track
+        self.pose_counts = poses.counts()
+
+    def box_of(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
+        """Return the box of a line, xyxy in fractions of the image; or None, and why there is none."""
+        count = len(numbers)
+        if count == 4:
+            return _corners(numbers), ""
+        if count == 5:
+            return (None, ROTATED) if self.is_rotated else (_corners(numbers), "")
+        if self.shape not in (UNSAID, None):
+            return self._box_with_points(numbers)
+        if count in self.pose_counts:
+            return None, f"{count} numbers look like a box with key points, and would be read as a polygon; {SAY}"
+        if self.is_tracked and count % 2 == 0:
+            return _box_or_polygon(numbers[:-2]), ""
+        if count == 6:
+            return self._box_of_six(numbers)
+        if count % 2 == 0:
+            return self._box_of_polygon(numbers)
+        is_point = self.shape is UNSAID and count == 7 and numbers[6] in VISIBILITY
+        if is_point or not _is_share_or_track(numbers[-1]):
+            return None, (
+                f"{count} numbers are not a polygon; expected pairs x y, or pairs and a confidence from 0 to 1 or a "
+                "track. Of key points say `kpt_shape: [points, 2 or 3]` in data.yaml"
+            )
+        return _around(numbers[:-1]), ""
+
+    def _box_with_points(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
+        """Return the box of a line of more than 5 numbers in data with key points."""
+        try:
+            points, values = map(int, self.shape)
+        except (TypeError, ValueError):
+            return None, f"`kpt_shape` of data.yaml is {self.shape!r}; expected [points, 2 or 3]"
+        expected = 4 + points * values
+        behind = (0, 1, 2)  # nothing, a confidence, a track too
+        if len(numbers) - expected in behind or len(numbers) - 4 in behind:
+            return _corners(numbers), ""
+        return None, (
+            f"{len(numbers)} numbers; expected a box and {points * values} numbers of key points, as `kpt_shape: "
+            f"[{points}, {values}]` in data.yaml says"
+        )
+
+    def _box_of_six(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
+        """Return the box of a line of 6 numbers, where not all lines end in a track."""
+        if numbers[5] > 1 and _is_track(numbers[5]):
+            return _corners(numbers), ""
+        cannot_be_box = not _is_inside(_corners(numbers)) and not _is_track(numbers[5])
+        if cannot_be_box or self.has_polygons and not self.may_be_tracked:
+            return _around(numbers), ""
+        return None, (
+            "6 numbers can be a triangle, or a box with its confidence and a track; leave out what is behind the "
+            "first 4, or write the first corner of the triangle once more at its end"
+        )
+
+    def _box_of_polygon(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
+        """Return the box of a line of an even count from 8 on, where not all lines end in a track."""
+        box = _around(numbers)
+        may_end_in_track = self.may_be_tracked or numbers[-1] > 1 and _may_end_in_track(numbers)
+        if may_end_in_track and box != _around(numbers[:-2]):
+            return None, (
+                f"the last two of {len(numbers)} numbers can be a corner of a polygon, or its confidence and track; "
+                "leave out what is behind the polygon, or write its first corner once more at its end"
+            )
+        return box, ""
+
+
+class _Poses:
+    """Which lines of 7 and more numbers can be boxes with key points.
+
+    Where points have a visibility, which is 0, 1 or 2, all lines of as many numbers tell. Else all lines must look like
+    this and have as many numbers each, which polygons seldom have: one of them may look like points by chance.
+    """
+
+    def __init__(self):
+        self._all_may_be = True
+        self._are_sure: dict[int, bool] = {}  # by the count of numbers
+
+    def add(self, numbers: Sequence[float]) -> None:
+        """Look at one line."""
+        count = len(numbers)
+        self._are_sure[count] = self._are_sure.get(count, True) and _are_points(numbers[4:], 3, numbers, VISIBILITY)
+        self._all_may_be = self._all_may_be and _may_be_pose(numbers)
+
+    def counts(self) -> set[int]:
+        """Return how many numbers the lines have that look like key points."""
+        if self._all_may_be and len(self._are_sure) == 1:
+            return set(self._are_sure)
+        return {count for count, is_sure in self._are_sure.items() if is_sure}
+
+
+def _may_be_pose(numbers: Sequence[float]) -> bool:
+    """Whether numbers can be a box (centre, size) and points in it, with a confidence and a track behind or without."""
+    is_turned_box = len(numbers) in (8, 9) and _is_parallelogram(numbers)
+    if is_turned_box or not _is_inside(_corners(numbers)):
+        return False
+    for behind in (0, 1, 2):
+        end = len(numbers) - behind
+        if all(map(_is_share_or_track, numbers[end:])):
+            points = numbers[4:end]
+            if _are_points(points, 2, numbers) or _are_points(points, 3, numbers):
+                return True
+    return False
+
+
+def _are_points(numbers: Sequence[float], step: int, box: Sequence[float], visibility: Sequence[float] = ()) -> bool:
+    """Whether numbers can be key points in a box (centre, size).
+
+    step: numbers of each point; the third is a visibility, one of those that are given, else also a confidence.
+    """
+    if not numbers or len(numbers) % step:
+        return False
+    third = numbers[2::3] if step == 3 else ()
+    if not all(flag in visibility if visibility else 0 <= flag <= 1 or flag == 2 for flag in third):
+        return False
+    left, top, right, bottom = _corners(box)
+    points = zip(numbers[0::step], numbers[1::step], strict=True)
+    labelled = [(x, y) for x, y in points if (x, y) != (0, 0)]
+    is_in_box = [left - 0.02 <= x <= right + 0.02 and top - 0.02 <= y <= bottom + 0.02 for x, y in labelled]
+    return bool(labelled) and all(is_in_box)
+
+
+def _may_end_in_track(numbers: Sequence[float]) -> bool:
+    """Whether the last two numbers can be a confidence and the number of a track."""
+    return 0 <= numbers[-2] <= 1 and _is_track(numbers[-1])
+
+
+def _is_track(number: float) -> bool:
+    """Whether a number can be that of a track, which are counted from 0 or 1."""
+    return number >= 0 and number % 1 == 0
+
+
+def _is_share_or_track(number: float) -> bool:
+    """Whether a number behind a box can be its confidence or its track; of 32 bits a 1 may be a little more."""
+    return 0 <= number <= 1.0001 or _is_track(number)
+
+
+def _is_parallelogram(numbers: Sequence[float]) -> bool:
+    """Whether four corners are those of a rectangle, turned or not."""
+    x1, y1, x2, y2, x3, y3, x4, y4 = numbers[:8]
+    return abs(x1 + x3 - x2 - x4) < 0.02 and abs(y1 + y3 - y2 - y4) < 0.02
+
+
+def _box_or_polygon(numbers: Sequence[float]) -> tuple[float, float, float, float]:
+    """The box of four numbers, or around a polygon."""
+    return _corners(numbers) if len(numbers) == 4 else _around(numbers)
+
+
+def _corners(numbers: Sequence[float]) -> tuple[float, float, float, float]:
+    """The corners of a box that is given by centre and size."""
+    cx, cy, width, height = numbers[:4]
+    return cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2
+
+
+def _is_inside(xyxy: Sequence[float]) -> bool:
+    """Whether a box in fractions lies in its image, but for rounding."""
+    return all(-0.01 <= value <= 1.01 for value in xyxy)
+
+
+def _around(numbers: Sequence[float]) -> tuple[float, float, float, float]:
+    """The box around a polygon."""
+    return min(numbers[0::2]), min(numbers[1::2]), max(numbers[0::2]), max(numbers[1::2])
+
+
+def numbers_of(line: str) -> list[float]:
+    """The numbers of a line, the class first; empty where one of its words is not a number."""
+    words = line.split()
+    return list(map(float, words)) if all(map(is_number, words)) else []
+
+
+def is_number(word: str) -> bool:
+    """Whether a word is a finite number."""
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
