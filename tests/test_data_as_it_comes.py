@@ -331,13 +331,56 @@ def csv_table(folder: Path, text: str) -> list:
     return boxes_of(folder)
 
 
-def test_columns_width_and_height_of_a_box_are_not_those_of_the_image(tmp_path):
-    assert csv_table(tmp_path, "image;label;x;y;width;height\na.png;cat;40;32;20;16\n") == [[BOX]]
+HEAD = "image,x1,y1,x2,y2,label\n"
+
+
+@pytest.mark.parametrize("text", [
+    "image;label;x;y;width;height\na.png;cat;40;32;20;16\n",
+    "filename,left,top,width,height,label\na.png,40,32,20,16,cat\n",
+    "image,xmin,ymin,bbox_width,bbox_height,width,height,label\na.png,40,32,20,16,100,80,cat\n",
+    "image,x,y,width,height,image_width,image_height,label\na.png,40,32,20,16,100,80,cat\n",
+])  # fmt: skip
+def test_columns_width_and_height_of_a_box_are_not_those_of_the_image(tmp_path, text):
+    assert csv_table(tmp_path, text) == [[BOX]]
+
+
+def test_a_size_that_is_not_that_of_the_image_is_told_without_json(tmp_path):
+    with pytest.raises(BadInput, match="size differs from the annotations: .* the annotations say 90 x 80"):
+        csv_table(tmp_path, "image,x1,y1,x2,y2,label,width,height\na.png,40,32,60,48,a,90,80\n")
+
+
+def test_the_line_of_a_fault_counts_empty_lines_too(tmp_path):
+    with pytest.raises(BadInput, match="boxes.csv, line 4: 'a.png,40,x,60,48,a'"):
+        csv_table(tmp_path, f"{HEAD}\na.png,40,32,60,48,a\na.png,40,x,60,48,a\n")
 
 
 def test_numbers_as_classes_are_one_class_however_they_are_written(tmp_path):
     csv_table(tmp_path, "image,x1,y1,x2,y2,label\na.png,40,32,60,48,1\na.png,40,32,60,48,1.0\na.png,4,3,6,4,2\n")
     assert open_dataset("train", path=tmp_path).class_names == ["1", "2"]
+
+
+def test_numbers_as_classes_keep_their_digits(tmp_path):
+    for name in ("007", "1e3", "12345678901234567890"):
+        folder = tmp_path / name
+        csv_table(folder, f"{HEAD}a.png,40,32,60,48,{name}\na.png,40,32,60,48,1.0\n")
+        assert name in open_dataset("train", path=folder).class_names
+
+
+@pytest.mark.parametrize("name", ["/gone/a.png", "C:\\gone\\a.png", "gone/images/a.png", "./a.png"])
+def test_paths_of_another_machine_are_found_beside_the_table(tmp_path, name):
+    assert csv_table(tmp_path, f"{HEAD}{name},40,32,60,48,a\n") == [[BOX]]
+
+
+def test_paths_of_another_machine_keep_the_folders_that_are_here(tmp_path):
+    for number, part in enumerate("xy"):
+        picture(tmp_path / part / "a.png", number)
+    (tmp_path / "boxes.csv").write_text(f"{HEAD}/gone/x/a.png,40,32,60,48,a\n/gone/y/a.png,4,3,6,4,a\n")
+    assert boxes_of(tmp_path) == [[BOX], [[4.0, 3.0, 6.0, 4.0]]]
+
+
+def test_two_images_that_would_become_one_file_are_a_fault(tmp_path):
+    with pytest.raises(BadInput, match="line 3: /gone/y/a.png is not there, and a.png was found for"):
+        csv_table(tmp_path, f"{HEAD}/gone/x/a.png,40,32,60,48,a\n/gone/y/a.png,4,3,6,4,a\n")
 
 
 @st.composite

@@ -143,7 +143,8 @@ def check_image(
     height, width = probe.size_hw
     if (width, height) != (row.width, row.height):
         message = f"size differs from the {source}: the upright image is {width} x {height} (width x height), "
-        problems.append(_problem(row, "error", message + f"the {source} says {row.width} x {row.height}"))
+        say = "say" if source.endswith("s") else "says"
+        problems.append(_problem(row, "error", message + f"the {source} {say} {row.width} x {row.height}"))
     return problems
 
 

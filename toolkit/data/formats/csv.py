@@ -48,6 +48,7 @@ WRITTEN = (*HEADERLESS, "width", "height", "iscrowd")
 SCORED = ("score", "image_id", "category_id")  # further columns of predictions
 # What a spreadsheet would compute instead of showing it. We write an apostrophe before it, which makes it a text.
 FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
+WHOLE = re.compile(r"-?\d+(\.0+)?")
 IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 
 
@@ -164,11 +165,15 @@ def _columns_of(path: Path) -> dict[str, int] | None:
     present = {meaning: [name for name in names if name in header] for meaning, names in COLUMNS.items()}
     columns = {meaning: header.index(names[0]) for meaning, names in present.items() if names}
     if {"image", "label"} <= columns.keys():
-        if {"x1", "y1", "x2", "y2"} <= columns.keys() or {"x", "y", "w", "h"} <= columns.keys():
+        if {"x1", "y1", "x2", "y2"} <= columns.keys():
             return columns
-        if {"x", "y", "width", "height"} <= columns.keys():  # of the box, and not of the image
-            columns["w"] = columns.pop("width")
+        if not {"x", "y"} & columns.keys() and {"x1", "y1"} <= columns.keys():  # left, top, width, height
+            columns["x"] = columns.pop("x1")
+            columns["y"] = columns.pop("y1")
+        if {"x", "y", "width", "height"} <= columns.keys() and not {"w", "h"} & columns.keys():
+            columns["w"] = columns.pop("width")  # of the box, and not of the image
             columns["h"] = columns.pop("height")
+        if {"x", "y", "w", "h"} <= columns.keys():
             return columns
     numbers = [word.strip() for word in first[1:5]]
     if len(first) == 6 and (not any(numbers) or all(map(_number, numbers))):
@@ -206,9 +211,10 @@ def _load(path: Path) -> list[_Row]:
     if columns is None:
         raise BadInput(f"{path}: no table of boxes; expected columns image, x1, y1, x2, y2, label, told by their names")
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
-        lines = [words for words in csv.reader(file, _dialect(file)) if any(word.strip() for word in words)]
+        reader = csv.reader(file, _dialect(file))
+        lines = [(reader.line_num, words) for words in reader if any(word.strip() for word in words)]
     loaded = []
-    for number, words in enumerate(lines, start=1):
+    for number, words in lines:
         words = [_as_meant(word) for word in words]
         values = {key: words[column].strip() if column < len(words) else "" for key, column in columns.items()}
         loaded.append(_Row(path, number, words, values))
@@ -223,14 +229,12 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
     here = folder.parent if folder.is_file() else folder
     _write_classes_alike([row for _, row in rows])
-    if image_dir is None and all(os.path.isabs(row.values["image"]) for row in chosen):
-        # A table of one's own, as predict.py writes it: the images are where it says.
-        image_dir = Path(os.path.commonpath([os.path.dirname(os.path.abspath(row.values["image"])) for row in chosen]))
-    root = image_dir or _image_root(here, split, chosen[0].path.parent, [row.values["image"] for row in chosen])
-    sizes, boxes, problems, shares = {}, [], [], _are_fractions(chosen)
+    given = [row.values["image"].replace("\\", "/") for row in chosen]
+    root = image_dir or _folder_of(given) or _image_root(here, split, chosen[0].path.parent, given)
+    names, problems = _names_in(root, chosen)
+    sizes, boxes, shares = {}, [], _are_fractions(chosen)
     for row in chosen:
-        name = _below(root, row.values["image"].replace("\\", "/"))
-        name = name if is_there(root / name) else _found_name(root, name)
+        name = names[row.values["image"]]
         sizes.setdefault(name, [_side(row.values.get(key, "")) for key in ("width", "height")])
         label = row.values["label"]
         if not any(row.corners):
@@ -255,13 +259,43 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
 
 
 def _write_classes_alike(rows: Sequence[_Row]) -> None:
-    """Make `1` and `1.0` one class where all classes are numbers: some programs write a column as floats."""
+    """Make `1` and `1.0` one class where all classes are whole numbers: some programs write a column as floats.
+
+    Other names stay as they are written: `007` is not `7`.
+    """
     labels = {row.values["label"] for row in rows} - {""}
-    if not all(map(_number, labels)) or not all(float(label) % 1 == 0 for label in labels):
+    if not all(map(WHOLE.fullmatch, labels)):
         return
     for row in rows:
-        if row.values["label"]:
-            row.values["label"] = str(int(float(row.values["label"])))
+        row.values["label"] = row.values["label"].split(".")[0]
+
+
+def _folder_of(names: Sequence[str]) -> Path | None:
+    """The folder of images that are all given by absolute paths, as predict.py writes them; None if none is there."""
+    if not all(map(os.path.isabs, names)) or not any(map(os.path.isfile, names)):
+        return None
+    return Path(os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names]))
+
+
+def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str, str], list[Problem]]:
+    """(name of a file in `root` for each image as rows give it, a problem for two images that become one file)."""
+    names: dict[str, str] = {}
+    first_of: dict[str, str] = {}  # the image that became a file
+    problems = []
+    for row in rows:
+        given = row.values["image"]
+        if given in names:
+            continue
+        path = _below(root, os.path.normpath(given.replace("\\", "/")) if given else given)
+        names[given] = path if is_there(root / path) else _found_name(root, path)
+        folder = first_of.setdefault(names[given], os.path.dirname(path))
+        if folder != os.path.dirname(path):
+            message = (
+                f"{row.path.name}, line {row.line}: {given} is not there, and {names[given]} was found for an image in "
+                f"{folder or 'no folder'} too; give the folder that the paths are relative to (data.image_dir)"
+            )
+            problems.append(Problem("error", names[given], None, None, message))
+    return names, problems
 
 
 def _below(root: Path | ImageSources, name: str) -> str:
@@ -278,8 +312,9 @@ def _are_fractions(rows: Sequence[_Row]) -> bool:
 
 
 def _found_name(root: Path | ImageSources, name: str) -> str:
-    """The name with a suffix, where the table omits it, or its last part, where its folder does not exist here."""
-    stems = (name, name.rsplit("/", 1)[-1])
+    """The name with a suffix, where the table omits it, or its last parts, where its folder does not exist here."""
+    parts = name.split("/")
+    stems = (name, *("/".join(parts[-count:]) for count in (3, 2, 1)))
     names = (stem + suffix for suffix in ("", ".jpg", ".jpeg", ".png") for stem in stems)
     return next((candidate for candidate in names if not os.path.isabs(candidate) and is_there(root / candidate)), name)
 

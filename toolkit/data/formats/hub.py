@@ -112,7 +112,7 @@ def _look(
         height = width = UNKNOWN_SIZE
         fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
     image = annotations.images[index] = image._replace(width=image.width or width, height=image.height or height)
-    return fault or ([] if full is None else check_image(image, data, full, max_pixels))
+    return fault or ([] if full is None else check_image(image, data, full, max_pixels, "row"))
 
 
 def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list, Make]:
