@@ -41,6 +41,7 @@ def report(arguments: argparse.Namespace) -> Path:
         accelerator.print(f"{name}: judging {len(predicted.table)} images")
         run = run_facts(predicted.run_folder)
         about = predicted.about | {"settings_without_seed": settings_without_seed(run.config)}
+        about["precision"] = run.config.get("run", {}).get("precision")
         judged.append((predicted, run, judge(name, predicted.predictions, predicted.table, about)))
     if len(judged) > 1:
         return write_comparison(arguments.out or Path("report_comparison"), [judgement for *_, judgement in judged])

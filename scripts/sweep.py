@@ -161,10 +161,17 @@ def write_table(study, out: Path, parameters: list[str]) -> None:
     with locked(out / "locks" / "table"), open(out / "trials.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["trial", "state", "value", "evaluations", "precision", *parameters])
+        precisions = set()
         for t in trials:
             precision = precision_of(out / f"trial_{t.number:05d}")
+            precisions.add(precision)
             numbers = [t.number, t.state.name, t.value, len(t.intermediate_values), precision]
             table.writerow([*numbers, *(t.params.get(name) for name in parameters)])
+    known = sorted(precisions - {""})
+    if len(known) > 1:
+        why = "by their machines or backbones, which changes their values too"
+        remedy = "give --run.precision in `command` of the sweep"
+        print(f"warning: trials differ in precision ({', '.join(known)}), {why}: {remedy}", flush=True)
     if any(t.state.name == "COMPLETE" for t in trials):
         best = study.best_trial
         write_json_atomic(out / "best.json", {"trial": best.number, "value": best.value, "settings": best.params})

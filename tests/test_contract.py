@@ -1,15 +1,18 @@
 """What every detector keeps: losses that reach its parameters, their denominators, micro-batches, refused options."""
 
 from pathlib import Path
+from types import MethodType
 
 import pytest
+import torch
 import yaml
 from contract import assert_losses_are_divided_as_announced
 from small_detectors import FINE, HYBRIDS, SMALL, TINY_RF_DETR, batch_of, build, gradient_of, hub_config, run, wake
 from torch import nn
 
 from toolkit.base.errors import BadInput
-from toolkit.step.losses import window_denominators
+from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.step.losses import LossWeights, window_denominators
 
 CONFIGS = Path(__file__).parent / "scripts" / "configs"
 
@@ -75,6 +78,20 @@ def test_every_loss_is_divided_by_the_denominator_it_names_and_by_no_other(name)
     detector = wake(detector) if name in SMALL else detector
     outputs = detector(batch.images, batch.sizes, batch.targets)
     assert_losses_are_divided_as_announced(detector, outputs, batch.targets)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ALIKE])
+def test_a_training_in_bfloat16_is_evaluated_as_its_weights_are_afterwards(name):
+    """To the bit, losses included: `evaluate.py` has no autocast. The scripts: tests/scripts/test_precision.py."""
+    detector, batches = built(name), [batch_of([2, 1, 0], (64, 64))]
+    weights = LossWeights(detector.loss_names, {}, detector.default_weights)
+    afterwards = predict_dataset(detector, batches, "cpu", loss_weights=weights)
+    # What Accelerate does with a detector that it prepares.
+    detector.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(detector).forward), detector)
+    in_training = predict_dataset(detector, batches, "cpu", loss_weights=weights)
+    assert in_training.losses == afterwards.losses and in_training.losses["loss"] > 0
+    for image_id, found in afterwards.by_image.items():
+        assert all(torch.equal(in_training.by_image[image_id][key], value) for key, value in found.items())
 
 
 @pytest.mark.parametrize(("name", "options"), [("detr", {"freeze": "norms"}), ("yolov3", {"norm": "group"}),

@@ -116,6 +116,21 @@ def test_a_comparison_is_one_file(case, tmp_path):
     assert pictured[:2] == ["a", "b"], "the images that changed most, of the first and of the last"
     content = json.loads((tmp_path / "report.json").read_text())
     assert len(content["detectors"]) == 2 and content["differences"][0]["metric"] == "AP"
+    assert "trained in" not in page.read_text(), "nothing is known of it"
+
+
+@pytest.mark.parametrize("precisions", [("bf16", "no"), ("bf16", "bf16"), ("bf16", None)])
+def test_a_comparison_says_the_precisions_that_detectors_were_trained_in(case, tmp_path, precisions):
+    table, predictions = case
+    abouts = [{} if precision is None else {"precision": precision} for precision in precisions]
+    judged = [judge(name, predictions, table, about, draws=2) for name, about in zip("ab", abouts, strict=True)]
+    text = write_comparison(tmp_path, judged).read_text()
+    words = {"bf16": "bfloat16", "no": "float32", None: "?"}
+    cells = "".join(f"<td>{words[precision]}</td>" for precision in precisions)
+    assert cells in re.sub(r"<td[^>]*>", "<td>", text.partition("trained in")[2])
+    assert ("trained in different precisions (a in bfloat16, b in float32)" in text) == (precisions == ("bf16", "no"))
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert [detector["precision"] for detector in content["detectors"]] == list(precisions)
 
 
 def test_a_crowded_picture_names_its_mistakes_alone(tmp_path):

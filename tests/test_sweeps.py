@@ -124,6 +124,22 @@ def test_a_trial_that_ends_while_another_worker_looks_is_not_begun_again(tmp_pat
         assert trial.number == 1
 
 
+@pytest.mark.parametrize("precisions", [("bf16", "no"), ("bf16", "bf16"), ("bf16",)])
+def test_the_table_says_the_precision_of_each_trial_and_where_they_differ(tmp_path, capsys, precisions):
+    study = optuna.create_study()
+    for number in range(2):
+        study.tell(study.ask(), 0.5)
+        if number < len(precisions):
+            folder = tmp_path / f"trial_{number:05d}"
+            folder.mkdir()
+            (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"precision": precisions[number]}}))
+    (tmp_path / "locks").mkdir()
+    sweep.write_table(study, tmp_path, [])
+    assert [row[4] for row in trials(tmp_path)] == [*precisions, *[""] * (2 - len(precisions))]
+    said = capsys.readouterr().out
+    assert ("trials differ in precision (bf16, no)" in said) == (precisions == ("bf16", "no"))
+
+
 def test_a_sweep_whose_trials_all_fail_ends(tmp_path, capsys):
     path = written(tmp_path, parameters={"optim.lr": {"value": 1}, "bonus": {"value": 9}})
     assert sweep.main([str(path), "--out", str(tmp_path / "out"), "--trials", "9"]) == 2

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import yaml
-from launching import ROOT, SCRIPTS, checkpoint_tensors, training_rows
+from launching import ROOT, SCRIPTS, checkpoint_tensors, rows, training_rows
 
 from toolkit.run.launcher import settle
 from toolkit.step.precision import (
@@ -59,6 +59,35 @@ def test_the_kind_of_backbone_decides_on_a_cpu(backbone, is_mobile, monkeypatch)
         monkeypatch.setattr("toolkit.step.precision.cpu_computes_in_bf16", lambda capable=capable: capable)
         precision, tf32, _ = precision_of_device(torch.device("cpu"), detector)
         assert (precision, tf32) == ("bf16" if capable and not is_mobile else "no", None)
+
+
+@pytest.mark.parametrize(("variable", "value", "computes"), [
+    ("", "", True), ("ATEN_CPU_CAPABILITY", "avx2", False), ("ONEDNN_MAX_CPU_ISA", "AVX2", False),
+    ("DNNL_MAX_CPU_ISA", "avx512_core", False), ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", True),
+    ("ONEDNN_MAX_CPU_ISA", "avx10_1_512", True),
+])  # fmt: skip
+@pytest.mark.parametrize("instructions", ["avx512_bf16", "amx_bf16", "avx512_vnni"])
+def test_what_the_environment_takes_from_a_cpu_is_not_there(variable, value, computes, instructions, monkeypatch):
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, value)
+    level = "AVX2" if variable == "ATEN_CPU_CAPABILITY" else "AVX512"  # which torch reads once, when it starts
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instructions: True})
+    assert cpu_computes_in_bf16() == (computes and instructions != "avx512_vnni")
+
+
+@pytest.mark.every_script("slow")
+def test_rows_of_a_training_in_bfloat16_are_those_of_evaluate_py(server, script, settings, tmp_path):
+    args = settings("--run.output_dir", tmp_path, "--run.max_steps", 2, "--run.precision", "bf16")
+    trained = server.run(script, args).ok()
+    row = next(row for row in reversed(rows(trained.folder)) if "val/loss" in row)
+    best = trained.folder / "checkpoints" / "latest"
+    numbers = server.run(ROOT / "scripts" / "evaluate.py", [best, "--weights", "model"]).ok().numbers
+    known = {name: value for name, value in numbers.items() if f"val/{name}" in row}
+    assert {"loss"} < known.keys()
+    assert known == {name: row[f"val/{name}"] for name in known}
 
 
 NOTHING = dict.fromkeys(("precision", "tf32", "compile"))

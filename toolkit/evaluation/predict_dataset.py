@@ -1,11 +1,10 @@
 """Runs a detector over a whole data set on one or more ranks: predictions by image id, and the validation loss."""
 
-import contextlib
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from toolkit.base.batch import dicts_to_host
 from toolkit.base.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.step.freezing import eval_mode
+from toolkit.step.precision import in_float32
 
 LITTLE = 10**9  # bytes
 TENSOR_BYTES = 500  # of a tensor beside its values
@@ -94,22 +94,6 @@ def predict_dataset(
     handed_over = (items.popleft() for _ in range(len(items)))  # so that nothing is there twice
     image_ms = statistics.median(times) if times else math.nan
     return Predictions(gather_by_image(handed_over), losses, 0, image_ms)
-
-
-@contextlib.contextmanager
-def in_float32(detector: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Switch autocast off inside, that of Accelerate too, which lies in a `forward` of the prepared module.
-
-    One rule for all detectors, in training, `evaluate.py`, reports and exports: the numbers of a run are those that
-    users of its weights get. In bfloat16 an AP differs in the third digit.
-    """
-    with_autocast = vars(detector).pop("forward", None)
-    try:
-        with torch.autocast(torch.device(device).type, enabled=False):
-            yield
-    finally:
-        if with_autocast is not None:
-            detector.forward = with_autocast
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:

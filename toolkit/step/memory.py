@@ -14,6 +14,7 @@ from toolkit.step.freezing import eval_mode
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.meters import peak_memory_mb
 from toolkit.step.nan_report import rerun_window
+from toolkit.step.precision import in_float32
 
 
 def describe_batch(batch: Batch) -> str:
@@ -83,8 +84,9 @@ def probe_memory(t, worst: Batch) -> None:
     drop_gradients(t.weights)
     t.guard.restore(t.detector)
     batch = next(iter(t.validation.loader))
-    with naming_the_batch([batch]), torch.no_grad(), eval_mode(t.detector), t.accelerator.autocast():
+    device = t.accelerator.device
+    with naming_the_batch([batch]), torch.no_grad(), eval_mode(t.detector), in_float32(t.detector, device):
         if len(batch.targets):
-            moved = batch.to(t.accelerator.device)
+            moved = batch.to(device)
             t.detector(moved.images, moved.sizes, moved.targets)
     t.log.say(f"memory probe: {describe_batch(worst)}; peak {peak_memory_mb():.0f} MiB")

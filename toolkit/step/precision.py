@@ -1,5 +1,9 @@
-"""The precision of `run.precision: auto`: by the formats of the GPU, or by the instructions of the CPU."""
+"""The precision of `run.precision: auto`, by the formats of the GPU or the instructions of the CPU, and of evaluation,
+which is always float32."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -11,10 +15,23 @@ from toolkit.base.distributed import run_on_main
 MOBILE_BLOCKS = {"InvertedResidual", "DepthwiseSeparableConv", "UniversalInvertedResidual", "GhostBottleneck"}
 
 
+# Words in the values of ONEDNN_MAX_CPU_ISA that leave oneDNN the instructions for bfloat16.
+ISA_WITH_BF16 = ("DEFAULT", "ALL", "BF16", "FP16", "AMX", "AVX10")
+
+
 def cpu_computes_in_bf16() -> bool:
-    """Whether this CPU has instructions that multiply in bfloat16 (AVX512-BF16 or AMX); without, bfloat16 is slower."""
+    """Whether this CPU has instructions that multiply in bfloat16 (AVX512-BF16 or AMX) and may use them; without them,
+    bfloat16 is slower.
+
+    ATEN_CPU_CAPABILITY takes them from torch, ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) from oneDNN.
+    """
     able = torch.cpu.get_capabilities()
-    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+    if not (able.get("avx512_bf16") or able.get("amx_bf16")):
+        return False
+    if not torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX")):
+        return False
+    largest = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
+    return any(word in largest.upper() for word in ISA_WITH_BF16)
 
 
 def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str, bool | None, str]:
@@ -75,3 +92,19 @@ def describe_float32_layers(detector: nn.Module, device_type: str, precision: st
     if not count or precision != "bf16" or has_lstm_kernel(device_type, torch.bfloat16):
         return ""
     return f"precision bf16: this CPU has no bfloat16 kernel for LSTMs; the {count} of the detector go in float32"
+
+
+@contextmanager
+def in_float32(detector: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Switch autocast off inside, that of Accelerate too, which lies in a `forward` of the prepared module.
+
+    One rule for all detectors, in training, `evaluate.py`, reports and exports: the numbers of a run are those that
+    users of its weights get. In bfloat16 an AP differs in the third digit.
+    """
+    with_autocast = vars(detector).pop("forward", None)
+    try:
+        with torch.autocast(torch.device(device).type, enabled=False):
+            yield
+    finally:
+        if with_autocast is not None:
+            detector.forward = with_autocast

@@ -17,6 +17,7 @@ from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 
 MOST_CLASSES = 100  # in the table
+PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 NOT_CHANCE = Html("<b>not explained by chance</b>")
 _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
 
@@ -117,7 +118,19 @@ def verdict(c: Comparison) -> str:
         f"Each is compared with {c.judged[0].name}, on the same {DRAWS:,} bootstrap samples of the images (paired), "
         "in percent points. Such an interval tells what other images may change, not what another seed would."
     )
-    return table(["", ""], rows, text=(0, 1)) + paragraph(text, "dim")
+    return table(["", ""], rows, text=(0, 1)) + paragraph(text, "dim") + _precisions_apart(c)
+
+
+def _precisions_apart(c: Comparison) -> str:
+    """A paragraph where the detectors were trained in different precisions; else, or where none is known, empty."""
+    precisions = {j.name: j.about["precision"] for j in c.judged if j.about.get("precision")}
+    if len(set(precisions.values())) < 2:
+        return ""
+    each = ", ".join(f"{name} in {PRECISIONS.get(kind, kind)}" for name, kind in precisions.items())
+    return paragraph(
+        f"They were trained in different precisions ({each}), which changes numbers about as much as another seed "
+        "does: give --run.precision where only something else is to differ."
+    )
 
 
 def numbers(c: Comparison) -> str:
@@ -125,6 +138,9 @@ def numbers(c: Comparison) -> str:
     rows += [(f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)) for year in ("07", "12")]
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
     rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))
+    precisions = [j.about.get("precision") for j in c.judged]
+    if any(precisions):
+        rows.append(("trained in", *(PRECISIONS.get(kind, kind or "?") for kind in precisions)))
     rows += [(f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)) for kind in KINDS]
     if any(j.graphs for j in c.judged):
         for name in ("R@50", "R@100", "mR@50", "mR@100"):

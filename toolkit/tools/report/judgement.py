@@ -93,6 +93,7 @@ def as_json(judged: Judgement) -> dict:
     best = [s.best for s in judged.sweeps]
     return {
         "name": judged.name,
+        "precision": judged.about.get("precision"),
         "images": judged.matches.num_images,
         "boxes": int(judged.matches.num_truth.sum()),
         "threshold": judged.threshold,
