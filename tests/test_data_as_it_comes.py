@@ -17,7 +17,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.annotated import split_in_name
-from toolkit.data.formats.folders import recognise
+from toolkit.data.formats.folders import recognise, write_folder
 from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits
 from toolkit.data.table import Category, LabelledImages
 from toolkit.run.command_line import parse_config
@@ -406,15 +406,10 @@ def test_what_is_written_is_read(tmp_path_factory, format, xyxy):
     write_outputs(document, found, ["a.png"], [format], folder / "out")
     inside = xyxy.clip(0, [100, 80, 100, 80])
     expected = inside[(inside[:, 2:] > inside[:, :2]).all(axis=1)]
-    source = {"voc": "annotations", "csv": "predictions.csv", "coco": "dataset.json"}.get(format)
+    source = {"voc": "annotations", "csv": "predictions.csv", "coco": "dataset.json", "yolo": "labels"}[format]
     images = str(folder / "pictures")
     options = {"cache_dir": folder / "cache", "on_error": "raise"}
-    if format == "yolo":
-        (folder / "data").mkdir()
-        (folder / "out" / "labels").rename(folder / "data" / "labels")
-        (folder / "pictures").rename(folder / "data" / "images")
-        table = open_dataset("train", path=folder / "data", **options)
-    elif format == "coco":
+    if format == "coco":
         table = open_dataset(str(folder / "out" / source), image_dir=images, **options)
     elif format == "csv":
         table = open_dataset("train", path=folder / "out" / source, **options)  # its paths are absolute
@@ -423,6 +418,104 @@ def test_what_is_written_is_read(tmp_path_factory, format, xyxy):
     read = table.boxes().xyxy
     order = np.lexsort(read.T), np.lexsort(expected.T)
     assert read[order[0]] == pytest.approx(expected[order[1]], abs=1e-4)
+
+
+@pytest.mark.parametrize("format", ["yolo", "voc", "csv", "coco"])
+@settings(max_examples=8)
+@given(xyxy=detections())
+def test_what_is_converted_is_read(tmp_path_factory, format, xyxy):
+    """Names that differ in the suffix alone, or in the case of letters, keep their own boxes."""
+    folder = tmp_path_factory.mktemp("written")
+    names = ["a.png", "a.bmp", "A.tif", "sub/a.png"]
+    inside = xyxy.clip(0, [100, 80, 100, 80])
+    inside = inside[(inside[:, 2:] - inside[:, :2] > 1e-4).all(axis=1)]
+    images = []
+    annotations = []
+    for number, name in enumerate(names):
+        picture(folder / "images" / name, number)
+        images.append({"id": number, "file_name": name, "width": 100, "height": 80})
+        for x1, y1, x2, y2 in inside.tolist()[number:]:
+            ids = {"id": len(annotations), "image_id": number, "category_id": 1}
+            annotations.append(ids | {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": 1, "iscrowd": 0})
+    document = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "yes"}]}
+    (folder / "train.json").write_text(json.dumps(document))
+    reading = {"cache_dir": folder / "cache"}
+    table = open_dataset(str(folder / "train.json"), image_dir=str(folder / "images"), **reading)
+    write_folder(table, folder / "out", "train", format)
+    written = open_dataset("train", path=folder / "out", **reading)
+    assert written.class_names == ["yes"]
+    counts = [max(0, len(inside) - number) for number in range(len(names))]
+    assert sorted(written.num_boxes().tolist()) == sorted(counts)
+    by_count = {count: index for index, count in enumerate(written.num_boxes().tolist())}
+    for number, count in enumerate(counts):
+        if count:
+            read = written.boxes().xyxy[written.boxes().of_image(by_count[count])]
+            assert read == pytest.approx(inside[number:], abs=1e-3)
+
+
+def predicted(folder: Path, names: list[str], formats: list[str]) -> list[list[list[float]]]:
+    """Predictions of one box for each picture, another for each; the boxes."""
+    for number, name in enumerate(names):
+        picture(folder / "pictures" / name, number)
+    xyxy = np.array([(10 + number, 10, 30, 30) for number in range(len(names))], dtype=np.float64)
+    scores = np.full(len(names), 0.5)
+    boxes = Boxes.found(counts=[1] * len(names), xyxy=xyxy, scores=scores, labels=np.zeros(len(names), int))
+    rows = [ImageRow(number, str(folder / "pictures" / name), 100, 80) for number, name in enumerate(names)]
+    found = LabelledImages(images=rows, boxes=boxes, categories=(Category(1, "a"),))
+    write_outputs({"images": [], "errors": []}, found, names, formats, folder / "out")
+    return [[box] for box in xyxy.tolist()]
+
+
+@pytest.mark.parametrize("source", ["annotations", "labels"])
+@pytest.mark.parametrize("names", [["a.png", "sub/a.png", "sub/deep er/b.c.png"], ["x/a.png", "y/a.png"]])
+def test_predictions_for_folders_of_pictures_are_read(tmp_path, source, names):
+    boxes = predicted(tmp_path, names, ["voc", "yolo"])
+    folder = tmp_path / "out" / ("" if source == "annotations" else source)
+    assert boxes_of(folder, image_dir=str(tmp_path / "pictures")) == boxes
+
+
+def test_labels_without_images_say_what_to_give(tmp_path):
+    predicted(tmp_path, ["a.png"], ["yolo"])
+    with pytest.raises(BadInput, match=r"labels without images; give the folder of the images \(data.image_dir\)"):
+        boxes_of(tmp_path / "out")
+
+
+def test_two_images_do_not_share_a_file_of_labels(tmp_path):
+    folder = yolo(tmp_path, {"a": "0 .5 .5 .2 .2"})
+    picture(folder / "images" / "a.bmp", 7)
+    with pytest.raises(BadInput, match="images/a.png: a.txt is the file of labels of images/a.bmp too"):
+        boxes_of(folder)
+
+
+def test_two_annotations_of_one_image_are_a_fault(tmp_path):
+    folder = linked_folder(tmp_path, "voc")
+    (folder / "Annotations" / "old").mkdir()
+    (folder / "Annotations" / "old" / "a.xml").write_text((folder / "Annotations" / "a.xml").read_text())
+    (folder / "Annotations" / "old" / "other.xml").write_text("<project></project>")
+    with pytest.raises(BadInput) as error:
+        boxes_of(folder)
+    assert error.value.problems[1:] == ["error: old/a.xml: a.xml is an annotation of a.png too; keep one of them"]
+
+
+@pytest.mark.parametrize("format", ["voc", "csv"])
+def test_another_folder_of_images_is_not_taken_from_the_cache(tmp_path, format):
+    folder = linked_folder(tmp_path, format)
+    if format == "csv":
+        (folder / "boxes.csv").write_text(f"{HEAD}a.png,40,32,60,48,a\n")
+    for number, name in enumerate(("first", "second")):
+        picture(tmp_path / name / "a.png", number)
+        table = open_dataset("train", path=folder, image_dir=str(tmp_path / name))
+        assert table.image_root == tmp_path / name
+
+
+def test_labels_that_come_later_are_read(tmp_path):
+    folder = yolo(tmp_path, {"a": ""})
+    (folder / "labels" / "a.txt").unlink()
+    (folder / "labels").rmdir()
+    assert boxes_of(folder) == [[]]
+    (folder / "labels").mkdir()
+    (folder / "labels" / "a.txt").write_text("0 .5 .5 .2 .2")
+    assert boxes_of(folder) == [[BOX]]
 
 
 # ---------------------------------------------------------------- what parsers raise

@@ -120,6 +120,7 @@ def open_annotated(
     folder: Path,
     split: str,
     listing: Callable[[], Listing],
+    image_dir: Path | ImageSources | None,
     *,
     check_images: bool | str,
     max_image_pixels: int,
@@ -127,6 +128,7 @@ def open_annotated(
 ) -> DetectionTable:
     """The table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
 
+    image_dir: where its images are looked for; None: where `listing` finds them.
     The same checks, problems and options as of `read_coco`; but a box without width or height, which a click in an
     annotation tool leaves behind, is left out with a warning. Raises BadInput.
     """
@@ -148,7 +150,8 @@ def open_annotated(
         target = {"cache_file": cache_file, "image_root": contents.image_root.resolve()}
         return write_table(**good.columns(), **target, name=name, checked=checked)
 
-    key = [kind, split, check_images, folder.resolve()]
+    where = f"in {image_dir.resolve()}" if image_dir else ""
+    key = [kind, split, check_images, folder.resolve(), where]
     return cached_table(key, make, name=name, max_image_pixels=max_image_pixels, **cached)
 
 

@@ -99,7 +99,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     all coordinates are at most 1 and one is no whole number they are fractions of the image. Classes are the names of
     all splits in alphabetical order.
     """
-    return open_annotated("csv", folder, split, lambda: _listing(folder, split, image_dir), **options)
+    return open_annotated("csv", folder, split, lambda: _listing(folder, split, image_dir), image_dir, **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:

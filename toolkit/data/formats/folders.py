@@ -54,6 +54,8 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
         path = path.parent  # data.yaml
     tried = FOLDERS if format == "auto" else {format: FOLDERS[format]} if format in FOLDERS else {}
     matches = {name: splits for name, module in tried.items() if (splits := module.recognise(path))}
+    if not matches and "yolo" in tried and yolo.labels_alone(path):
+        matches = {"yolo": (ALL,)}
     if not matches:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"

@@ -2,7 +2,7 @@
 
 import os
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -10,14 +10,13 @@ from typing import NamedTuple
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, without_suffix
 from toolkit.data.annotations import ImageRow
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
     ALL,
     Listing,
     copy_images,
     digits,
     file_names,
-    images_in,
     open_annotated,
     ordered,
     sorted_classes,
@@ -85,7 +84,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     """
     data_sets = _data_sets(folder)
     root = data_sets[0] if len(data_sets) == 1 else folder
-    return open_annotated("voc", root, split, lambda: _listing(root, data_sets, split, image_dir), **options)
+    return open_annotated("voc", root, split, lambda: _listing(root, data_sets, split, image_dir), image_dir, **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
@@ -159,10 +158,20 @@ def _xml_files(folder: Path) -> Iterator[Path]:
         yield from (folder / name for name in sorted(names))
 
 
+def _xml_below(folder: Path) -> Iterator[Path]:
+    """The XML files of a folder and of those in it, as predictions for folders of images are written."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(parent, name) for name in sorted(names) if name.lower().endswith(".xml"))
+
+
 def _annotations(folder: Path) -> Path | None:
     """The folder of the XML files of a data set or a split: one of the usual names, else the only one that has any."""
     for name in ANNOTATION_FOLDERS:
         if _has_xml(folder / name):
+            return folder / name
+    for name in ("Annotations", "annotations"):
+        if any(map(_has_xml, dict.fromkeys(path.parent for path in _xml_below(folder / name)))):
             return folder / name
     others = [directory for directory in _folders(folder) if split_of(directory.name) is None and _has_xml(directory)]
     return others[0] if len(others) == 1 else None
@@ -212,7 +221,7 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
         roots[0] if len(roots) == 1 else image_dir or open_sources(roots),
         [ImageRow(number, *image[:3]) for number, image in enumerate(images, start=1)],
         classes,
-        [*parsed, *class_files, *chain(*watched)],
+        [*parsed, *_folders_of(parsed), *class_files, *chain(*watched)],
         set().union(*listed),
         [*problems, *chain(*more)],
     )
@@ -220,6 +229,12 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
         for box in image.boxes:
             listing.add(index, *box)
     return listing
+
+
+def _folders_of(parsed: Mapping[Path, dict]) -> list[Path]:
+    """The folders in those of XML files that have some too."""
+    inner = [folder / os.path.dirname(stem) for folder, entries in parsed.items() for stem in entries]
+    return [folder for folder in dict.fromkeys(inner) if folder not in parsed]
 
 
 def _part(folder: Path, split: str, xml_folder: Path, parsed: dict, image_dir: Path | ImageSources | None) -> tuple:
@@ -230,19 +245,39 @@ def _part(folder: Path, split: str, xml_folder: Path, parsed: dict, image_dir: P
     sets, images, problems, entries = _image_sets(folder), [], [], parsed[xml_folder]
     if sets:
         entries, problems = _chosen(entries, sets[split], xml_folder.name, split)
-    root = image_dir or _image_root(folder, xml_folder, split)
-    present = set(images_in(root))
-    stems_of = {os.path.splitext(name)[0]: name for name in present}
+    folders = list(dict.fromkeys(["", *map(os.path.dirname, entries)]))
+    root = image_dir or _image_root(folder, xml_folder, split, folders)
+    present = set(image_names(root, folders))
+    stems_of = {without_suffix(name): name for name in present}
+    stem_of: dict[str, str] = {}  # the XML file of an image
     for stem, image in entries.items():
         if isinstance(image, str):
             problems.append(Problem("error", f"{stem}.xml", None, None, image))
             continue
-        if image.file_name not in present:  # a tool that renamed the files, or left the suffix away
-            name = stems_of.get(stem, stems_of.get(os.path.splitext(image.file_name)[0], image.file_name))
-            image = image._replace(file_name=name)
-        images.append(image)
+        name = _image_of(stem, image.file_name, present, stems_of)
+        if stem_of.setdefault(name, stem) != stem and os.path.dirname(stem):
+            message = f"{stem_of[name]}.xml is an annotation of {name} too; keep one of them"
+            problems.append(Problem("error", f"{stem}.xml", None, None, message))
+            continue
+        images.append(image._replace(file_name=name))
     watched = [*watched_of(root), *([sets[split]] if sets else [])]
     return root, images, watched, present if sets else set(), problems  # the other lists have the rest
+
+
+def _image_of(stem: str, file_name: str, present: Set[str], stems_of: Mapping[str, str]) -> str:
+    """The image of an XML file: as it says, else one called like the file, in a folder like the file's, else above.
+
+    A tool may have renamed the files, or left the suffix away.
+    """
+    folder, own_name = os.path.split(stem)
+    for base in dict.fromkeys((folder, "")):
+        said = os.path.join(base, file_name)
+        if said in present:
+            return said
+        for known in (os.path.join(base, own_name), without_suffix(said)):
+            if known in stems_of:
+                return stems_of[known]
+    return os.path.join(folder, file_name)
 
 
 def _chosen(entries: dict, file: Path, folder_name: str, split: str) -> tuple[dict, list[Problem]]:
@@ -259,19 +294,25 @@ def _chosen(entries: dict, file: Path, folder_name: str, split: str) -> tuple[di
 
 
 def _parse_all(folder: Path) -> dict[str, _Parsed | str]:
-    """Every XML file of a folder by its stem: its content, or why it cannot be read."""
+    """Every XML file of a folder by its path without the suffix: its content, or why it cannot be read.
+
+    Files of folders in it are read where they are annotations.
+    """
 
     def parse(path: Path) -> list:
+        stem = without_suffix(path.relative_to(folder).as_posix())
         try:
-            return [(path.stem, _parse(path))]
+            if path.parent != folder and ElementTree.parse(path).getroot().tag != "annotation":
+                return []
+            return [(stem, _parse(path))]
         except ElementTree.ParseError as error:
-            return [(path.stem, f"invalid XML: {error}")]
+            return [(stem, f"invalid XML: {error}")]
         except LookupError as error:
-            return [(path.stem, f"{error}; save the file as UTF-8")]
+            return [(stem, f"{error}; save the file as UTF-8")]
         except (ValueError, OSError) as error:
-            return [(path.stem, str(error))]
+            return [(stem, str(error))]
 
-    return dict(parallel(parse, list(_xml_files(folder)), f"reading {folder.name}"))
+    return dict(parallel(parse, list(_xml_below(folder)), f"reading {folder.name}"))
 
 
 def _parse(path: Path) -> _Parsed:
@@ -295,13 +336,17 @@ def _parse(path: Path) -> _Parsed:
     return _Parsed(name or path.stem, width or None, height or None, boxes)
 
 
-def _image_root(folder: Path, xml_folder: Path, split: str) -> Path:
-    """The folder of the images: beside the XML files, or in a folder of their own."""
+def _image_root(folder: Path, xml_folder: Path, split: str, folders: Sequence[str]) -> Path:
+    """The folder of the images: beside the XML files, or in a folder of their own.
+
+    folders: of it, in which images may lie.
+    """
     near = [xml_folder, xml_folder.parent] if xml_folder.parent != folder.parent else [xml_folder]
     candidates = [at / name for at in near for name in (*IMAGE_FOLDERS, f"images/{split}", f"images/{xml_folder.name}")]
     candidates += [folder / "images" / xml_folder.name, folder / "JPEGImages" / xml_folder.name]
-    if image_folder := next(filter(images_in, candidates), None):
-        return image_folder
+    for candidate in candidates:
+        if any(image_names(candidate, folders)):
+            return candidate
     tried = ", ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     raise BadInput(f"{folder}: no images found; tried {tried}; set their folder (--data.image_dir)")
 

@@ -8,10 +8,19 @@ from pathlib import Path
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import without_suffix
+from toolkit.base.files import distinct, without_suffix
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
-from toolkit.data.formats.annotated import ALL, SPLIT_NAMES, Listing, copy_images, images_in, open_annotated, ordered
+from toolkit.data.formats.annotated import (
+    ALL,
+    SPLIT_NAMES,
+    Listing,
+    copy_images,
+    file_names,
+    images_in,
+    open_annotated,
+    ordered,
+)
 from toolkit.data.formats.yolo_rows import UNSAID, Rows, is_number, numbers_of
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
@@ -37,13 +46,22 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(splits) or ((ALL,) if _plain_folders(folder, ALL) else None)
 
 
+def labels_alone(folder: Path) -> Path | None:
+    """The folder of label files whose images lie elsewhere, as predict.py writes it; None: there is none."""
+    for labels in (folder / LABEL_FOLDER, folder):
+        if labels.is_dir() and any(map(_is_label_folder, (labels, *_folders_below(labels)))):
+            return labels
+    return None
+
+
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
-    The text file of an image lies where its path says `labels` instead of `images`, or beside it; an image without
-    one has no objects. What the numbers of a line are, `Rows` decides. Classes keep their numbers from 0.
+    The text file of an image lies where its path says `labels` instead of `images`, or beside it; of labels alone, the
+    images are those of `image_dir`, with the same names. An image without a text file has no objects. What the numbers
+    of a line are, `Rows` decides. Classes keep their numbers from 0.
     """
-    return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), **options)
+    return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), image_dir, **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
@@ -51,7 +69,8 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
     Crowd regions, annotated areas, ids, relations and attributes are not written: YOLO cannot hold them.
     """
-    names = copy_images(table, folder / "images" / split, link)
+    names = distinct(file_names(table), _label_name)
+    copy_images(table, folder / "images" / split, link, names)
     write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
     entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
     settings = _settings(folder)[1] | entries
@@ -70,6 +89,11 @@ def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> 
         target = folder / f"{without_suffix(name)}.txt"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("".join(lines))
+
+
+def _label_name(name: str) -> str:
+    """What images have in common that share a file of labels, also where the case of letters does not count."""
+    return without_suffix(name).lower()
 
 
 def _settings(folder: Path) -> tuple[Path | None, dict]:
@@ -156,10 +180,31 @@ def _is_label_folder(folder: Path) -> bool:
     return False
 
 
-def _images(folder: Path, split: str) -> tuple[list[Path], list[Path], dict]:
+def _folders_below(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.rglob("*") if entry.is_dir())
+
+
+def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Path], Path | None]:
+    """(folders and lists of the images of a split, the folder of their labels where these have a folder of their own).
+
+    Raises BadInput: the images are not in `image_dir`, or not known.
+    """
+    _, settings = _settings(folder)
+    plain = None if settings else _plain_folders(folder, split)
+    if settings or plain:
+        sources = _located(folder, settings, split) if settings else [plain]
+        if image_dir and not any(source.resolve().is_relative_to(image_dir.resolve()) for source in sources):
+            named = ", ".join(map(str, sources))
+            raise BadInput(f"{image_dir}: the images of {split} are in {named}; leave data.image_dir out")
+        return sources, None
+    if image_dir is None:
+        raise BadInput(f"{folder}: labels without images; give the folder of the images (data.image_dir)")
+    return [image_dir], labels_alone(folder)
+
+
+def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Path], list[Path], dict]:
     """(image files of a split, folders and lists to watch, what the YAML file says)."""
     file, settings = _settings(folder)
-    sources = _located(folder, settings, split) if settings else [_plain_folders(folder, split)]
     files, watched = [], [file] if file else []
     for source in sources:
         if source.is_file():
@@ -170,7 +215,7 @@ def _images(folder: Path, split: str) -> tuple[list[Path], list[Path], dict]:
         if not source.is_dir():
             raise BadInput(f"{source}: no such folder, which {file.name} names for {split}")
         inner = source / "images" if not images_in(source) and images_in(source / "images") else source
-        for at in [inner, *sorted(entry for entry in inner.rglob("*") if entry.is_dir())]:
+        for at in [inner, *_folders_below(inner)]:
             files += [at / name for name in images_in(at)]
             watched.append(at)
     return files, watched, settings
@@ -195,7 +240,8 @@ def _labels_of(image: Path) -> list[Path]:
 def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
     if isinstance(image_dir, ImageSources):
         raise BadInput(f"{image_dir}: YOLO data are listed by their image files; give one folder (data.image_dir)")
-    files, watched, settings = _images(folder, split)
+    sources, alone = _sources(folder, split, image_dir)
+    files, watched, settings = _images(folder, split, sources)
     if not files:
         raise BadInput(f"{folder}: split {split!r} has no images")
     root = image_dir or folder
@@ -203,7 +249,11 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
         # Not the paths behind links: the labels of a linked folder of images lie beside the link.
         files = [Path(os.path.abspath(path)) for path in files]
         root = Path(os.path.commonpath([str(path.parent) for path in files]))
-    labels = [next((path for path in _labels_of(image) if path.is_file()), None) for image in files]
+    if alone:
+        by_image = [[(alone / image.relative_to(root)).with_suffix(".txt")] for image in files]
+    else:
+        by_image = [_labels_of(image) for image in files]
+    labels = [next((path for path in paths if path.is_file()), None) for paths in by_image]
 
     def load(path: Path | None) -> list:
         return [(path, path.read_text(encoding="utf-8-sig", errors="replace").splitlines())] if path else []
@@ -213,11 +263,16 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
     images = [ImageRow(number, os.path.relpath(file, root), None, None) for number, file in enumerate(files, start=1)]
     boxes = []
+    first_of: dict[Path, str] = {}  # the image that a file of labels was read for
     for index, path in enumerate(labels):
+        if path and first_of.setdefault(path, images[index].file_name) != images[index].file_name:
+            message = f"{path.name} is the file of labels of {first_of[path]} too; give the images different names"
+            problems.append(Problem("error", images[index].file_name, None, None, message))
+            continue
         parsed, faults = _parse_lines(lines.get(path, []), names, rows)
         problems += [Problem("error", images[index].file_name, None, None, f"{path.name}, {fault}") for fault in faults]
         boxes += [(index, name, xyxy, path.name) for name, xyxy in parsed]
-    watched += sorted({path.parent for path in lines})
+    watched += sorted({path.parent for paths in by_image for path in paths})  # also where there are no labels yet
     watched += [folder / "data.yaml", *_class_files(folder)]  # also those that are made later
     listing = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
     for box in boxes:
