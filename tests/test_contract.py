@@ -1,5 +1,6 @@
 """What every detector keeps: losses that reach its parameters, their denominators, micro-batches, refused options."""
 
+import math
 from pathlib import Path
 from types import MethodType
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from toolkit.base.errors import BadInput
 from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import LossWeights, window_denominators
 
 CONFIGS = Path(__file__).parent / "scripts" / "configs"
@@ -92,6 +94,20 @@ def test_a_training_in_bfloat16_is_evaluated_as_its_weights_are_afterwards(name)
     assert in_training.losses == afterwards.losses and in_training.losses["loss"] > 0
     for image_id, found in afterwards.by_image.items():
         assert all(torch.equal(in_training.by_image[image_id][key], value) for key, value in found.items())
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ALIKE])
+def test_a_box_that_is_not_finite_is_known_before_the_detector_and_does_not_raise_in_it(name, value):
+    """The guard need not trust the losses: of Faster R-CNN they are finite, and YOLOv3 raised."""
+    detector, batch = built(name), batch_of([2, 1, 0], (64, 64))
+    assert boxes_finite([batch])
+    batch.targets[0]["boxes"][0, 2] = value
+    assert not boxes_finite([batch])
+    finite = with_finite_boxes(batch)
+    assert boxes_finite([finite]) and not batch.targets[0]["boxes"].isfinite().all()
+    losses, _ = run(detector, finite)
+    sum(losses.values()).backward()
 
 
 @pytest.mark.parametrize(("name", "options"), [("detr", {"freeze": "norms"}), ("yolov3", {"norm": "group"}),

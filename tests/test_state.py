@@ -94,7 +94,8 @@ def test_what_another_window_cannot_mend_is_not_skipped():
 
 
 def reduced_of(t, loss=1.0, norm=1.0, **others):
-    return {"loss": loss, "loss_ce": loss, "grad_norm": norm, "buffers_finite": 1.0, "state_finite": 1.0} | others
+    return {"loss": loss, "loss_ce": loss, "grad_norm": norm, "buffers_finite": 1.0, "boxes_finite": 1.0,
+            "state_finite": 1.0} | others  # fmt: skip
 
 
 @pytest.mark.parametrize(("entry", "action"), [(3e38, Action.STOP), (INF, Action.CALIBRATE)])
@@ -126,6 +127,27 @@ def fill(t, value):
 def sums_of(t):
     t._sums = {"loss": torch.ones(()), "loss_ce": torch.ones(()), "loss_ce_unscaled": torch.ones(())}
     return reduce_dict(*t.sums(torch.ones(())))
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_a_window_with_a_box_that_is_not_finite_is_refused_whatever_its_losses_are(tmp_path, value):
+    t = ready(tmp_path, "skip")
+    t.detector.denominators = lambda targets: {"images": len(targets)}
+    targets = [{"image_id": 7, "boxes": torch.tensor([[0.0, 0.0, value, 1.0]]), "labels": torch.tensor([0])}]
+    window = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), targets)]
+    t.check.begin(len(window))
+    for batch, denominators in t.micro_batches(window):
+        assert batch.targets[0]["boxes"].isfinite().all()
+        losses, metrics = t.detector.criterion(t.detector(batch.images, batch.sizes), batch.targets, denominators)
+        t.add(t.weigh(losses), metrics)
+    reduced = reduce_dict(*t.sums(torch.ones(())))
+    assert math.isfinite(reduced["loss"]) and reduced["boxes_finite"] == 0.0
+    assert not t.accepts(window, reduced)
+    assert "a box of the batch is not finite" in t.guard.reason
+    (folder,) = tmp_path.glob("nan/*/rank0")
+    report, again, *_ = load_report(folder)
+    assert report["where"] == "batch" and report["batch"] == ["micro-batch 0: targets of image 7: boxes"]
+    assert not again[0].targets[0]["boxes"].isfinite().all(), "the report has the box as it was"
 
 
 def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):

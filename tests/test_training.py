@@ -90,7 +90,7 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
             t.optimizer.zero_grad()
             t.step += 1
         else:
-            finite = {"buffers_finite": 1.0, "state_finite": 1.0}
+            finite = dict.fromkeys(("buffers_finite", "boxes_finite", "state_finite"), 1.0)
             reduced = {"loss": value, "loss_ce": value, "grad_norm": value, **finite}
             t.under_way = (window, [{"images": 1.0}], reduced)
             action = t.decide(reduced)

@@ -5,7 +5,8 @@
     {..., "at": "os.symlink step_*"}    before the n-th audit event of Python whose path matches
     {..., "at": "write *"}    before the n-th file or folder that is written, renamed or removed
     {"list": FILE, "at": "write *"}    the paths of all these, a line each, into a file
-    {"nan": "boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}    3: the third that training fetches
+    {"nan": "boxes" | "infinite boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}
+        3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
     {"skip": "toolkit.run.session:_report"}    leave a slow function out
     {"set": "huggingface_hub.constants:ENDPOINT", "to": VALUE}    another value of a constant
@@ -152,8 +153,9 @@ def _poison(faults: list[dict]) -> None:
         for window in fetch(self):
             fetched += 1
             kind, batch = by_window.get(fetched), window[-1]
-            if kind == "boxes":
-                next(t["boxes"] for t in batch.targets if len(t["boxes"]))[0, 0] = math.nan
+            if kind in ("boxes", "infinite boxes"):
+                boxes = next(t["boxes"] for t in batch.targets if len(t["boxes"]))
+                boxes[0, 2] = math.inf if kind == "infinite boxes" else math.nan
             elif kind is not None:
                 by_ids[_ids(batch.targets)] = kind
             yield window

@@ -76,6 +76,19 @@ def test_run_goes_on_finite(server, script, arguments, processes, policy):
     assert all(math.isfinite(v) for row in rows(ended.folder) for v in row.values() if isinstance(v, float))
 
 
+@pytest.mark.every_script("slow")
+def test_an_infinite_box_is_refused_and_replayed_with_every_detector(server, script, arguments):
+    """Nothing of Faster R-CNN overflows: a box that matches no anchor has no loss. YOLOv3 looks for its cell."""
+    faults = [{"nan": "infinite boxes", "window": 2, "rank": 0}]
+    ended = server.run(script, arguments(1, "skip"), 1, faults).ok()
+    assert "a box of the batch is not finite" in ended.text and "Traceback" not in ended.text
+    ((folder, report),) = reports(ended.folder).items()
+    assert report["where"] == "batch" and any("boxes" in name for name in report["batch"])
+    assert [row["step"] for row in training_rows(ended.folder)] == [1, 2, 3, 4, 5]
+    again = server.run(REPLAY, [folder])
+    assert again.code == 0 and "reproduced" in again.text, again.text
+
+
 @pytest.mark.parametrize(("processes", "kind"), [(1, "activation"), (2, "gradient")])
 def test_run_stops_with_3(server, script, arguments, processes, kind):
     rank = processes - 1

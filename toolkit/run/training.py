@@ -41,7 +41,7 @@ from toolkit.step.ema import Ema
 from toolkit.step.extra import Extra
 from toolkit.step.freezing import bn_momentum, set_bn_momentum
 from toolkit.step.gradients import gradient_norm, gradient_table, group_norms
-from toolkit.step.guard import Action, NanGuard
+from toolkit.step.guard import Action, NanGuard, boxes_finite, with_finite_boxes
 from toolkit.step.length import Pace, StepBudget, is_time
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
@@ -113,6 +113,7 @@ class Training:
         self._ahead = Prefetcher(self.accelerator.device)
         self.state_parts = state_in_parts(self)
         self._sums: dict[str, Tensor] = {}
+        self._boxes_finite = True
         self._unknown: list[str] = []
         self._denominators: list[Mapping[str, Tensor]] = []
         self.under_way: tuple | None = None  # (window, denominators, reduced) until the next one begins, for a report
@@ -241,8 +242,11 @@ class Training:
         counts = [self.detector.denominators(batch.targets) | self._own_counts(batch) for batch in window]
         self._denominators = window_denominators(counts, device, self.pace.denominators, original)
         self._sums, self._unknown = {}, []
+        self._boxes_finite = boxes_finite(window)
         for micro, (batch, denominators) in enumerate(zip(window, self._denominators, strict=True)):
             arrived = self._ahead.arrived(batch)
+            if not self._boxes_finite:
+                arrived = with_finite_boxes(arrived)
             self.seed_micro_batch(micro, arrived)
             self._micro = counts[micro], denominators
             self.check.hand_out(arrived.targets)
@@ -304,6 +308,7 @@ class Training:
     def sums(self, grad_norm: Tensor) -> tuple[dict[str, Tensor | float], list[str], list[str]]:
         """What `reduce_dict` is to reduce: everything the step must know of every rank, under announced names."""
         values = self._sums | {"grad_norm": grad_norm, "buffers_finite": self.guard.buffers_finite()}
+        values["boxes_finite"] = float(self._boxes_finite)
         values["state_finite"] = next(self.state_parts)  # as the last update left it
         values |= {"signal": self.signals.received or int(bool(self.log.trouble)), "time_s": self.log.timer.last_step_s}
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
@@ -311,7 +316,8 @@ class Training:
             values |= group_norms(self.optimizer.param_groups)
         of_groups = [name for name in values if name.startswith("grad_norm")]
         values["notes"] = float(self.log.has_notes)
-        self._layout = [*self.loss_names, *metrics, *of_groups, "buffers_finite", "state_finite", "signal", "time_s"]
+        flags = ["buffers_finite", "boxes_finite", "state_finite", "signal", "time_s"]
+        self._layout = [*self.loss_names, *metrics, *of_groups, *flags]
         return values, [*self._layout, "notes"], self._unknown
 
     def accepts(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> bool:
@@ -342,7 +348,14 @@ class Training:
         faults = ([in_words(self._broken)] if self._broken else []) + ([rate] if rate else [])
         finite = not math.isfinite(norm) and all(map(math.isfinite, losses.values())) and self._gradients_finite()
         return self.guard.decide(
-            self.step, losses, norm, scale, reduced["buffers_finite"], gradients_finite=finite, faults=faults
+            self.step,
+            losses,
+            norm,
+            scale,
+            reduced["buffers_finite"],
+            boxes_finite=reduced["boxes_finite"],
+            gradients_finite=finite,
+            faults=faults,
         )
 
     def _gradients_finite(self) -> bool:

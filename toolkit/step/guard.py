@@ -9,13 +9,15 @@ In a loop of one's own one call does it, `NanGuard.check`; see docs/parts.md.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.base.batch import Batch, Target
 from toolkit.base.distributed import reduce_dict
 from toolkit.base.errors import BadInput, StoppedByGuard
 
@@ -139,6 +141,7 @@ class NanGuard:
         scale: float | None = None,
         buffers_finite: float = 1.0,
         *,
+        boxes_finite: float = 1.0,
         gradients_finite: bool = False,
         faults: Sequence[str] = (),
     ) -> Action:
@@ -150,12 +153,17 @@ class NanGuard:
             grad_norm: total norm of the gradients (without the loss scale).
             scale: loss scale; None without an fp16 scaler.
             buffers_finite: mean over the ranks of `buffers_finite()`.
+            boxes_finite: mean over the ranks of `boxes_finite(window)`: a detector need not notice, since what matches
+                no anchor has no loss.
             gradients_finite: every entry of the gradients is, though their norm may not be. No loss scale is to blame
                 then, and the scaler, which looks at the entries, would let them through.
             faults: in words, what is wrong with the state that the last update left, or with the next one, whatever
                 the window holds. Another window cannot mend it, so nothing is skipped for it.
         """
-        broken = list(faults) + [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
+        broken = list(faults)
+        if boxes_finite < 1.0:
+            broken.append("a box of the batch is not finite")
+        broken += [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
         forward_broken = bool(broken) or buffers_finite < 1.0
         if buffers_finite < 1.0:
             broken.append("a buffer (running statistics of a norm layer) is not finite")
@@ -246,6 +254,33 @@ class NanGuard:
 
     def load_state_dict(self, state: Mapping) -> None:
         self.skips, self.calibrations, self.rollbacks = state["skips"], state["calibrations"], state["rollbacks"]
+
+
+def boxes_finite(window: Iterable[Batch]) -> bool:
+    """Whether every box of the micro-batches is; read on the CPU, where the targets of a window are."""
+    boxes = [target["boxes"].flatten() for batch in window for target in batch.targets if "boxes" in target]
+    return not boxes or bool(torch.cat(boxes).isfinite().all())
+
+
+def with_finite_boxes(batch: Batch) -> Batch:
+    """A batch with a box of the first pixel in the place of each that holds a NaN or an infinity.
+
+    Its window is refused, but each rank has to bring its forward and backward pass to an end, and a detector that
+    computes the cell or the level of an infinite box raises an error.
+    """
+    return replace(batch, targets=[_with_finite_boxes(target) for target in batch.targets])
+
+
+def _with_finite_boxes(target: Target) -> Target:
+    if "boxes" not in target:
+        return target
+    boxes = target["boxes"]
+    is_finite = boxes.isfinite().all(dim=1, keepdim=True)
+    pixel = boxes.new_tensor([0.0, 0.0, 1.0, 1.0])
+    finite = {**target, "boxes": torch.where(is_finite, boxes, pixel)}
+    if "on_host" in target:
+        finite["on_host"] = _with_finite_boxes(target["on_host"])
+    return finite
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from toolkit.base.distributed import gather_objects, world
 from toolkit.base.errors import BadInput
 from toolkit.base.seeding import seed_micro_batch
 from toolkit.step.gradients import drop_gradients
-from toolkit.step.guard import NanGuard
+from toolkit.step.guard import NanGuard, boxes_finite
 
 EXTRA = "extra.pt"
 RunWindow = Callable[[], Sequence[Mapping[str, Tensor]]]  # gives the losses of each micro-batch
@@ -74,8 +74,9 @@ def investigate(
     """
     rank, _ = world()
     guard.restore(model)
+    drop_gradients(model)
     finding = _nothing_found() | (stated or {})
-    if stated is None:
+    if stated is None and boxes_finite(batches):  # pooling at an infinite box may end the process
         finding = diagnose(model, run_window, float(context.get("scale") or 1.0))
         guard.restore(model)
     finding["batch"] = _nonfinite_names(batches)
@@ -248,7 +249,9 @@ def replay(detector: nn.Module, report: Facts, batches: Sequence[Batch], run_win
         broken += [f"buffer {name}" for name, b in detector.named_buffers() if _is_broken(b)]
         broken = [name for name in broken if name in report["nonfinite_state"]]
         return _nothing_found() | {"where": "state", "nonfinite_state": broken, "batch": [], "reproduced": bool(broken)}
-    finding = diagnose(detector.train(), run_window, float(report.get("scale") or 1.0))
+    finding = _nothing_found()
+    if boxes_finite(batches):
+        finding = diagnose(detector.train(), run_window, float(report.get("scale") or 1.0))
     finding["batch"] = _nonfinite_names(batches)
     if finding["batch"]:
         finding["where"] = "batch"
