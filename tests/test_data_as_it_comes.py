@@ -14,6 +14,7 @@ from test_commands import module_of
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.files import folders_below
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.annotated import split_in_name
@@ -216,6 +217,40 @@ def test_a_linked_folder_of_images_is_read_in_every_format(tmp_path, format):
     assert boxes_of(linked_folder(tmp_path, format)) == [[BOX]]
 
 
+@pytest.mark.parametrize("format", ["yolo", "voc"])
+def test_linked_folders_in_folders_are_read(tmp_path, format):
+    folder = linked_folder(tmp_path, format)
+    (folder / "images").unlink()
+    (folder / "images").mkdir()
+    picture(tmp_path / "store" / "deeper" / "b.png", 1)
+    (folder / "images" / "linked").symlink_to(tmp_path / "store")
+    (folder / "images" / "linked" / "up").symlink_to(folder)  # leads to itself
+    labels = folder / ("labels" if format == "yolo" else "Annotations")
+    kept = next(file for file in labels.iterdir()).read_text()
+    for name in ("a", "deeper/b"):
+        (labels / "linked" / name).parent.mkdir(parents=True, exist_ok=True)
+        suffix = "txt" if format == "yolo" else "xml"
+        text = kept.replace("a.png", Path(name).name + ".png")
+        (labels / "linked" / f"{name}.{suffix}").write_text(text)
+    (labels / f"a.{suffix}").unlink()
+    if format == "yolo":
+        (folder / "data.yaml").write_text("names: [a]\ntrain: images\nval: images\n")
+    assert boxes_of(folder) == [[BOX], [BOX]]
+
+
+def test_folders_below_are_listed_once(tmp_path):
+    for name in ("data/b/inner", "data/c", "elsewhere/d"):
+        (tmp_path / name).mkdir(parents=True)
+    data = tmp_path / "data"
+    (data / "a").symlink_to(data / "b")
+    (data / "c" / "out").symlink_to(tmp_path / "elsewhere")
+    (data / "c" / "up").symlink_to(tmp_path)
+    (data / "c" / "self").symlink_to(data / "c" / "self")
+    (tmp_path / "elsewhere" / "back").symlink_to(data)
+    names = [path.relative_to(data).as_posix() for path in folders_below(data)]
+    assert names == [".", "b", "b/inner", "c", "c/out", "c/out/d"]
+
+
 @pytest.mark.parametrize("format", ["yolo", "csv", "coco", "voc"])
 def test_a_linked_image_that_leads_elsewhere_is_refused_with_a_way_out(tmp_path, format):
     folder = linked_folder(tmp_path, format)
@@ -239,6 +274,10 @@ def test_data_whose_labels_are_not_found_are_asked_about(tmp_path, capsys):
     assert check_data.main([str(folder)]) == 2
     printed = capsys.readouterr().out
     assert "accelerate launch" not in printed and "look where the labels are" in printed
+    other = yolo(tmp_path / "other", {"d": "0 .5 .5 .2 .2"})
+    joined = open_dataset(["train", "train"], path=[str(other), str(folder)])
+    with pytest.raises(BadInput, match="3 of 3 images of data have no object, such as .*Were the labels found"):
+        check_not_empty(joined, is_allowed=False)
     some = yolo(tmp_path / "some", {"a": "0 .5 .5 .2 .2", "b": "", "c": ""})
     assert mostly_empty(open_dataset("train", path=some)) == ""
 

@@ -56,6 +56,17 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_linked_folders_are_searched_once(folder, tmp_path_factory):
+    found = find_images([folder], leave_out=folder / "out")
+    (folder / "linked").symlink_to(folder / "b")
+    (folder / "up").symlink_to(folder)
+    assert find_images([folder], leave_out=folder / "out") == found
+    other = tmp_path_factory.mktemp("other")
+    (other / "linked").symlink_to(folder / "b")
+    names = [name.as_posix() for name in find_images([other]).values()]
+    assert names == ["linked/a.jpg", "linked/c/d.PNG"]
+
+
 def test_files_folders_and_patterns_each_file_once(folder):
     everything = ["a.jpg", "b/a.jpg", "b/c/d.PNG", "odd[1].jpg"]
     found = find_images([folder], leave_out=folder / "out")

@@ -56,6 +56,33 @@ def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str
     return chosen
 
 
+def folders_below(folder: Path) -> list[Path]:
+    """A folder and all folders in it, sorted; links to folders are followed.
+
+    Each folder is listed once, by its own place rather than by that of a link. A link to a folder that has `folder` in
+    it is not followed: it would lead through everything.
+    """
+    top = os.path.realpath(folder)
+    seen: set[str] = set()
+    found = []
+    waiting = [str(folder)]
+    while waiting:
+        start = waiting.pop(0)
+        if start != str(folder) and (top + os.sep).startswith(os.path.realpath(start).rstrip(os.sep) + os.sep):
+            continue
+        for parent, names, _ in os.walk(start):
+            real = os.path.realpath(parent)
+            if real in seen:
+                names.clear()
+                continue
+            seen.add(real)
+            found.append(Path(parent))
+            inner = [os.path.join(parent, name) for name in sorted(names)]
+            waiting += [path for path in inner if os.path.islink(path)]
+            names[:] = [os.path.basename(path) for path in inner if not os.path.islink(path)]
+    return sorted(found)
+
+
 def without_suffix(name: str) -> str:
     """A path without its suffix."""
     return os.path.splitext(name)[0]

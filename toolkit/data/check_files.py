@@ -81,7 +81,8 @@ def image_checker(
         if holders and holders[0].escapes(name):
             message = (
                 "unsafe file_name: a symbolic link leaves the image folder; refused before opening. Give the folder "
-                "that it leads to (data.image_dir), or link the folder instead of the file"
+                "that it leads to (data.image_dir), link the folder instead of the file, or copy the folder as `cp "
+                "-rL` does, which follows links"
             )
             return [*problems, _problem(row, "error", message)]
         return problems + check_image(row, image_root / name, full, max_pixels, source)

@@ -189,13 +189,20 @@ def _folder_format(format: str) -> str:
 def mostly_empty(table: DetectionTable) -> str:
     """Say that hardly an image has an object, with the first that have none; "" if enough have one.
 
-    Labels that are not found look like this: every image is background, and a detector learns to find nothing.
+    Labels that are not found look like this: every image is background, and a detector learns to find nothing. Of
+    several data sets each is looked at, since the others hide one.
     """
-    empty = table.num_boxes() == 0
-    if len(table) == 0 or not (empty.all() or len(table) >= FEW_IMAGES and empty.mean() > MOSTLY):
-        return ""
-    names = ", ".join(table.image_name(index) for index in np.flatnonzero(empty)[:3].tolist())
-    return f"{empty.sum()} of {len(table)} images have no object, such as {names}"
+    is_empty = table.num_boxes() == 0
+    set_of_image = table.set_of_image()
+    faults = []
+    for number in np.unique(set_of_image).tolist():
+        of_set = np.flatnonzero(set_of_image == number)
+        empty = of_set[is_empty[of_set]]
+        if len(empty) == len(of_set) or len(of_set) >= FEW_IMAGES and len(empty) > MOSTLY * len(of_set):
+            names = ", ".join(table.image_name(index) for index in empty[:3].tolist())
+            of = f" of {table.sets[number].name}" if table.sets else ""
+            faults.append(f"{len(empty)} of {len(of_set)} images{of} have no object, such as {names}")
+    return "; ".join(faults)
 
 
 def check_not_empty(table: DetectionTable, is_allowed: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import distinct, without_suffix
+from toolkit.base.files import distinct, folders_below, without_suffix
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
@@ -160,9 +160,9 @@ def _xml_files(folder: Path) -> Iterator[Path]:
 
 def _xml_below(folder: Path) -> Iterator[Path]:
     """The XML files of a folder and of those in it, as predictions for folders of images are written."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(parent, name) for name in sorted(names) if name.lower().endswith(".xml"))
+    for inner in folders_below(folder):
+        if not any(part.startswith(".") for part in inner.relative_to(folder).parts):
+            yield from _xml_files(inner)
 
 
 def _annotations(folder: Path) -> Path | None:

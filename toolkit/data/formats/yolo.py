@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import distinct, without_suffix
+from toolkit.base.files import distinct, folders_below, without_suffix
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
@@ -49,7 +49,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 def labels_alone(folder: Path) -> Path | None:
     """The folder of label files whose images lie elsewhere, as predict.py writes it; None: there is none."""
     for labels in (folder / LABEL_FOLDER, folder):
-        if labels.is_dir() and any(map(_is_label_folder, (labels, *_folders_below(labels)))):
+        if labels.is_dir() and any(map(_is_label_folder, folders_below(labels))):
             return labels
     return None
 
@@ -180,10 +180,6 @@ def _is_label_folder(folder: Path) -> bool:
     return False
 
 
-def _folders_below(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.rglob("*") if entry.is_dir())
-
-
 def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Path], Path | None]:
     """(folders and lists of the images of a split, the folder of their labels where these have a folder of their own).
 
@@ -215,7 +211,7 @@ def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Pat
         if not source.is_dir():
             raise BadInput(f"{source}: no such folder, which {file.name} names for {split}")
         inner = source / "images" if not images_in(source) and images_in(source / "images") else source
-        for at in [inner, *_folders_below(inner)]:
+        for at in folders_below(inner):
             files += [at / name for name in images_in(at)]
             watched.append(at)
     return files, watched, settings
@@ -321,10 +317,11 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
     label_folders = [labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")]
     if listed := _listed_names(folder, label_folders):
         return listed, []
-    everywhere = [path for path in folder.rglob("*.txt") if path.parent in label_folders]
+    everywhere = [path for at in dict.fromkeys(label_folders) for path in sorted(at.glob("*.txt"))]
     unread = (path for path in everywhere if path not in lines and path.name not in CLASS_FILES)
     others = (path.read_text(encoding="utf-8-sig", errors="replace").splitlines() for path in unread)
-    firsts = {line.split()[0] for content in (*lines.values(), *others) for line in content if line.split()}
+    words_of = (line.split() for content in (*lines.values(), *others) for line in content)
+    firsts = {words[0] for words in words_of if len(words) >= 5}
     classes = (float(word) for word in firsts if is_number(word))
     highest = int(max((label for label in classes if label % 1 == 0 and 0 <= label < 1e18), default=0))
     note = Problem("note", str(folder), None, None, "no class names (data.yaml or classes.txt); classes are numbered")

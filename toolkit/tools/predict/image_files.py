@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
+from toolkit.base.files import folders_below
 from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
 from toolkit.data.formats.coco import read_annotations
 from toolkit.data.formats.json_stream import items_of
@@ -51,7 +52,10 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
         if path.is_file():
             here = [path]
         else:
-            matches = path.rglob("*") if path.is_dir() else glob.glob(str(path), recursive=True)
+            if path.is_dir():
+                matches = [entry for folder in folders_below(path) for entry in folder.iterdir()]
+            else:
+                matches = glob.glob(str(path), recursive=True)
             here = [file for file in map(Path, sorted(matches)) if _is_image_file(file, leave_out)]
         if not here:
             what = "holds no image files" if path.is_dir() else "no such file or folder, and no image file matches it"
