@@ -9,6 +9,7 @@ Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from toolkit.models import options_class
 from toolkit.models.final import load_weights
 from toolkit.run.open_run import open_script
 from toolkit.run.settings_file import load_config_dict, newest_config
-from toolkit.step.nan_report import describe_finding, load_report, replay
+from toolkit.step.nan_report import describe_finding, load_named_state, load_report, replay
 from toolkit.tools.predict.open import add_flags, rebuild_detector
 from toolkit.tools.replay.session import loop_of_script, weights_as_they_were, window_of_report
 
@@ -48,10 +49,22 @@ def main(arguments: list[str] | None = None) -> int:
         again = loop_of_script(script, newest_config(run), report, batches, detector, extra)
     else:
         again = window_of_report(detector, weights_as_they_were(detector, report), report, batches)
-    finding = replay(detector, report, batches, again)
+    finding = replay(detector, report, batches, again, load_named_state(folder))
     print(f"run again: {describe_finding(finding)}")
-    print("reproduced" if finding["reproduced"] else "not reproduced: something else happened this time")
+    print(_verdict(finding))
     return 0 if finding["reproduced"] else 1
+
+
+def _verdict(finding: Mapping) -> str:
+    if finding["reproduced"]:
+        return "reproduced"
+    if lacking := finding["lacking"]:
+        names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+        return (
+            f"not reproduced: this report does not hold {names}, because an older version of the toolkit wrote it; "
+            "report.txt above says all that it knows"
+        )
+    return "not reproduced: something else happened this time"
 
 
 if __name__ == "__main__":

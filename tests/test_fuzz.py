@@ -47,7 +47,7 @@ from toolkit.models.weights.backbone_file import timm_model_from_file
 from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.run.command_line import parse_config
 from toolkit.run.open_run import open_run
-from toolkit.step.nan_report import diagnose, load_report, write_report
+from toolkit.step.nan_report import diagnose, load_named_state, load_report, write_report
 from toolkit.tools.predict.image_files import given_boxes, image_ids_of
 from toolkit.tools.predict.open import open_predictor, report_thresholds
 from toolkit.tools.predict.video import Video, VideoWriter
@@ -341,7 +341,9 @@ def film(folder: Path) -> None:
 
 
 def guard_report(folder: Path) -> None:
-    load_report(next(folder.glob("nan/*/rank0")))
+    report = next(folder.glob("nan/*/rank0"))
+    load_report(report)
+    load_named_state(report)
 
 
 def predictions(folder: Path) -> None:

@@ -22,7 +22,7 @@ from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
-from toolkit.step.nan_report import diagnose, load_report, replay
+from toolkit.step.nan_report import STATE, diagnose, load_named_state, load_report, replay
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.tools.replay.session import window_of_report
 
@@ -162,6 +162,60 @@ def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):
     assert newest_valid(tmp_path / "checkpoints")[0].step == 0  # nothing newer was written
     (report,) = tmp_path.glob("nan/*/rank0")
     assert load_report(report)[0]["where"] == "state"
+
+
+def with_all_state(t):
+    """A training of which everything that can break is there; the tensors by the names that reports have for them."""
+    t.detector.norm = nn.BatchNorm1d(2)
+    t.guard.watch(t.detector)
+    t.guard.snapshot(t.detector)
+    t.ema = Ema(t.detector, 0.9)
+    t.weights = LossWeights(["loss_ce"], {"loss_ce": "learned"}, {"loss_ce": 1.0})
+    t.optimizer = torch.optim.Adam([{"params": [*t.detector.norm.parameters()], "name": "main"}], lr=0.1)
+    t.detector.norm(torch.rand(3, 2)).sum().backward()
+    t.optimizer.step()
+    critic = t.extra["critic"] = nn.Linear(1, 1)
+    return {
+        "weight norm.weight": t.detector.norm.weight, "buffer norm.running_var": t.detector.norm.running_var,
+        "moving average of norm.bias": t.ema.module.norm.bias,
+        "exp_avg_sq of norm.bias": t.optimizer.state[t.detector.norm.bias]["exp_avg_sq"],
+        "loss weight log_variances.loss_ce": t.weights.log_variances["loss_ce"], "t.extra critic.weight": critic.weight,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("found", ["in a window", "where a save is due"])
+@pytest.mark.parametrize("name", list(with_all_state(make_training(None))))
+def test_a_report_holds_the_state_that_broke_and_is_replayed(tmp_path, name, found):
+    """Only weights are part of the model's state in every report: the rest said 'something else happened this time'."""
+    t = ready(tmp_path)
+    broken = with_all_state(t)[name]
+    if found == "in a window":
+        with torch.no_grad():
+            broken.view(-1)[0] = NAN
+        t.guard.snapshot(t.detector)
+        with pytest.raises(StoppedByGuard, match=name):
+            t.accepts(WINDOW, reduced_of(t, state_finite=0.0))
+    else:
+        t.pace = Pace(save_every=1)
+        assert t.accepts(WINDOW, reduced_of(t))
+        t.step += 1
+        with torch.no_grad():
+            broken.view(-1)[0] = NAN
+        with pytest.raises(StoppedByGuard, match=name):
+            t.evaluate_and_save(0.0)
+    (folder,) = tmp_path.glob("nan/*/rank0")
+    report, window, state, _ = load_report(folder)
+    assert (report["where"], report["nonfinite_state"]) == ("state", [name])
+    t.detector.load_state_dict(state)
+    again = replay(t.detector, report, window, list, load_named_state(folder))
+    assert (again["reproduced"], again["nonfinite_state"], again["lacking"]) == (True, [name], [])
+
+    (folder / STATE).unlink()  # as older versions left them
+    with torch.no_grad():
+        t.detector.norm.running_var.fill_(1.0)
+    older = replay(t.detector, report, window, list, load_named_state(folder))
+    is_weight = name.startswith("weight")
+    assert (older["reproduced"], older["lacking"]) == (is_weight, [] if is_weight else [name])
 
 
 @pytest.mark.parametrize("due", ["save", "signal", "evaluation", "end"])

@@ -33,7 +33,7 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
         t.optimizer.step()
         t.optimizer.zero_grad()
         return
-    message = _report(t, action, broken)
+    message = _report(t, action, broken, in_window=True)
     drop_gradients(t.weights)
     if (scaler := t.accelerator.scaler) is not None:
         scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
@@ -92,6 +92,12 @@ def broken_state(t, in_window: bool = False) -> list[str]:
     return list(dict.fromkeys(name for names in of_ranks for name in names))
 
 
+def _named_tensors(t, names: Sequence[str], in_window: bool) -> dict[str, Tensor]:
+    """The tensors of this rank that `broken_state` names."""
+    named = ((" ".join(kind_and_name), tensor) for kind_and_name, tensor in state_of(t, in_window))
+    return {name: tensor for name, tensor in named if name in names}
+
+
 def in_words(broken: Sequence[str]) -> str:
     """Names the first non-finite tensors."""
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
@@ -111,7 +117,8 @@ def state_is_sound(t) -> bool:
     if not broken:
         return True
     action = t.guard.decide(t.step, {}, 0.0, faults=[in_words(broken)])
-    follow(t, action, _report(t, action, broken) if t.under_way else t.guard.reason, broken)
+    message = _report(t, action, broken, in_window=False) if t.under_way else t.guard.reason
+    follow(t, action, message, broken)
     return False
 
 
@@ -162,7 +169,11 @@ def _go_back(t) -> str:
 # ---------------------------------------------------------------- the report
 
 
-def _report(t, action: Action, broken: Sequence[str]) -> str:
+def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
+    """Writes the report of this rank, if something is broken on it; returns the message for the log.
+
+    broken, in_window: what `broken_state` found, and how it looked.
+    """
     window, denominators, reduced = t.under_way
     scaler, rank = t.accelerator.scaler, t.accelerator.process_index
     scale = scaler.get_scale() if scaler is not None else 1.0
@@ -182,8 +193,12 @@ def _report(t, action: Action, broken: Sequence[str]) -> str:
     def run_again() -> list[dict]:
         return rerun_window(t.detector, t.weights, window, denominators, **where)
 
-    finding = {"where": "state", "nonfinite_state": list(broken)} if broken else None
-    if finding is None and unusable_rate(t.optimizer.param_groups):
+    finding = None
+    tensors = _named_tensors(t, broken, in_window)
+    if broken:
+        of_this_rank = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+        finding = {"where": "state" if of_this_rank else "unknown", "nonfinite_state": of_this_rank}
+    elif unusable_rate(t.optimizer.param_groups):
         finding = {"where": "rate"}
     extra = t.extra.state_dict()
-    return investigate(t.guard, t.detector, run_again, t.folder, window, where | context, finding, extra)
+    return investigate(t.guard, t.detector, run_again, t.folder, window, where | context, finding, extra, tensors)

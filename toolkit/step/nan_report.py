@@ -23,6 +23,7 @@ from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard, boxes_finite
 
 EXTRA = "extra.pt"
+STATE = "state.safetensors"
 RunWindow = Callable[[], Sequence[Mapping[str, Tensor]]]  # gives the losses of each micro-batch
 Facts = Mapping[str, Any]
 MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
@@ -52,6 +53,7 @@ def investigate(
     context: Facts,
     stated: Facts | None = None,
     extra: Facts | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> str:
     """Finds out what broke, lets each rank at fault write its report, and leaves buffers and gradients clean.
 
@@ -68,11 +70,14 @@ def investigate(
         stated: the finding, where it is no matter of the window, which is not run again then: `where` is "state", with
             what was not finite before it began in `nonfinite_state`, or "rate".
         extra: state that the script adds to the run, for replaying.
+        tensors: by name, those that a finding "state" is about. The model's own state does not hold them all: moving
+            averages and optimizer state are no part of it, and its buffers are put back.
 
     Returns:
         The message for the log and status.json: what, where, on which ranks; the same on every rank.
     """
     rank, _ = world()
+    tensors = {name: _plain(tensor) for name, tensor in (tensors or {}).items()}
     guard.restore(model)
     drop_gradients(model)
     finding = _nothing_found() | (stated or {})
@@ -88,7 +93,7 @@ def investigate(
     if rank in broken_ranks:
         report = {**context, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
-        path = write_report(run_folder, report, batches, model.state_dict(), extra)
+        path = write_report(run_folder, report, batches, model.state_dict(), extra, tensors)
     lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}")
     return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
 
@@ -181,9 +186,15 @@ def rerun_window(
 
 
 def write_report(
-    run_folder: Path, report: Facts, batches: Sequence[Batch], state: Mapping[str, Tensor], extra: Facts | None = None
+    run_folder: Path,
+    report: Facts,
+    batches: Sequence[Batch],
+    state: Mapping[str, Tensor],
+    extra: Facts | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> Path | None:
-    """Writes report.json, report.txt, batch_<i>.safetensors, model.safetensors (the state before the update), extra.pt.
+    """Writes report.json, report.txt, batch_<i>.safetensors, model.safetensors (the state before the update), extra.pt,
+    and state.safetensors (`tensors` of `investigate`).
 
     Returns:
         The folder `<run_folder>/nan/step_000123/rank0` (rank0_2, ... when that step failed before); None, with a
@@ -198,10 +209,12 @@ def write_report(
     try:
         folder.mkdir(parents=True)
         for i, batch in enumerate(batches):
-            tensors, rest = _split_batch(batch)
-            save_file(tensors, folder / f"batch_{i}.safetensors", metadata={"targets": json.dumps(rest)})
+            of_batch, rest = _split_batch(batch)
+            save_file(of_batch, folder / f"batch_{i}.safetensors", metadata={"targets": json.dumps(rest)})
         if len(list(nan_folder.glob("step_*/rank*/model.safetensors"))) < MAX_FULL_REPORTS:
             save_file({k: _plain(v) for k, v in state.items()}, folder / "model.safetensors")
+            if tensors:
+                save_file(dict(tensors), folder / STATE)
         if extra:
             torch.save(extra, folder / EXTRA)
         (folder / "report.json").write_text(json.dumps(_jsonable(report), indent=1))
@@ -221,6 +234,9 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
     folder = Path(folder)
     needed = ("report.json", "batch_0.safetensors", "model.safetensors")
     missing = [name for name in needed if not (folder / name).exists()]
+    if missing == ["model.safetensors"]:
+        why = f"only the first {MAX_FULL_REPORTS} reports of a run have the weights"
+        raise BadInput(f"{folder}: no model.safetensors: {why}; give one of those")
     if missing:
         raise BadInput(f"{folder}: no {', '.join(missing)}; expected the folder of one rank, <run>/nan/step_*/rank*")
     files = sorted(folder.glob("batch_*.safetensors"), key=lambda path: (len(path.name), path.name))
@@ -233,22 +249,40 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
         raise BadInput(f"{folder}: the report cannot be read: {reason[:300]}") from error
 
 
-def replay(detector: nn.Module, report: Facts, batches: Sequence[Batch], run_window: RunWindow) -> dict:
+def load_named_state(folder: str | Path) -> dict[str, Tensor]:
+    """The tensors that a report of where "state" is about, by the names that it has for them, such as "exp_avg_sq of
+    head.weight"; none of other reports, and of those of older versions.
+
+    Raises:
+        BadInput: the file cannot be read.
+    """
+    path = Path(folder) / STATE
+    try:
+        return load_file(path) if path.exists() else {}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise BadInput(f"{path}: the state of the report cannot be read: {str(error)[:300]}") from error
+
+
+def replay(
+    detector: nn.Module,
+    report: Facts,
+    batches: Sequence[Batch],
+    run_window: RunWindow,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> dict:
     """Runs a reported window again on a detector that holds the report's model state.
 
-    run_window: `rerun_window` of the report, or the loop of the script itself.
+    run_window: `rerun_window` of the report, or the loop of the script itself. tensors: of `load_named_state`.
 
     Returns:
         `diagnose`'s finding, and `reproduced`: whether the same thing broke in the same place. Of a state that was not
-        finite before the window, whether the reported weights are not.
+        finite before the window, whether the reported one is not; `lacking`: the names of what the report says to have
+        been broken and does not hold.
     """
     if report["where"] == "rate":
-        return _nothing_found() | {"where": "rate", "batch": [], "reproduced": True}
+        return _nothing_found() | {"where": "rate", "batch": [], "lacking": [], "reproduced": True}
     if report["where"] == "state":
-        broken = [f"weight {name}" for name, p in detector.named_parameters() if _is_broken(p)]
-        broken += [f"buffer {name}" for name, b in detector.named_buffers() if _is_broken(b)]
-        broken = [name for name in broken if name in report["nonfinite_state"]]
-        return _nothing_found() | {"where": "state", "nonfinite_state": broken, "batch": [], "reproduced": bool(broken)}
+        return _look_at_state(detector, report["nonfinite_state"], tensors or {})
     finding = _nothing_found()
     if boxes_finite(batches):
         finding = diagnose(detector.train(), run_window, float(report.get("scale") or 1.0))
@@ -259,7 +293,18 @@ def replay(detector: nn.Module, report: Facts, batches: Sequence[Batch], run_win
     # "unknown": what the script adds was not run again then
     same_place = report["where"] == "unknown" or all(finding[key] == report[key] for key in same)
     again = finding["where"] != "unknown" and same_place
-    return {**finding, "reproduced": again}
+    return {**finding, "lacking": [], "reproduced": again}
+
+
+def _look_at_state(detector: nn.Module, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict:
+    """The finding of `replay` about state that was not finite before the window."""
+    held = {f"weight {name}": parameter for name, parameter in detector.named_parameters()}
+    held |= {f"buffer {name}": buffer for name, buffer in detector.named_buffers() if _is_broken(buffer)}  # not put back
+    held |= tensors
+    broken = [name for name in names if name in held and _is_broken(held[name])]
+    lacking = [name for name in names if name not in held]
+    found = {"where": "state", "nonfinite_state": broken, "batch": [], "lacking": lacking}
+    return _nothing_found() | found | {"reproduced": bool(broken)}
 
 
 @contextmanager
