@@ -53,7 +53,7 @@ def export(arguments: argparse.Namespace) -> bool:
     for file, problem in problems.items():
         print(f"{out / file}: {problem}; it is now {file}.wrong", file=sys.stderr)
     content = {"source": trained.source, "files": [asdict(line) for line in lines], "graphs": graphs}
-    (out / "export.json").write_text(json.dumps(content, indent=2) + "\n")
+    (out / "export.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(lines_as_table(lines))
     if graphs:
         print(f"\n{graphs_as_table(graphs)}")

@@ -51,7 +51,7 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
                 return ""
         finally:
             run.stop(saving=False)  # nothing of it is kept
-        text = output.read_text(errors="replace")
+        text = output.read_text(errors="replace", encoding="utf-8")
     if run.process.returncode == -9 or any(phrase in text for phrase in OUT_OF_MEMORY):
         return "out of memory"
     if TOO_FEW_IMAGES in text:

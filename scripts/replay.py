@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
     load_weights(detector, state, folder)
     detector.to(memory_format=torch.channels_last)  # as in training: the same sums
-    print((folder / "report.txt").read_text())
+    print((folder / "report.txt").read_text(encoding="utf-8"))
     script, remark = open_script(read_json_object(run / "environment.json").get("script"))
     if remark:
         print(remark)

@@ -1,6 +1,7 @@
 """Data as annotation tools leave them: what a row, a name or a link means is decided, or named as a fault."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -511,6 +512,12 @@ def test_predictions_for_folders_of_pictures_are_read(tmp_path, source, names):
     boxes = predicted(tmp_path, names, ["voc", "yolo"])
     folder = tmp_path / "out" / ("" if source == "annotations" else source)
     assert boxes_of(folder, image_dir=str(tmp_path / "pictures")) == boxes
+
+
+def test_predictions_for_a_name_that_is_not_utf_8_are_not_lost(tmp_path):
+    predicted(tmp_path, ["a.png", os.fsdecode(b"b\xc3\xff.png")], ["json", "jsonl", "coco", "yolo", "voc", "csv"])
+    assert "b\ufffd\ufffd.png" in (tmp_path / "out" / "predictions.csv").read_text(encoding="utf-8")
+    assert len(list((tmp_path / "out" / "annotations").glob("*.xml"))) == 2
 
 
 def test_labels_without_images_say_what_to_give(tmp_path):

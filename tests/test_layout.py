@@ -181,6 +181,31 @@ def test_a_module_has_one_topic_and_says_which():
     assert len(faults_of(bad)) == 3, "each fault would be noticed"
 
 
+def texts_without_encoding(source: str) -> list[str]:
+    """Calls that read or write a text file in the encoding of the machine, which may be ASCII."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
+            continue
+        name = ast.unparse(node.func).rsplit(".")[-1]
+        is_text = {"read_text": not node.args, "write_text": len(node.args) == 1}.get(name, False)
+        if ast.unparse(node.func) == "open":
+            modes = [ast.unparse(argument) for argument in node.args[1:2]]
+            is_text = not any("b" in mode for mode in modes)
+        if is_text:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_text_files_are_utf_8_on_every_machine():
+    files = [*MODULES, *(ROOT / "scripts").glob("*.py")]
+    wrong = {str(path.relative_to(ROOT)): texts_without_encoding(path.read_text()) for path in files}
+    assert not {path: calls for path, calls in wrong.items() if calls}
+    good = 'open(path, "rb")\npath.read_text("utf-8")\nopen(path, encoding="utf-8")\n'
+    bad = 'open(path)\nopen(path, "w")\npath.read_text()\npath.write_text(text)\n'
+    assert len(texts_without_encoding(good + bad)) == 4, "each fault would be noticed"
+
+
 def test_no_path_of_a_machine_is_tracked():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:

@@ -33,6 +33,11 @@ def escaped(text: object, limit: int = 80) -> str:
     return _first(head, limit - limit // 3 - 3) + "..." + _first(tail[::-1], limit // 3)[::-1]
 
 
+def in_utf_8(name: str) -> str:
+    """The name of a file as a text that UTF-8 can hold; a system may have names that are not in its own encoding."""
+    return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+
+
 def shown(text: object, limit: int = 80) -> str:
     """`escaped`; right-to-left text is closed off from what stands beside it, so that numbers keep their place."""
     text = escaped(text, limit)
@@ -103,7 +108,7 @@ class _Lasting:
             self._drop()
 
     def _drop(self) -> None:
-        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+        with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())  # for what the stream still holds, and child processes
 
 

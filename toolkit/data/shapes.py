@@ -172,7 +172,7 @@ def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) 
         "rel_annotations": relations,
         "attribute_categories": _numbered(ATTRIBUTES),
     }
-    (out / "annotations" / f"{split}.json").write_text(json.dumps(document))
+    (out / "annotations" / f"{split}.json").write_text(json.dumps(document), encoding="utf-8")
 
 
 def _numbered(names: Sequence[str]) -> list[dict]:

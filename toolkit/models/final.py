@@ -74,7 +74,7 @@ def save_detector_folder(
     save_file(weights, folder / "model.safetensors")
     options = without_machine(detector.resolved_options())  # `pretrained` may be a path of this machine
     config = {"format": FORMAT, "model": options, "processor_size": processor_size}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_about(folder, categories)
 
 
@@ -118,7 +118,7 @@ def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], sourc
 def _write_about(folder: Path, categories: Sequence) -> None:
     """The classes, and the model card."""
     table = [{"label": i, "id": category.id, "name": category.name} for i, category in enumerate(categories)]
-    (folder / "categories.json").write_text(json.dumps(table, indent=2) + "\n")
+    (folder / "categories.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     write_card = index.tool("model_card")
     write_card(folder, [category.name for category in categories])
 

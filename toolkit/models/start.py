@@ -73,7 +73,7 @@ def start_detector(
         table = _loaded(detector, source, class_names, given, options.fresh_prefixes)
         say("\n".join([f"weights of {name}:", *source.notes, table.summary()]))
         if is_main:
-            (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n")
+            (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n", encoding="utf-8")
     freeze_prefixes(detector, options.freeze_prefixes)
     return detector
 

@@ -94,7 +94,7 @@ def _read(arguments: list[str], environment: Mapping[str, str], folder: Path) ->
     path = None if file is None else folder / file
     if path is None or not path.is_file():
         return Launch(flags, None, {}, environment)
-    settings = yaml.safe_load(path.read_text())  # JSON too
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON too
     return Launch(flags, path, settings if isinstance(settings, dict) else {}, environment)
 
 

@@ -217,8 +217,8 @@ def write_report(
                 save_file(dict(tensors), folder / STATE)
         if extra:
             torch.save(extra, folder / EXTRA)
-        (folder / "report.json").write_text(json.dumps(_jsonable(report), indent=1))
-        (folder / "report.txt").write_text(_text(report, folder))
+        (folder / "report.json").write_text(json.dumps(_jsonable(report), indent=1), encoding="utf-8")
+        (folder / "report.txt").write_text(_text(report, folder), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         warnings.warn(f"{folder}: the report of the NaN guard could not be written: {error}", stacklevel=2)
         return None
@@ -241,7 +241,7 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
         raise BadInput(f"{folder}: no {', '.join(missing)}; expected the folder of one rank, <run>/nan/step_*/rank*")
     files = sorted(folder.glob("batch_*.safetensors"), key=lambda path: (len(path.name), path.name))
     try:
-        report = json.loads((folder / "report.json").read_text())
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         extra = torch.load(folder / EXTRA, weights_only=True) if (folder / EXTRA).exists() else {}
         return report, [_join_batch(path) for path in files], load_file(folder / "model.safetensors"), extra
     except Exception as error:  # noqa: BLE001 - what a foreign file makes these readers raise is not a closed list

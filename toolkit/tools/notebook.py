@@ -54,7 +54,7 @@ def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> Mod
         indent = after[at[0]][: -len(after[at[0]].lstrip())]
         after[at[0] + 1 : at[0] + 1] = [f"{indent}{line}\n" for line in added.splitlines()]
     path = Path(file).resolve()
-    path.write_text("".join(after))
+    path.write_text("".join(after), encoding="utf-8")
     print("".join(difflib.unified_diff(before, after, f"{name}.py", path.name, n=1)))
     module = load_script(path, path.stem)
     module.DEFAULT_CONFIG = import_script(name).DEFAULT_CONFIG  # a script finds it by its own place

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
+from toolkit.base.text import in_utf_8
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats.annotated import (
     ALL,
@@ -122,7 +123,12 @@ def write_csv(labelled: LabelledImages, path: Path) -> None:
         out = csv.DictWriter(file, header, extrasaction="ignore")
         out.writeheader()
         for image, boxes in labelled.by_image():
-            about = {"image": image.file_name, "width": image.width, "height": image.height, "image_id": image.image_id}
+            about = {
+                "image": in_utf_8(image.file_name),
+                "width": image.width,
+                "height": image.height,
+                "image_id": image.image_id,
+            }
             for label, xyxy, score, crowd in boxes:
                 category, corners = labelled.categories[label], dict(zip(HEADERLESS[1:5], digits(xyxy), strict=True))
                 of_box = {"label": category.name, "iscrowd": int(crowd), "score": score, "category_id": category.id}

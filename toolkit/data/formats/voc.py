@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, folders_below, without_suffix
+from toolkit.base.text import in_utf_8
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
@@ -109,7 +110,7 @@ def write_voc(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> N
     Corners are written as `read` takes them: pixels from 0.
     """
     for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
-        root, path = ElementTree.Element("annotation"), PurePosixPath(image.file_name)
+        root, path = ElementTree.Element("annotation"), PurePosixPath(in_utf_8(image.file_name))
         _add(root, {"folder": path.parent.name, "filename": path.name})
         _add(ElementTree.SubElement(root, "size"), {"width": image.width, "height": image.height, "depth": 3})
         for label, xyxy, score, crowd in boxes:

@@ -88,7 +88,7 @@ def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> 
                 lines.append(f"{label} {' '.join(map(repr, numbers))}\n")
         target = folder / f"{without_suffix(name)}.txt"
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("".join(lines))
+        target.write_text("".join(lines), encoding="utf-8")
 
 
 def _label_name(name: str) -> str:

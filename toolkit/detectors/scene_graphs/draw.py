@@ -50,7 +50,7 @@ def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
         }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(graphs, indent=1))
+    path.write_text(json.dumps(graphs, indent=1), encoding="utf-8")
     return path
 
 

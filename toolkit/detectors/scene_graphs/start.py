@@ -83,7 +83,7 @@ def start_scene_graph(
         loaded = model.load_detector_weights(source.tensors)
         say(f"weights of the detector {source.name}:\n{loaded.summary()}")
         if world()[0] == 0:
-            (folder / "detector_weights.txt").write_text(loaded.table() + "\n")
+            (folder / "detector_weights.txt").write_text(loaded.table() + "\n", encoding="utf-8")
     return model
 
 

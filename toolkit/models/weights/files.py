@@ -60,7 +60,7 @@ def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
     file = path.with_suffix(suffix)
     if not file.is_file():
         return known
-    names = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(names) != len(known):
         what = "classes" if suffix == ".names" else "predicates"
         raise BadInput(f"{file}: {len(names)} names, but {path.name} has {len(known)} {what}")

@@ -52,8 +52,8 @@ def write_outputs(
         elif name == "yolo":
             write_yolo(inside, folder / "labels", names)
             (folder / "labels").mkdir(exist_ok=True)
-            names_text = "".join(f"{category.name}\n" for category in detections.categories)
-            (folder / "labels" / "classes.txt").write_text(names_text)
+            names_text = "".join(f"{' '.join(category.name.split())}\n" for category in detections.categories)
+            (folder / "labels" / "classes.txt").write_text(names_text, encoding="utf-8")
         elif name == "voc":
             write_voc(inside, folder / "annotations", names)
         elif name == "csv":
