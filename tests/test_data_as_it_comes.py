@@ -156,6 +156,32 @@ def test_class_files_of_annotation_tools(tmp_path):
     assert recognise(folder).format == "yolo" and open_dataset("train", path=folder).class_names == ["cat", "dog"]
 
 
+def test_the_export_of_cvat(tmp_path):
+    picture(tmp_path / "obj_train_data" / "a.png")
+    (tmp_path / "obj_train_data" / "a.txt").write_text("1 .5 .5 .2 .2")
+    (tmp_path / "obj.names").write_text("cat\ndog\n")
+    (tmp_path / "train.txt").write_text("data/obj_train_data/a.png\n")
+    assert boxes_of(tmp_path) == [[BOX]] and open_dataset("train", path=tmp_path).class_names == ["cat", "dog"]
+
+
+def test_what_a_yaml_file_says_and_does_not_hold_is_said(tmp_path):
+    row = {"a": "0 .5 .5 .2 .2"}
+    folder = yolo(tmp_path / "gone", row, "names: [a]\ntrain: images\nval: ../valid/images\n")
+    assert recognise(folder).splits == ("train",)
+    assert "not there: val (data.yaml names " in str(recognise(folder))
+    folder = yolo(tmp_path / "count", row, f"nc: 3\n{ONE_CLASS}")
+    problems = [problem.message for problem in open_dataset("train", path=folder).problems]
+    assert problems == ["`nc` is 3, and `names` has 1; `names` counts"]
+    folder = yolo(tmp_path / "odd", row, "names: [[a], b]\ntrain: images\nval: images\n")
+    with pytest.raises(BadInput, match=r"`names` of the YAML file: \['a'\] is not a name"):
+        open_dataset("train", path=folder)
+    folder = yolo(tmp_path / "encoded", row)
+    (folder / "data.yaml").write_text(ONE_CLASS, encoding="utf-16")
+    with pytest.raises(BadInput) as error:
+        open_dataset("train", path=folder)
+    assert error.value.problems[1].startswith("error: data.yaml: cannot be read as YAML in UTF-8")
+
+
 def test_splits_may_each_list_the_classes(tmp_path):
     folder = tmp_path
     for number, split in enumerate(("train", "valid")):

@@ -21,19 +21,22 @@ NOT_STREAMED = (
 
 @dataclass(frozen=True)
 class RecognisedFolder:
-    """The format and the splits of a folder, the formats that it could be read as too, and files that are not read."""
+    """The format and the splits of a folder, the formats that it could be read as too, files that are not read, and
+    splits that it names and that are not there."""
 
     path: Path
     format: str
     splits: tuple[str, ...]
     others: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         splits = "not split" if self.splits == (ALL,) else f"splits {', '.join(self.splits)}"
         also = f"; it can be read as {', '.join(self.others)} too (data.format)" if self.others else ""
         years = voc.together(self.path) if self.format == "voc" else ""
-        title = f"{self.path}: {FOLDERS[self.format].TITLE}{years}, {splits}{also}"
+        gone = f"; not there: {', '.join(self.missing)}" if self.missing else ""
+        title = f"{self.path}: {FOLDERS[self.format].TITLE}{years}, {splits}{also}{gone}"
         if not self.unused:
             return title
         named = ", ".join(self.unused[:5]) + ", ..." * (len(self.unused) > 5)
@@ -68,7 +71,8 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
         raise BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
     name, *others = matches
     unused = FOLDERS[name].unused(path) if name in ("coco", "csv") else ()
-    return RecognisedFolder(path, name, matches[name], tuple(others), tuple(unused))
+    missing = yolo.missing(path) if name == "yolo" else ()
+    return RecognisedFolder(path, name, matches[name], tuple(others), tuple(unused), tuple(missing))
 
 
 def split_in(folder: RecognisedFolder, split: str) -> str:

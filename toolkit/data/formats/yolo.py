@@ -20,8 +20,10 @@ from toolkit.data.formats.annotated import (
     images_in,
     open_annotated,
     ordered,
+    split_of,
 )
 from toolkit.data.formats.yolo_rows import UNSAID, Rows, is_number, numbers_of
+from toolkit.data.formats.yolo_yaml import settings_of, unread
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 
@@ -36,22 +38,34 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
     Known are `data.yaml` (any YAML file with `names` and `train` or `val`), whose splits are folders, lists of folders
     or text files that list images; and without it `train/images` with `train/labels`, `images/train` with
-    `labels/train`, and one folder without splits.
+    `labels/train`, `obj_train_data` of CVAT, and one folder without splits.
     """
-    _, settings = _settings(folder)
+    _, settings = settings_of(folder)
     if settings:
-        splits = [split for split in SPLIT_NAMES if _entry(settings, split)]
-        return ordered(s for s in splits if all(path.exists() for path in _located(folder, settings, s))) or None
+        named = [split for split in SPLIT_NAMES if _entry(settings, split)]
+        return ordered(split for split in named if not _missing_of(folder, settings, split)) or None
     splits = [name for name in SPLIT_NAMES if _plain_folders(folder, name)]
     return ordered(splits) or ((ALL,) if _plain_folders(folder, ALL) else None)
 
 
+def missing(folder: Path) -> list[str]:
+    """Splits that data.yaml names and that are not there, with what it names; on other computers they may be."""
+    file, settings = settings_of(folder)
+    gone = {split: _missing_of(folder, settings, split) for split in SPLIT_NAMES if _entry(settings, split)}
+    return [f"{split} ({file.name} names {', '.join(map(str, paths))})" for split, paths in gone.items() if paths]
+
+
+def _missing_of(folder: Path, settings: dict, split: str) -> list[Path]:
+    return [path for path in _located(folder, settings, split) if not path.exists()]
+
+
 def labels_alone(folder: Path) -> Path | None:
     """The folder of label files whose images lie elsewhere, as predict.py writes it; None: there is none."""
-    for labels in (folder / LABEL_FOLDER, folder):
-        if labels.is_dir() and any(map(_is_label_folder, folders_below(labels))):
-            return labels
-    return None
+    labels = folder / LABEL_FOLDER
+    if labels.is_dir() and any(map(_is_label_folder, folders_below(labels))):
+        return labels
+    is_named_so = folder.name == LABEL_FOLDER and any(map(_is_label_folder, folders_below(folder)))
+    return folder if is_named_so or _is_label_folder(folder) else None
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
@@ -73,7 +87,7 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
     copy_images(table, folder / "images" / split, link, names)
     write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
     entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
-    settings = _settings(folder)[1] | entries
+    settings = settings_of(folder)[1] | entries
     (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
@@ -96,39 +110,6 @@ def _label_name(name: str) -> str:
     return without_suffix(name).lower()
 
 
-def _settings(folder: Path) -> tuple[Path | None, dict]:
-    """The YAML file that names classes and splits, and what it says; None and {} where there is none."""
-    paths = (*folder.glob("*.yaml"), *folder.glob("*.yml")) if folder.is_dir() else ()
-    for path in sorted(paths, key=lambda path: (path.stem != "data", path.name)):
-        try:
-            content = _load_yaml(path.read_text(encoding="utf-8-sig"))
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-            continue
-        if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
-            return path, content
-    return None, {}
-
-
-class _NamesAsWritten(yaml.SafeLoader):
-    """YAML without the types that turn a name into something else: `yes`, `007`, `null`, `1.0` stay what they are."""
-
-
-# Numbers stay numbers where they are keys or counts: those of `names: {0: cat}`, `nc`, `kpt_shape`.
-_NamesAsWritten.yaml_implicit_resolvers = {}
-
-
-def _load_yaml(text: str) -> object:
-    """The content of a YAML file, with class names as they are written.
-
-    Raises yaml.YAMLError, RecursionError.
-    """
-    content = yaml.safe_load(text)
-    if isinstance(content, dict) and isinstance(content.get("names"), list | dict):
-        names = yaml.load(text, _NamesAsWritten)["names"]  # a SafeLoader with fewer types
-        content["names"] = list(names) if isinstance(names, list) else dict(names)
-    return content
-
-
 def _entry(settings: dict, split: str):
     return next((settings[name] for name in SPLIT_NAMES[split] if settings.get(name)), None)
 
@@ -147,8 +128,10 @@ def _located(folder: Path, settings: dict, split: str) -> list[Path]:
 
 
 def _ends(path: str) -> list[str]:
-    """The last parts of a path, which may be one on another computer."""
-    return ["/".join(Path(path).parts[-count:]) for count in (3, 2, 1)]
+    """The last parts of a path, which may be one on another computer; not `images` of `valid/images`: all images."""
+    parts = Path(path).parts
+    counts = (3, 2) if len(parts) > 1 and split_of(parts[-2]) else (3, 2, 1)
+    return ["/".join(parts[-count:]) for count in counts]
 
 
 def _is_of_split(path: Path) -> bool:
@@ -161,8 +144,11 @@ def _plain_folders(folder: Path, split: str) -> Path | None:
     """The folder of a split's images, where there is no YAML file but there are label files."""
     names = SPLIT_NAMES.get(split, ("",))
     for name in names:
-        inside, beside = folder / name, (folder / "images" / name, folder / LABEL_FOLDER / name)
-        for images, labels in ((inside / "images", inside / LABEL_FOLDER), beside, (inside, inside)):
+        inside = folder / name
+        of_cvat = folder / f"obj_{name}_data"
+        inner = inside / "images", inside / LABEL_FOLDER
+        beside = folder / "images" / name, folder / LABEL_FOLDER / name
+        for images, labels in (inner, beside, (inside, inside), (of_cvat, of_cvat)):
             if images_in(images) and _is_label_folder(labels):
                 return images
     return None
@@ -185,7 +171,7 @@ def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Pat
 
     Raises BadInput: the images are not in `image_dir`, or not known.
     """
-    _, settings = _settings(folder)
+    _, settings = settings_of(folder)
     plain = None if settings else _plain_folders(folder, split)
     if settings or plain:
         sources = _located(folder, settings, split) if settings else [plain]
@@ -200,7 +186,7 @@ def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Pat
 
 def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Path], list[Path], dict]:
     """(image files of a split, folders and lists to watch, what the YAML file says)."""
-    file, settings = _settings(folder)
+    file, settings = settings_of(folder)
     files, watched = [], [file] if file else []
     for source in sources:
         if source.is_file():
@@ -256,6 +242,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
 
     lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
     names, problems = _names(folder, settings, lines)
+    problems += [] if settings else unread(folder)
     rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
     images = [ImageRow(number, os.path.relpath(file, root), None, None) for number, file in enumerate(files, start=1)]
     boxes = []
@@ -312,7 +299,13 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
     if given:
         if not isinstance(given, list):
             raise BadInput(f"{folder}: `names` of the YAML file is {given!r}; expected a list of names")
-        return [str(name) for name in given], []
+        if odd := [name for name in given if not isinstance(name, str)]:
+            raise BadInput(f"{folder}: `names` of the YAML file: {odd[0]!r} is not a name")
+        count = settings.get("nc")
+        if count is None or count == len(given):
+            return given, []
+        message = f"`nc` is {count!r}, and `names` has {len(given)}; `names` counts"
+        return given, [Problem("warning", str(folder), None, None, message)]
     images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
     label_folders = [labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")]
     if listed := _listed_names(folder, label_folders):
