@@ -18,13 +18,16 @@ from PIL import Image
 from scripts import check_data
 from toolkit.base.errors import BadInput
 from toolkit.data import image_sources
+from toolkit.data.dataset import DetectionDataset
 from toolkit.data.decoding import ImageError, decode_image, probe_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import listed_names
 from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.pipeline import loader_of_settings
+from toolkit.data.sampling import SampleKey
 from toolkit.data.shapes import make_shapes
+from toolkit.data.transforms.geometry import exact_transform
 from toolkit.run.settings import DataConfig
 
 
@@ -118,6 +121,21 @@ def test_batches_and_their_continuation_are_the_same(shapes, tmp_path, kind):
         found = batches(packed(kind, folder, tmp_path / str(workers)), workers, done)
         assert len(found) == len(expected) - done
         assert all(map(torch.equal, found, expected[done:]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_of_another_size_is_refused_wherever_it_lies(shapes, tmp_path, kind):
+    file, folder = shapes
+    document, name = json.loads(file.read_text()), sorted(path.name for path in folder.iterdir())[0]
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    Image.new("RGB", (20, 10)).save(other / name)
+    table = open_dataset(file, image_dir=packed(kind, other, tmp_path), check_images=False)
+    index = [entry["file_name"] for entry in document["images"]].index(name)
+    dataset = DetectionDataset(table, exact_transform(32))
+    dataset[SampleKey(0, (index + 1) % len(dataset))]
+    with pytest.raises(BadInput, match=rf"{name}: the picture has 20 x 10 pixels .*but 48 x 48 by the annotations"):
+        dataset[SampleKey(0, index)]
 
 
 def test_a_changed_archive_is_read_anew(shapes, tmp_path):

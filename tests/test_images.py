@@ -57,15 +57,43 @@ def test_16_bit_grey_is_scaled_not_clipped_and_other_values_are_refused():
             decode_image(encode(Image.fromarray(np.array(wrong, dtype)), "TIFF"))
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG"])
-def test_every_exif_orientation_as_pillow_has_it(format):
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[274] = orientation
+    return exif
+
+
+def xmp_of(orientation: int) -> bytes:
+    return f'<x xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="{orientation}"/>'.encode()
+
+
+def xmp_before_exif(data: bytes) -> bytes:
+    """A JPEG with a segment of XMP, which says no orientation, in front of all others: EXIF is not the first then."""
+    content = b"http://ns.adobe.com/xap/1.0/\0<x/>"
+    return data[:2] + b"\xff\xe1" + (len(content) + 2).to_bytes(2, "big") + content + data[2:]
+
+
+TURNED = {
+    "JPEG, EXIF": lambda turn: encode(scene(), "JPEG", exif=exif_of(turn)),
+    "JPEG, EXIF behind XMP": lambda turn: xmp_before_exif(encode(scene(), "JPEG", exif=exif_of(turn))),
+    "JPEG, XMP": lambda turn: encode(scene(), "JPEG", xmp=xmp_of(turn)),
+    "JPEG, both": lambda turn: encode(scene(), "JPEG", exif=exif_of(turn), xmp=xmp_of(9 - turn)),
+    "PNG, EXIF": lambda turn: encode(scene(), "PNG", exif=exif_of(turn)),
+    "WEBP, EXIF": lambda turn: encode(scene(), "WEBP", exif=exif_of(turn)),
+    "WEBP, XMP": lambda turn: encode(scene(), "WEBP", xmp=xmp_of(turn)),
+    "TIFF": lambda turn: encode(scene(), "TIFF", exif=exif_of(turn)),
+}
+
+
+@pytest.mark.parametrize("kind", TURNED)
+def test_every_orientation_as_pillow_has_it_in_file_and_header(kind):
+    """The check of the data goes by the header, training by the pixels: what they disagreed about had its boxes in
+    other places, in silence."""
     for orientation in range(1, 9):
-        exif = Image.Exif()
-        exif[274] = orientation
-        data = encode(scene(), format, exif=exif)
+        data = TURNED[kind](orientation)
         upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
         assert np.array_equal(decode_image(data).permute(1, 2, 0).numpy(), upright), orientation
-        assert probe_image(data).size_hw == upright.shape[:2]
+        assert probe_image(data).size_hw == upright.shape[:2], orientation
 
 
 MODES = {"JPEG": "L RGB CMYK YCbCr", "PNG": "1 L LA P RGB RGBA I;16", "TIFF": "1 L LA P RGB RGBA CMYK YCbCr I;16"}

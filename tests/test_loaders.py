@@ -213,6 +213,29 @@ def test_a_broken_file_is_one_clear_error(tmp_path, workers):
     assert "Traceback" not in str(error.value)
 
 
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_picture_of_another_size_is_not_trained_on(tmp_path, format, turned):
+    """It was replaced after the data were read: its boxes would lie in other places. Turned upright it fits again."""
+    table = write_images(tmp_path, 2)
+    height, width = table.sizes_hw()[1].tolist()
+    exif = Image.Exif()
+    exif[274] = 6
+    has_exif = format in ("JPEG", "PNG", "TIFF", "WEBP")
+    size = (height, width) if turned and has_exif else (width + 1, height)
+    Image.new("RGB", size).save(tmp_path / "1.jpg", format, **({"exif": exif} if turned and has_exif else {}))
+    dataset = DetectionDataset(table, TRANSFORM)
+    dataset[SampleKey(0, 0)]
+    if turned and has_exif:
+        dataset[SampleKey(0, 1)]
+        return
+    said = rf"^1\.jpg: image id 101 cannot be read: .*1\.jpg: the picture has {width + 1} x {height} pixels "
+    with pytest.raises(BadInput, match=said + rf"\(width x height\), but {width} x {height} by the annotations"):
+        dataset[SampleKey(0, 1)]
+    with pytest.raises(BadInput, match=said):
+        DetectionDataset(table, TRANSFORM, cache_images=True)
+
+
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETLEASE"), reason="Linux lets a process hold up those that open a file")
 @pytest.mark.parametrize("reader", ["check", "no worker", "worker"])
 def test_a_disk_that_stalls_at_an_image_is_waited_for_and_that_is_said(tmp_path, reader, monkeypatch):

@@ -1,5 +1,6 @@
 """Images left in Parquet files: the same data, read by row groups, each rank its own."""
 
+import shutil
 from dataclasses import replace
 
 import datasets
@@ -9,12 +10,14 @@ from samples import shapes_table
 
 from toolkit.base.errors import BadInput
 from toolkit.data import image_sources
+from toolkit.data.dataset import DetectionDataset
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import open_sources
 from toolkit.data.pipeline import blocks_of, loader_of_settings
-from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, block_order, rank_runs
+from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, SampleKey, block_order, rank_runs
 from toolkit.data.splits import hold_out
+from toolkit.data.transforms.geometry import exact_transform
 from toolkit.run.settings import DataConfig
 
 GROUP = 4  # images of a row group
@@ -47,6 +50,21 @@ def folder(tmp_path_factory, shapes):
 @pytest.fixture
 def table(folder, tmp_path):
     return open_dataset("train", path=folder, streaming=True, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_size_beside_an_embedded_image_that_it_has_not_is_said(folder, tmp_path, streaming):
+    """Streamed images are not looked at before training."""
+    shutil.copytree(folder / "data", tmp_path / "data")
+    file = sorted((tmp_path / "data").iterdir())[0]
+    rows = datasets.Dataset.from_parquet(str(file), cache_dir=str(tmp_path / "hf"))
+    rows.map(lambda row: {"width": 2 * row["width"]}, new_fingerprint="wider").to_parquet(str(file))
+    if not streaming:
+        with pytest.raises(BadInput, match="the upright image is 32 x 32 .*says 64 x 32"):
+            open_dataset("train", path=tmp_path, cache_dir=tmp_path / "cache")
+    table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c2", streaming=streaming, check_images=False)
+    with pytest.raises(BadInput, match="the picture has 32 x 32 pixels .*but 64 x 32 by the annotations"):
+        DetectionDataset(table, exact_transform(32))[SampleKey(0, 0)]
 
 
 def test_streamed_data_are_those_of_the_cache(folder, table, tmp_path):

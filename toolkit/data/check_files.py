@@ -131,9 +131,10 @@ def check_image(
         if isinstance(file, Stored):
             file = bytes(read_file(file, max_pixels)[1])  # once
         probe = probe_image(file, max_pixels)
+        height, width = probe.size_hw
         # an end marker shows a whole file; without one, decoding tells a cut file from one with something appended
         if full or (probe.format in TAIL and not _ends(file, *TAIL[probe.format])):
-            decode_image(file, max_pixels)
+            height, width = decode_image(file, max_pixels).shape[-2:]
     except ImageError as error:
         return [_problem(row, "error", error.reason)]
     problems = [_problem(row, "note", note) for note in probe.notes]
@@ -141,7 +142,6 @@ def check_image(
     if suffix in IMAGE_SUFFIXES and suffix not in EXTENSIONS.get(probe.format, {suffix}):
         message = f"content is {probe.format}, which does not match the extension {suffix}; read by its content"
         problems.append(_problem(row, "warning", message))
-    height, width = probe.size_hw
     if (width, height) != (row.width, row.height):
         message = f"size differs from the {source}: the upright image is {width} x {height} (width x height), "
         say = "say" if source.endswith("s") else "says"

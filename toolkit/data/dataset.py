@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.base.batch import Target
 from toolkit.base.errors import BadInput
-from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.decoding import ImageError
 from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import Sample, Transform, mirrored_predicates, recheck_boxes
@@ -101,7 +101,7 @@ class DetectionDataset(torch.utils.data.Dataset):
 
     def _decode(self, row: dict) -> Tensor:
         try:
-            return decode_image(self.table.image_source(row), self.table.max_image_pixels)
+            return self.table.decode_image(row)
         except ImageError as error:
             raise BadInput(f"{row['file_name']}: image id {row['image_id']} cannot be read: {error}") from error
 

@@ -4,6 +4,7 @@ import io
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.image_sources import Stored
 
 JPEG_START = b"\xff\xd8\xff"
+APP1 = 0xE1  # the segment of EXIF, and of XMP
+XMP_ORIENTATION = b"tiff:Orientation"
 EXTENSIONS = {
     "JPEG": {".jpg", ".jpeg", ".jpe", ".jfif"},
     "MPO": {".jpg", ".jpeg", ".mpo"},  # two JPEGs in one file, as some cameras write; the first is read
@@ -62,7 +65,7 @@ def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAG
     that it has more than `max_pixels`, and what is no file at all, such as a pipe that nobody writes to.
     """
     path, data = read_file(source, max_pixels)
-    if data[:3] == JPEG_START:
+    if data[:3] == JPEG_START and _orientation_is_in_exif(data):
         _check_pixels(_jpeg_size(data), max_pixels, path)
         try:
             # torchvision refuses truncated data, and rotates by EXIF only when told to
@@ -84,8 +87,11 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
     try:
         with io.BytesIO(source) if in_memory else open_file(path, max_pixels) as file, Image.open(file) as image:
             _check_pixels(image.size, max_pixels, path)
-            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-            size_hw = image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
+            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+            if is_turned and image.format == "TIFF":  # Pillow turns these itself, when they are opened or loaded
+                image.load()
+                is_turned = False
+            size_hw = image.size if is_turned else image.size[::-1]
             return ImageProbe(size_hw, _notes(image), image.format)
     except UnidentifiedImageError as error:
         _, data = read_file(source, max_pixels)  # says "empty" where that is the reason
@@ -151,22 +157,37 @@ def _check_pixels(size: tuple[int, int], max_pixels: int, path: Path | Stored | 
         raise ImageError(f"{size[0]} x {size[1]} pixels are more than data.max_image_pixels {max_pixels}", path)
 
 
-def _jpeg_size(data: bytearray) -> tuple[int, int]:
-    """Width and height that the frame header of a JPEG says; 0 where there is none before the pixels."""
+def _jpeg_segments(data: bytearray) -> Iterator[tuple[int, int]]:
+    """(marker, position) of each segment of a JPEG up to where its pixels begin."""
     at = 2
     while at + 9 <= len(data):
         marker = data[at + 1]
         if data[at] != 0xFF or marker in (0x00, 0xFF):  # fill bytes, or garbage, which decoders pass over
             at += 1
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            continue
+        yield marker, at
+        if marker == 0xDA:
+            return
+        alone = marker == 0x01 or 0xD0 <= marker <= 0xD9
+        at += 2 if alone else 2 + struct.unpack_from(">H", data, at + 2)[0]
+
+
+def _jpeg_size(data: bytearray) -> tuple[int, int]:
+    """Width and height that the frame header of a JPEG says; 0 where there is none before the pixels."""
+    for marker, at in _jpeg_segments(data):
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = struct.unpack_from(">HH", data, at + 5)
             return width, height
-        elif marker == 0xDA:
-            break
-        else:
-            alone = marker == 0x01 or 0xD0 <= marker <= 0xD9
-            at += 2 if alone else 2 + struct.unpack_from(">H", data, at + 2)[0]
     return 0, 0
+
+
+def _orientation_is_in_exif(data: bytearray) -> bool:
+    """Whether torchvision finds the orientation of a JPEG: it looks at the first APP1 segment only, and not at XMP,
+    where Pillow looks too."""
+    if XMP_ORIENTATION in data:
+        return False
+    first = next((at for marker, at in _jpeg_segments(data) if marker == APP1), None)
+    return first is None or data[first + 4 : first + 8] == b"Exif"
 
 
 def _decode_with_pillow(data: bytearray, path: Path | None, max_pixels: int) -> torch.Tensor:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from torch import Tensor
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
+from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import ImageSources, Stored
 
 OBJECT_TYPES = {
@@ -157,6 +159,24 @@ class DetectionTable:
     def image_source(self, row: Mapping) -> Path | Stored | bytes:
         """What `decode_image` takes for a row: the encoded bytes, or where the image file is."""
         return row["image"] if self.image_root is None else self.image_root / row["file_name"]
+
+    def decode_image(self, row: Mapping) -> Tensor:
+        """The image of a row, uint8 (3, H, W), of the size that its boxes were read for.
+
+        Raises ImageError: it cannot be decoded, or another picture has taken its place since, which its boxes do not
+        fit.
+        """
+        source = self.image_source(row)
+        image = decode_image(source, self.max_image_pixels)
+        height, width = image.shape[-2:]
+        if (height, width) != (row["height"], row["width"]):
+            reason = (
+                f"the picture has {width} x {height} pixels (width x height), but {row['width']} x {row['height']} by "
+                "the annotations that were read, whose boxes would lie in other places. Put back the picture that was "
+                "annotated, or correct the annotations and start again; check_data.py lists all such pictures"
+            )
+            raise ImageError(reason, None if isinstance(source, bytes) else source)
+        return image
 
     def image_ids(self) -> np.ndarray:
         """(len,) int64, or object (str) when the ids are strings."""

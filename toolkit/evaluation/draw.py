@@ -12,7 +12,6 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from toolkit.base.text import JOINERS, escaped, shown
-from toolkit.data.decoding import decode_image
 
 # Okabe & Ito (2008), told apart with every kind of colour vision; without black, plus three of Tol's.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
@@ -76,7 +75,7 @@ def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Pat
             "labels": torch.as_tensor(np.array(objects["category"], dtype=np.int64)),
             "iscrowd": torch.as_tensor(np.array(objects["iscrowd"], dtype=np.int64)),
         }
-        image = decode_image(table.image_source(row), table.max_image_pixels)
+        image = table.decode_image(row)
         samples.append((image, predictions[row["image_id"]], truth))
     return draw_grid(samples, table.class_names, path)
 

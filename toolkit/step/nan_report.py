@@ -299,7 +299,9 @@ def replay(
 def _look_at_state(detector: nn.Module, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict:
     """The finding of `replay` about state that was not finite before the window."""
     held = {f"weight {name}": parameter for name, parameter in detector.named_parameters()}
-    held |= {f"buffer {name}": buffer for name, buffer in detector.named_buffers() if _is_broken(buffer)}  # not put back
+    for name, buffer in detector.named_buffers():
+        if _is_broken(buffer):  # it was not put back
+            held[f"buffer {name}"] = buffer
     held |= tensors
     broken = [name for name in names if name in held and _is_broken(held[name])]
     lacking = [name for name in names if name not in held]

@@ -17,7 +17,6 @@ from torch import Tensor
 from toolkit.base.errors import BadInput, Preempted
 from toolkit.base.files import PACKAGE, ROOT
 from toolkit.data.dataset import row_target
-from toolkit.data.decoding import decode_image
 from toolkit.data.table import DetectionTable
 from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
@@ -81,7 +80,7 @@ def runs_folder() -> Path:
 def image_and_target(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
     """A training image before augmentation, uint8 (3, H, W), and its target."""
     row = table.row(index)
-    image = decode_image(table.image_source(row))
+    image = table.decode_image(row)
     return image, row_target(row, tuple(image.shape[-2:]))
 
 

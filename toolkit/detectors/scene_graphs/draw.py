@@ -11,7 +11,6 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from toolkit.base.boxes import common_and_union
-from toolkit.data.decoding import decode_image
 from toolkit.detectors.scene_graphs.evaluator import true_graph
 from toolkit.evaluation.detections import MAX_RELATIONS, best_first, detections_as_json, relations_as_json
 from toolkit.evaluation.draw import (
@@ -88,7 +87,7 @@ def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     shown = min(max(5, len(truth["relations"])), MOST_ARROWS)
     triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
     right = correct_triplets(triplets, boxes, labels, truth)
-    picture = fitted(picture_of(decode_image(table.image_source(row), table.max_image_pixels)), PANEL)
+    picture = fitted(picture_of(table.decode_image(row)), PANEL)
     scale = PANEL / max(row["width"], row["height"])
     names, predicates = (list(map(drawable, group)) for group in (table.class_names, table.predicates))
     annotated = truth["relations"][:MOST_ARROWS]

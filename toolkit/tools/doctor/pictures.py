@@ -13,7 +13,6 @@ from toolkit.base.batch import Batch
 from toolkit.base.boxes import Boxes
 from toolkit.base.text import size_text
 from toolkit.data.dataset import row_target
-from toolkit.data.decoding import decode_image
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_picture
 
@@ -60,7 +59,7 @@ def _with_class(truth: Boxes, label: int) -> list[int]:
 
 def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
     row = table.row(index)
-    image = decode_image(table.image_source(row))
+    image = table.decode_image(row)
     target = row_target(row, tuple(image.shape[-2:]))
     keep = target["labels"] == label
     objects = {name: target[name][keep] for name in ("boxes", "labels", "iscrowd")}

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from toolkit.base.errors import BadInput
-from toolkit.data.decoding import decode_image
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.tools.export import export_detector
@@ -170,7 +169,7 @@ def recall_of(predictor: Predictor, detector, table: DetectionTable | None) -> d
 def latency(predictor: Predictor, table: DetectionTable | None) -> float:
     """Milliseconds of one image of the data, or of noise, resizing included."""
     noise = torch.randint(0, 256, (3, 480, 640), dtype=torch.uint8)
-    image = noise if table is None else decode_image(table.image_source(table.row(0)))
+    image = noise if table is None else table.decode_image(table.row(0))
 
     def run(images: np.ndarray):
         return predictor.predict([*torch.from_numpy(images)], 0.0)
@@ -205,7 +204,7 @@ def calibration_images(table: DetectionTable | None, size: Mapping[str, int] | N
 
 def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
     """The first images of a table as a detector takes them, uint8 (3, H, W)."""
-    images = (decode_image(table.image_source(table.row(index))) for index in range(min(count, len(table))))
+    images = (table.decode_image(table.row(index)) for index in range(min(count, len(table))))
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.batches import collate
-from toolkit.data.decoding import ImageError, decode_image, pixels_of
+from toolkit.data.decoding import ImageError, pixels_of
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.evaluation.detections import (
@@ -285,7 +285,7 @@ def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Foun
         for start in range(0, len(table), IMAGES_AT_ONCE):
             rows = map(table.row, range(start, min(start + IMAGES_AT_ONCE, len(table))))
             try:
-                images = list(pool.map(decode_image, map(table.image_source, rows)))
+                images = list(pool.map(table.decode_image, rows))
             except ImageError as error:
                 raise BadInput(f"{table.name}: {error}") from error
             yield from predictor.predict(images, 0.0)

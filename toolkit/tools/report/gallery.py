@@ -13,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
-from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.decoding import ImageError
 from toolkit.evaluation.draw import Mark, draw_marks, fitted, picture_of
 from toolkit.evaluation.matches import Matches
 from toolkit.tools.report.annotations import KINDS as SUSPICIONS
@@ -51,7 +51,7 @@ class Pictures:
             return ""
         row = self.table.row(image)
         try:
-            pixels = decode_image(self.table.image_source(row))
+            pixels = self.table.decode_image(row)
         except (ImageError, OSError):
             self.unreadable += 1
             return ""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from toolkit.data.decoding import decode_image
 from toolkit.evaluation.draw import choose_images, fitted, picture_of
 from toolkit.evaluation.matches import Matches
 from toolkit.tools.report.charts import figure
@@ -86,7 +85,7 @@ def _images(table, matches: Matches, count: int) -> list[ShownImage]:
     shown, truth, detections = [], matches.truth, matches.found
     for position in choose_images(table, count) if count else ():
         row = table.row(position)
-        image = decode_image(table.image_source(row), table.max_image_pixels)
+        image = table.decode_image(row)
         picture = picture_of(image)
         scale = min(1.0, LONGEST_SIDE / max(picture.size))
         if scale < 1:
