@@ -540,6 +540,18 @@ def test_predictions_for_folders_of_pictures_are_read(tmp_path, source, names):
     assert boxes_of(folder, image_dir=str(tmp_path / "pictures")) == boxes
 
 
+def test_predictions_for_relative_paths_are_read(tmp_path, monkeypatch):
+    picture(tmp_path / "pictures" / "a.png")
+    boxes = Boxes.found(counts=[1], xyxy=np.array([BOX]), scores=np.ones(1), labels=np.zeros(1, int))
+    rows = [ImageRow(1, "pictures/a.png", 100, 80)]
+    found = LabelledImages(images=rows, boxes=boxes, categories=(Category(1, "a"),))
+    monkeypatch.chdir(tmp_path)
+    write_outputs({"images": [], "errors": []}, found, ["a.png"], ["csv"], Path("out"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert boxes_of(tmp_path / "out" / "predictions.csv") == [[BOX]]
+
+
 def test_predictions_for_a_name_that_is_not_utf_8_are_not_lost(tmp_path):
     predicted(tmp_path, ["a.png", os.fsdecode(b"b\xc3\xff.png")], ["json", "jsonl", "coco", "yolo", "voc", "csv"])
     assert "b\ufffd\ufffd.png" in (tmp_path / "out" / "predictions.csv").read_text(encoding="utf-8")

@@ -57,7 +57,8 @@ def write_outputs(
         elif name == "voc":
             write_voc(inside, folder / "annotations", names)
         elif name == "csv":
-            write_csv(inside, folder / "predictions.csv")
+            paths = [os.path.abspath(row.file_name) for row in inside.images]  # the table lies elsewhere
+            write_csv(inside.renamed(paths), folder / "predictions.csv")
         else:
             for graph, image in zip(document["images"], names, strict=True):
                 path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
