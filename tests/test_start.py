@@ -2,7 +2,7 @@
 
 import ast
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.shapes import make_shapes
-from toolkit.data.table import Category
+from toolkit.data.table import Category, JoinedSet
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.detectors.scene_graphs.start import start_scene_graph
@@ -133,6 +133,10 @@ def test_a_detector_is_measured_by_what_it_finds(table):
                             backbone="test_resnet", detector_options=INNER, **GRAPH)  # fmt: skip
     evaluator = make_evaluator(graphs, table, "toolkit", protocol="strict")
     assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.protocol == "strict"
+    several = replace(table, name="a + b", sets=(JoinedSet("a", (0, 1)), JoinedSet("b", (0, 1))))
+    said = r"data.val: a \+ b are several data sets, and relations are not joined: .*RUN --split"
+    with pytest.raises(BadInput, match=said):
+        make_evaluator(graphs, several, "toolkit")
 
 
 def test_a_final_folder_of_another_version_is_said_to_be_that(tmp_path):

@@ -128,6 +128,20 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     assert said.count("warning: training ends inside the warm-up") == 1 == said.count("steps of an epoch")
 
 
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (4, [5, 8]), (1, [5, 6, 7, 8])])
+def test_the_table_of_gradients_comes_with_the_first_step_of_a_start_too(tmp_path, capsys, every, expected):
+    """As Scene-Graph-Benchmark prints it (`print_first_grad`)."""
+    t = make_training(tmp_path, pace=Pace(gradient_table_every=every))
+    t.guard.snapshot(t.detector)
+    t.detector.weight.grad = torch.ones(())
+    flags = dict.fromkeys(("buffers_finite", "boxes_finite", "state_finite"), 1.0)
+    printed = []
+    for t.step in range(4, 8):  # resumed at step 4
+        assert t.accepts([NOTHING], STEP | flags)
+        printed += [t.step + 1] * capsys.readouterr().out.count("---Total norm")
+    assert printed == expected
+
+
 def test_a_metric_that_is_nan_is_never_the_best(tmp_path):
     t = make_training(tmp_path, metric="loss")
     assert not note_metric(t, {"val/loss": math.nan})

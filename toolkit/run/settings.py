@@ -272,7 +272,8 @@ class OptimConfig:
     """BatchNorm momentum at the end of training, reached from 0.1 on a cosine schedule after the warm-up; null:
     unchanged."""
     gradient_table_every: NonNegativeInt = 0
-    """Interval, in optimizer steps, at which a table of the largest gradients is printed; 0 disables it."""
+    """Interval, in optimizer steps, at which a table of the largest gradients is printed, and once at the first step of
+    each start; 0 disables it."""
     checkpointing: bool = False
     """Gradient checkpointing: the repeated blocks of the model (layers of a transformer, blocks of a backbone) keep
     their inputs alone and compute the rest again in the backward pass, which needs less memory and more time; the

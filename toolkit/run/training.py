@@ -113,7 +113,7 @@ class Training:
         self._ahead = Prefetcher(self.accelerator.device)
         self.state_parts = state_in_parts(self)
         self._sums: dict[str, Tensor] = {}
-        self._boxes_finite = True
+        self._boxes_finite = self._is_first_update = True  # of this start
         self._unknown: list[str] = []
         self._denominators: list[Mapping[str, Tensor]] = []
         self.under_way: tuple | None = None  # (window, denominators, reduced) until the next one begins, for a report
@@ -332,8 +332,10 @@ class Training:
         if action is not Action.STEP:
             recover(self, action, self._broken)
             return False
-        if is_time(self.step + 1, self.pace.gradient_table_every):
+        every = self.pace.gradient_table_every
+        if every and (self._is_first_update or is_time(self.step + 1, every)):
             self.log.say(gradient_table(self.detector.named_parameters(), self.max_norm, top=20))
+        self._is_first_update = False
         return True
 
     def decide(self, reduced: Mapping[str, float]) -> Action:

@@ -145,6 +145,11 @@ def naming_its_options() -> Iterator[None]:
 
 
 def _check_same_names(detector: GraphDetector, table: DetectionTable) -> None:
+    if table.sets:
+        raise BadInput(
+            f"data.val: {table.name} are several data sets, and relations are not joined: give scene graphs one, and "
+            "measure the others with `python scripts/evaluate.py RUN --split FILE`"
+        )
     compared = [("predicates", table.predicates, detector.predicates)]
     if table.attributes and detector.attributes:
         compared.append(("attributes", table.attributes, detector.attributes))
