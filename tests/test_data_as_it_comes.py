@@ -316,6 +316,8 @@ def test_data_whose_labels_are_not_found_are_asked_about(tmp_path, capsys):
     ("custom_train.json", "train"), ("annotations_test.json", "test"), ("train_labels.csv", "train"),
     ("instances_val2017.json", "val"), ("My-Validation set.json", "val"), ("latest.json", None), ("contest.csv", None),
     ("train_val.json", None), ("trainval.json", None), ("annotations.json", None), ("dataset_training.csv", "train"),
+    ("testLabels.json", "test"), ("testset.csv", "test"), ("instances_test-dev2017.json", "test"), ("dev.csv", "val"),
+    ("val_test.json", "test"), ("COCOTrain.json", "train"), ("train_test.csv", None), ("my_TRAIN.2.json", "train"),
 ])  # fmt: skip
 def test_the_words_of_a_name_say_the_split(name, split):
     assert split_in_name(name) == split
@@ -373,6 +375,80 @@ def test_the_command_that_is_printed_opens_the_splits_that_are_there(tmp_path, c
     sizes = [len(table) for table in tables[:2]]
     assert sizes == [train, val] if isinstance(val, int) else sum(sizes) == train
     assert "not used" in printed if kind == "unnamed" else "not used" not in printed
+
+
+def split_files(folder: Path, format: str, splits: dict[str, str]) -> None:
+    """Write a data set of one image a split: name of its file or folder -> name of the image."""
+    for number, (split, name) in enumerate(splits.items()):
+        row = f"images/{name}.png,40,32,60,48,a\n"
+        xml = VOC_FILE.format(name=name)
+        picture(folder / ("JPEGImages" if format == "voc" else "images") / f"{name}.png", number)
+        files = {
+            "coco": {},
+            "csv": {f"{split}.csv": f"image,x1,y1,x2,y2,label\n{row}"},
+            "voc": {f"ImageSets/Main/{split}.txt": name, f"Annotations/{name}.xml": xml},
+            "voc folders": {f"{split}/{name}.xml": xml},
+            "yolo": {f"labels/{split}/{name}.txt": "0 .5 .5 .2 .2"},
+        }[format]
+        if format == "coco":
+            coco_file(folder / f"{split}.json", [f"{name}.png"], "images/")
+        if format == "yolo":
+            picture(folder / "images" / split / f"{name}.png", number)
+        if format == "voc folders":
+            picture(folder / split / f"{name}.png", number)
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+
+
+VOC_FILE = (
+    "<annotation><filename>{name}.png</filename><object><name>a</name><bndbox><xmin>40</xmin><ymin>32</ymin>"
+    "<xmax>60</xmax><ymax>48</ymax></bndbox></object></annotation>"
+)
+
+
+@pytest.mark.parametrize("format", ["coco", "csv", "voc", "voc folders", "yolo"])
+@pytest.mark.parametrize(("splits", "read", "unused"), [
+    ({"my_train": "t", "my_dev": "v"}, {"train": "t", "val": "v"}, []),
+    ({"my_test": "x", "my_train": "t"}, {"train": "t", "test": "x"}, []),
+    ({"old_train": "o", "testset": "x", "train": "t", "valset": "v"}, {"train": "t", "val": "v", "test": "x"},
+     ["old_train"]),
+])  # fmt: skip
+def test_the_words_of_names_decide_in_every_format(tmp_path, format, splits, read, unused):
+    split_files(tmp_path, format, splits)
+    recognised = recognise(tmp_path)
+    assert set(recognised.splits) == set(read)
+    for split, name in read.items():
+        names = open_dataset(split, path=tmp_path).rows["file_name"].to_pylist()
+        assert [Path(file).stem for file in names] == [name]
+    assert [Path(name).stem for name in recognised.unused] == unused
+    assert all(name in str(recognised) for name in unused)
+
+
+def test_the_folders_of_a_yaml_file_are_those_that_are_read(tmp_path):
+    split_files(tmp_path, "yolo", {"train": "t", "val": "v", "test": "x"})
+    (tmp_path / "data.yaml").write_text("names: [a]\ntrain: images/train\nval: images/val\n")
+    assert recognise(tmp_path).unused == ("images/test",)
+
+
+@pytest.mark.parametrize("folders", ["{}2017", "{}_images", "images/{}2017", "{}_set/images"])
+@pytest.mark.parametrize("format", ["coco", "csv"])
+def test_folders_of_images_are_found_by_the_words_of_their_names(tmp_path, format, folders):
+    for number, split in enumerate(("train", "val")):  # one name, and other images
+        picture(tmp_path / folders.format(split) / "a.png", number)
+        if format == "coco":
+            coco_file(tmp_path / "annotations" / f"{split}.json", ["a.png"])
+        else:
+            (tmp_path / f"{split}.csv").write_text("image,x1,y1,x2,y2,label\na.png,40,32,60,48,a\n")
+    for split in ("train", "val"):
+        table = open_dataset(split, path=tmp_path)
+        assert table.image_source(table.row(0)) == (tmp_path / folders.format(split) / "a.png").resolve()
+
+
+def test_one_table_may_come_in_parts(tmp_path):
+    split_files(tmp_path, "csv", {"train_1": "a", "train_2": "b", "train_old": "c"})
+    assert len(open_dataset("train", path=tmp_path)) == 2
+    assert recognise(tmp_path).unused == ("train_old.csv",)
 
 
 def test_the_same_images_in_two_splits_are_said(tmp_path, capsys):

@@ -1,8 +1,9 @@
 """Shared code of the readers of VOC, YOLO and CSV data: from their boxes to a checked, cached table.
 
-Each format is a module with three functions: `recognise(folder)` returns the names of its splits, or None for another
-format; `read(folder, split, ...)` returns a table; `write(table, folder, split)` writes its boxes as files. The writer
-of a format is `write_<format>`, for the `LabelledImages` of a data set or of predictions.
+Each format is a module with four functions: `recognise(folder)` returns the names of its splits, or None for another
+format; `unused(folder)` names what looks like a split, or a file of one, and is not read; `read(folder, split, ...)`
+returns a table; `write(table, folder, split)` writes its boxes as files. `write_<format>` is the writer of a format,
+for the `LabelledImages` of a data set or of predictions.
 """
 
 import os
@@ -23,7 +24,12 @@ from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 
 # What folders and files of a split are called.
-SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a file's name: `testLabels` has two
 ALL = "all"  # the one split of a folder that has none
 UNKNOWN_SIZE = 2**31
 
@@ -95,13 +101,51 @@ def split_of(name: str) -> str | None:
 
 
 def split_in_name(name: str) -> str | None:
-    """Return train, val or test where one of these words, or another name of theirs, stands in the name of a file.
+    """Return train, val or test where one of these words, or another name of theirs, stands in a name.
 
-    `custom_train.json` is of train, `test_labels.csv` of test; a name with words of two splits says nothing.
+    `custom_train.json` is of train, `test_labels.csv` and `testset` of test. A name with several of the words says
+    nothing; but one that says test, and does not say train, is of test (`test-dev`), so that it never trains.
     """
-    words = re.findall("[a-z]+", Path(name).stem.lower())
+    words = [word.lower().removesuffix("set") for word in WORD.findall(Path(name).stem)]
     found = {split for split, names in SPLIT_NAMES.items() if any(word in names for word in words)}
+    if "test" in found and "train" not in found:
+        return "test"
     return found.pop() if len(found) == 1 else None
+
+
+def called_first(paths: Iterable[Path]) -> list[Path]:
+    """Sort paths: those that are called like a split (`train.json`) before those that have its name in theirs."""
+    return sorted(paths, key=lambda path: (split_of(path.name) is None, path.name))
+
+
+def folders_of_splits(*parents: Path) -> dict[str, list[Path]]:
+    """The folders in these whose names say a split, by split, in the order in which they are tried."""
+    found: dict[str, list[Path]] = {}
+    for parent in parents:
+        for folder in called_first(folders_in(parent)):
+            if split := split_in_name(folder.name):
+                found.setdefault(split, []).append(folder)
+    return found
+
+
+def folders_in(parent: Path) -> list[Path]:
+    """The folders in a folder, sorted; none where it cannot be read."""
+    try:
+        with os.scandir(parent) as entries:
+            return sorted(parent / entry.name for entry in entries if entry.is_dir())
+    except OSError:
+        return []
+
+
+def not_among(candidates: Iterable[Path], used: Iterable[Path], folder: Path) -> list[str]:
+    """Names, relative to a folder, of the candidates that are none of those used, nor in one, nor around one."""
+    resolved = [path.resolve() for path in used]
+    left = []
+    for candidate in candidates:
+        here = candidate.resolve()
+        if not any(here.is_relative_to(path) or path.is_relative_to(here) for path in resolved):
+            left.append(str(candidate.relative_to(folder)))
+    return list(dict.fromkeys(left))
 
 
 def ordered(splits: Iterable[str]) -> tuple[str, ...]:

@@ -17,7 +17,14 @@ from toolkit.base.imports import uncollected
 from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
-from toolkit.data.formats.annotated import ALL, copy_images, ordered, split_in_name, split_of
+from toolkit.data.formats.annotated import (
+    ALL,
+    called_first,
+    copy_images,
+    folders_of_splits,
+    ordered,
+    split_in_name,
+)
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
@@ -158,24 +165,28 @@ def _candidates(folder: Path) -> list[Path]:
     """The COCO files of a folder: in `annotations`, then in the folder, then in the folders of splits."""
     if not folder.is_dir():
         return []
-    of_splits = sorted(entry for entry in folder.iterdir() if entry.is_dir() and split_of(entry.name))
+    of_splits = sorted(chain.from_iterable(folders_of_splits(folder).values()))
     found = []
     for directory in (folder / "annotations", folder, *of_splits):
-        for path in sorted(directory.glob("*.json")) if directory.is_dir() else ():
+        for path in called_first(directory.glob("*.json")) if directory.is_dir() else ():
             if not path.name.startswith(OTHER_TASKS) and _is_coco(path):
                 found.append(path)
     return found
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The annotation file of each split. Of several for one split the one in `annotations`, then the first, counts."""
+    """The annotation file of each split.
+
+    Of several for one split the one in `annotations` counts, then the one that is called like it, then the first. Where
+    none is called train, the only one whose name says no split trains.
+    """
     if folder.is_file():
         return {split_in_name(folder.name) or ALL: folder} if _is_coco(folder) else {}
     files: dict[str, Path] = {}
     unnamed = []
     for path in _candidates(folder):
         is_below = path.parent not in (folder, folder / "annotations")
-        split = split_of(path.parent.name) if is_below else split_in_name(path.name)
+        split = split_in_name(path.parent.name if is_below else path.name)
         if split is None:
             unnamed.append(path)
         else:
@@ -192,8 +203,8 @@ def _folders_of_split(file: Path) -> list[Path]:
     split = split_in_name(file.name)
     if split is None:
         return []
-    near = [entry for folder in (file.parent, file.parent.parent) for entry in sorted(folder.iterdir())]
-    folders = [entry for entry in near if split_of(entry.name) == split and entry.is_dir()]
+    near = [base / name for base in (file.parent, file.parent.parent) for name in ("", "images")]
+    folders = folders_of_splits(*near).get(split, [])
     return [inner for folder in folders for inner in (folder, folder / "images")]
 
 

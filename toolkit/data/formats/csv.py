@@ -4,7 +4,6 @@ import csv
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +14,12 @@ from toolkit.data.formats.annotated import (
     ALL,
     SPLIT_NAMES,
     Listing,
+    called_first,
     copy_images,
     digits,
+    folders_of_splits,
     images_in,
+    not_among,
     open_annotated,
     ordered,
     sorted_classes,
@@ -75,22 +77,21 @@ class _Row(NamedTuple):
 def recognise(folder: Path) -> tuple[str, ...] | None:
     """Names of the splits of a folder of CSV files, or of one file; None: there is no table of boxes.
 
-    Known are `<split>.csv`, a CSV file in the folder of each split, and one CSV file, with a column `split` or without.
+    Known are files whose names say a split, a CSV file in the folder of each split, and one CSV file, with a column
+    `split` or without.
     """
-    tables = _tables(folder)
-    named = {split for split, _ in tables if split}
-    if named or not tables:
-        return ordered(named) or None
-    path = tables[0][1]
-    return ordered(row.split for row in _load(path)) if "split" in _columns_of(path) else (ALL,)
+    splits = set()
+    for split, path in _tables(folder):
+        if split is None and "split" in _columns_of(path):
+            splits.update(row.split for row in _load(path))
+        else:
+            splits.add(split or ALL)
+    return ordered(splits) or None
 
 
 def unused(folder: Path) -> list[str]:
-    """Names of the tables of boxes in a folder that are not read, because others name a split."""
-    used = {path for _, path in _tables(folder)}
-    if not folder.is_dir():
-        return []
-    return [path.name for path in sorted(folder.glob("*.csv")) if path not in used and _columns_of(path)]
+    """Names of the tables of boxes in a folder that are not read: their split has another, or no name says it."""
+    return not_among((path for _, path in _candidates(folder)), (path for _, path in _tables(folder)), folder)
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
@@ -146,18 +147,39 @@ def _as_meant(word: str) -> str:
     return word[1:] if word.startswith("'") and FORMULA.match(word) else word
 
 
-def _tables(folder: Path) -> list[tuple[str | None, Path]]:
-    """(split, file) of the CSV files that hold boxes; the split is None where no name says one."""
+def _candidates(folder: Path) -> list[tuple[str | None, Path]]:
+    """(split, file) of the CSV files that hold boxes, in a folder and in those of splits; None: no name says it."""
     if folder.is_file():
         return [(None, folder)] if _columns_of(folder) else []
-    if not folder.is_dir():
-        return []
-    tables = [(split_in_name(path.name), path) for path in sorted(folder.glob("*.csv")) if _columns_of(path)]
-    for name in chain.from_iterable(SPLIT_NAMES.values()):
-        inside = [path for path in sorted((folder / name).glob("*.csv")) if _columns_of(path)]
-        tables += [(split_of(name), path) for path in inside[:1]]
-    named = [(split, path) for split, path in tables if split]
-    return named or tables[:1]
+    tables = [(split_in_name(path.name), path) for path in called_first(folder.glob("*.csv")) if _columns_of(path)]
+    for split, folders in folders_of_splits(folder).items():
+        inside = [path for directory in folders for path in sorted(directory.glob("*.csv"))]
+        tables += [(split, path) for path in inside if _columns_of(path)]
+    return tables
+
+
+def _tables(folder: Path) -> list[tuple[str | None, Path]]:
+    """(split, file) of the tables that are read; the split is None where the rows say it, or nothing does.
+
+    Of several for one split the one that is called like it counts, then the first; those whose names differ from it in
+    a number alone are further parts of it. Where none is called train, the only one whose name says no split trains.
+    """
+    candidates = _candidates(folder)
+    tables = []
+    for split in SPLIT_NAMES:
+        of_split = [path for known, path in candidates if known == split]
+        tables += [(split, path) for path in of_split if _unnumbered(path) == _unnumbered(of_split[0])]
+    unnamed = [path for split, path in candidates if split is None]
+    if not tables:
+        return [(None, path) for path in unnamed[:1]]
+    if len(unnamed) == 1 and tables[0][0] != "train":  # annotations.csv beside annotations_test.csv
+        says_splits = "split" in _columns_of(unnamed[0])
+        tables.append((None if says_splits else "train", unnamed[0]))
+    return tables
+
+
+def _unnumbered(path: Path) -> Path:
+    return path.with_name(re.sub(r"\d+", "", path.name))
 
 
 def _columns_of(path: Path) -> dict[str, int] | None:
@@ -236,7 +258,8 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     here = folder.parent if folder.is_file() else folder
     _write_classes_alike([row for _, row in rows])
     given = [row.values["image"].replace("\\", "/") for row in chosen]
-    root = image_dir or _folder_of(given) or _image_root(here, split, chosen[0].path.parent, given)
+    named = split_in_name(folder.name) if folder.is_file() else split
+    root = image_dir or _folder_of(given) or _image_root(here, named, chosen[0].path.parent, given)
     names, problems = _names_in(root, chosen)
     sizes, boxes, shares = {}, [], _are_fractions(chosen)
     for row in chosen:
@@ -325,10 +348,11 @@ def _found_name(root: Path | ImageSources, name: str) -> str:
     return next((candidate for candidate in names if not os.path.isabs(candidate) and is_there(root / candidate)), name)
 
 
-def _image_root(folder: Path, split: str, beside: Path, names: Sequence[str]) -> Path:
-    bases = [beside, folder]
-    tails = [*IMAGE_FOLDERS, *(f"{top}{name}" for top in ("", "images/") for name in SPLIT_NAMES.get(split, ()))]
-    candidates = list(dict.fromkeys(base / tail for base in bases for tail in tails))
+def _image_root(folder: Path, split: str | None, beside: Path, names: Sequence[str]) -> Path:
+    bases = list(dict.fromkeys((beside, folder)))
+    candidates = [base / tail for base in bases for tail in IMAGE_FOLDERS]
+    of_split = folders_of_splits(*bases, *(base / "images" for base in bases)).get(split, [])
+    candidates += [inner for directory in of_split for inner in (directory, directory / "images")]
     for candidate in candidates:
         resolved = (_found_name(candidate, name) for name in names[:20])
         if any((candidate / name).is_file() for name in resolved if not os.path.isabs(name)):

@@ -70,8 +70,8 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
         listed = "" if format == "auto" else f"; known are {known}"
         raise BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
     name, *others = matches
-    unused = FOLDERS[name].unused(path) if name in ("coco", "csv") else ()
     missing = yolo.missing(path) if name == "yolo" else ()
+    unused = FOLDERS[name].unused(path)
     return RecognisedFolder(path, name, matches[name], tuple(others), tuple(unused), tuple(missing))
 
 

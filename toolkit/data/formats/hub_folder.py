@@ -20,12 +20,23 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(split_of(name) or name for name in names) if names else None
 
 
+def unused(folder: Path) -> list[str]:
+    """Names of the splits that another one stands before: `dev` where there is `validation`."""
+    names = _names(folder)
+    return [name for name in names if _own_name(names, split_of(name) or name) != name]
+
+
+def _own_name(names: list[str], split: str) -> str:
+    """What a folder calls a split; of several names the split's own, then the first."""
+    alike = [name for name in names if name == split or split_of(name) == split]
+    return split if split in alike or not alike else alike[0]
+
+
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
     """One split; `image_dir` is ignored, since the images are in the data."""
     from toolkit.data.formats.hub import open_hub
 
-    split_name = next((name for name in _names(folder) if name == split or split_of(name) == split), split)
-    return open_hub(str(folder), split_name, **options)
+    return open_hub(str(folder), _own_name(_names(folder), split), **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:

@@ -15,13 +15,17 @@ from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
     ALL,
     Listing,
+    called_first,
     copy_images,
     digits,
     file_names,
+    folders_in,
+    folders_of_splits,
+    not_among,
     open_annotated,
     ordered,
     sorted_classes,
-    split_of,
+    split_in_name,
 )
 from toolkit.data.image_sources import ImageSources, open_sources, watched_of
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
@@ -71,8 +75,20 @@ def folders_with_annotations(folder: Path) -> list[Path]:
     matches, level = [], [folder]
     for _ in range(5):
         matches += [directory for directory in level if _has_xml(directory)]
-        level = [inner for directory in level for inner in _folders(directory)][:1000]
+        level = [inner for directory in level for inner in folders_in(directory)][:1000]
     return matches
+
+
+def unused(folder: Path) -> list[str]:
+    """Names of the lists and folders of splits that are not read. A list of a class is part of another."""
+    names = []
+    for data_set in _data_sets(folder):
+        lists = [path for path in _lists(data_set) if not _is_of_class(path)]
+        inner = [entry for entries in _folders_of_splits(data_set).values() for entry in entries]
+        annotated = [entry for entry in inner if _annotations(entry)]
+        used = [*_image_sets(data_set).values(), *_annotation_folders(data_set).values()]
+        names += not_among([*lists, *annotated], used, folder)
+    return names
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
@@ -131,15 +147,11 @@ def _add(element: ElementTree.Element, texts: Mapping[str, object]) -> None:
 
 def _data_sets(folder: Path) -> list[Path]:
     """The folders of the years of a `VOCdevkit`, wherever it lies; `folder` itself where there are none."""
-    inner = [directory for directory in _folders(folder) if directory.name.startswith("VOC")]
+    inner = [directory for directory in folders_in(folder) if directory.name.startswith("VOC")]
     if not inner or _has_xml(folder / "Annotations"):
         return [folder]
     years = [year for directory in inner for year in _data_sets(directory)]
     return [year for year in years if _splits(year)] or [folder]
-
-
-def _folders(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
 
 def _has_xml(folder: Path) -> bool:
@@ -174,7 +186,8 @@ def _annotations(folder: Path) -> Path | None:
     for name in ("Annotations", "annotations"):
         if any(map(_has_xml, dict.fromkeys(path.parent for path in _xml_below(folder / name)))):
             return folder / name
-    others = [directory for directory in _folders(folder) if split_of(directory.name) is None and _has_xml(directory)]
+    unnamed = [directory for directory in folders_in(folder) if split_in_name(directory.name) is None]
+    others = [directory for directory in unnamed if _has_xml(directory)]
     return others[0] if len(others) == 1 else None
 
 
@@ -187,21 +200,44 @@ def _annotation_folders(folder: Path) -> dict[str, Path]:
     """The folder of the XML files of each split of one data set; the same for all where lists choose from it."""
     if sets := _image_sets(folder):
         return dict.fromkeys(sets, folder / "Annotations")
-    under = [inner for top in ("", "Annotations", "annotations") for inner in _folders(folder / top)]
-    named = {split: xml for inner in under if (split := split_of(inner.name)) and (xml := _annotations(inner))}
+    named = {}
+    for split, folders in _folders_of_splits(folder).items():
+        having = [xml for inner in folders if (xml := _annotations(inner))]
+        if having:
+            named[split] = having[0]
     return named or ({ALL: xml} if (xml := _annotations(folder)) else {})
 
 
+def _folders_of_splits(folder: Path) -> dict[str, list[Path]]:
+    return folders_of_splits(folder / "Annotations", folder / "annotations", folder)
+
+
 def _image_sets(folder: Path) -> dict[str, Path]:
-    sets = folder / "ImageSets"
+    """The list of each split; of several the one that is called like it, then the first."""
     if not _has_xml(folder / "Annotations"):
         return {}
+    named: dict[str, Path] = {}
+    for path in _lists(folder):
+        split = "trainval" if path.stem == "trainval" else split_in_name(path.name)
+        if split:
+            named.setdefault(split, path)
+    return named
+
+
+def _lists(folder: Path) -> list[Path]:
+    """The lists of images of a data set: those of `ImageSets/Main`, or of `ImageSets` where there are none."""
+    sets = folder / "ImageSets"
     for directory in (sets / "Main", sets):
-        lists = {path.stem: path for path in sorted(directory.glob("*.txt"))} if directory.is_dir() else {}
-        named = {split_of(stem) or stem: path for stem, path in lists.items() if split_of(stem) or stem == "trainval"}
-        if named:
-            return named
-    return {}
+        lists = called_first(directory.glob("*.txt")) if directory.is_dir() else []
+        if any(path.stem == "trainval" or split_in_name(path.name) for path in lists):
+            return lists
+    return []
+
+
+def _is_of_class(path: Path) -> bool:
+    """Whether a list is one of a class, with 1 or -1 behind each image."""
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        return len(file.readline().split()) > 1
 
 
 def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | ImageSources | None) -> Listing:

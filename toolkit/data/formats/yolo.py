@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -17,7 +17,9 @@ from toolkit.data.formats.annotated import (
     Listing,
     copy_images,
     file_names,
+    folders_of_splits,
     images_in,
+    not_among,
     open_annotated,
     ordered,
     split_of,
@@ -57,6 +59,20 @@ def missing(folder: Path) -> list[str]:
 
 def _missing_of(folder: Path, settings: dict, split: str) -> list[Path]:
     return [path for path in _located(folder, settings, split) if not path.exists()]
+
+
+def unused(folder: Path) -> list[str]:
+    """Names of the folders of images that look like a split and are not read: the YAML file names others."""
+    _, settings = settings_of(folder)
+    if settings:
+        splits = [split for split in SPLIT_NAMES if _entry(settings, split)]
+        used = [path for split in splits for path in _located(folder, settings, split)]
+    else:
+        used = [path for path in (_plain_folders(folder, split) for split in SPLIT_NAMES) if path]
+    if not used or any(path.is_file() for path in used):  # a list has images of any folder
+        return []
+    candidates = [path for split in SPLIT_NAMES for path in _all_plain_folders(folder, split)]
+    return not_among(candidates, used, folder)
 
 
 def labels_alone(folder: Path) -> Path | None:
@@ -142,16 +158,22 @@ def _is_of_split(path: Path) -> bool:
 
 def _plain_folders(folder: Path, split: str) -> Path | None:
     """The folder of a split's images, where there is no YAML file but there are label files."""
-    names = SPLIT_NAMES.get(split, ("",))
-    for name in names:
-        inside = folder / name
-        of_cvat = folder / f"obj_{name}_data"
-        inner = inside / "images", inside / LABEL_FOLDER
-        beside = folder / "images" / name, folder / LABEL_FOLDER / name
-        for images, labels in (inner, beside, (inside, inside), (of_cvat, of_cvat)):
-            if images_in(images) and _is_label_folder(labels):
-                return images
-    return None
+    return next(_all_plain_folders(folder, split), None)
+
+
+def _all_plain_folders(folder: Path, split: str) -> Iterator[Path]:
+    """Folders of images with their labels whose names say this split; the first is read."""
+    if split == ALL:
+        inside, of_images = [folder], [folder / "images"]
+    else:
+        inside = folders_of_splits(folder).get(split, [])
+        of_images = folders_of_splits(folder / "images").get(split, [])
+    pairs = [(directory / "images", directory / LABEL_FOLDER) for directory in inside]
+    pairs += [(images, folder / LABEL_FOLDER / images.relative_to(folder / "images")) for images in of_images]
+    pairs += [(directory, directory) for directory in inside]
+    for images, labels in pairs:
+        if images_in(images) and _is_label_folder(labels):
+            yield images
 
 
 def _is_label_folder(folder: Path) -> bool:
