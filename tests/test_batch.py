@@ -1,11 +1,13 @@
 """What travels to a device together, and ahead of the computation."""
 
+import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from samples import target_of
+from torch.distributed.utils import _to_kwargs
 
 from toolkit.base.batch import Batch, dicts_to_host, on_host, pack, send_dicts, sizes_on_host, unpack
 from toolkit.data import pipeline
@@ -37,7 +39,8 @@ def test_a_batch_on_another_device_has_the_same_values_and_knows_its_targets_on_
     moved = batch.to("meta")  # a device that this machine has
     assert moved.images.device.type == moved.sizes.device.type == "meta"
     for target, original in zip(moved.targets, targets, strict=True):
-        assert on_host(target) is original and target["image_id"] == original["image_id"]
+        assert all(value is original[name] for name, value in on_host(target).items())
+        assert on_host(target).keys() == original.keys() and target["image_id"] == original["image_id"]
         assert {k: v.shape for k, v in target.items() if isinstance(v, torch.Tensor)} == {
             k: v.shape for k, v in original.items() if isinstance(v, torch.Tensor)
         }
@@ -48,6 +51,20 @@ def test_a_batch_on_another_device_has_the_same_values_and_knows_its_targets_on_
     sent = send_dicts(targets, "meta")
     assert sent[0]["boxes"].is_meta and sent[1]["boxes"].shape == (0, 4) and sent[0]["image_id"] == 7
     assert send_dicts([{}], "meta") == [{}]
+
+
+def test_ddp_leaves_the_targets_on_the_host_where_they_are():
+    """With `device_ids` it sends every tensor that it finds in the inputs of `forward` to its device, one by one."""
+    boxes = torch.rand(3, 4)
+    target = {"boxes": boxes, "labels": torch.tensor([1, 2, 3]), "image_id": 7}
+    batch = Batch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([[8, 8]]), [target]).to("meta")
+    inputs, _ = _to_kwargs((batch.images, batch.sizes, batch.targets), {}, torch.device("meta"), False)
+    given = inputs[0][2][0]
+    assert given["boxes"].device.type == "meta"
+    host = on_host(given)
+    assert torch.equal(host["boxes"], boxes)
+    assert copy.deepcopy(host).keys() == target.keys()
+    assert on_host(host) is host
 
 
 def test_dicts_that_come_to_the_host_share_no_memory_with_what_they_were_cut_from():

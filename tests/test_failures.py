@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.base.errors import BadInput, FailedElsewhere, says_bad_input
+from toolkit.base.errors import BadInput, FailedElsewhere, check_environment, is_out_of_memory, says_bad_input
 from toolkit.base.files import waiting_aloud
 from toolkit.data.table import DetectionTable
 from toolkit.run import processes
@@ -55,6 +55,31 @@ def said_of(error, capsys):
 def test_memory_that_runs_out_is_one_sentence_in_every_program(error, capsys):
     for said in said_of(error, capsys):
         assert said.startswith("error: out of memory") and "`ulimit -v`" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+])  # fmt: skip
+def test_memory_of_a_device_that_runs_out_is_a_sentence_wherever_it_happens(error, capsys):
+    for said in said_of(error, capsys):
+        assert said.startswith("error: out of memory: CUDA") and "--data.batch_size_per_device" in said
+    assert is_out_of_memory(error)
+
+
+def test_environment_variables_that_libraries_would_fail_on_are_named_together(monkeypatch, capsys):
+    odd = {"WORLD_SIZE": "two", "RANK": "", "ACCELERATE_USE_CPU": "perhaps"}
+    for name, value in odd.items():
+        monkeypatch.setenv(name, value)
+    for said in said_of(RuntimeError("this is never reached"), capsys):
+        assert all(f"the environment variable {name} is {value!r}" in said for name, value in odd.items())
+    check_environment({"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_CPU": "true"})
+
+
+def test_settings_that_are_not_utf_8_are_refused_before_anything_is_written():
+    with pytest.raises(BadInput, match=r"run\.name is 'a\?', where \? stands for bytes that are not UTF-8"):
+        parse_config(Config, ["--run.name", "a\udcff"])
 
 
 @pytest.mark.parametrize("error", [ImportError("no module"), RuntimeError("shapes differ"), OSError("a defect"),

@@ -91,8 +91,8 @@ def test_nothing_that_is_published_names_the_machine(finished, tmp_path, monkeyp
     published = "".join(path.read_text() for path in (run / "final").iterdir() if path.suffix in (".md", ".json"))
     for private in (str(tmp_path), "secret-server", "somebody"):
         assert private not in published
-    for public in ("scripts/train_ssd.py '--data.train=~/sets/cups/train.json' --run.output_dir runs", "`cups/val.json`",
-                   "teacher: runs/teacher", "pretrained: runs/first"):  # fmt: skip
+    command = "scripts/train_ssd.py '--data.train=~/sets/cups/train.json' --run.output_dir runs"
+    for public in (command, "`cups/val.json`", "teacher: runs/teacher", "pretrained: runs/first"):
         assert public in published, public
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import faults
 import pretended_device
 import torch
+from torch.distributed.utils import _to_kwargs
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -27,8 +28,10 @@ class Counting:
     """Events of the second step, by the part of the step they are in, and of the last pass over the validation data."""
 
     def __init__(self, log: pretended_device.Log):
+        from toolkit import session
         from toolkit.run import training, validation
 
+        self.make_training = session.training
         self.log, self.step, self.passed = log, [], []
         self.windows, self.micro_batches = training.Training.windows, training.Training.micro_batches
         self.predict = validation.predict_dataset
@@ -70,13 +73,38 @@ def _summary(events: list) -> dict:
             "launches": sum(launches.values()), "launches_at": dict(launches.most_common(30))}  # fmt: skip
 
 
+class AsDistributed(torch.nn.Module):
+    """What DistributedDataParallel does on a GPU to the inputs of `forward`, and gloo never does."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs, **named):
+        moved, moved_named = _to_kwargs(inputs, named, pretended_device.DEVICE, False)
+        return self.module(*moved[0], **moved_named[0])
+
+
+def moving_its_inputs(make_training):
+    """`session.training` with a model that moves its inputs, as on several GPUs."""
+
+    def training(*given):
+        t = make_training(*given)
+        t.model = AsDistributed(t.model)
+        return t
+
+    return training
+
+
 def run(script: str, args: list[str], counting: Counting) -> dict:
     """One run; `code` is its exit code, `step` and `evaluation` are what was counted."""
+    from toolkit import session
     from toolkit.run import command_line
 
     spec = importlib.util.spec_from_file_location("script", ROOT / "scripts" / f"{script}.py")
     module = sys.modules["script"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    session.training = moving_its_inputs(counting.make_training)
     counting.step, counting.passed, began = [], [], time.monotonic()
     code = command_line.run_script(module.main, module.Config, module.DEFAULT_CONFIG, args)
     return {"code": code, "seconds": time.monotonic() - began, **counting.found()}

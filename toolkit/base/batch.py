@@ -1,6 +1,6 @@
 """One micro-batch of images and targets, and the normalisation of its pixels on the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -42,7 +42,7 @@ class Batch:
         parts, targets = iter(rest), []
         for target in self.targets:
             moved = {k: next(parts) if isinstance(v, Tensor) else v for k, v in target.items()}
-            targets.append(moved | {"on_host": on_host(target)})
+            targets.append(moved | {"on_host": HostTarget(on_host(target))})
         return Batch(self.images.to(device, non_blocking=non_blocking), sizes, targets)
 
     def pin_memory(self) -> "Batch":
@@ -62,6 +62,25 @@ class Batch:
     def __setstate__(self, state: dict) -> None:
         self.images, self.sizes = state["images"], _as_tensor(state["sizes"])
         self.targets = [{name: _as_tensor(value) for name, value in target.items()} for target in state["targets"]]
+
+
+class HostTarget(Mapping):
+    """A target's original on the CPU, beside its copy on the device.
+
+    It is not a dict: DistributedDataParallel copies each tensor in dicts, lists and tuples to its GPU, one by one.
+    """
+
+    def __init__(self, target: Mapping[str, object]):
+        self._target = dict(target)
+
+    def __getitem__(self, name: str) -> object:
+        return self._target[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._target)
+
+    def __len__(self) -> int:
+        return len(self._target)
 
 
 def pixel_mask(sizes: Tensor, hw: tuple[int, int]) -> Tensor:

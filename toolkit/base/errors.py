@@ -3,7 +3,7 @@
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -20,6 +20,14 @@ _ADVICE = {
 }
 # no memory, as pyarrow and torch say it, and libraries that are being loaded
 _NO_MEMORY = ("Cannot allocate memory", "failed to map segment")
+# Of devices: the allocator of torch, the driver, and the libraries that allocate by themselves.
+_NO_DEVICE_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+# What launchers set, and Accelerate and torch read as soon as a run starts.
+_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+_TRUTHS = ("ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+_TRUE_OR_FALSE = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")
 
 
 class BadInput(Exception):
@@ -49,6 +57,28 @@ def all_faults(*calls: Callable[[], Any]) -> list:
     return made
 
 
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raise BadInput for environment variables whose values no launcher sets, and that libraries would fail on."""
+    problems = [
+        f"the environment variable {name} is {environment[name]!r}; expected a whole number, or none"
+        for name in _NUMBERS
+        if name in environment and not environment[name].strip().lstrip("-").isdecimal()
+    ]
+    problems += [
+        f"the environment variable {name} is {environment[name]!r}; expected true or false, or none"
+        for name in _TRUTHS
+        if name in environment and environment[name].lower() not in _TRUE_OR_FALSE
+    ]
+    if problems:
+        raise BadInput(problems)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch says that the memory of the CPU or of a device ran out; a plain RuntimeError says it in words."""
+    words = ("can't allocate memory", *_NO_MEMORY, *_NO_DEVICE_MEMORY)
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+
+
 def sentence(error: Exception) -> BadInput | None:
     """What the file system refuses, or memory that runs out, in one sentence with what to do; None for other errors."""
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
@@ -56,6 +86,12 @@ def sentence(error: Exception) -> BadInput | None:
         return BadInput(
             f"out of memory{reason and f': {reason}'}. What is to be done: allow this process more (`ulimit -v`, "
             "the limit of the job or container), or let it need less: fewer workers, smaller batches or images."
+        )
+    if is_out_of_memory(error):
+        reason = str(error).partition("\n")[0]
+        return BadInput(
+            f"out of memory: {reason}\nLower --data.batch_size_per_device and raise --optim.accumulation_steps by the "
+            "same factor. `nvidia-smi` tells whether another program holds memory of the device."
         )
     if not isinstance(error, OSError) or error.errno not in _ADVICE:
         return None
@@ -91,6 +127,7 @@ def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
     def wrapped(*arguments, **named) -> int:
         with lasting_console():
             try:
+                check_environment(os.environ)
                 return main(*arguments, **named) or 0
             except (BadInput, MemoryError, OSError, ImportError, RuntimeError) as error:
                 problem = error if isinstance(error, BadInput) else sentence(error)

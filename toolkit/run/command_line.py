@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
-from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
+from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard, check_environment
 from toolkit.base.files import read_yaml
 from toolkit.base.text import lasting_console
 from toolkit.base.trust import trust_class
@@ -27,7 +27,7 @@ from toolkit.models import options_class
 from toolkit.models.options import DetectorOptions
 from toolkit.run.failures import as_sentences
 from toolkit.run.launcher import find_launch, refuse
-from toolkit.run.settings_check import did_you_mean, key_faults, not_finite, plain, type_faults
+from toolkit.run.settings_check import did_you_mean, key_faults, not_finite, not_text, plain, type_faults
 
 Config = TypeVar("Config")
 # What people change first: `--help` begins with it. A detector without a choice of backbones leaves that line out.
@@ -70,6 +70,7 @@ def _run_to_its_end(main: Callable, cls: type, default_config: Path | None, argv
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with lasting_console():
         try:
+            check_environment(os.environ)
             config = parse_config(cls, argv, default_config)
             refuse(find_launch(), os.environ)
             with as_sentences():
@@ -141,6 +142,7 @@ def parse_config(
             if not key.startswith("_"):
                 setattr(group, key, plain(value))
                 problems += not_finite(f"{name}.{key}", value)
+                problems += not_text(f"{name}.{key}", value)
     if problems:
         raise BadInput(problems)
     if "model" in made:

@@ -9,6 +9,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from pathlib import PurePath
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -102,6 +103,20 @@ def not_finite(key: str, value: object) -> list[str]:
     if isinstance(value, dict):
         return [problem for name, item in value.items() for problem in not_finite(f"{key}.{name}", item)]
     return [problem for item in value for problem in not_finite(key, item)] if isinstance(value, list | tuple) else []
+
+
+def not_text(key: str, value: object) -> list[str]:
+    """A sentence for every setting with bytes that are not UTF-8: neither config.yaml nor the log could hold it."""
+    if isinstance(value, dict):
+        return [problem for name, item in value.items() for problem in not_text(f"{key}.{name}", item)]
+    if isinstance(value, list | tuple):
+        return [problem for item in value for problem in not_text(key, item)]
+    if not isinstance(value, str | PurePath):
+        return []
+    written = str(value).encode("utf-8", errors="replace").decode()
+    if written == str(value):
+        return []
+    return [f"{key} is {written!r}, where ? stands for bytes that are not UTF-8; expected text. Rename it."]
 
 
 def plain(value: object) -> object:

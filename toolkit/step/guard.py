@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.base.batch import Batch, Target
+from toolkit.base.batch import Batch, HostTarget, Target
 from toolkit.base.distributed import reduce_dict
 from toolkit.base.errors import BadInput, StoppedByGuard
 
@@ -279,7 +279,7 @@ def _with_finite_boxes(target: Target) -> Target:
     pixel = boxes.new_tensor([0.0, 0.0, 1.0, 1.0])
     finite = {**target, "boxes": torch.where(is_finite, boxes, pixel)}
     if "on_host" in target:
-        finite["on_host"] = _with_finite_boxes(target["on_host"])
+        finite["on_host"] = HostTarget(_with_finite_boxes(target["on_host"]))
     return finite
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.batch import Batch
-from toolkit.base.errors import BadInput
+from toolkit.base.errors import BadInput, is_out_of_memory
 from toolkit.step.freezing import eval_mode
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.meters import peak_memory_mb
@@ -33,8 +33,8 @@ def naming_the_batch(window: Sequence[Batch]) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises the plain kind
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
         batches = "\n".join(f"  micro-batch {i}: {describe_batch(batch)}" for i, batch in enumerate(window))
         raise BadInput(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrImageProcessor, RTDetrV2Config
 
-from toolkit.base.batch import normalize_images, on_host, send
+from toolkit.base.batch import HostTarget, normalize_images, on_host, send
 from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import TransformersDetector, check_positions, precision
@@ -167,7 +167,7 @@ def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if host is target:
         return {**target, **cut}
     rows = send(rows, target["boxes"].device)
-    return {**target, **{key: target[key][rows] for key in keys}, "on_host": {**host, **cut}}
+    return {**target, **{key: target[key][rows] for key in keys}, "on_host": HostTarget({**host, **cut})}
 
 
 def _transformers_targets(targets: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
