@@ -159,6 +159,8 @@ class Bench:
             found = _tensors(folder)
             count = sum(not torch.equal(value, found[key]) for key, value in expected.items())
             yield row(f"tensors that differ, {name}", count, f"of {len(expected)} tensors") | {"required": required}
+            apart = max(_relative_difference(value, found[key]) for key, value in expected.items())
+            yield row(f"largest difference of a tensor, {name}", apart, "relative to its norm")
 
     def moves(self, small: Sequence[str]) -> Iterator[dict]:
         """SSD on the CPU alone, and on the CPU, the GPU and the CPU again."""
@@ -230,6 +232,12 @@ def _tensors(run: Path) -> dict[str, torch.Tensor]:
 
     files = sorted((run / "checkpoints" / "latest").glob("*.safetensors"))
     return {f"{file.stem}/{name}": value for file in files for name, value in load_file(file).items()}
+
+
+def _relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Norm of the difference in float64, relative to the norm of `expected`."""
+    difference = (expected.double() - found.double()).norm()
+    return float(difference / expected.double().norm().clamp(min=1e-30))
 
 
 def _losses(run: Path) -> dict[int, float]:
