@@ -54,8 +54,8 @@ def has_mobile_blocks(detector: nn.Module) -> bool:
     """Whether a detector has the blocks of MobileNet, EfficientNet or GhostNet: depthwise convolutions between narrow
     ones, which move more memory than they compute.
 
-    Forward and backward of a batch took 0.9 to 1.9 times as long in bfloat16 as in float32 with these, 0.55 to 0.87
-    times with others (Intel and AMD with AVX512-BF16, one thread, 8 images of 128 px, torch 2.14).
+    Forward and backward of a batch took 0.9 to 1.9 times as long in bfloat16 as in float32 with these, 0.37 to 0.88
+    times with others (Intel and AMD with AVX512-BF16, one thread, 8 images of 128 px, torch 2.14; docs/scaling.md).
     """
     return any(type(module).__name__ in MOBILE_BLOCKS for module in detector.modules())
 
