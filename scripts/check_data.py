@@ -17,7 +17,6 @@ import importlib
 import logging
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -27,11 +26,11 @@ from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.text import ShortUsage
 from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, open_dataset
-from toolkit.data.formats.annotated import ALL, split_in_name
 from toolkit.data.formats.folders import recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
 from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables
+from toolkit.tools.doctor.training_command import Source, command_for
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
@@ -39,21 +38,26 @@ LISTED = 50
 CHECK_IMAGES = {"auto": True, "none": False}  # as readers have it
 
 
-def open_all(options: argparse.Namespace) -> dict[str, DetectionTable]:
-    """Every split that was asked for, by name."""
+def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
+    """Every split that was asked for, by a name of its own, and what was asked for."""
     reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images")}
     reading["on_error"] = "drop"
-    tables = {}
-    for source in options.source:
-        if options.name is None and Path(source).expanduser().is_dir():
-            layout = recognise(source, options.format)
-            print(layout)
-            names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
-            tables |= {name: open_dataset(name, path=source, **reading) for name in names}
+    tables: dict[str, DetectionTable] = {}
+    sources = []
+    for given in dict.fromkeys(options.source):
+        if options.name is not None or not Path(given).expanduser().is_dir():
+            source = Source(given)
+            opened = {source.split or Path(given).stem: open_dataset(given, **reading)}
         else:
-            name = split_in_name(source) or Path(source).stem
-            tables[name if name not in tables else source] = open_dataset(source, **reading)
-    return tables
+            layout = recognise(given, options.format)
+            print(layout)
+            source = Source(given, layout.splits)
+            names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
+            opened = {name: open_dataset(name, path=given, **reading) for name in names}
+        sources.append(source)
+        for name, table in opened.items():
+            tables[name if name not in tables else f"{given} ({name})"] = table
+    return tables, sources
 
 
 def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
@@ -130,63 +134,13 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
     return draw_batch(next(iter(loader)), table.class_names, file)
 
 
-def training_command(options: argparse.Namespace, tables: dict[str, DetectionTable], inspection: Inspection) -> str:
-    """The command that trains on these data, on this machine; or why there is none."""
-    if any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings):
-        if any(finding.kind == "background" for finding in inspection.findings):
-            return "hardly an image has an object: look where the labels are before training on these data"
-        return "no training starts on these data before the errors are mended"
-    settings, folder = {}, Path(options.source[0]).expanduser()
-    if options.name is None and folder.is_dir():
-        if len(options.source) > 1:
-            return "to train on them, give one folder"
-        settings["path"] = str(folder)
-        splits = {name: name for name in tables}
-    else:
-        sources = dict(zip(tables, options.source, strict=True))
-        splits = {split_in_name(source) or name: source for name, source in sources.items()}
-        others = (source for name, source in splits.items() if name not in ("val", "test"))
-        settings["train"] = splits.get("train") or next(others, None)
-    if not {"train", "trainval", ALL} & splits.keys() and not settings.get("train"):
-        return f"no training data: there is only {', '.join(splits)}"
-    settings["val"] = splits.get("val", "0.2")
-    settings |= {"format": options.format, "name": options.name, "on_error": options.on_error}
-    settings["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
-    settings["image_size"] = options.image_size
-    if any(finding.severity == "error" for finding in inspection.findings):
-        settings["on_error"] = "drop"
-    usual = {"val": "val", "format": "auto", "name": None, "on_error": "raise", "image_dir": None, "image_size": None}
-    script, recipe, why = _recipe(options.script)
-    words = ["accelerate", "launch", script, "--config", recipe]
-    for key, value in settings.items():
-        words += [] if value == usual.get(key, ...) else [f"--data.{key}", str(value)]
-    name = re.sub(r"[^\w.-]+", "_", folder.resolve().stem if options.name is None else options.name) or "mine"
-    return f"to train on them{why}:\n{shlex.join([*words, '--run.name', name])}"
-
-
-def _recipe(asked: str | None) -> tuple[str, str, str]:
-    """(training script, its settings file for this machine, why that one), the files as seen from where we are.
-
-    asked: the script; None: RT-DETR-v2 from trained weights, or where these cannot be had or there is no GPU, the
-    small detector that finds most after minutes, a Faster R-CNN (configs/README.md).
-    """
-    from toolkit.base.distributed import default_device  # here: `--help` does without torch
-    from toolkit.models.weights.pretrained import hub_answers
-
-    root, here = Path(__file__).resolve().parent.parent, Path.cwd()
-    why = ""
-    if default_device().type == "cpu":
-        why = " (there is no GPU: a small detector, from random weights)"
-    elif not hub_answers():
-        why = " (no network for trained weights: a small detector, from random ones)"
-    script = asked or ("train_faster_rcnn" if why else "train_detr")
-    folder = root / "configs" / script.removeprefix("train_")
-    small = folder / "own_data_cpu.yaml"
-    config = small if why and small.is_file() else folder / "own_data.yaml"
-    if config != small:
-        why = ""
-    files = root / "scripts" / f"{script}.py", config
-    return *(str(file.relative_to(here) if file.is_relative_to(here) else file) for file in files), why
+def training_command(options: argparse.Namespace, sources: list[Source], inspection: Inspection) -> str:
+    """The command that trains on these data with the options that were given here; or why there is none."""
+    reading = {"name": options.name, "image_size": options.image_size}
+    reading["format"] = None if options.format == "auto" else options.format
+    reading["on_error"] = None if options.on_error == "raise" else options.on_error
+    reading["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
+    return command_for(sources, inspection, reading, options.script)
 
 
 @says_bad_input
@@ -200,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
     options.check_images = CHECK_IMAGES.get(options.check_images, options.check_images)
-    tables = open_all(options)
+    tables, sources = open_all(options)
     decoded = all(depth(options.check_images, len(table), table.name)[0] for table in tables.values())
     inspection = inspect_tables(tables, size_hw, compare=decoded)
     print(report(tables, inspection))
@@ -222,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.fix:
         log = clean_copy(tables, inspection, options.fix)
         print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
-    print(f"\n{training_command(options, tables, inspection)}")
+    print(f"\n{training_command(options, sources, inspection)}")
     records = any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings)
     return 1 if inspection.exit_code == 2 and options.on_error == "drop" and not records else inspection.exit_code
 

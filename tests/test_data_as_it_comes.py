@@ -20,7 +20,7 @@ from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.annotated import split_in_name
 from toolkit.data.formats.folders import recognise, write_folder
-from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits
+from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, shared_images
 from toolkit.data.table import Category, LabelledImages
 from toolkit.run.command_line import parse_config
 from toolkit.tools.predict.outputs import write_outputs
@@ -357,24 +357,91 @@ def layout(folder: Path, kind: str) -> None:
         (folder / "test_labels.csv").write_text(head + "".join(f"images/{n},40,32,60,48,a\n" for n in names[4:]))
 
 
-@pytest.mark.parametrize(("kind", "train", "val"), [
-    ("custom", 4, 2), ("test", 4, "0.2"), ("unnamed", 4, 2), ("folders", 4, 2), ("csv", 4, "0.2")
-])  # fmt: skip
-def test_the_command_that_is_printed_opens_the_splits_that_are_there(tmp_path, capsys, monkeypatch, kind, train, val):
-    layout(tmp_path / "data", kind)
+def printed_settings(capsys, monkeypatch, *arguments: str):
+    """(settings of the command that check_data.py prints, as its script parses them, and all that was printed)."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["script"])
-    check_data.main([str(tmp_path / "data")])
+    check_data.main([*arguments])
     printed = capsys.readouterr().out
-    words = shlex.split(printed[printed.index("accelerate launch") :].splitlines()[0])
-    assert words[2] == "scripts/train_faster_rcnn.py", "which finds most after minutes on a CPU"
-    config = parse_config(module_of(words[2]).Config, words[3:])
-    assert config.data.val == (val if isinstance(val, str) else "val")
-    reading = {"path": config.data.path, "format": config.data.format}
-    tables = open_all_splits(config.data.train, config.data.val, None, tmp_path / "run", say=print, **reading)
-    sizes = [len(table) for table in tables[:2]]
-    assert sizes == [train, val] if isinstance(val, int) else sum(sizes) == train
+    words = shlex.split(printed[printed.rindex("accelerate launch") :].splitlines()[0])
+    return parse_config(module_of(words[2]).Config, words[3:]), printed
+
+
+def opened_sizes(config, folder: Path) -> list[int]:
+    """Numbers of images in the training, validation and test data of settings."""
+    reading = {key: getattr(config.data, key) for key in ("path", "format", "image_dir")}
+    test = config.eval.test_split
+    tables = open_all_splits(config.data.train, config.data.val, test, folder, say=print, **reading)
+    return [len(table) for table in tables if table is not None]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [
+    ("custom", [4, 2]), ("test", [4, 2]), ("unnamed", [4, 2]), ("folders", [4, 2]), ("csv", [4, 2])
+])  # fmt: skip
+def test_the_command_that_is_printed_opens_the_splits_that_are_there(tmp_path, capsys, monkeypatch, kind, sizes):
+    layout(tmp_path / "data", kind)
+    config, printed = printed_settings(capsys, monkeypatch, str(tmp_path / "data"))
+    assert "scripts/train_faster_rcnn.py" in printed, "which finds most after minutes on a CPU"
+    opened = opened_sizes(config, tmp_path / "run")
+    if kind in ("test", "csv"):  # a share validates, and the test split is for the end
+        assert (config.data.val, config.eval.test_split) == ("0.2", "test")
+        assert "to validate on the test split" in printed
+        opened = [opened[0] + opened[1], opened[2]]
+    assert opened == sizes
     assert "not used" in printed if kind == "unnamed" else "not used" not in printed
+
+
+@pytest.mark.parametrize("format", ["coco", "csv"])
+@pytest.mark.parametrize(("files", "settings", "sizes"), [
+    (["my_train", "my_val"], ("my_train", "my_val", None), [1, 1]),
+    (["my_test", "my_val", "a"], ("a", "my_val", "my_test"), [1, 1, 1]),
+    (["train_1", "train_2", "val"], ("[train_1, train_2]", "val", None), [2, 1]),
+    (["train", "val", "notes"], ("train", "val", None), [1, 1]),
+])  # fmt: skip
+def test_the_command_for_files_names_them_all(tmp_path, capsys, monkeypatch, format, files, settings, sizes):
+    split_files(tmp_path, format, dict(zip(files, "xyz", strict=False)))
+    suffix = ".json" if format == "coco" else ".csv"
+    paths = {name: str(tmp_path / f"{name}{suffix}") for name in files}
+    config, printed = printed_settings(capsys, monkeypatch, *paths.values())
+    train = [paths[name] for name in settings[0].strip("[]").split(", ")]
+    assert config.data.train == (train if len(train) > 1 else train[0])
+    assert config.data.val == paths[settings[1]] and config.eval.test_split == paths.get(settings[2])
+    assert opened_sizes(config, tmp_path / "run") == sizes
+    named = f"not used by this command: {tmp_path / 'notes'}{suffix}\n"
+    assert (named in printed) == ("notes" in files)
+
+
+def test_folders_that_were_exported_one_by_one_are_splits(tmp_path, capsys, monkeypatch):
+    folders = []
+    for number, split in enumerate(("train", "valid", "test")):
+        picture(tmp_path / split / "a.png", number)
+        coco_file(tmp_path / split / "_annotations.coco.json", ["a.png"])
+        folders.append(str(tmp_path / split))
+    for sources in (folders, [f"{folder}/_annotations.coco.json" for folder in folders]):
+        config, _ = printed_settings(capsys, monkeypatch, *sources)
+        assert [config.data.train, config.data.val, config.eval.test_split] == sources
+        assert opened_sizes(config, tmp_path / "run") == [1, 1, 1]
+
+
+def test_several_folders_are_one_set(tmp_path, capsys, monkeypatch):
+    split_files(tmp_path / "a", "coco", {"train": "x", "val": "y", "test": "z"})
+    split_files(tmp_path / "b", "csv", {"train": "p", "dev": "q"})
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    config, printed = printed_settings(capsys, monkeypatch, *folders)
+    assert config.data.path == folders and config.eval.test_split is None
+    assert f"not used by this command: test of {folders[0]}\n" in printed
+    assert opened_sizes(config, tmp_path / "run") == [2, 2]
+
+
+@pytest.mark.parametrize(("value", "said"), [
+    ("1", "no training data: there is only 1 (--data.train NAME --data.val NAME say which are which)"),
+    ("test", "no training data: there is only test"),
+])  # fmt: skip
+def test_what_does_not_train_by_itself_is_said(tmp_path, capsys, value, said):
+    picture(tmp_path / "a.png")
+    (tmp_path / "a.csv").write_text(f"image,x1,y1,x2,y2,label,split\na.png,40,32,60,48,a,{value}\n")
+    check_data.main([str(tmp_path)])
+    assert said in capsys.readouterr().out
 
 
 def split_files(folder: Path, format: str, splits: dict[str, str]) -> None:
@@ -461,7 +528,45 @@ def test_the_same_images_in_two_splits_are_said(tmp_path, capsys):
     assert "val and test have the same 2 images" in capsys.readouterr().out
     said = []
     open_all_splits("train", "val", "test", tmp_path / "run", say=said.append, path=str(folder))
-    assert any("the test split has the same images as the validation data" in line for line in said)
+    warnings = [line for line in said if line.startswith("warning")]
+    assert [line.split(":")[1] for line in warnings] == [
+        " the validation data and the test split have the same 2 images"
+    ]
+
+
+@pytest.mark.parametrize(("val", "said"), [
+    ("train: images\nval: images", "the training data and the validation data have the same 2 images"),
+    ("train: all.txt\nval: some.txt", "1 of the 1 images of the validation data are in the training data too"),
+    ("train: some.txt\nval: all.txt", "1 of the 2 images of the validation data are in the training data too"),
+    ("train: some.txt\nval: other.txt", None),
+])  # fmt: skip
+def test_validation_data_that_are_training_data_are_said(tmp_path, val, said):
+    folder = yolo(tmp_path / "data", dict.fromkeys("ab", "0 .5 .5 .2 .2"), f"names: [a]\n{val}\n")
+    for name, images in (("all", "ab"), ("some", "a"), ("other", "b")):
+        (folder / f"{name}.txt").write_text("".join(f"images/{image}.png\n" for image in images))
+    lines = []
+    open_all_splits("train", "val", None, tmp_path / "run", say=lines.append, path=str(folder))
+    warnings = [line.removeprefix("warning: ").split(":")[0] for line in lines if line.startswith("warning")]
+    assert warnings == ([said] if said else [])
+
+
+def test_splits_without_files_are_compared_by_what_they_hold(tmp_path):
+    for split, number in (("train", 1), ("val", 2)):
+        yolo(tmp_path / split, {"a": "0 .5 .5 .2 .2", "b": "0 .5 .5 .2 .2"})
+        picture(tmp_path / split / "images" / "a.png", number)
+        write_folder(open_dataset("train", path=tmp_path / split), tmp_path / "hub", split, "hub")
+    train, val = (open_dataset(split, path=tmp_path / "hub", name=None) for split in ("train", "val"))
+    assert train.image_root is None, "the images lie in the table"
+    assert shared_images(train, val) == 0 and shared_images(train, train) == 2
+
+
+def test_what_was_left_out_or_noted_is_named(tmp_path):
+    folder = yolo(tmp_path / "data", {"a": "0 .5 .5 .2 .2", "b": "0 .5 .5 0 .2\n0 .5 .5 .2 .2\n0 .5 .5 0 0"}, None)
+    lines = []
+    open_all_splits("train", "0.5", None, tmp_path / "run", say=lines.append, path=str(folder))
+    (line,) = (line for line in lines if "see data_problems_train.txt" in line)
+    assert line.startswith("train: 2 warnings (first b.png: box [")
+    assert "; 1 note (data: no class names (data.yaml or classes.txt); classes are numbered); see " in line
 
 
 # ---------------------------------------------------------------- tables

@@ -295,7 +295,7 @@ def test_splits_are_told_of_and_what_was_wrong_is_listed(tmp_path):
     paths = str(annotations / "train.json"), str(annotations / "val.json")
     train, val = splits.open_splits(*paths, tmp_path / "run", say=said.append, **reading)
     assert (len(train), len(val)) == (5, 2)
-    assert len(said) == 3 and said[0].startswith(f"{paths[0]}: 5 images") and "1 records left out" in said[1]
+    assert len(said) == 3 and said[0].startswith(f"{paths[0]}: 5 images") and "1 record left out (" in said[1]
     assert (tmp_path / "run" / "data_problems_train.txt").read_text().count("\n") == len(train.problems)
     assert not (tmp_path / "run" / "data_problems_val.txt").exists()
     head, _ = splits.open_splits(*paths, tmp_path / "run", say=said.append, max_train_images=3, **reading)

@@ -1,6 +1,7 @@
 """Opens the splits of a data set by name on every rank, and checks that their classes agree."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 
 from toolkit.base.distributed import first_on_each_machine, run_on_main
 from toolkit.base.errors import BadInput, all_faults
+from toolkit.base.text import shown
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import recognise, split_in
 from toolkit.data.joining import is_several, notes_of, paired, with_classes_of
@@ -21,6 +23,13 @@ from toolkit.data.table_cache import cache_root, open_table, write_selection
 Say = Callable[[str], None]
 MOSTLY = 0.95  # share of images without an object that is asked about
 FEW_IMAGES = 20  # of which a few more or less say nothing
+NAMED = 120  # characters of the first problem of a kind
+# Severities of problems, and what one and several are called.
+COUNTED = (
+    ("error", "record left out", "records left out"),
+    ("warning", "warning", "warnings"),
+    ("note", "note", "notes"),
+)
 
 
 class Fold(NamedTuple):
@@ -108,6 +117,7 @@ def open_splits(
     else:
         table, val_table = all_faults(opening, partial(open_split, val, say=say, listing=listings[1], **reading))
         val_table = _in_classes_of(table, val_table, reading)
+        _warn_of_overlap(table, val_table, ("the training data", "the validation data"), say)
     check_same_classes(table, val_table)
     table = table.head(max_train_images or len(table))
     if overfit_images:
@@ -176,10 +186,20 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
         joined = f"classes joined by name: {', '.join(table.class_names)}"
         say("\n".join([f"{len(table.sets)} data sets, {joined}", *notes_of(table)]))
     if table.problems and listing is not None:
-        errors = sum(problem.severity == "error" for problem in table.problems)
-        others = f"{len(table.problems) - errors} repaired or noted"
-        say(f"{source}: {errors} records left out, {others}; see {listing.name} in the run folder")
+        say(f"{source}: {what_was_wrong(table)}; see {listing.name} in the run folder")
     return table
+
+
+def what_was_wrong(table: DetectionTable) -> str:
+    """Say how many records of a table were left out and how many problems and notes it has, with the first of each."""
+    parts = []
+    for severity, one, several in COUNTED:
+        found = [problem for problem in table.problems if problem.severity == severity]
+        if not found:
+            continue
+        first = shown(f"{Path(found[0].file).name}: {found[0].message}", NAMED)
+        parts.append(f"1 {one} ({first})" if len(found) == 1 else f"{len(found)} {several} (first {first})")
+    return "; ".join(parts)
 
 
 def _folder_format(format: str) -> str:
@@ -214,11 +234,28 @@ def check_not_empty(table: DetectionTable, is_allowed: bool) -> None:
         )
 
 
-def same_images(first: DetectionTable, second: DetectionTable) -> bool:
-    """Whether two splits have the same images."""
-    if len(first) != len(second) or first.image_root != second.image_root:
-        return False
-    return sorted(first.rows["file_name"].to_pylist()) == sorted(second.rows["file_name"].to_pylist())
+def shared_images(first: DetectionTable, second: DetectionTable) -> int:
+    """Number of images of the second split whose files the first has too.
+
+    Of images that lie in the data themselves, and have no files, only whole splits are compared.
+    """
+    if first.image_root is None or second.image_root is None:
+        return len(second) if first.fingerprint == second.fingerprint else 0
+    files = [
+        [os.path.normpath(f"{table.image_root}/{name}") for name in table.rows["file_name"].to_pylist()]
+        for table in (first, second)
+    ]
+    return len(set(files[1]).intersection(files[0]))
+
+
+def overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str]) -> str:
+    """Say that two splits have the same images, or some of them; "" if they have none. names: what they are called."""
+    shared = shared_images(first, second)
+    if not shared:
+        return ""
+    if shared == len(first) == len(second):
+        return f"{names[0]} and {names[1]} have the same {shared} images"
+    return f"{shared} of the {len(second)} images of {names[1]} are in {names[0]} too"
 
 
 def check_same_classes(train: DetectionTable, other: DetectionTable, name: str = "validation data") -> None:
@@ -265,10 +302,14 @@ def open_all_splits(
         return table, val_table, None
     test_table = _in_classes_of(table, tested[0], reading)
     check_same_classes(table, test_table, "the test split")
-    for name, other in (("training", table), ("validation", val_table)):
-        if same_images(other, test_table):
-            say(f"warning: the test split has the same images as the {name} data: its numbers say nothing new")
+    for name, other in (("the training data", table), ("the validation data", val_table)):
+        _warn_of_overlap(other, test_table, (name, "the test split"), say)
     return table, val_table, test_table
+
+
+def _warn_of_overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str], say: Say) -> None:
+    if text := overlap(first, second, names):
+        say(f"warning: {text}: what is measured on them says nothing about other images")
 
 
 def _in_classes_of(train: DetectionTable, other: DetectionTable, reading: dict) -> DetectionTable:

@@ -15,7 +15,7 @@ from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.formats import coco
 from toolkit.data.formats.annotated import names_by_content
 from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
-from toolkit.data.splits import mostly_empty, same_images
+from toolkit.data.splits import mostly_empty, overlap
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
 
@@ -97,14 +97,14 @@ def inspect_tables(
 
 
 def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
-    """Findings about whole splits: hardly an object, or the same images as another."""
+    """Findings about whole splits: hardly an object, or images of another."""
     for split, table in tables.items():
         if fault := mostly_empty(table):
             yield Finding("error", "background", f"{split}: {fault}; were the labels found?")
     for first, second in itertools.combinations(tables, 2):
-        if same_images(tables[first], tables[second]):
-            message = f"{first} and {second} have the same {len(tables[first])} images: what is measured on one says "
-            yield Finding("warning", "same split", message + "nothing new about the other")
+        if text := overlap(tables[first], tables[second], (first, second)):
+            message = f"{text}: what is measured on them says nothing about other images"
+            yield Finding("warning", "same split", message)
 
 
 def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: Inspection) -> SplitSummary:

@@ -1,0 +1,164 @@
+"""The command that trains on data that were looked at: which split is which, and what suits this machine."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.data.formats.annotated import ALL, split_in_name, split_of
+from toolkit.tools.doctor.inspection import Inspection
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source that was given: a folder, an annotation file, or the split of a named data set.
+
+    splits: those of a folder, else ().
+    """
+
+    given: str
+    splits: tuple[str, ...] = ()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is a folder of several splits, and not one split, as a file or a folder without splits is."""
+        return bool(self.splits) and self.splits != (ALL,)
+
+    @property
+    def split(self) -> str | None:
+        """What it is, by its name; of a file whose name says nothing, by the folder that it lies in."""
+        path = Path(self.given).expanduser().absolute()
+        of_folder = split_of(path.parent.name) if path.is_file() else None
+        return split_in_name(path.name) or of_folder
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that say which data train, validate and test, and the sources or splits that none of them names."""
+
+    settings: dict[str, str]
+    unused: tuple[str, ...] = ()
+
+
+def command_for(
+    sources: Sequence[Source], inspection: Inspection, reading: Mapping[str, object], script: str | None
+) -> str:
+    """The command that trains on these data, on this machine; or why there is none.
+
+    Args:
+        reading: further settings of the group `data`; those that are None are left out.
+        script: the training script; None: the one that suits this machine.
+    """
+    kinds = {finding.kind for finding in inspection.findings if finding.severity == "error"}
+    if "background" in kinds:
+        return "hardly an image has an object: look where the labels are before training on these data"
+    if kinds - {"record"}:
+        return "no training starts on these data before the errors are mended"
+    choice = choose(sources, has_name=reading.get("name") is not None)
+    if isinstance(choice, str):
+        return choice
+    settings = choice.settings | {f"data.{key}": str(value) for key, value in reading.items() if value is not None}
+    if kinds:
+        settings["data.on_error"] = "drop"
+    program, recipe, why = recipe_for(script)
+    words = ["accelerate", "launch", program, "--config", recipe]
+    for key, value in settings.items():
+        words += [f"--{key}", value]
+    words += ["--run.name", _name_of_run(sources, reading.get("name"))]
+    reasons = [why] if why else []
+    if settings.get("data.val") == "0.2":
+        reasons.append(_held_out(settings))
+    brackets = f" ({'; '.join(reasons)})" if reasons else ""
+    lines = [f"not used by this command: {', '.join(choice.unused)}"] if choice.unused else []
+    return "\n".join([*lines, f"to train on them{brackets}:", shlex.join(words)])
+
+
+def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
+    """Which data train, validate and test; or why none can be chosen.
+
+    has_name: the sources are splits of a named data set, not files.
+    """
+    if all(source.is_split for source in sources) or len(sources) == 1 and sources[0].splits:
+        return _of_folders(sources)
+    if any(source.is_split for source in sources):
+        return "to train on them, give folders of splits alone, or files alone"
+    by_split: dict[str | None, list[str]] = {}
+    for source in sources:
+        split = split_in_name(source.given) if has_name else source.split
+        by_split.setdefault(split, []).append(source.given)
+    unnamed = by_split.pop(None, [])
+    if "train" not in by_split and unnamed:
+        by_split["train"] = [unnamed.pop(0)]
+    if "train" not in by_split:
+        return f"no training data: there is only {', '.join(by_split)} (--data.train FILE says what trains)"
+    settings = {"data.train": _listed(by_split["train"]), "data.val": _listed(by_split.get("val", ["0.2"]))}
+    tests = by_split.get("test", [])
+    settings |= {"eval.test_split": tests[0]} if tests else {}
+    return Choice(settings, (*tests[1:], *unnamed))
+
+
+def _of_folders(folders: Sequence[Source]) -> Choice | str:
+    everywhere = [split for split in folders[0].splits if all(split in folder.splits for folder in folders)]
+    trains = next((split for split in ("train", "trainval", ALL) if split in everywhere), None)
+    if trains is None:
+        named = ", ".join(dict.fromkeys(split for folder in folders for split in folder.splits))
+        return f"no training data: there is only {named} (--data.train NAME --data.val NAME say which are which)"
+    settings = {"data.path": _listed([folder.given for folder in folders])}
+    if "val" not in everywhere:
+        settings["data.val"] = "0.2"
+    if "test" in everywhere:
+        settings["eval.test_split"] = "test"
+    used = {trains, "trainval"} | {"val", "test"}.intersection(everywhere)
+    unused = []
+    for folder in folders:
+        where = f" of {folder.given}" if len(folders) > 1 else ""
+        unused += [f"{split}{where}" for split in folder.splits if split not in used]
+    return Choice(settings, tuple(unused))
+
+
+def _held_out(settings: Mapping[str, str]) -> str:
+    """Say what validates where no split does, and what could."""
+    text = "no split validates: a fifth of the training data is held out"
+    if test := settings.get("eval.test_split"):
+        text += f"; to validate on the test split, as papers on Pascal VOC do: --data.val {shlex.quote(test)}"
+    return text
+
+
+def _listed(values: Sequence[str]) -> str:
+    return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
+
+
+def _name_of_run(sources: Sequence[Source], name: object) -> str:
+    given = Path(sources[0].given).expanduser().resolve().stem if name is None else str(name)
+    return re.sub(r"[^\w.-]+", "_", given) or "mine"
+
+
+def recipe_for(asked: str | None) -> tuple[str, str, str]:
+    """(training script, its settings file for this machine, why that one), the files as seen from where we are.
+
+    asked: the script; None: RT-DETR-v2 from trained weights, or where these cannot be had or there is no GPU, the
+    small detector that finds most after minutes, a Faster R-CNN (configs/README.md).
+    """
+    from huggingface_hub import constants
+
+    from toolkit.base.distributed import default_device  # here: `--help` does without torch
+    from toolkit.models.weights.pretrained import hub_answers
+
+    why = ""
+    if default_device().type == "cpu":
+        why = "there is no GPU: a small detector, from random weights"
+    elif constants.HF_HUB_OFFLINE or not hub_answers():
+        why = "no network for trained weights: a small detector, from random ones"
+    script = asked or ("train_faster_rcnn" if why else "train_detr")
+    folder = ROOT / "configs" / script.removeprefix("train_")
+    small = folder / "own_data_cpu.yaml"
+    config = small if why and small.is_file() else folder / "own_data.yaml"
+    if config != small:
+        why = "trained weights are downloaded once"
+    here = Path.cwd()
+    files = [ROOT / "scripts" / f"{script}.py", config]
+    program, recipe = (str(file.relative_to(here) if file.is_relative_to(here) else file) for file in files)
+    return program, recipe, why
