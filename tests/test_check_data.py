@@ -288,6 +288,19 @@ def test_large_groups_are_not_held_out_more_often_than_small_ones():
     assert "\nwarning: " in share_that_came_out(75, 100, 0.2) and "\nwarning: " in share_that_came_out(5, 100, 0.2)
 
 
+@pytest.mark.parametrize(("counts", "share", "least", "most"), [
+    ([600, *[1] * 400], 0.2, 0.18, 0.22), ([100, 50, 50], 0.2, 0.25, 0.25), ([90, 10], 0.3, 0.1, 0.1),
+    ([50, 50], 0.2, 0.5, 0.5), ([1, 2, 3, 4, 90], 0.05, 0.04, 0.06),
+])  # fmt: skip
+def test_a_large_group_does_not_make_a_lottery_of_the_share(counts, share, least, most):
+    """A standing camera is one group: where it stands in the order, a tenth of the share could be held out."""
+    for seed in range(5):  # the order of the groups follows their bytes
+        rng = np.random.default_rng(seed)
+        frames = signed(np.repeat(rng.integers(9, 240, (len(counts), 16, 16), np.uint8), counts, axis=0))
+        assert len(set(groups(len(frames), alike_pairs(frames)).tolist())) == len(counts)
+        assert least <= held_out(frames, share).mean() <= most
+
+
 def test_images_look_alike_when_ten_signs_differ_and_not_when_eleven_do(monkeypatch):
     """A sign says whether a cell is brighter than the next in its row, the last than the first."""
     rising = np.repeat(np.arange(8, dtype=np.uint8), 2)

@@ -38,7 +38,7 @@ CORRELATION = 0.97
 BANDS = 7  # of the signs
 ALL_PAIRS = 20_000  # images
 MOST_PAIRS = 1_000_000
-VERSION = 3
+VERSION = 4
 MISSED = 0.1  # of the share that is to be held out, by which what is held out may differ from it
 
 
@@ -191,23 +191,41 @@ def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
     """(N,) bool: which images are held out, about `share` of them, a function of the images' bytes alone.
 
     Each group of images that look alike is held out or not as a whole. Groups are taken in the order of a number in
-    [0, 1) that their digests give them: those below `share`, or, where the groups are so few that this misses the share
-    by more than a tenth of it, as many as come closest. So the order never changes when images are added: nearly all
-    stay where they were, and those at the border change over from one side alone. An image that joins a group can move
-    that group.
+    [0, 1) that their digests give them: those below `share`; or, where this misses the share by more than a tenth of
+    it, because there are few groups or a large one, each that brings what is held out closer to the share.
+
+    The order does not change when images are added: nearly all stay where they were, and of groups of one size those at
+    the border change over from one side alone. An image that joins a group can move that group, and a group that was
+    too large for the share can be taken when there are more images.
 
     Raises BadInput: nothing would be held out, or nothing left.
     """
     member, fractions = _places(signatures, share)
-    sizes = np.bincount(member)
     order = sorted(fractions, key=fractions.get)
-    held = np.cumsum([sizes[group] for group in order])[:-1]  # by the first, by the first two, ..., not by all
+    sizes = np.bincount(member)[order]
     wanted = share * len(member)
     below = sum(fraction < share for fraction in fractions.values())
-    taken = min(max(below, 1), len(held))
-    if abs(held[taken - 1] - wanted) > MISSED * wanted:
-        taken = 1 + int(np.abs(held - wanted).argmin())
-    return np.isin(member, order[:taken])
+    is_taken = np.arange(len(order)) < min(max(below, 1), len(order) - 1)
+    if abs(sizes[is_taken].sum() - wanted) > MISSED * wanted:
+        is_taken = _closest(sizes, wanted)
+    return np.isin(member, np.array(order)[is_taken])
+
+
+def _closest(sizes: np.ndarray, wanted: float) -> np.ndarray:
+    """(G,) bool: the groups, of these sizes, that in turn bring the sum of those taken closer to a number.
+
+    At least one is taken, the smallest, and one is left.
+    """
+    is_taken = np.zeros(len(sizes), bool)
+    held = 0
+    for index, size in enumerate(sizes.tolist()):
+        is_closer = abs(held + size - wanted) < abs(held - wanted)
+        if is_closer and held + size < sizes.sum():
+            is_taken[index] = True
+            held += size
+    if not held:
+        is_taken[sizes.argmin()] = True
+    return is_taken
 
 
 def folds_of(signatures: ImageSignatures, folds: int) -> np.ndarray:
