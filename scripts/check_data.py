@@ -29,6 +29,7 @@ from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.folders import recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
+from toolkit.tools.data_flags import add_data_flag
 from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables
 from toolkit.tools.doctor.training_command import Source, command_for
 
@@ -191,16 +192,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
     parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
     images = "folder, archive or URL that file names are relative to; may be repeated (default: looked for)"
-    parser.add_argument("--image-dir", "--data.image_dir", action="append", help=images)
-    parser.add_argument("--format", "--data.format", choices=FORMATS, default="auto")
-    parser.add_argument("--name", "--data.name", help="as in training")
+    add_data_flag(parser, "--image-dir", help=images)
+    add_data_flag(parser, "--format", choices=FORMATS, default="auto")
+    add_data_flag(parser, "--name", help="as in training")
     faulty = "as --data.on_error in training; with drop, faulty records count as warnings"
-    parser.add_argument("--on-error", "--data.on_error", choices=("raise", "drop"), default="raise", help=faulty)
+    add_data_flag(parser, "--on-error", choices=("raise", "drop"), default="raise", help=faulty)
     depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
     depths += "header reads sizes and ends of files; none opens no image"
     parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
     side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: 640, for statistics of box sizes)"
-    parser.add_argument("--image-size", "--data.image_size", type=int, nargs="+", help=side)
+    add_data_flag(parser, "--image-size", type=int, nargs="+", help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
     pictures = "write pictures to this folder: samples of classes, positions, sizes, shapes"
     parser.add_argument("--pictures", type=Path, help=pictures)

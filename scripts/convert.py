@@ -20,6 +20,7 @@ from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.folders import losses, recognise, write_folder
 from toolkit.data.splits import hold_out, share_of
 from toolkit.data.table import DetectionTable
+from toolkit.tools.data_flags import add_data_flag
 
 WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet": "hub"}
 
@@ -43,11 +44,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("source", metavar="SRC", help="folder of a data set, or an annotation file")
     parser.add_argument("target", metavar="DST", type=Path, help="new or empty folder")
     parser.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
-    parser.add_argument("--format", choices=FORMATS, default="auto", help="format of SRC; auto recognises it")
+    add_data_flag(parser, "--format", choices=FORMATS, default="auto", help="format of SRC; auto recognises it")
     images = "folder, archive or URL of the images, where SRC does not say it; may be repeated"
-    parser.add_argument("--image-dir", "--data.image_dir", action="append", help=images)
-    parser.add_argument("--val", help="fraction of the training images to hold out as split val: 0.2, 20%% or 1/5")
-    parser.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error in training")
+    add_data_flag(parser, "--image-dir", help=images)
+    add_data_flag(parser, "--val", help="fraction of the training images to hold out as split val: 0.2, 20%% or 1/5")
+    add_data_flag(parser, "--on-error", choices=("raise", "drop"), default="raise", help="as in training")
     parser.add_argument("--link", action="store_true", help="hard-link images on the same disk instead of copying")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)

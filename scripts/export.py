@@ -35,6 +35,7 @@ from toolkit.models import options_class
 from toolkit.models.inference_settings import inference_flags
 from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_file import load_config_dict
+from toolkit.tools.data_flags import add_data_flag
 from toolkit.tools.export import check_exportable
 from toolkit.tools.export.judge import FILES, Asked, graphs_as_table, lines_as_table, write_and_check, write_relations
 from toolkit.tools.predict.open import OwnDetector, add_flags, open_own_detector, report_thresholds
@@ -104,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--benchmark", action="store_true", help=measured)
     parser.add_argument("--split", help="annotation file to compare AP on, instead of the run's validation data")
     images = "folder, archive or URL of its images; may be repeated"
-    parser.add_argument("--image-dir", "--data.image_dir", action="append", help=images)
-    parser.add_argument("--format", default="coco", help="its format (default coco)")
+    add_data_flag(parser, "--image-dir", help=images)
+    add_data_flag(parser, "--format", default="coco", help="its format (default coco)")
     asked = {key: {"type": float, "default": getattr(Asked, key)} for key in ("tolerance", "int8_tolerance")}
     parser.add_argument("--tolerance", **asked["tolerance"], help="maximum change of AP, R@100 (default %(default)s)")
     drop = "maximum drop of AP in int8 (default %(default)s)"

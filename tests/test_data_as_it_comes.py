@@ -1,5 +1,6 @@
 """Data as annotation tools leave them: what a row, a name or a link means is decided, or named as a fault."""
 
+import importlib
 import json
 import os
 import shlex
@@ -23,6 +24,7 @@ from toolkit.data.formats.folders import recognise, write_folder
 from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, shared_images
 from toolkit.data.table import Category, LabelledImages
 from toolkit.run.command_line import parse_config
+from toolkit.tools import anchors
 from toolkit.tools.predict.outputs import write_outputs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -809,3 +811,25 @@ def test_flags_of_training_are_taken_by_the_other_scripts():
     options = parser.parse_args(["DIR", "--data.image_dir", "x", "--data.on_error", "drop", "--data.format", "yolo"])
     assert options == parser.parse_args(["DIR", "--image-dir", "x", "--on-error", "drop", "--format", "yolo"])
     assert options.image_dir == ["x"]
+
+
+@pytest.mark.parametrize("script", ["check_data", "convert", "evaluate", "export", "report", "anchors"])
+def test_every_flag_about_data_has_the_name_that_it_has_in_training_too(script, capsys):
+    main = anchors.main if script == "anchors" else importlib.import_module(script).main
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    flags = [flag for flag in ("image-dir", "name", "path", "on-error", "image-size") if f" --{flag} " in text]
+    assert "image-dir" in flags
+    for flag in flags:
+        assert f" --data.{flag.replace('-', '_')} " in text, flag
+
+
+def test_folders_of_images_are_given_one_by_one_or_as_settings_have_them(capsys):
+    parse = check_data._parser().parse_args
+    for words in (["--image-dir", "a", "--data.image_dir", "b"], ["--data.image_dir", "[a, b]"]):
+        assert parse(["DIR", *words]).image_dir == ["a", "b"]
+    assert parse(["DIR"]).image_dir is None
+    with pytest.raises(SystemExit):
+        parse(["DIR", "--image-dir", "[a, {]"])
+    assert "expected a folder, or a list of folders such as [images, more.zip]" in capsys.readouterr().err

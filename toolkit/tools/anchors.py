@@ -13,6 +13,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS
 from toolkit.detectors.yolov3.targets import kmeans_anchors, shape_iou
+from toolkit.tools.data_flags import add_data_flag
 
 
 @says_bad_input
@@ -20,13 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
     command = argparse.ArgumentParser(prog="python -m toolkit.tools.anchors", description=main.__doc__)
     command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
-    command.add_argument("--path", help="as --data.path; --annotations is then the name of a split")
+    add_data_flag(command, "--path", help="as --data.path; --annotations is then the name of a split")
     images = "folder, archive or URL of the images, where the annotations do not say; may be repeated"
-    command.add_argument("--image-dir", "--data.image_dir", action="append", help=images)
-    command.add_argument("--format", default="auto", help="as --data.format")
-    command.add_argument("--name", help="as --data.name")
-    command.add_argument("--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error")
-    command.add_argument("--image-size", type=int, nargs="+", default=[416], help="pixels: SIDE or HEIGHT WIDTH")
+    add_data_flag(command, "--image-dir", help=images)
+    add_data_flag(command, "--format", default="auto", help="as --data.format")
+    add_data_flag(command, "--name", help="as --data.name")
+    add_data_flag(command, "--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error")
+    add_data_flag(command, "--image-size", type=int, nargs="+", default=[416], help="pixels: SIDE or HEIGHT WIDTH")
     command.add_argument("--per-level", type=int, default=3, help="anchors of each of the three levels")
     command.add_argument("--seed", type=int, default=0)
     options = command.parse_args(arguments)

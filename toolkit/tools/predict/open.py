@@ -26,6 +26,7 @@ from toolkit.models.start import load_pretrained
 from toolkit.models.weights.pretrained import cached_when_offline, open_pretrained
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
+from toolkit.tools.data_flags import add_data_flag
 from toolkit.tools.export.files import AT_LEAST, open_file
 from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
 
@@ -42,13 +43,13 @@ IMAGES = "folder, archive or URL of the images, if not those of the run; may be 
 FLAGS = {
     "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
     "--split": {"help": "annotation file or split instead of the run's validation data"},
-    "--image-dir": {"action": "append", "help": IMAGES},
+    "--image-dir": {"help": IMAGES},
     "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
     "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
     "--max-detections": {"type": _count, "metavar": "N", "help": MOST},
     "--trust": {"action": "store_true", "help": TRUST},
 }
-AS_IN_TRAINING = {"--image-dir": "--data.image_dir", "--format": "--data.format", "--path": "--data.path"}
+ABOUT_DATA = ("--image-dir", "--format", "--path")
 PUBLISHED = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
 REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
@@ -67,8 +68,10 @@ class OwnDetector(NamedTuple):
 def add_flags(parser: ArgumentParser, *names: str) -> None:
     """Give a script those of `FLAGS` that are named; `--data.image_dir` and the like, as in training, are the same."""
     for name in names:
-        alias = AS_IN_TRAINING.get(name)
-        parser.add_argument(*filter(None, (name, alias)), **FLAGS[name])
+        if name in ABOUT_DATA:
+            add_data_flag(parser, name, **FLAGS[name])
+        else:
+            parser.add_argument(name, **FLAGS[name])
 
 
 def open_predictor(
