@@ -135,8 +135,12 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
     return draw_batch(next(iter(loader)), table.class_names, file)
 
 
-def training_command(options: argparse.Namespace, sources: list[Source], inspection: Inspection) -> str:
+def training_command(
+    options: argparse.Namespace, sources: list[Source], tables: dict[str, DetectionTable], inspection: Inspection
+) -> str:
     """The command that trains on these data with the options that were given here; or why there is none."""
+    if options.script == "train_sgg" and not any(table.predicates for table in tables.values()):
+        return "train_sgg needs relations, and these data have none; docs/data.md says how they are written"
     reading = {"name": options.name, "image_size": options.image_size}
     reading["format"] = None if options.format == "auto" else options.format
     reading["on_error"] = None if options.on_error == "raise" else options.on_error
@@ -177,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.fix:
         log = clean_copy(tables, inspection, options.fix)
         print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
-    print(f"\n{training_command(options, sources, inspection)}")
+    print(f"\n{training_command(options, sources, tables, inspection)}")
     records = any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings)
     return 1 if inspection.exit_code == 2 and options.on_error == "drop" and not records else inspection.exit_code
 

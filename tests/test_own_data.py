@@ -103,6 +103,9 @@ def test_other_data_have_other_commands(whole, tmp_path, monkeypatch, capsys):
     assert "train_ssd.py" in folder and "--data.val" not in folder and "--data.on_error" not in folder
     assert f"--data.train {files[0]} --data.val {files[1]} " in printed(*files)
     assert "there is only val" in printed(files[1])
+    graphs = printed(str(tmp_path / "d"), "--script", "train_sgg")
+    assert "configs/sgg/own_data_cpu.yaml" in graphs, "which downloads nothing"
+    assert printed(str(whole), "--script", "train_sgg").startswith("train_sgg needs relations, and these data have none")
 
 
 @pytest.mark.parametrize("name", DETECTORS)
