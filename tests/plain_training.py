@@ -16,12 +16,18 @@ from toolkit.step.guard import NanGuard
 from toolkit.step.losses import LossWeights
 
 
-def plain_training(detector, batches: list, optimizer, make_schedule, folder: Path, *, total_steps: int, **options):
+def plain_training(
+    detector, batches: list, optimizer, make_schedule, folder: Path, *, total_steps: int, scaler=None, **options
+):
     """One process on the CPU, every step logged, nothing evaluated or saved.
 
-    batches: of an epoch, all of one size but the last. make_schedule: takes the prepared optimizer.
+    batches: of an epoch, all of one size but the last. make_schedule: takes the prepared optimizer. scaler: of fp16,
+    which Accelerate has on a GPU alone.
     """
     accelerator = Accelerator(cpu=True)
+    if scaler is not None:
+        accelerator.scaler = scaler
+        accelerator.unscale_gradients = lambda: scaler.unscale_(optimizer.optimizer)
     table = SimpleNamespace(categories=(), class_names=[], predicates=(), attributes=())
     model, optimizer = accelerator.prepare(detector, optimizer)
     t = Training(

@@ -26,11 +26,13 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import decode_json, encode_json
 from toolkit.run.checkpoint import (
     CheckpointError,
+    changed_files,
     linked,
     load_checkpoint,
     mark_best,
     newest_valid,
     repair_latest,
+    replace_state,
     resolve_resume,
     save_checkpoint,
 )
@@ -116,6 +118,53 @@ def test_newest_best_latest_and_those_of_every_so_many_steps_are_kept(tmp_path):
     assert linked(tmp_path, "best") == tmp_path / "step_000020" and newest_valid(tmp_path)[0].step == 1234567
 
 
+def test_a_better_outcome_lets_the_checkpoint_go_that_was_best_before(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=1)
+        replace_state(tmp_path, step, {"v": float(step), "metric": 0.5}, keep=1, best=step != 2)
+        assert steps(tmp_path) == (["step_000001", "step_000002"] if step == 2 else [f"step_{step:06d}"])
+    assert linked(tmp_path, "best") == linked(tmp_path, "latest") == tmp_path / "step_000003"
+    assert newest_valid(tmp_path)[0].state["metric"] == 0.5
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.EMLINK])
+def test_without_hard_links_the_files_are_copied_to_the_disk(tmp_path, monkeypatch, number):
+    save(tmp_path, 1)
+    synced, fsync = [], os.fsync
+
+    def refuse(source, target):
+        raise OSError(number, "no links here")
+
+    def note(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "fsync", note)
+    replace_state(tmp_path, 1, {"v": 1.0}, keep=1)
+    assert {"model.safetensors", "optimizer.pt", "state.json"} <= {*synced[: synced.index("MANIFEST.json")]}
+    assert values(newest_valid(tmp_path)[0]) == {1.0}
+
+
+def test_a_checkpoint_whose_outcome_is_written_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """Another program may evaluate the newest checkpoint of a run that is training."""
+    path = save(tmp_path, 1)
+    reads = []
+
+    def read_meanwhile(*arguments):
+        if not reads:
+            replace_state(tmp_path, 1, {"v": 1.0, "metric": 0.5}, keep=1)
+        reads.append(arguments)
+        return changed_files(*arguments)
+
+    monkeypatch.setattr("toolkit.run.checkpoint.changed_files", read_meanwhile)
+    assert load_checkpoint(path).state["metric"] == 0.5
+    flip(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="sha256 differs"):
+        load_checkpoint(path)
+    assert len(reads) == 3, "of one that is damaged there is no second version"
+
+
 def test_newest_is_the_last_one_written_not_the_highest_step(tmp_path):
     """A run that went back to step 2 must not go on from the steps 3 and 4 it left behind."""
     for step in (1, 2, 3, 4):
@@ -152,6 +201,7 @@ def test_links_are_text_files_where_links_are_not_possible(tmp_path, monkeypatch
     for elsewhere in ("../step_000001", "/etc", "step_000009", ""):
         (tmp_path / "best").write_text(elsewhere)
         assert linked(tmp_path, "best") is None
+
 
 RUN_STATE = {
     "limit": "run.epochs", "step": 1, "categories": [{"id": 1, "name": "a"}], "total_steps": 9, "scaler": None,
@@ -360,6 +410,7 @@ def test_resume_values(tmp_path):
     with pytest.raises(BadInput, match="truncated"):  # named by the user: nothing else is taken instead
         resumed(run / "checkpoints" / "step_000002")
 
+
 def still_whole(folder: Path, step: int) -> None:
     found, _ = newest_valid(folder)
     assert found.step == step and values(found) == {float(step)}
@@ -403,7 +454,10 @@ def check_after_kill(folder: Path, possible: set[float]) -> float:
     (value,) = values(found)
     assert value in possible
     save(folder, 99, keep=1)
-    assert steps(folder) == ["step_000099"] and values(newest_valid(folder)[0]) == {99.0}
+    best = linked(folder, "best")
+    assert steps(folder) == [*([best.name] if best else []), "step_000099"]
+    assert best is None or load_checkpoint(best).state["metric"] == 0.5, "it contains its own metric"
+    assert values(newest_valid(folder)[0]) == {99.0}
     return value
 
 
@@ -415,6 +469,7 @@ def kill_at_write(folder: Path, number: int) -> bool:
         at_events("write *", lambda path: next(writes) == number and os.kill(os.getpid(), signal.SIGKILL))
         save(folder, 2, keep=1)  # a new step, after which step 1 is deleted
         save(folder, 2, value=20.0, keep=1)  # in the place of that one
+        replace_state(folder, 2, {"v": 20.0, "metric": 0.5}, keep=1, best=True)  # and its evaluation
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
@@ -430,7 +485,7 @@ def every_call(folder: Path) -> None:
         if not killed:
             break
     print(f"killed before each of {number - 1} writes")
-    assert number > 30 and seen == {1.0, 2.0, 20.0}
+    assert number > 45 and seen == {1.0, 2.0, 20.0}
 
 
 def test_kill_before_every_change_of_the_file_system(tmp_path):

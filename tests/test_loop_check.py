@@ -14,15 +14,21 @@ from torch import nn
 from scripts import train_detr
 from toolkit.base.batch import Batch
 from toolkit.base.distributed import world
-from toolkit.base.errors import BadInput
+from toolkit.base.errors import BadInput, StoppedByGuard
 from toolkit.models import detector as base
-from toolkit.run.checkpoint import linked
+from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
+from toolkit.run.metrics_log import read_metrics
 from toolkit.run.recovery import ranks_apart
+from toolkit.run.saving import load
 from toolkit.run.validation import finish
+from toolkit.step.ema import Ema
 from toolkit.step.extra import Extra
+from toolkit.step.guard import POLICIES
 from toolkit.step.length import Pace
 from toolkit.step.loop_check import LoopCheck
-from toolkit.step.schedules import Schedule
+from toolkit.step.schedules import PlateauSchedule, Schedule
+
+NOTHING = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
 
 
 class InTurn(torch.optim.SGD):
@@ -150,25 +156,36 @@ UPDATE = "        t.optimizer.step()\n"
 SAVE = '        t.evaluate_and_save(reduced["signal"])\n'
 
 
-def training(folder, **pace):
+def training(folder, scaler=None, make_schedule=Schedule, **pace):
     folder.mkdir(exist_ok=True)
     batches = [Batch(torch.full((1, 3, 4, 4), 10 * i, dtype=torch.uint8), torch.tensor([[4, 4]]),
                      [{"image_id": i, "labels": torch.zeros(2, dtype=torch.int64)}]) for i in range(1, 9)]  # fmt: skip
     toy = Toy()
     optimizer = torch.optim.SGD([{"params": [toy.weight], "name": "main"}], lr=1e-3)
     steps = len(batches) // pace.get("accumulation_steps", 1)
-    return plain_training(toy, batches, optimizer, Schedule, folder, total_steps=steps, pace=Pace(**pace))
+    return plain_training(
+        toy, batches, optimizer, make_schedule, folder, total_steps=steps, scaler=scaler, pace=Pace(**pace)
+    )
 
 
-def run_changed(t, *hunks: tuple[str, str]):
-    """One epoch of the loop of train_detr with lines of it replaced."""
+def evaluate_to(t, value: float) -> None:
+    """Make every evaluation have this metric, and leave no files."""
+    t.validation.loader, t.validation.pictures = [NOTHING], 0
+    t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": value}, describe=lambda *_: "")
+    t.log.attempt = lambda what, function: None
+
+
+def run_changed(t, *hunks: tuple[str, str], epochs: int = 1):
+    """Epochs of the loop of train_detr with lines of it replaced."""
     source = inspect.getsource(train_detr.train_one_epoch)
     for old, new in hunks:
         assert source.count(old) == 1
         source = source.replace(old, new)
     names = {"torch": torch, "drawn": []}
     exec(compile(source, "changed", "exec"), names)
-    names["train_one_epoch"](t)
+    for _ in range(epochs):
+        if not t.finished:
+            names["train_one_epoch"](t)
     return names["drawn"]
 
 
@@ -217,6 +234,153 @@ def test_rates_that_last_for_one_update_are_said(tmp_path, capsys, condition, sa
     by_hand = f"        if {condition}:\n            t.optimizer.param_groups[0]['lr'] *= 0.1\n"
     run_changed(training(tmp_path), (SAVE, by_hand + SAVE))
     assert ("step 6: warning: the learning rates that the loop set" in capsys.readouterr().out) == said
+
+
+def schedules(name: str):
+    """What makes a schedule of this kind; each one has changed its rates after a few steps."""
+    kinds = {
+        "warm-up": lambda optimizer: Schedule(optimizer, "constant", 8, warmup_steps=6),
+        "cosine": lambda optimizer: Schedule(optimizer, "cosine", 8, warmup_steps=2),
+        "multistep": lambda optimizer: Schedule(optimizer, "multistep", 8, milestones=[3, 5]),
+        "plateau": lambda optimizer: PlateauSchedule(optimizer, patience=1, max_decays=20, warmup_steps=2),
+    }
+    return kinds[name]
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("keep_schedule", [True, False])
+@pytest.mark.parametrize("name", ["warm-up", "cosine", "multistep", "plateau"])
+def test_a_loop_that_sets_no_rates_is_not_said_to_set_some(tmp_path, capsys, name, keep_schedule, accumulation_steps):
+    """After a resume from every step, with this schedule or that of the checkpoint, and with other batches."""
+    t = training(tmp_path, make_schedule=schedules(name), eval_every=1, save_every=1, keep=9)
+    evaluate_to(t, 0.5)
+    run_changed(t)
+    checkpoints = sorted((tmp_path / "checkpoints").glob("step_*"))
+    assert len(checkpoints) == 8
+    for path in checkpoints:
+        pace = {"accumulation_steps": accumulation_steps, "eval_every": 1}
+        again = training(tmp_path / f"from_{path.name}", make_schedule=schedules(name), **pace)
+        evaluate_to(again, 0.5)
+        load(again, load_checkpoint(path), keep_schedule)
+        again.total_steps = again.step + 2
+        again.loader = again.loader[again.sampler.next_batch :]
+        run_changed(again)
+    assert "the learning rates that the loop set" not in capsys.readouterr().out
+
+
+def test_every_row_of_training_has_the_norms_of_the_groups_and_no_average_has_them(tmp_path):
+    """The first and the last row of an epoch too, whatever `log_every` is."""
+    t = training(tmp_path)
+    t.log.log_every = 3
+    run_changed(t)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    of_steps = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in of_steps] == [1, 3, 6, 8]
+    assert all(row["train/grad_norm/main"] == row["train/grad_norm"] for row in of_steps)
+    (averages,) = [row for row in rows if "epoch/loss" in row]
+    assert "epoch/grad_norm" in averages and "epoch/grad_norm/main" not in averages
+
+
+ENDINGS = {
+    "early stopping": SAVE,
+    "max_decays": SAVE,
+    "an evaluation of the loop's own": "        t.best.without_better = t.step - 3\n" + SAVE,
+    "the script": "        if t.step == 5:\n            return {}\n" + SAVE,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_averages_of_an_epoch_are_a_row_whatever_ends_the_run_inside_it(tmp_path, ending):
+    kind = schedules("plateau") if ending == "max_decays" else Schedule
+    t = training(tmp_path, make_schedule=kind, eval_every=1 if ending in ("early stopping", "max_decays") else 0)
+    evaluate_to(t, 0.5)
+    if ending == "max_decays":
+        t.schedule.options["max_decays"] = 4  # the first evaluation is better, the four after it are not
+    elif ending != "the script":
+        t.best.patience = 4 if ending == "early stopping" else 2
+    if ending == "the script":
+        t.without("evaluate_and_save")
+    run_changed(t, (SAVE, ENDINGS[ending]))
+    assert t.step == 5 and not t.epoch_is_over
+    finish(t)
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "epoch/loss" in row]
+    assert [(row["step"], row["epoch"]) for row in rows] == [(5, 0)]
+    before = newest_valid(tmp_path / "checkpoints")[0].state
+    finish(t)
+    assert newest_valid(tmp_path / "checkpoints")[0].state == before
+    assert len([row for row in read_metrics(tmp_path / "metrics.jsonl") if "epoch/loss" in row]) == 1
+
+
+NORM = "        grad_norm = t.unscaled_gradient_norm()\n"
+BREAKS = """        if t.{counter} == {at} and not t.log.status.get("broke"):
+            t.log.status["broke"] = True
+            {how}
+"""
+SPOIL = "t.detector.weight.data.fill_(float('inf'))"
+# Where a fault is found -> the pace of the run, and the lines that make it.
+PLACES = {
+    "before an update": ({}, (NORM, BREAKS.format(counter="step", at=1, how="t._sums['loss'] *= float('nan')") + NORM)),
+    "in the next window": ({}, (SAVE, SAVE + BREAKS.format(counter="step", at=2, how=SPOIL))),
+    "where a save is due": ({"save_every": 1}, (SAVE, BREAKS.format(counter="step", at=2, how=SPOIL) + SAVE)),
+    "where an evaluation is due": ({"eval_every": 1}, (SAVE, BREAKS.format(counter="step", at=2, how=SPOIL) + SAVE)),
+    "in the last evaluation": ({"save_every": 2}, (SAVE, BREAKS.format(counter="step", at=4, how=SPOIL) + SAVE)),
+    "in an evaluation of the loop's own": (
+        {}, (SAVE, BREAKS.format(counter="step", at=2, how=f"{SPOIL}; t.best.value = t.best.step = 2") + SAVE)
+    ),
+}  # fmt: skip
+
+
+def breaking(folder, policy: str, place: str, with_ema: bool, scaler, accumulation_steps: int):
+    """A training of four updates on accumulated windows, one of which breaks, and the hunk that breaks it."""
+    pace, hunk = PLACES[place]
+    t = training(folder, scaler, accumulation_steps=accumulation_steps, **pace)
+    t.guard.policy, t.total_steps = policy, 4
+    t.guard.lr_factor = 0.5
+    if with_ema:
+        t.ema = Ema(t.detector, 0.9)
+    evaluate_to(t, 0.5)
+    return t, hunk
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("fp16", [False, True], ids=["float32", "fp16"])
+@pytest.mark.parametrize("with_ema", [False, True], ids=["raw", "ema"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_policy_is_followed_wherever_a_fault_is_found(
+    tmp_path, capsys, policy, place, with_ema, fp16, accumulation_steps
+):
+    """Never by blaming a line of the loop, which does nothing wrong, and never by a warning about its rates."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if fp16 else None
+    t, hunk = breaking(tmp_path, policy, place, with_ema, scaler, accumulation_steps)
+    goes_on = policy == "rollback" or (policy, place) == ("skip", "before an update")
+    if goes_on:
+        run_changed(t, hunk, epochs=3)
+        finish(t)
+        assert (t.step, t.ended_by, t.best.evaluated_step, t.saved_step) == (4, ["run.epochs"], 4, 4)
+    else:
+        with pytest.raises(StoppedByGuard):
+            run_changed(t, hunk)
+    said = capsys.readouterr().out
+    assert said.count("goes on from step") == goes_on and "warning" not in said
+    assert (t.guard.rollbacks, t.guard.skips) == ((1, 0) if policy == "rollback" else (0, 0))
+    saved, passed_over = newest_valid(tmp_path / "checkpoints")
+    assert passed_over == [] and (saved is None or saved.tensors["model"]["weight"].isfinite().all())
+    if goes_on:
+        best = load_checkpoint(tmp_path / "checkpoints" / "best")
+        assert best.state["best_step"] == best.step, "the best one contains its own metric"
+
+
+def test_a_fault_found_when_training_is_over_does_not_pass_for_its_result(tmp_path):
+    """There is no loop that could go on from the checkpoint: the run ends, to be resumed."""
+    t, _ = breaking(tmp_path, "rollback", "before an update", False, None, 2)
+    t.without("evaluate_and_save")
+    run_changed(t, (SAVE, "        if t.step == 3:\n            t.detector.weight.data.fill_(float('inf'))\n"
+                          "            t.total_steps = 3\n"))  # fmt: skip
+    assert t.finished and t.step == 3
+    with pytest.raises(StoppedByGuard, match="found when training was over: the run is at step 0 again, and `--run.r"):
+        finish(t)
+    assert newest_valid(tmp_path / "checkpoints")[0].step == t.log.status["step"] == 0
 
 
 def test_a_window_passed_over_late_leaves_a_scaler_that_goes_on(tmp_path):

@@ -271,7 +271,7 @@ def test_a_rollback_goes_to_the_last_good_checkpoint_with_lower_rates(tmp_path):
 def test_a_rate_too_large_stops_before_anything_moves(tmp_path):
     t = ready(tmp_path, "skip")
     t.optimizer.param_groups[0]["lr"] = 3e39
-    with pytest.raises(StoppedByGuard, match="the learning rate of a group is 3e\\+39, too large for float32"):
+    with pytest.raises(StoppedByGuard, match="the learning rate of main is 3e\\+39, too large for float32"):
         t.accepts(WINDOW, reduced_of(t))
     assert load_checkpoint(tmp_path / "checkpoints" / "step_000000").tensors["model"]["weight"] == 1.0
     (report,) = tmp_path.glob("nan/*/rank0")

@@ -56,7 +56,7 @@ def make_training(folder, policy="stop", scaler=None, metric="bbox_AP", evaluato
                   **options) -> Training:  # fmt: skip
     """On one process, with what Accelerate makes (a scaler, that is) given plainly: it has none on a CPU."""
     detector = Detector()
-    optimizer = torch.optim.SGD(detector.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([{"params": [*detector.parameters()], "name": "main"}], lr=0.1)
     accelerator = SimpleNamespace(scaler=scaler, process_index=0, mixed_precision="no", is_main_process=True,
                                   device="cpu", autocast=nullcontext)  # fmt: skip
     table = SimpleNamespace(categories=(Category(1, "a"),), class_names=["a"], predicates=(), attributes=())
@@ -110,7 +110,6 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     t.accelerator.num_processes, t.total_steps, t.sampler = 1, 11, EpochSampler(15, 2, world_size=2)
     t.log = Log(True, steps_per_epoch=4, log_every=5)
     t.log.start(SimpleNamespace(log=rows.append), {}, 0, t.total_steps)
-    t.optimizer.param_groups[0]["name"] = "main"
     t.log.averages.update = lambda values, n: images.append(n)
     for t.step in range(1, 12):
         t.sampler.advance_batches(1)
@@ -309,13 +308,30 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
     assert newest_valid(folder)[0].state["evaluations_without_better"] == 1
 
 
+@pytest.mark.parametrize("lost", ["model.safetensors", "MANIFEST.json", "."])
+def test_a_checkpoint_that_is_damaged_while_it_is_evaluated_is_written_anew(tmp_path, lost):
+    t = make_training(tmp_path, val_loader=[NOTHING], signals=SimpleNamespace(received=0))
+    t.log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=tmp_path, log=lambda row: None, shows=False)
+    t.validation.pictures, t.step = 0, 3
+    path = tmp_path / "checkpoints" / "step_000003"
+
+    def lose(predictions):
+        doomed = path / lost
+        shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
+        return {"bbox_AP": 0.5}
+
+    t.validation.evaluator = SimpleNamespace(evaluate=lose, describe=lambda *_: "")
+    save_and_evaluate(t)
+    assert load_checkpoint(path).state["evaluated_step"] == 3
+    assert linked(tmp_path / "checkpoints", "best") == path
+
+
 def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp_path, capsys):
     rows = []
     t = make_training(tmp_path, evaluator=Evaluator(0.5, 0.25), val_loader=[NOTHING],
                       signals=SimpleNamespace(received=0))  # fmt: skip
     t.best.patience, t.validation.pictures = 1, 0
     t.log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=tmp_path, log=rows.append, shows=False)
-    t.optimizer.param_groups[0]["name"] = "main"
     t.accelerator.num_processes = 1
     for t.step in (1, 2):
         t.sampler.advance_batches(1)

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 REPORT = "toolkit.run.session:_report"  # which takes seconds at the end of every run
 MICRO_BATCH = "toolkit.run.training:Training.seed_micro_batch"
 EVALUATION = "toolkit.evaluation.predict_dataset:agree_max"
+# What a run says about a loop that somebody has changed: never of a script as it is, whatever happens to its processes.
+OF_CHANGED_LOOPS = ("learning rates that the loop set", "the loop passed over a window", "was not done", "t.without(")
 TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
@@ -111,6 +113,7 @@ class Server:
 
         whole: with its report. env: more environment variables. meanwhile: called with the process ids once they run.
         """
+        is_changed = isinstance(script, Script) and script.changed is not None
         if isinstance(script, Script):
             faults, script = [*faults, *([] if whole else [{"skip": REPORT}])], script.path
         self.runs += 1
@@ -134,6 +137,8 @@ class Server:
         texts = [log.read_text(errors="replace") for log in logs]
         text = "".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts))
         assert not hangs, f"the run hangs (or takes over {within_s} s): {args}\n{text}"
+        blames = [words for words in OF_CHANGED_LOOPS if words in text]
+        assert is_changed or not blames, f"the loop is as it was and is blamed: {blames}\n{text}"
         return Result(codes, text, run_folder(args), texts)
 
     def close(self) -> None:

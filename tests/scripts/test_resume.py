@@ -44,7 +44,6 @@ def test_killed_run_goes_on_to_the_bit(server, script, resumable, processes, mom
     resumed = server.run(script, [*args, "--run.seed", "7"], processes).ok()  # that of the checkpoint goes on
     assert_same_run(resumed.folder, reference)
     assert "Resuming from" in resumed.text and resumed.status["state"] == "done"
-    assert "learning rates that the loop set" not in resumed.text, "it sets none"
     assert not list(resumed.folder.rglob(".tmp-*"))
 
 

@@ -128,14 +128,15 @@ def save_checkpoint(
     return path
 
 
-def replace_state(folder: Path, step: int, state: dict, *, best: bool = False) -> Path:
+def replace_state(folder: Path, step: int, state: dict, *, keep: int, best: bool = False, keep_every: int = 0) -> Path:
     """Give the checkpoint `folder/step_<step>` another state; its other files stay as they are.
 
     For what is known only after the checkpoint was written: the outcome of its evaluation. At any moment, a kill
     included, the checkpoint is whole, with the earlier state or with this one.
 
     Args:
-        state: as of `save_checkpoint`. best: the checkpoint is the best so far.
+        state, keep, keep_every: as of `save_checkpoint`.
+        best: the checkpoint is the best so far; the one that was it before is deleted if nothing else keeps it.
 
     Raises:
         CheckpointError: there is no such checkpoint, no space, no right to write, ...
@@ -162,17 +163,20 @@ def replace_state(folder: Path, step: int, state: dict, *, best: bool = False) -
     except OSError as error:
         shutil.rmtree(temp, ignore_errors=True)
         raise CheckpointError(_cannot_write(folder, error.errno or errno.EIO, len(text))) from error
+    _prune(folder, max(keep, 1), keep_every)
     return path
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make `target` another name of the file `source`, or a copy where the file system has no hard links."""
+    """Make `target` another name of the file `source`, or a copy on the disk where there are no hard links."""
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
         shutil.copyfile(source, target)
+        with open(target, "rb+") as file:
+            os.fsync(file.fileno())
 
 
 def mark_best(path: Path) -> None:
@@ -337,6 +341,17 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
     manifest = _read_manifest(path)
+    try:
+        return _load(path, manifest)
+    except CheckpointError:
+        # A run that is training may have written the outcome of an evaluation into it meanwhile.
+        now = _read_manifest(path)
+        if now == manifest:
+            raise
+    return _load(path, now)
+
+
+def _load(path: Path, manifest: dict) -> Checkpoint:
     problems = changed_files(path, manifest)
     if problems:
         raise CheckpointError([f"Checkpoint {path}: {problem}" for problem in problems])

@@ -110,17 +110,18 @@ class Log:
     ) -> None:
         """After an update over `images` images of all ranks: meters, bar, and when it is time a row of metrics and a
         line; also for the first and the last step of an epoch, as DETR's."""
+        has_row = self.has_row(step, total_steps, ends_epoch)
         self.epoch_s += self.timer.step_done(images)
         self.epoch_steps += 1
         values = {name.removeprefix("train/"): value for name, value in row.items() if "/lr/" not in name}
-        self.meters.update(values)
         # Norms of groups are measured for rows alone: a mean of theirs would be one of other steps than the total's.
         of_every_step = {name: value for name, value in values.items() if not name.startswith("grad_norm/")}
+        self.meters.update(of_every_step)
         self.averages.update(of_every_step, images)
         self.status["step"] = step
         position = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
         self._show_on_bar(position)
-        if self.is_due(step, total_steps) or self.epoch_steps == 1 or ends_epoch:
+        if has_row:
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
             means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
             full = {**row, **means, **self.timer.row(total_steps - step)}
@@ -129,9 +130,10 @@ class Log:
             if news := self.graphs.news(step):
                 self.say(news)
 
-    def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether this step gets a row."""
-        return is_time(step, self.log_every, last=total_steps)
+    def has_row(self, step: int, total_steps: int, ends_epoch: bool) -> bool:
+        """Whether this step, which is not noted yet, gets a row and a line."""
+        begins_epoch = self.epoch_steps == 0
+        return is_time(step, self.log_every, last=total_steps) or begins_epoch or ends_epoch
 
     def note_epoch(self, step: int, epoch: int) -> None:
         """Log the averages of an epoch's losses and metrics as a row and a line, at its end or where the run ends.

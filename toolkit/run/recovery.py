@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -58,10 +58,20 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
             raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
         load_weights(t, checkpoint)
         t.state_parts = state_in_parts(t)  # not those that were replaced
-        t.saved_step = t.step
+        t.saved_step = t.log.status["step"] = t.step
+        if t.best.step > t.step:  # of weights that are gone, which the loop evaluated by itself
+            _take_back_best(t, checkpoint.state)
         t.schedule.scale = t.guard.lr_scale
         t.set_rates()
     t.log.say(f"guard: {message}\n{action.value}: goes on from step {t.step} with the next data.")
+
+
+def _take_back_best(t, state: Mapping) -> None:
+    """Give the run the best evaluation of the checkpoint with this state; none where that was of another metric."""
+    if state["metric_for_best"] == t.best.metric:
+        t.best.load_state_dict(state)
+    else:
+        t.best.forget()
 
 
 # ---------------------------------------------------------------- the state that updates leave

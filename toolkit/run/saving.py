@@ -10,14 +10,20 @@ from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder, waiting_aloud
 from toolkit.data.sampling import epochs_after, steps_ahead
-from toolkit.run.checkpoint import Checkpoint, bring_best, repair_latest, replace_state, save_checkpoint
+from toolkit.run.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    bring_best,
+    repair_latest,
+    replace_state,
+    save_checkpoint,
+)
 from toolkit.run.settings_file import Change
 from toolkit.step.optim import load_state
 
 
 def save(t, best: bool = False) -> None:
     """Write `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
-    tensors = tensors_of(t)
     state = state_of_run(t)
     t.saved_step = t.step
     if others := t.check.new_others():
@@ -25,31 +31,40 @@ def save(t, best: bool = False) -> None:
             f"in no checkpoint, so that a resumed run differs: {', '.join(others)}, and what it trains; "
             't.extra["NAME"] = optimizer in main saves it, and the module likewise'
         )
-
-    def write() -> None:
-        _sync_rows(t)
-        content = {"tensors": tensors, "optimizer": t.optimizer.state_dict(), "state": state}
-        keeping = {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
-        extra = t.extra.state_dict()
-        save_checkpoint(t.folder / "checkpoints", t.step, **content, **keeping, kind="run", extra=extra)
-
     with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
-        run_on_main(write)
+        run_on_main(lambda: _write(t, state, best))
+
+
+def _write(t, state: dict, best: bool) -> None:
+    _sync_rows(t)
+    content = {"tensors": tensors_of(t), "optimizer": t.optimizer.state_dict(), "state": state}
+    extra = t.extra.state_dict()
+    save_checkpoint(t.folder / "checkpoints", t.step, **content, **_keeping(t, best), kind="run", extra=extra)
+
+
+def _keeping(t, best: bool) -> dict:
+    """Which checkpoints stay, as arguments of `save_checkpoint`."""
+    return {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
 
 
 def save_outcome(t, best: bool = False) -> None:
     """Write the outcome of an evaluation into the checkpoint of this step, which stands already.
 
     best: it is the best so far. Weights and optimizer are those that were saved; the metric, the rows, the patience
-    and the schedule are as the evaluation left them. Every rank raises if that fails.
+    and the schedule are as the evaluation left them. A checkpoint that somebody has damaged or deleted meanwhile is
+    written anew. Every rank raises if that fails.
     """
     state = state_of_run(t)
+    with waiting_aloud(f"the metric in the checkpoint of step {t.step} in {t.folder}", t.log.say):
+        run_on_main(lambda: _write_outcome(t, state, best))
 
-    def write() -> None:
-        _sync_rows(t)
-        replace_state(t.folder / "checkpoints", t.step, state, best=best)
 
-    run_on_main(write)
+def _write_outcome(t, state: dict, best: bool) -> None:
+    _sync_rows(t)
+    try:
+        replace_state(t.folder / "checkpoints", t.step, state, **_keeping(t, best))
+    except CheckpointError:
+        _write(t, state, best)  # on a disk that takes nothing this fails too, and says why
 
 
 def _sync_rows(t) -> None:

@@ -312,7 +312,7 @@ class Training:
         values["state_finite"] = next(self.state_parts)  # as the last update left it
         values |= {"signal": self.signals.received or int(bool(self.log.trouble)), "time_s": self.log.timer.last_step_s}
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
-        if self.log.is_due(self.step + 1, self.total_steps):
+        if self.log.has_row(self.step + 1, self.total_steps, ends_epoch=self.epoch_is_over):
             values |= group_norms(self.optimizer.param_groups)
         of_groups = [name for name in values if name.startswith("grad_norm")]
         values["notes"] = float(self.log.has_notes)

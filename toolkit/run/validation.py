@@ -159,7 +159,7 @@ def finish(t) -> None:
     Best goes by the metric for best: the averaged weights where that is one of "ema/...".
 
     Raises:
-        StoppedByGuard: the state, or the best weights, are not finite.
+        StoppedByGuard: the state, or the best weights, are not finite; the newest finite state is saved.
     """
     if t.weights_were_changed:
         t.log.say(
@@ -168,7 +168,13 @@ def finish(t) -> None:
         )
     if t.epoch_is_over:
         t.end_epoch()  # not yet, in a run that was killed after its last step
-    state_is_sound(t)
+    else:  # early stopping, `max_decays` or the script's own loop ended inside it
+        t.log.note_epoch(t.step, t.sampler.epoch)
+    if not state_is_sound(t) and not t.finished:
+        raise StoppedByGuard(
+            f"{t.guard.reason}, found when training was over: the run is at step {t.step} again, and "
+            "`--run.resume latest` trains on from there"
+        )
     if t.best.evaluated_step != t.step:
         save_and_evaluate(t)
     elif t.saved_step != t.step:  # a run that goes on from it is not evaluated again
