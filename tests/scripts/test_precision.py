@@ -114,7 +114,7 @@ def test_the_first_that_has_a_word_decides():
 
 
 def test_auto_is_what_a_gpu_has():
-    """On a GPU by the capability alone: not checked on one."""
+    """On a GPU by the capability alone."""
     assert precision_of_gpu((8, 0), None) == precision_of_gpu((12, 0), None) == ("bf16", True)
     assert precision_of_gpu((7, 5), None) == ("no", None)
     assert precision_of_gpu((9, 4), "6.4") == ("bf16", None)

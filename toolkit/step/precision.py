@@ -62,7 +62,7 @@ def has_mobile_blocks(detector: nn.Module) -> bool:
 
 def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str, bool | None]:
     """("bf16", True) where the GPU computes in bfloat16 and in TensorFloat-32: NVIDIA's since Ampere, capability 8.0.
-    AMD's have bfloat16 only, ("bf16", None); others are left in float32, ("no", None). Not checked on a GPU.
+    AMD's have bfloat16 only, ("bf16", None); others are left in float32, ("no", None).
 
     rocm: its version where torch was built for AMD's GPUs, else None.
     """
