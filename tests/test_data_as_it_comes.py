@@ -446,6 +446,13 @@ def test_what_does_not_train_by_itself_is_said(tmp_path, capsys, value, said):
     assert said in capsys.readouterr().out
 
 
+def test_data_without_relations_are_not_offered_for_scene_graphs(tmp_path, capsys):
+    split_files(tmp_path, "coco", {"train": "a", "val": "b"})
+    check_data.main([str(tmp_path), "--script", "train_sgg"])
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("train_sgg needs relations, and these data have none")
+
+
 def split_files(folder: Path, format: str, splits: dict[str, str]) -> None:
     """Write a data set of one image a split: name of its file or folder -> name of the image."""
     for number, (split, name) in enumerate(splits.items()):
