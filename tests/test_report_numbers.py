@@ -263,10 +263,18 @@ def test_predictions_of_another_program_are_matched_by_file_name(tmp_path):
 
 def test_predictions_of_other_data_are_refused_by_name(tmp_path):
     table, predictions = random_case(tmp_path / "a")
-    other, _ = random_case(tmp_path / "b", seed=5)
+    corrected, _ = random_case(tmp_path / "b", seed=5)  # other boxes in images of the same names and sizes
+    other, _ = random_case(tmp_path / "c", seed=5, classes=5)
     file = write_predictions(tmp_path / "found.json", predictions, table)
     with pytest.raises(BadInput, match="made on other data"):
         read_predictions(file, other)
+    assert not read_predictions(file, table).corrected
+    read = read_predictions(file, corrected)
+    assert read.corrected and (read.predictions.xyxy == read_predictions(file, table).predictions.xyxy).all()
+    file.with_suffix(".graphs.npz").touch()
+    with pytest.raises(BadInput, match=r"images, their sizes, classes and graphs must be the same"):
+        read_predictions(file, corrected)
+    file.with_suffix(".graphs.npz").unlink()
     about_file(file).unlink()
     assert read_predictions(file, other).predictions.num_images == len(other)  # of another program: nothing says so
     detection = {"image_id": 10, "category_id": 1, "bbox": [0, 0, 1, 1], "score": 1}

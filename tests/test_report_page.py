@@ -193,6 +193,10 @@ def test_each_advice_has_its_evidence(tmp_path):
         assert "Trained too short" in topics(judged, RunFacts(rows))
         assert "Trained too short" not in topics(judged, RunFacts([r | {"val/bbox_AP": 0.1} for r in rows]))
     assert "Trained too short" not in topics(judged, RunFacts(rising[:1]))
+    begun = [{"step": s, "epoch": s // 30, "train/loss": 1.0} for s in range(1, 50)]
+    short = topics(judged, RunFacts(begun, config={"run": {"epochs": 100}}))
+    assert list(short) == ["Trained too short"] and "in epoch 2 of 100" in short["Trained too short"]
+    assert "Trained too short" not in topics(judged, RunFacts(begun, config={"run": {"epochs": 20}}))
     over = [{"step": s, "train/loss": 1 / s} for s in range(1, 60)]
     over += [{"step": 10 * s, "val/loss": 1 + abs(s - 2), "val/bbox_AP": 0.3 - 0.02 * abs(s - 2)} for s in range(1, 7)]
     assert "Over-fitting" in topics(judged, RunFacts(over)) and "Over-fitting" not in topics(judged, RunFacts(rising))
@@ -258,10 +262,22 @@ def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
 def test_a_reliable_detector_doubts_the_annotation_a_weak_one_does_not(tmp_path, wrong, named):
     box = [10, 10, 60, 70]
     table = table_of(tmp_path, [[(box, i % 2 if i >= wrong else 1 - i % 2)] for i in range(100)], draw=False)
-    judged = judged_of(table, predictions_of(table, [[(box, i % 2, 0.9 - i / 400)] for i in range(100)]))
+    judged = judged_of(table, predictions_of(table, [[(box, i % 2, 0.99 - i / 4000)] for i in range(100)]))
     found = topics(judged)
     assert ("Annotation" in found) == named and len(judged.suspects) == wrong
-    assert not named or "12 boxes look wrongly annotated, beside 100" in found["Annotation"]
+    assert not named or "12 confident predictions contradict the annotation of 100 boxes" in found["Annotation"]
+
+
+def test_mistakes_that_scores_explain_are_no_advice_about_the_annotation(tmp_path):
+    """Of exact annotations: a prediction of score p is wrong with probability 1 - p."""
+    rng = np.random.default_rng(0)
+    box, scores = [10, 10, 60, 70], rng.uniform(0.75, 1.0, 1000)
+    is_right = rng.random(1000) < scores
+    table = table_of(tmp_path, [[(box, 0)] for _ in scores], draw=False)
+    rows = [[(box, 0 if right else 1, score)] for right, score in zip(is_right, scores, strict=True)]
+    judged = judged_of(table, predictions_of(table, rows))
+    assert len(judged.suspects) > 50 and judged.overall.best.f1 > 0.85
+    assert "Annotation" not in topics(judged)
 
 
 def test_a_detector_that_finds_nothing_is_told_why(tmp_path):

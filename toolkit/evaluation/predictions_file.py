@@ -3,13 +3,15 @@
 `FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in pixels and
 in the ids of the annotation file: pycocotools and every other program read it as it is. Beside it stand
 
-- `FILE.about.json`: which data it was made on (their fingerprint), by which weights, and the numbers that were printed;
+- `FILE.about.json`: which data it was made on (their fingerprint, and one of the images and classes alone), by which
+  weights, and the numbers that were printed;
 - `FILE.graphs.npz`: of scene graphs, the relations of each image as the detector gave them.
 
 A results file of another program has neither and is read as well. Where it names files (`file_name` of a detection, or
 of `images` in a whole COCO document, or as `image_id`), images are matched by them, with or without folder and ending.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,10 +43,12 @@ class PredictionsFile:
         `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and the given graph where boxes
         were given.
     about: as given to `write_predictions`; empty for the file of another program.
+    corrected: whether the annotations have changed since the predictions were made; images and classes have not.
     """
 
     predictions: Boxes | dict
     about: dict
+    corrected: bool = False
 
 
 def about_file(path: str | Path) -> Path:
@@ -79,6 +83,7 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     if graphs := _graphs(predictions, image_ids):
         np.savez_compressed(graphs_file, **graphs)
     data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
+    data["images_fingerprint"] = _images_fingerprint(table)
     classes = [{"id": category.id, "name": category.name} for category in table.categories]
     write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
     return path
@@ -95,17 +100,30 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
     """
     path = Path(path).expanduser()
     about = read_about(path)
-    made_on = about.get("made_on", {}).get("fingerprint")
-    if made_on is not None and made_on != table.fingerprint:
+    made_on = about.get("made_on", {})
+    graphs_file = path.with_suffix(".graphs.npz")
+    of_other_boxes = made_on.get("fingerprint", table.fingerprint) != table.fingerprint
+    # a graph may rest on the boxes that were annotated then
+    same_images = made_on.get("images_fingerprint") == _images_fingerprint(table) and not graphs_file.exists()
+    if of_other_boxes and not same_images:
         raise BadInput(
-            f"{path} was made on other data ({about['made_on']['name']}, fingerprint {made_on}) than "
-            f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again"
+            f"{path} was made on other data ({made_on['name']}, fingerprint {made_on['fingerprint']}) than "
+            f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again. "
+            "Annotations may be corrected; images, their sizes, classes and graphs must be the same."
         )
     predictions = _boxes(path, _entries(path), table)
-    graphs_file = path.with_suffix(".graphs.npz")
     if graphs_file.exists():  # in place of COCO's list, which has another order and lacks boxes without a class
         predictions = _read_graphs(graphs_file, table.image_ids().tolist())
-    return PredictionsFile(predictions, about)
+    return PredictionsFile(predictions, about, corrected=of_other_boxes)
+
+
+def _images_fingerprint(table) -> str:
+    """Hash of ids, names and sizes of the images, in whatever order and folder, and of the classes."""
+    rows = [(str(row.image_id), PurePosixPath(row.file_name).name) for row in table.image_rows()]
+    sizes = [(row.height, row.width) for row in table.image_rows()]
+    images = sorted(zip(rows, sizes, strict=True))
+    classes = [(str(category.id), category.name) for category in table.categories]
+    return hashlib.blake2b(json.dumps([images, classes]).encode(), digest_size=16).hexdigest()
 
 
 def read_about(path: str | Path) -> dict:

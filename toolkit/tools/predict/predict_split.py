@@ -157,6 +157,8 @@ def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
     about = read_about(path)
     folder, data, table = _data_of(path, about, options, say)
     read = read_predictions(path, table)
+    if read.corrected:
+        say(f"{path}: the annotations have changed since these predictions were made; they are held to the new ones")
     return Predicted(table, read.predictions, {"detector": str(path), "data": data} | about, run_folder=folder)
 
 

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.evaluation.explain import explain_zero_ap
+from toolkit.tools.report.annotations import beyond_own_errors
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.figures import series
 from toolkit.tools.report.judgement import Judgement
 
+BARELY_BEGUN = 0.1  # of the planned epochs: before that a detector's mistakes say nothing about data or settings
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
 SMALL_SHARE = 0.1  # of the boxes
 COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
 HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
+FEW_SUSPECTS = 5  # fewer are not worth an advice
 RELIABLE = 0.85  # F1 of a detector that is right often enough to doubt the annotation
 FEW_PIXELS = 16  # median side of small objects at the network's input
 MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
@@ -36,8 +39,11 @@ def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
     """Every suggestion that the metrics of a detector, and the log and settings of its run if it has one, support."""
     run = run or RunFacts()
     data, model = run.config.get("data", {}), run.config.get("model", {})
+    barely_begun = _barely_begun(run)
     if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
-        suggestions = [_hardly_anything(judged), _too_short(run)]
+        suggestions = [barely_begun or _too_short(run), _hardly_anything(judged)]
+    elif barely_begun is not None:
+        suggestions = [barely_begun]
     else:
         suggestions = [_too_short(run), _over_fitting(run.rows), _small_objects(judged, data)]
         suggestions += [_duplicates(judged, model), _confused_classes(judged), _imbalance(judged, data)]
@@ -62,20 +68,47 @@ def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.n
     return averaged if len(averaged[0]) else series(rows, f"val/{metric}")
 
 
+def _barely_begun(run: RunFacts) -> Advice | None:
+    planned = run.config.get("run", {}).get("epochs")
+    trained = [row["epoch"] for row in run.rows if "train/loss" in row and "epoch" in row]
+    if not planned or not trained:
+        return None
+    begun = trained[-1] + 1
+    if begun >= BARELY_BEGUN * planned:
+        return None
+    return _train_longer(
+        f"The run ended in epoch {begun} of {planned}: its mistakes are those of a detector that has just begun, and "
+        f"say nothing yet about data or settings. {_rise(run)}",
+        run,
+    )
+
+
 def _too_short(run: RunFacts) -> Advice | None:
+    rise = _rise(run)
+    return _train_longer(rise, run) if rise else None
+
+
+def _train_longer(evidence: str, run: RunFacts) -> Advice:
+    return Advice(
+        "Trained too short",
+        evidence.rstrip() + (run.ended and f" The {run.ended}."),
+        "Train longer; for as long again with:" if run.go_on else "Train longer.",
+        run.go_on,
+    )
+
+
+def _rise(run: RunFacts) -> str:
+    """A sentence about the AP of the last quarter of the training where it still rose, else ""."""
     steps, ap = _evaluations(run.rows, "bbox_AP")
     if len(ap) < 2 or ap.argmax() < len(ap) - 1:
-        return None
+        return ""
     early = np.flatnonzero(steps <= steps[0] + 0.75 * (steps[-1] - steps[0]))
     before = early[ap[early].argmax()]
     if ap[-1] - ap[before] < STILL_RISING:
-        return None
-    return Advice(
-        "Trained too short",
+        return ""
+    return (
         f"AP was still rising: {ap[before]:.3f} at step {steps[before]:.0f}, {ap[-1]:.3f} at "
-        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations.{run.ended and f' The {run.ended}.'}",
-        "Train longer; for as long again with:" if run.go_on else "Train longer.",
-        run.go_on,
+        f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations."
     )
 
 
@@ -236,11 +269,16 @@ def _scores(judged) -> Advice | None:
 
 
 def _annotation(judged) -> Advice | None:
-    boxes, count, best = int(judged.matches.num_truth.sum()), len(judged.suspects), judged.overall.best
-    if best is None or count < 10 or count < 0.02 * boxes or best.f1 < RELIABLE:
+    best = judged.overall.best
+    if best is None or best.f1 < RELIABLE:
         return None  # a weaker detector is the likelier one to be wrong
+    count, own_errors = beyond_own_errors(judged.matches, judged.suspects)
+    if count < FEW_SUSPECTS:
+        return None
+    boxes, rest = int(judged.matches.num_truth.sum()), len(judged.suspects) - count
     return Advice(
         "Annotation",
-        f"{count} boxes look wrongly annotated, beside {boxes} that are there, to a detector with F1 {best.f1:.3f}.",
-        "Look through the list of likely mistakes below before you train again.",
+        f"{count} confident predictions contradict the annotation of {boxes} boxes; by their scores, about "
+        f"{own_errors:.1f} of them are mistakes of the detector. The other {rest} of the list are probably its own.",
+        f"Look through the first {count} of the list of likely mistakes below before you train again.",
     )
