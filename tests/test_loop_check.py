@@ -229,11 +229,31 @@ def test_draws_before_the_micro_batches_are_functions_of_the_step(tmp_path):
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 8
 
 
-@pytest.mark.parametrize(("condition", "said"), [("t.step == 4", True), ("True", False), ("False", False)])
+BY_HAND = "        if {condition}:\n            t.optimizer.param_groups[0]['lr'] *= 0.1\n"
+RATES_ARE_GONE = "warning: the learning rates that the loop set"
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"), [("t.step == 4", True), ("True", False), ("t.step != 4", False), ("False", False)]
+)
 def test_rates_that_last_for_one_update_are_said(tmp_path, capsys, condition, said):
-    by_hand = f"        if {condition}:\n            t.optimizer.param_groups[0]['lr'] *= 0.1\n"
-    run_changed(training(tmp_path), (SAVE, by_hand + SAVE))
-    assert ("step 6: warning: the learning rates that the loop set" in capsys.readouterr().out) == said
+    """A schedule of the loop's own may meet ours at a step: it is not gone."""
+    run_changed(training(tmp_path), (SAVE, BY_HAND.format(condition=condition) + SAVE))
+    assert (f"step 7: {RATES_ARE_GONE}" in capsys.readouterr().out) == said
+
+
+def test_rates_that_last_for_one_update_are_said_after_a_resume_too(tmp_path, capsys):
+    once = (SAVE, BY_HAND.format(condition="t.step == 4") + SAVE)
+    run_changed(training(tmp_path / "first", save_every=1, keep=9), once)
+    assert f"step 7: {RATES_ARE_GONE}" in capsys.readouterr().out
+    for step, is_said in ((3, 7), (4, 6), (5, 7), (6, 7), (7, None)):
+        again = training(tmp_path / str(step))
+        load(again, load_checkpoint(tmp_path / "first" / "checkpoints" / f"step_{step:06d}"))
+        again.loader = again.loader[again.sampler.next_batch :]
+        run_changed(again, once)
+        said = capsys.readouterr().out
+        assert RATES_ARE_GONE in said if is_said else RATES_ARE_GONE not in said
+        assert is_said is None or f"step {is_said}: {RATES_ARE_GONE}" in said
 
 
 def schedules(name: str):
@@ -265,7 +285,7 @@ def test_a_loop_that_sets_no_rates_is_not_said_to_set_some(tmp_path, capsys, nam
         again.total_steps = again.step + 2
         again.loader = again.loader[again.sampler.next_batch :]
         run_changed(again)
-    assert "the learning rates that the loop set" not in capsys.readouterr().out
+    assert RATES_ARE_GONE not in capsys.readouterr().out
 
 
 def test_every_row_of_training_has_the_norms_of_the_groups_and_no_average_has_them(tmp_path):

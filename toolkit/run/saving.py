@@ -76,6 +76,7 @@ def _sync_rows(t) -> None:
 
 def state_of_run(t) -> dict:
     """Return everything of a run that a checkpoint keeps as JSON."""
+    t.note_own_rates()
     scaler = t.accelerator.scaler
     table = t.validation.table
     frozen = [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad]
@@ -90,6 +91,7 @@ def state_of_run(t) -> dict:
         "recut": t.recut,
         "sampler": t.sampler.state_dict(),
         "schedule": t.schedule.state_dict(),
+        "without_own_rates": t.without_own_rates,
         "total_steps": t.total_steps,
         "limit": t.limit,
         "scaler": scaler.state_dict() if scaler is not None else None,
@@ -151,6 +153,8 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         notes += [*_freeze(t, state["frozen"]), *_retime(t, state, keep_schedule)]
         t.guard.load_state_dict(state["guard"])
         t.log.load_state_dict(state)
+        if state.get("without_own_rates") is not None:
+            t.without_own_rates = int(state["without_own_rates"])
         t.set_rates()  # those of the checkpoint's optimizer were of the update before
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"cannot be taken up ({type(error).__name__}: {error})"

@@ -48,7 +48,7 @@ from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
 from toolkit.step.schedules import PlateauSchedule, Schedule
 from toolkit.step.state import unusable_rate
 
-OWN_RATES = """warning: the learning rates that the loop set for the last update were gone at this one. Set them before
+OWN_RATES = """warning: the learning rates that the loop set for an update were gone at the next two. Set them before
 every update (docs/change_the_loop.md, recipe 12), or change group["initial_lr"], which stays"""
 
 
@@ -104,7 +104,8 @@ class Training:
             self.extra["distillation"] = self.distillation
             self._own_losses = dict(self.distillation.divided_by)
         self._micro: tuple[dict, Mapping] = {}, {}  # counts and denominators of the micro-batch under way
-        self._unscaled = self._own_rates = False
+        self._unscaled = False
+        self.without_own_rates: int | None = None  # updates since the last one with rates of the loop's own, see saving
         self._best_step = -1  # before the window
         self._versions: int | None = None  # of the parameters, after the last update
         self._layout: list[str] = []
@@ -182,7 +183,7 @@ class Training:
                 self.log.say(note)
             self.accumulation = now
         self.check.same_optimizer(self.optimizer)
-        self._own_rates |= self.schedule.is_overwritten
+        self.note_own_rates()
         self.set_rates()
         keep_start(self)
         if missing := self.extra.not_taken_up:
@@ -381,10 +382,17 @@ class Training:
                 self.set_length(min(self.longest, planned))
         if self.epoch_is_over or self.step >= self.total_steps:
             self.log.note_epoch(self.step, epoch)
-        if self._own_rates and not self.schedule.is_overwritten:
+        if self.without_own_rates is not None:
+            self.without_own_rates += 1
+        self.note_own_rates()
+        if self.without_own_rates == 2:  # at a single one, a schedule of the loop's own may meet ours
             self._warn_once("own rates", OWN_RATES)
-        self._own_rates = self.schedule.is_overwritten
         self.set_rates()
+
+    def note_own_rates(self) -> None:
+        """Note rates that the loop has set since the schedule wrote its own."""
+        if self.schedule.is_overwritten:
+            self.without_own_rates = 0
 
     def _own_values(self, reduced: Mapping[str, float]) -> dict[str, float]:
         """What the script noted (over all ranks) or put into `reduced` (of the main process)."""
