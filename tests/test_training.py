@@ -349,12 +349,15 @@ def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp
     assert [row["step"] for row in rows if "epoch/loss" in row] == [2, 3]
 
 
-def test_pictures_of_old_evaluations_go(tmp_path):
+@pytest.mark.parametrize("newest", [8, 1])
+def test_pictures_of_old_evaluations_go(tmp_path, newest):
+    """Also where the clock was put back: what has just been drawn stays."""
     for step in range(1, 9):
         (tmp_path / f"step_{step:06d}.png").write_text("")
         os.utime(tmp_path / f"step_{step:06d}.png", ns=(step, step))
-    _forget_pictures(tmp_path, best="step_000002.png")
-    assert sorted(int(path.stem[5:]) for path in tmp_path.iterdir()) == [2, 4, 5, 6, 7, 8]
+    _forget_pictures(tmp_path / f"step_{newest:06d}.png", best="step_000002.png")
+    kept = sorted(int(path.stem[5:]) for path in tmp_path.iterdir())
+    assert kept == ([2, 4, 5, 6, 7, 8] if newest == 8 else [1, 2, 5, 6, 7, 8])
 
 
 def last_weights(folder):

@@ -8,7 +8,7 @@ from launching import REPORT, ROOT, assert_same_run, small_settings
 
 from toolkit.run.checkpoint import newest_valid
 
-# Moment -> (function or audit event, its call). Steps 1 to 6, evaluated at 2, 4 and 6, saved at 3 and 6.
+# Moment -> (function or audit event, its call). Steps 1 to 6, saved and then evaluated at 2, 4 and 6, saved at 3 too.
 MOMENTS = {
     "start": ("os.mkdir */run", 1),
     "settings": ("open */.tmp-config.yaml*", 1),
@@ -16,6 +16,7 @@ MOMENTS = {
     "pictures": ("open */pictures/step_*", 1),
     "predictions": ("open */.tmp-predictions.json*", 1),
     "first checkpoint": ("open */.tmp-step_*/MANIFEST.json", 1),
+    "metric": ("toolkit.run.saving:replace_state", 1),  # of the evaluation of a checkpoint that stands
     "later checkpoint": ("safetensors.torch:save_file", 4),
     "final": ("os.mkdir */final", 1),
     "report": (REPORT, 1),
@@ -23,8 +24,8 @@ MOMENTS = {
 }
 CASES = [("full", "first checkpoint"), *(pytest.param(how, moment, marks=pytest.mark.slow) for how, moments in {
     "full": MOMENTS.keys() - {"first checkpoint"},
-    "inodes": ("start", "pictures", "first checkpoint", "final"),
-    "removed": ("row", "later checkpoint", "final", "end"), "read-only": ("start",),
+    "inodes": ("start", "pictures", "first checkpoint", "metric", "final"),
+    "removed": ("row", "metric", "later checkpoint", "final", "end"), "read-only": ("start",),
 }.items() for moment in sorted(moments))]  # fmt: skip
 
 

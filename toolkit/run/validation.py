@@ -234,7 +234,7 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     if t.validation.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
         t.validation.evaluator.draw(predictions, t.validation.pictures, path)
-        _forget_pictures(path.parent, best=f"step_{t.best.step:06d}.png")
+        _forget_pictures(path, best=f"step_{t.best.step:06d}.png")
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
         matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
@@ -243,10 +243,11 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
         t.log.writer.show(evaluation, t.step)
 
 
-def _forget_pictures(folder: Path, best: str) -> None:
-    """Delete the pictures of all but the newest evaluations and the best one."""
-    pictures = sorted(folder.glob("step_*.png"), key=lambda path: path.stat().st_mtime_ns)
-    for path in pictures[:-PICTURES_KEPT]:
+def _forget_pictures(newest: Path, best: str) -> None:
+    """Delete the pictures of earlier evaluations, beside the one at `newest`: all but the last ones and the best one."""
+    pictures = sorted(newest.parent.glob("step_*.png"), key=lambda path: path.stat().st_mtime_ns)
+    earlier = [path for path in pictures if path != newest]  # whatever the clock says
+    for path in earlier[: 1 - PICTURES_KEPT]:
         if path.name != best:
             path.unlink(missing_ok=True)
 
