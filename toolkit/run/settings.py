@@ -33,7 +33,8 @@ class RunConfig:
     converted into a number of steps from the measured speed, and corrected as the speed changes until half of the time
     is over."""
     log_every: PositiveInt = 10
-    """Number of optimizer steps between two rows of metrics.jsonl."""
+    """Number of optimizer steps between two rows of metrics.jsonl and lines of the console; the first and the last step
+    of an epoch have them too."""
     meters: Literal["epoch_median", "run_median", "epoch_mean", "run_mean", "momentum"] = "epoch_median"
     """Smoothing of losses on the console: epoch_median or run_median (median of the last 20 steps, with the mean of the
     epoch or of the run), epoch_mean or run_mean (that mean alone), or momentum (exponential moving average with
@@ -41,7 +42,8 @@ class RunConfig:
     eval_every: int | str = "1 epoch"
     """Evaluation interval: optimizer steps, or a number of epochs such as "2 epochs"; 0 evaluates only at the end."""
     save_every: int | str = "1 epoch"
-    """Checkpoint interval: optimizer steps, or a number of epochs such as "2 epochs"; 0 saves only at the end."""
+    """Checkpoint interval: optimizer steps, or a number of epochs such as "2 epochs"; 0 saves only at the end. Before
+    each evaluation the state is saved too."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep, in addition to `best`."""
     keep_every: int | str = 0

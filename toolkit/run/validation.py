@@ -244,7 +244,7 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
 
 
 def _forget_pictures(newest: Path, best: str) -> None:
-    """Delete the pictures of earlier evaluations, beside the one at `newest`: all but the last ones and the best one."""
+    """Delete the pictures of evaluations before the one at `newest`, all but the last few and the best one."""
     pictures = sorted(newest.parent.glob("step_*.png"), key=lambda path: path.stat().st_mtime_ns)
     earlier = [path for path in pictures if path != newest]  # whatever the clock says
     for path in earlier[: 1 - PICTURES_KEPT]:
