@@ -23,6 +23,7 @@ from pathlib import Path
 import yaml
 
 from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.files import parse_yaml
 from toolkit.base.text import ShortUsage
 from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, open_dataset
@@ -110,7 +111,7 @@ def data_settings(config: str, script: str | None = None):
 
     try:
         text = Path(config).read_text(encoding="utf-8")
-        values = (yaml.safe_load(text) or {}).get("data", {})
+        values = (parse_yaml(text) or {}).get("data", {})
         script_name = script or next(iter(re.findall(rf"\b({'|'.join(TRAINING)})\.py", text)), None)
         if script_name is None and "recipe" not in values:
             raise BadInput(
@@ -119,7 +120,7 @@ def data_settings(config: str, script: str | None = None):
             )
         base = DataConfig() if "recipe" in values else importlib.import_module(script_name).Config().data
         return dataclasses.replace(base, **values)
-    except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError) as error:
         expected = "expected a settings file of training with a group `data`"
         raise BadInput(f"--augment {config}: {expected}: {error}") from error
 

@@ -16,14 +16,16 @@ from test_commands import module_of
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.base.files import folders_below
+from toolkit.base.files import folders_below, read_yaml
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.annotated import split_in_name
 from toolkit.data.formats.folders import recognise, write_folder
 from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, shared_images
 from toolkit.data.table import Category, LabelledImages
+from toolkit.models.inference_settings import inference_flags
 from toolkit.run.command_line import parse_config
+from toolkit.run.settings_check import shown as shown_setting
 from toolkit.tools import anchors
 from toolkit.tools.predict.outputs import write_outputs
 
@@ -811,6 +813,49 @@ def test_numbers_and_encodings_that_python_refuses_are_sentences(tmp_path):
     (tmp_path / "c" / "dataset_dict.json").write_text("{")
     with pytest.raises(BadInput, match="dataset_dict.json"):
         recognise(tmp_path / "c")
+
+
+ODD_YAML = {
+    "digits": "9" * 5000, "day": "2001-99-99", "int": "!!int x", "float": "!!float x", "bool": "!!bool x",
+    "time": "!!timestamp x", "deep": "[" * 3000, "key": "{[]: 1}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ODD_YAML.values(), ids=ODD_YAML)
+def test_values_that_yaml_lets_through_are_sentences(tmp_path, value):
+    file = tmp_path / "other.yaml"
+    file.write_text(f"data: {value}\n")
+    with pytest.raises(BadInput, match="other.yaml: cannot be read as YAML"):
+        read_yaml(file, str(file))
+    with pytest.raises(BadInput, match="expected a settings file of training"):
+        check_data.data_settings(str(file), "train_ssd")
+    with pytest.raises(BadInput, match="--model.nms_threshold .*: cannot be read as a value of a setting"):
+        inference_flags(["--model.nms_threshold", value])
+    folder = yolo(tmp_path / "data", {"a": "0 .5 .5 .2 .2"}, f"names: [a]\ntrain: images\nnc: {value}\n")
+    with pytest.raises(BadInput, match="data.yaml: cannot be read as YAML"):
+        boxes_of(folder)
+
+
+def test_a_field_of_a_table_that_is_too_long_is_named(tmp_path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "a.csv").write_text(f"image,x1,y1,x2,y2,label\na.png,4,4,14,14,{'x' * 200_000}\n")
+    with pytest.raises(BadInput, match=r"a.csv, line 2: cannot be read as CSV: field larger than field limit"):
+        boxes_of(tmp_path)
+
+
+def test_labels_beside_a_yaml_file_whose_folders_are_gone_are_asked_about(tmp_path):
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "a.txt").write_text("0 .5 .5 .2 .2")
+    (tmp_path / "data.yaml").write_text("names: [a]\ntrain: gone/images\n")
+    with pytest.raises(BadInput, match=r"labels without images; not there: train .*gone/images"):
+        boxes_of(tmp_path)
+
+
+def test_settings_with_a_number_of_thousands_of_digits_are_refused_and_shown(tmp_path):
+    (tmp_path / "settings.yaml").write_text(f"optim: {{lr: 0x{'f' * 5000}}}")
+    with pytest.raises(BadInput, match=r"optim.lr is a number of thousands of digits.*; expected a number"):
+        parse_config(module_of("scripts/train_ssd.py").Config, ["--config", str(tmp_path / "settings.yaml")])
+    assert shown_setting([10**5000]).startswith("a number of thousands of digits")
 
 
 def test_flags_of_training_are_taken_by_the_other_scripts():

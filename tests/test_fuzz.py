@@ -11,6 +11,7 @@ import csv
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,12 @@ ODD = [None, True, -1, 0, 3, 10**9, 2**63, 10**400, 1e308, -0.5, float("nan"), f
        [], {}, [[]], [1, 2, 3, 4], {"id": 1}, ["cup"], {"a": {"b": []}}]  # fmt: skip
 ODD_TEXTS = ["", "-1", "0", "nan", "inf", "1e400", "9" * 400, "x", "x" * 5000, "../../outside", "/etc/passwd", "=1+1",
              "\x00", "é", '"', "<", "&a;", ","]  # fmt: skip
+
+# Python reads no whole number of more than 4,300 digits, and raises a ValueError that is not one of the parser.
+ODD_NUMBERS = ["9" * 5000, "-" + "9" * 5000, "9" * 5000 + ".5", "1e" + "9" * 5000, "0x" + "f" * 5000,
+               "0b" + "1" * 20000, "2001-99-99", "2001-01-01T99:99:99", "!!int x", "!!timestamp x", "!!float x",
+               "1:99:99", "١٢", "1_000", "[" * 3000, "{" * 3000, '"' + "x" * 200_000 + '"', "x" * 200_000]  # fmt: skip
+ODD_ENCODINGS = "klingon utf-16 utf-32 utf-7 idna rot13 hex shift_jis undefined".split() + ["", "x" * 500]
 
 
 SWEEP = """
@@ -260,6 +267,17 @@ def change_words(path: Path, draw: random.Random) -> None:
     path.write_text(text[: cuts[at] + 1] + draw.choice(ODD_TEXTS) + text[cuts[at + 1] :])
 
 
+def change_number(path: Path, draw: random.Random) -> None:
+    """One number of a text; or of XML and YAML what else their parsers refuse by errors that are not their own."""
+    text = path.read_text(errors="surrogateescape")
+    if path.suffix == ".xml" and draw.random() < 0.4:
+        text = f"<?xml version='1.0' encoding='{draw.choice(ODD_ENCODINGS)}'?>{text}"
+    else:
+        number = draw.choice(list(re.finditer(r"-?\d+(\.\d+)?", text)))
+        text = text[: number.start()] + draw.choice(ODD_NUMBERS) + text[number.end() :]
+    path.write_text(text, errors="surrogateescape")
+
+
 def change_rows(path: Path, draw: random.Random) -> None:
     rows = list(csv.reader(path.open(newline="")))
     row = draw.choice(rows)
@@ -355,15 +373,17 @@ def small(folder: Path):
 
 
 IMAGE, COCO = "1.jpg", "coco/annotations/train.json"
-SAFE, TREE, BYTES = [change_header, change_bytes], [change_text_tree, change_text_tree, change_bytes], [change_bytes]
+SAFE, BYTES = [change_header, change_bytes], [change_bytes]
+TREE = [change_text_tree, change_text_tree, change_number, change_bytes]
+WORDS = [change_words, change_number, change_bytes]
 GRAPHS = {"name": "graphs", "image_dir": "graphs/images"}
 # kind -> (which files, the file that is changed, how, its reader, how often)
 KINDS = {
     "COCO": (make_data, "coco/**/*.json", TREE, data_reader("train", path="coco"), 200),
-    "VOC": (make_data, "voc/**/1.xml", [change_words, change_bytes], data_reader("train", path="voc"), 100),
-    "YOLO labels": (make_data, "yolo/**/1.txt", [change_words, change_bytes], data_reader("train", path="yolo"), 80),
+    "VOC": (make_data, "voc/**/1.xml", WORDS, data_reader("train", path="voc"), 100),
+    "YOLO labels": (make_data, "yolo/**/1.txt", WORDS, data_reader("train", path="yolo"), 80),
     "YOLO settings": (make_data, "yolo/*.yaml", TREE, data_reader("train", path="yolo"), 80),
-    "CSV": (make_data, "csv/*.csv", [change_rows, change_rows, change_bytes], data_reader("train", path="csv"), 100),
+    "CSV": (make_data, "csv/*.csv", [change_rows, change_number, change_bytes], data_reader("train", path="csv"), 100),
     "image": (make_data, "coco/**/1.jpg", BYTES, data_reader("train", path="coco"), 80),
     "zip of images": (make_data, "images.zip", [change_members, change_bytes],
                       data_reader("train", path="coco", image_dir="images.zip"), 80),

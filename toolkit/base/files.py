@@ -113,14 +113,35 @@ def read_yaml(path: Path, where: str, what: str = "YAML"):
     Raises BadInput if it cannot be read, has a key twice, or has aliases that contain themselves or never seem to end.
     """
     try:
-        return yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+        return parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise BadInput(f"{where}: cannot be read as {what}: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such day
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInput(f"{where}: cannot be read as {what}: {error}") from error
 
 
-class _Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
+    """Raises yaml.YAMLError alone: PyYAML lets through what Python raises of a value, such as `2001-99-99`, `!!int x`,
+    `!!bool x` or a whole number of 5,000 digits."""
+
+    def construct_object(self, node, deep=False):
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+            kind = node.tag.rpartition(":")[2]
+            problem = f"this cannot be read as {kind} ({str(error)[:80]})"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+
+def parse_yaml(text: str, loader: type[YamlLoader] = YamlLoader):
+    """The content of a YAML text. Raises yaml.YAMLError."""
+    try:
+        return yaml.load(text, loader)  # noqa: S506 - a SafeLoader
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deep") from error
+
+
+class _Loader(YamlLoader):
     """Refuses what PyYAML takes without a word: a key that stands twice, and aliases that fill the memory when used."""
 
     def __init__(self, stream):

@@ -6,6 +6,8 @@ from typing import Any
 import yaml
 
 from toolkit.base.errors import BadInput
+from toolkit.base.files import parse_yaml
+from toolkit.base.text import shown
 from toolkit.models import options_class
 
 LARGEST_SIDE = 20_000  # pixels that an image may be resized to
@@ -30,7 +32,7 @@ def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
     `--head.KEY` is short for `--model.head_options.KEY`. Values are read as YAML, as in a settings file.
 
     Raises:
-        BadInput: a flag without a value.
+        BadInput: a flag without a value, or with one that cannot be read.
     """
     settings, rest, words = {}, [], iter(arguments)
     for word in words:
@@ -42,7 +44,11 @@ def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
         if value is None:
             raise BadInput(f"{flag}: expected a value")
         key = flag.removeprefix("--").replace("head.", "head_options.", 1).removeprefix("model.")
-        settings[key] = yaml.safe_load(value)
+        try:
+            settings[key] = parse_yaml(value)
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            raise BadInput(f"{flag} {shown(value)}: cannot be read as a value of a setting: {reason}") from error
     return settings, rest
 
 

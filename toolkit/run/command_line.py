@@ -128,7 +128,7 @@ def parse_config(
         _check_keys(parser, {name: kind for name, kind, _ in groups}, argv, files)
     try:
         parsed = parser.parse_args(_with_other_data(argv, files))
-    except ArgumentError as error:
+    except (ArgumentError, OverflowError) as error:  # OverflowError: a whole number beyond those of float
         read = ", ".join([*files, "the command line"])
         raise BadInput(
             f"the settings cannot be used: {error}. Read were {read}, in this order; `--help` lists every key with its "

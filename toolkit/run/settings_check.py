@@ -128,7 +128,10 @@ def plain(value: object) -> object:
 
 def shown(value: object) -> str:
     """A value in a sentence, on one line and at most 80 characters long."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        text = "a number of thousands of digits, or a value that has one"
     text = " ".join(text.split()) or '""'
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -145,7 +148,7 @@ def _fault(hint: Any, value: object) -> str:
         return "" if hint is Any or type(None) in (hint, *get_args(hint)) else expected
     try:
         return expected if not_finite("", _parsed(hint, value)) else ""
-    except ArgumentError:
+    except (ArgumentError, OverflowError):  # OverflowError: a whole number beyond those of float
         return expected
 
 

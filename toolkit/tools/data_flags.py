@@ -5,6 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from toolkit.base.files import parse_yaml
+
 
 def add_data_flag(parser: argparse.ArgumentParser, name: str, **arguments) -> None:
     """Add a flag under both of its names: `--image-dir`, and `--data.image_dir` as a command that trains has it."""
@@ -27,6 +29,6 @@ class Folders(argparse.Action):
         if not (text.startswith("[") and text.endswith("]")) or Path(text).exists():
             return [text]
         try:
-            return [str(folder) for folder in yaml.safe_load(text)]
+            return [str(folder) for folder in parse_yaml(text)]
         except yaml.YAMLError:
             parser.error(f"{option} {text}: expected a folder, or a list of folders such as [images, more.zip]")

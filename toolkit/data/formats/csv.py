@@ -240,7 +240,10 @@ def _load(path: Path) -> list[_Row]:
         raise BadInput(f"{path}: no table of boxes; expected columns image, x1, y1, x2, y2, label, told by their names")
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file, _dialect(file))
-        lines = [(reader.line_num, words) for words in reader if any(word.strip() for word in words)]
+        try:
+            lines = [(reader.line_num, words) for words in reader if any(word.strip() for word in words)]
+        except csv.Error as error:
+            raise BadInput(f"{path}, line {reader.line_num}: cannot be read as CSV: {error}") from error
     loaded = []
     for number, words in lines:
         words = [_as_meant(word) for word in words]

@@ -127,7 +127,7 @@ def _label_name(name: str) -> str:
 
 
 def _entry(settings: dict, split: str):
-    return next((settings[name] for name in SPLIT_NAMES[split] if settings.get(name)), None)
+    return next((settings[name] for name in SPLIT_NAMES.get(split, ()) if settings.get(name)), None)
 
 
 def _located(folder: Path, settings: dict, split: str) -> list[Path]:
@@ -195,14 +195,15 @@ def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Pat
     """
     _, settings = settings_of(folder)
     plain = None if settings else _plain_folders(folder, split)
-    if settings or plain:
-        sources = _located(folder, settings, split) if settings else [plain]
+    if plain or _entry(settings, split):
+        sources = [plain] if plain else _located(folder, settings, split)
         if image_dir and not any(source.resolve().is_relative_to(image_dir.resolve()) for source in sources):
             named = ", ".join(map(str, sources))
             raise BadInput(f"{image_dir}: the images of {split} are in {named}; leave data.image_dir out")
         return sources, None
     if image_dir is None:
-        raise BadInput(f"{folder}: labels without images; give the folder of the images (data.image_dir)")
+        gone = f"; not there: {', '.join(missing(folder))}" if settings else ""
+        raise BadInput(f"{folder}: labels without images{gone}; give the folder of the images (data.image_dir)")
     return [image_dir], labels_alone(folder)
 
 

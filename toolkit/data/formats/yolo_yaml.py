@@ -4,6 +4,7 @@ from pathlib import Path
 
 import yaml
 
+from toolkit.base.files import YamlLoader, parse_yaml
 from toolkit.data.table import Problem
 
 
@@ -12,7 +13,7 @@ def settings_of(folder: Path) -> tuple[Path | None, dict]:
     for path in _yaml_files(folder):
         try:
             content = _load_yaml(path.read_text(encoding="utf-8-sig"))
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        except (yaml.YAMLError, UnicodeDecodeError):
             continue  # said by `unread`
         if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
             return path, content
@@ -31,14 +32,14 @@ def unread(folder: Path) -> list[Problem]:
     for path in _yaml_files(folder):
         try:
             _load_yaml(path.read_text(encoding="utf-8-sig"))
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             if path.stem == "data":
                 reason = " ".join(str(error).split())
                 problems.append(Problem("error", path.name, None, None, f"cannot be read as YAML in UTF-8: {reason}"))
     return problems
 
 
-class _NamesAsWritten(yaml.SafeLoader):
+class _NamesAsWritten(YamlLoader):
     """YAML without the types that turn a name into something else: `yes`, `007`, `null`, `1.0` stay what they are."""
 
 
@@ -49,10 +50,10 @@ _NamesAsWritten.yaml_implicit_resolvers = {}
 def _load_yaml(text: str) -> object:
     """The content of a YAML file, with class names as they are written.
 
-    Raises yaml.YAMLError, RecursionError.
+    Raises yaml.YAMLError.
     """
-    content = yaml.safe_load(text)
+    content = parse_yaml(text)
     if isinstance(content, dict) and isinstance(content.get("names"), list | dict):
-        names = yaml.load(text, _NamesAsWritten)["names"]  # a SafeLoader with fewer types
+        names = parse_yaml(text, _NamesAsWritten)["names"]
         content["names"] = list(names) if isinstance(names, list) else dict(names)
     return content
