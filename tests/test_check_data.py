@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from toolkit.data.shapes import draw_scene, make_shapes
 from toolkit.data.splits import Fold, hold_out, open_split, open_splits, share_of, share_that_came_out
 from toolkit.tools.doctor import inspection
 from toolkit.tools.doctor.inspection import near_boxes
+from toolkit.tools.doctor.pictures import ticks_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -144,6 +146,20 @@ def test_pictures(clean, check, tmp_path, capsys):
     assert {"positions.png", "sizes.png", "aspect_ratios.png", "augmented.jpg"} < names
     assert sum(name.startswith("samples_") for name in names) == 4
     assert check(clean, "--augment", tmp_path / "none.yaml") == 2
+
+
+@given(st.floats(1e-3, 1e4), st.floats(1.2, 1e5))
+def test_ticks_of_sizes_do_not_overlap(low, ratio):
+    ticks = ticks_of(low, low * ratio)
+    places = [math.log(tick / low) / math.log(ratio) for tick in ticks]
+    assert len(ticks) >= 3 and all(0 <= place <= 1 for place in places)
+    assert min(after - before for before, after in zip(places, places[1:], strict=False)) > 0.08
+    assert ticks_of(low, low) == [float(f"{low:.3g}")]
+
+
+def test_the_ticks_of_sizes_are_plain_numbers():
+    assert ticks_of(100, 400) == [100, 150, 200, 300, 400] and ticks_of(0.2, 5) == [0.2, 0.3, 0.5, 0.7, 1, 2, 3, 5]
+    assert ticks_of(3, 700) == [5, 10, 20, 50, 100, 200, 500]
 
 
 def test_a_settings_file_is_completed_by_its_own_script(check, tmp_path):

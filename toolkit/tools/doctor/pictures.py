@@ -19,6 +19,8 @@ from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_pi
 SAMPLES = 9
 TILE = 320
 MAX_BOXES = 200_000
+LABEL_WIDTH = 0.09  # of an axis, of the label of a tick
+TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # in each decade: the most that have room
 
 
 def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], folder: Path) -> list[Path]:
@@ -97,6 +99,22 @@ def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path
     for split, split_values in values.items():
         axes.hist(split_values, bins=np.geomspace(low, high * 1.001, 40), histtype="step", density=True, label=split)
     axes.set(xlabel=label, ylabel="density of boxes", xscale="log")
+    ticks = ticks_of(*axes.get_xlim())
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)  # matplotlib would write 2 x 10^2, 3 x 10^2, ... over each other
     axes.legend()
     figure.savefig(file, dpi=120)
     return file
+
+
+def ticks_of(low: float, high: float) -> list[float]:
+    """Round numbers between two positive ones for a logarithmic axis, far enough from each other for their labels."""
+    decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    apart = (high / low) ** LABEL_WIDTH
+    for steps in TICKS:
+        numbers = [float(f"{tick:.3g}") for tick in np.outer(decades, steps).ravel()]
+        ticks = [number for number in numbers if low <= number <= high]
+        ratios = [after / before for before, after in zip(ticks, ticks[1:], strict=False)]
+        if len(ticks) >= 3 and min(ratios) >= apart:
+            return ticks
+    return sorted({float(f"{tick:.3g}") for tick in np.geomspace(low, high, 5)[1:-1]})
