@@ -122,7 +122,11 @@ def with_threshold(predictor: Predictor, threshold: float | str) -> tuple[Predic
 def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: list[Path]) -> None:
     """Raises BadInput for options on boxes and graphs that the model has no use for."""
     if predictor.given and (arguments.boxes is None or videos or arguments.camera is not None):
-        raise BadInput(f"{predictor.source} describes {predictor.given} of images: give them, --boxes FILE.json")
+        mode = {"boxes": "sgcls"}.get(predictor.given, "predcls")
+        raise BadInput(
+            f"{predictor.source} is a {mode} model: it needs {predictor.given} of images that are given. Pass --boxes "
+            "FILE.json with pictures, or train with --model.mode sgdet, which finds its own."
+        )
     if arguments.boxes and not predictor.given:
         raise BadInput(f"--boxes {arguments.boxes}: {predictor.source} finds boxes by itself; leave it out")
     flags = ["--all-scores"] * arguments.all_scores

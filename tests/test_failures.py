@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -75,6 +75,28 @@ def test_environment_variables_that_libraries_would_fail_on_are_named_together(m
     for said in said_of(RuntimeError("this is never reached"), capsys):
         assert all(f"the environment variable {name} is {value!r}" in said for name, value in odd.items())
     check_environment({"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_CPU": "true"})
+
+
+def test_flags_of_other_types_are_named_together_in_words():
+    with pytest.raises(BadInput) as raised:
+        parse_config(Config, ["--optim.ema_decay", "null", "--optim.max_norm", "-1", "--run.tf32", "perhaps"])
+    assert sorted(problem.partition(": ")[2] for problem in raised.value.problems) == [
+        "optim.ema_decay is null; expected a number from 0 to 1",
+        "optim.max_norm is -1; expected a number of at least 0",
+        "run.tf32 is perhaps; expected true or false or null",
+    ]
+
+
+@pytest.mark.parametrize(("group", "kind"), [("run", RunConfig), ("optim", OptimConfig)])
+def test_null_is_taken_or_refused_in_words_by_every_setting(group, kind):
+    for setting in fields(kind):
+        if setting.name.startswith("_"):
+            continue
+        try:
+            made = parse_config(Config, [f"--{group}.{setting.name}", "null"])
+            assert getattr(getattr(made, group), setting.name) in (None, "null")
+        except BadInput as error:
+            assert f"{group}.{setting.name} is null; expected " in str(error)
 
 
 def test_settings_that_are_not_utf_8_are_refused_before_anything_is_written():

@@ -141,6 +141,8 @@ def test_frozen_prefixes_stay_in_evaluation_mode_and_unknown_ones_are_refused(ru
     assert not rebuilt.model.model.backbone.training, "a replayed batch must see what the run saw"
     with pytest.raises(BadInput, match="cannot freeze 'model.backbon'"):
         begin({**DETR, "freeze_prefixes": ["model.backbon"]}, ["a"], run_folder)
+    with pytest.raises(BadInput, match=r"cannot freeze 'backbone'.*did you mean model\.model\.backbone\?"):
+        begin({**DETR, "freeze_prefixes": ["backbone"]}, ["a"], run_folder)
 
 
 def test_fresh_prefixes_keep_their_initial_values_and_unknown_ones_are_refused(tmp_path, run_folder):

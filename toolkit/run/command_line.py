@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard, check_environment
@@ -129,6 +130,9 @@ def parse_config(
     try:
         parsed = parser.parse_args(_with_other_data(argv, files))
     except (ArgumentError, OverflowError) as error:  # OverflowError: a whole number beyond those of float
+        faults = type_faults(_given(argv), {name: kind for name, kind, _ in groups}, "the command line")
+        if faults:
+            raise BadInput(faults) from error
         read = ", ".join([*files, "the command line"])
         raise BadInput(
             f"the settings cannot be used: {error}. Read were {read}, in this order; `--help` lists every key with its "
@@ -242,6 +246,20 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
             flag, equals, value = word.partition("=")
             following = argv[i + 1] if i + 1 < len(argv) else None
             yield flag, value if equals else following
+
+
+def _given(argv: list[str]) -> dict[str, dict[str, object]]:
+    """Groups of the settings that flags give, with their values read as YAML."""
+    groups: dict[str, dict[str, object]] = {}
+    for flag, value in _flags(argv):
+        name, dot, key = flag.removeprefix("--").partition(".")
+        if dot and value is not None:
+            try:
+                read = yaml.safe_load(value)
+            except yaml.YAMLError:
+                read = value
+            groups.setdefault(name, {})[key] = read
+    return groups
 
 
 def _read_yaml(path: str) -> dict:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.optim import Optimizer
@@ -53,7 +53,8 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
         precision = asked_precision(find_launch(), os.environ) or "no"
     if precision == "fp16" and default_device().type == "cpu":
         precision = "no"  # Accelerate would say fp16 and compute in float32
-        if os.environ.get("RANK", "0") == "0":
+        is_first_call = not PartialState._shared_state
+        if os.environ.get("RANK", "0") == "0" and is_first_call:
             print("fp16 is not used on a CPU: everything is computed in float32; bf16 would be.", flush=True)
     _refuse_absent_gpus()
     meet = MEET_S["launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "alone"]

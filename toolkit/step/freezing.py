@@ -52,12 +52,15 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _nearest(name: str, modules: Iterable[str]) -> str:
-    """Names of the modules beside the first part of `name` that does not exist."""
+    """The module whose name ends with `name`, or those beside the first part of it that does not exist."""
     names, parent = set(modules), name
     while parent and parent not in names:
         parent = parent.rpartition(".")[0]
     depth = parent.count(".") + 1 if parent else 0
     prefix = f"{parent}." if parent else ""
+    longer = sorted((m for m in names if m.endswith(f".{name}")), key=lambda m: (m.count("."), m))
+    if longer:
+        return f"did you mean {longer[0]}?"
     beside = [m for m in names if m.startswith(prefix) and m and m.count(".") == depth]
     return f"{parent or 'the model'} has: {', '.join(sorted(beside)) or 'no modules'}"
 
