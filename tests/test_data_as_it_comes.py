@@ -25,6 +25,7 @@ from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, 
 from toolkit.data.table import Category, LabelledImages
 from toolkit.models.inference_settings import inference_flags
 from toolkit.run.command_line import parse_config
+from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_check import shown as shown_setting
 from toolkit.tools import anchors
 from toolkit.tools.predict.outputs import write_outputs
@@ -856,6 +857,13 @@ def test_settings_with_a_number_of_thousands_of_digits_are_refused_and_shown(tmp
     with pytest.raises(BadInput, match=r"optim.lr is a number of thousands of digits.*; expected a number"):
         parse_config(module_of("scripts/train_ssd.py").Config, ["--config", str(tmp_path / "settings.yaml")])
     assert shown_setting([10**5000]).startswith("a number of thousands of digits")
+
+
+@pytest.mark.parametrize("step", ["1e999", "9" * 5000, "Infinity", "NaN"])
+def test_a_step_that_is_not_a_number_of_steps_is_one_sentence(tmp_path, step):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+    with pytest.raises(BadInput, match="metrics.jsonl, line 1: not a row of metrics"):
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_flags_of_training_are_taken_by_the_other_scripts():

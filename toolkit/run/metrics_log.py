@@ -13,7 +13,8 @@ import numpy as np
 from toolkit.base.errors import BadInput
 from toolkit.base.files import write_text_atomic
 
-_NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what reading another line as one raises
+# What reading another line as a row raises.
+_NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class MetricsLog:
