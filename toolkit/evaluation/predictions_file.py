@@ -102,9 +102,11 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
     about = read_about(path)
     made_on = about.get("made_on", {})
     graphs_file = path.with_suffix(".graphs.npz")
-    of_other_boxes = made_on.get("fingerprint", table.fingerprint) != table.fingerprint
+    fingerprint = made_on.get("fingerprint")
+    of_other_boxes = fingerprint is not None and fingerprint != table.fingerprint
     # a graph may rest on the boxes that were annotated then
-    same_images = made_on.get("images_fingerprint") == _images_fingerprint(table) and not graphs_file.exists()
+    may_differ = of_other_boxes and not graphs_file.exists()
+    same_images = may_differ and made_on.get("images_fingerprint") == _images_fingerprint(table)
     if of_other_boxes and not same_images:
         raise BadInput(
             f"{path} was made on other data ({made_on['name']}, fingerprint {made_on['fingerprint']}) than "
