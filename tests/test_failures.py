@@ -237,6 +237,8 @@ def test_several_gpus_asked_for_where_there_is_none(monkeypatch):
 def test_fp16_is_not_used_on_a_cpu_and_that_is_said(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(processes, "Accelerator", lambda **kwargs: asked.append(kwargs["mixed_precision"]))
+    # It is said at the first start of a process alone, and an earlier test may have made one here.
+    monkeypatch.setattr(processes.PartialState, "_shared_state", {})
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     processes.start_accelerator("fp16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
