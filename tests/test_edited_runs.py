@@ -148,6 +148,30 @@ def test_54_edits_are_read_or_refused_by_every_program(run, monkeypatch, capsys)
     assert counts["refused"] > 150 and counts["read"] > 50
 
 
+def test_a_run_of_another_version_is_said_to_be_that_and_no_setting_is_blamed(run, monkeypatch, capsys):
+    """Its settings have other names; what is wrong is their age."""
+    edit(run, [("optim", "lrr", 1), ("optim", "lr", REMOVED)])
+    (run / "checkpoints" / "step_000001" / "MANIFEST.json").write_text('{"format": 2, "files": {}}')
+    for program, told in said_by_all(run, monkeypatch, capsys):
+        assert "was written by another version of this toolkit (format 2; this one reads 3)" in told, program
+        assert "lrr" not in told and "Put back" not in told, told
+
+
+def test_a_detector_that_cannot_be_imported_is_one_sentence(run, monkeypatch, capsys):
+    """Nothing is wrong with the settings, so that nothing has to be put back."""
+    edit(run, [("model", "architecture", "nowhere_to_be_found:Detector"), ("optim", "lrr", 1)])
+    with pytest.raises(BadInput, match="is a class that a file names.*add --trust") as error:
+        load_config_dict(run / "config.yaml", options_class, NEEDED)
+    assert len(error.value.problems) == 1
+    out = ["--out", str(run / "out")]
+    arguments = {evaluate: [], predict: [str(ROOT / "tests"), *out], export: out}
+    for program, words in arguments.items():
+        assert program.main([str(run), *words, "--trust"]) == 2
+        told = capsys.readouterr().err
+        assert "nowhere_to_be_found:Detector cannot be imported: No module named" in told, told
+        assert "Put back" not in told and "--trust" not in told and told.count("config.yaml") == 1, told
+
+
 def test_what_a_run_writes_is_read_as_it_is(run):
     written = yaml.safe_load((run / "config.yaml").read_text())
     assert load_config_dict(run / "config.yaml", options_class, NEEDED) == written

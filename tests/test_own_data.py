@@ -116,6 +116,18 @@ def test_the_recipe_without_gpu_and_network_needs_neither(name):
     build_detector(**config.model.given | {"architecture": config.model.architecture}, class_names=["a", "b"])
 
 
+def test_a_settings_file_for_another_detector_is_one_sentence():
+    words = ["--config", str(ROOT / "configs" / "detr" / "own_data_cpu.yaml"), "--model.architecture", "detr"]
+    with pytest.raises(BadInput) as error:
+        parse_config(Config, words)
+    told, *rest = error.value.problems
+    assert "own_data_cpu.yaml: it is for model.architecture rt_detr_v2, and sets " in told, told
+    assert "num_denoising" in told, told
+    assert told.endswith("which detr does not have. Take a copy of the file without these lines")
+    assert "num_queries" not in told and "backbone" not in told, "which DETR has too"
+    assert rest == ["`--help` lists every key with its type."]
+
+
 def test_flags_win_over_a_settings_file_that_follows_them():
     file = str(ROOT / "configs" / "detr" / "bccd.yaml")
     for words in (["--config", file], [f"--config={file}"]):

@@ -122,6 +122,13 @@ def test_words_are_answered(words, code, expected, capsys):
     assert expected in shown.err if code else shown.out == f"{expected}\n"
 
 
+@pytest.mark.parametrize("name", ["train", "copy", "where", "completion"])
+def test_every_command_explains_itself(name, capsys):
+    assert detect.main([name, "--help"]) == detect.main([name, "-h"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count(f"usage: detect {name} ") == 2 and not shown.err
+
+
 def test_each_copy_has_the_settings_of_its_script_and_a_run_of_its_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -112,12 +112,7 @@ def save_checkpoint(
             if saved is not None:
                 with open(temp / name, "wb") as file:
                     torch.save(saved, file)
-        (temp / STATE).write_text(text, encoding="utf-8")
-        _seal(temp, {"kind": kind, "step": step, "sequence": 1 + max(_by_age(folder)[0].values(), default=0)})
-        path = _put_in_place(temp, folder / f"step_{step:06d}")
-        _point(folder / "latest", path)
-        if best:
-            mark_best(path)
+        path = _complete(temp, folder, step, kind, text, best)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         shutil.rmtree(temp, ignore_errors=True)
         number = _os_errno(error)
@@ -152,18 +147,35 @@ def replace_state(folder: Path, step: int, state: dict, *, keep: int, best: bool
         temp.mkdir()
         for name in manifest["files"].keys() - {STATE}:
             _link(path / name, temp / name)
-        (temp / STATE).write_text(text, encoding="utf-8")
-        sequence = 1 + max(_by_age(folder)[0].values(), default=0)
-        about = {"kind": manifest["kind"], "step": step, "sequence": sequence}
-        _seal(temp, about, known={name: entry for name, entry in manifest["files"].items() if name != STATE})
-        _put_in_place(temp, path)
-        _point(folder / "latest", path)
-        if best:
-            mark_best(path)
+        unchanged = {name: entry for name, entry in manifest["files"].items() if name != STATE}
+        _complete(temp, folder, step, manifest["kind"], text, best, known=unchanged)
     except OSError as error:
         shutil.rmtree(temp, ignore_errors=True)
         raise CheckpointError(_cannot_write(folder, error.errno or errno.EIO, len(text))) from error
     _prune(folder, max(keep, 1), keep_every)
+    return path
+
+
+def _complete(
+    temp: Path,
+    folder: Path,
+    step: int,
+    kind: str,
+    state_text: str,
+    best: bool,
+    known: Mapping[str, dict] = MappingProxyType({}),
+) -> Path:
+    """Add state and manifest to a checkpoint that lies in `temp`, give it its name, and point `latest` at it.
+
+    known: as of `_seal`. Raises OSError.
+    """
+    (temp / STATE).write_text(state_text, encoding="utf-8")
+    sequence = 1 + max(_by_age(folder)[0].values(), default=0)
+    _seal(temp, {"kind": kind, "step": step, "sequence": sequence}, known)
+    path = _put_in_place(temp, folder / f"step_{step:06d}")
+    _point(folder / "latest", path)
+    if best:
+        mark_best(path)
     return path
 
 

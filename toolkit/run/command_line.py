@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard, check_environment
-from toolkit.base.files import read_yaml
+from toolkit.base.files import parse_yaml, read_yaml
 from toolkit.base.text import lasting_console
 from toolkit.base.trust import trust_class
 from toolkit.index import DETECTORS
@@ -255,7 +255,7 @@ def _given(argv: list[str]) -> dict[str, dict[str, object]]:
         name, dot, key = flag.removeprefix("--").partition(".")
         if dot and value is not None:
             try:
-                read = yaml.safe_load(value)
+                read = parse_yaml(value)
             except yaml.YAMLError:
                 read = value
             groups.setdefault(name, {})[key] = read
@@ -293,10 +293,28 @@ def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str]
     unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_item_of(flag, groups)]
     problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, flags)}" for flag in unknown]
     for path, content in files.items():
+        of_another = _set_for_another_detector(content, model)
+        if of_another:
+            problems.append(
+                f"{path}: it is for model.architecture {content['model']['architecture']}, and sets "
+                f"{', '.join(of_another)}, which {model().architecture} does not have. Take a copy of the file without "
+                "these lines"
+            )
+            kept = {key: value for key, value in content["model"].items() if key not in of_another}
+            content = {**content, "model": kept}
         problems += key_faults(content, groups, path, elsewhere=partial(_elsewhere, model=model))
         problems += type_faults(content, groups, path)
     if problems:
         raise BadInput([*problems, "`--help` lists every key with its type."])
+
+
+def _set_for_another_detector(content: Mapping, model: type[DetectorOptions] | None) -> list[str]:
+    """Settings of the group `model` of a file for another architecture that the chosen one does not have."""
+    entries = content.get("model", {})
+    if model is None or "architecture" not in entries or entries["architecture"] == model().architecture:
+        return []
+    known = {setting.name for setting in fields(model)}
+    return [key for key in entries if key not in known]
 
 
 def _is_item_of(flag: str, groups: dict[str, type]) -> bool:

@@ -142,8 +142,9 @@ def checked_settings(
         kinds: the dataclasses of the groups beside `model`. needed: see `load_config_dict`. strict: see `key_faults`.
 
     Raises:
-        BadInput: the file is missing, unreadable or no mapping; every group and key that there is not, that is needed
-            and missing, or that has a value of another type.
+        BadInput: the file is missing, unreadable or not a mapping; or the run was made by another version of this
+            toolkit; or its detector is a class that cannot be imported; else every group and key that there is not,
+            that is needed and missing, or that has a value of another type.
     """
     groups, where = read_groups(path), str(path)
     if not groups and needed:
@@ -155,10 +156,15 @@ def checked_settings(
         elif isinstance(groups[name], dict):
             left = [f"there is no {name}.{key}" for key in NEEDED[name] if key not in groups[name]]
             problems += [f"{where}: {fault}; expected the value that the run was trained with" for fault in left]
+    if other_version := _other_version(path.parent):
+        raise BadInput(other_version)
     try:
         kinds = _kinds(kinds, options_of, groups)
     except BadInput as error:
-        problems += [f"{where}: {problem}" for problem in error.problems]
+        faults = [f"{where}: {problem}" for problem in error.problems]
+        if _is_own_class(groups):  # nothing is wrong with the file: its class has to be found, or to be trusted
+            raise BadInput(faults) from error
+        problems += faults
     looked_at = {name: entries for name, entries in groups.items() if name != "model" or "model" in kinds}
     problems += key_faults(looked_at, kinds, where, strict) + type_faults(looked_at, kinds, where)
     if problems:
@@ -167,6 +173,22 @@ def checked_settings(
 
 
 _REMEDY = "Put back what the run wrote; weights and checkpoints are as they were."
+
+
+def _other_version(folder: Path) -> str:
+    """A message if the checkpoints of a run folder are of another format, whose settings differ too; else ""."""
+    from toolkit.run.checkpoint_content import FORMAT, stale  # torch, for which settings alone need not wait
+
+    manifests = sorted(folder.glob("checkpoints/step_*/MANIFEST.json"))
+    versions = [read_json_object(path).get("format", FORMAT) for path in manifests]
+    faults = [fault for fault in map(stale, versions) if fault]
+    return f"Run {folder} {faults[-1]}" if versions and len(faults) == len(versions) else ""
+
+
+def _is_own_class(groups: Mapping) -> bool:
+    """Whether the settings name a detector of one's own, `module:Class`."""
+    model = groups.get("model")
+    return isinstance(model, dict) and ":" in str(model.get("architecture", ""))
 
 
 def _kinds(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) -> dict[str, type]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from toolkit.base.batch import Batch, HostTarget, Target
 from toolkit.base.distributed import reduce_dict
 from toolkit.base.errors import BadInput, StoppedByGuard
+from toolkit.step.gradients import gradient_norm
 
 POLICIES = ("stop", "skip", "rollback")
 
@@ -112,8 +113,7 @@ class NanGuard:
         scaler = getattr(accelerator, "scaler", None)
         if scaler is not None:
             accelerator.unscale_gradients(optimizer)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = gradient_norm([parameter for group in optimizer.param_groups for parameter in group["params"]])
         state = reduce_dict({"norm": norm, "buffers": self.buffers_finite()}, ["norm", "buffers"])
         scale = None if scaler is None else scaler.get_scale()
         action = self.decide(self.checked, losses, state["norm"], scale, state["buffers"])

@@ -28,6 +28,20 @@ from toolkit.base.files import PACKAGE, ROOT
 # Shorter names, and what only serves those who work on a checkout.
 NAMES = {"check_data": "check"}
 NOT_COMMANDS = {"__init__", "benchmark"}
+HELP_FLAGS = ("-h", "--help")
+BUILTIN_HELP = {
+    "copy": """usage: detect copy SCRIPT PATH.py
+
+Writes the training script SCRIPT, such as train_detr, to PATH.py for you to change, and its default configuration to
+PATH.yaml, which the copy reads.""",
+    "where": """usage: detect where [FILE ...]
+
+Prints the path of a script or a configuration, such as configs/detr/bccd.yaml; without FILE, of all of them.""",
+    "completion": """usage: detect completion bash|zsh|fish
+
+Prints what makes the Tab key of that shell complete commands, detectors and settings:
+    eval "$(detect completion bash)\"""",
+}
 COMPLETION = {
     "bash": """_detect() {
     local IFS=$'\\n'
@@ -49,7 +63,7 @@ complete -c detect -a '(detect complete (commandline -opc)[2..] "$(commandline -
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code, or raises the SystemExit of the script."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in HELP_FLAGS:
         print(usage())
         return 0
     if words == ["--version"]:
@@ -58,7 +72,13 @@ def main(argv: list[str] | None = None) -> int:
     name, *rest = words
     builtins = {"copy": copy, "where": where, "completion": completion, "complete": complete}
     if name in builtins:
+        if rest and rest[0] in HELP_FLAGS and name in BUILTIN_HELP:
+            print(BUILTIN_HELP[name])
+            return 0
         return builtins[name](rest)
+    if name == "train" and rest and rest[0] in HELP_FLAGS:
+        print(train_help())
+        return 0
     if name == "train" and rest and rest[0] in detectors():
         return run_as_main(ROOT / "scripts" / f"train_{rest[0]}.py", rest[1:])
     if name == "train":
@@ -66,6 +86,13 @@ def main(argv: list[str] | None = None) -> int:
     if name in commands():
         return run_as_main(commands()[name], rest)
     return _refuse("detect needs one of", name, ["train", *commands(), *list(builtins)[:-1]])
+
+
+def train_help() -> str:
+    """The help of `detect train`, without a detector."""
+    lines = [f"  {name:16}{first_line(ROOT / 'scripts' / f'train_{name}.py')}" for name in detectors()]
+    head = ["usage: detect train DETECTOR [SETTINGS]", "", "DETECTOR is one of", ""]
+    return "\n".join([*head, *lines, "", "`detect train DETECTOR --help` lists the settings of one."])
 
 
 def run_as_main(script: Path, arguments: list[str]) -> int:
