@@ -128,6 +128,16 @@ def test_a_settings_file_for_another_detector_is_one_sentence():
     assert rest == ["`--help` lists every key with its type."]
 
 
+def test_a_misspelt_key_in_a_file_for_another_detector_keeps_its_hint(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {architecture: rt_detr_v2, num_denoising: 3, num_querys: 5}\n")
+    with pytest.raises(BadInput) as error:
+        parse_config(Config, ["--config", str(file), "--model.architecture", "detr"])
+    for_another, misspelt, _ = error.value.problems
+    assert "num_denoising, which detr does not have" in for_another and "num_querys" not in for_another
+    assert misspelt.endswith("no such setting model.num_querys; did you mean num_queries?")
+
+
 def test_flags_win_over_a_settings_file_that_follows_them():
     file = str(ROOT / "configs" / "detr" / "bccd.yaml")
     for words in (["--config", file], [f"--config={file}"]):

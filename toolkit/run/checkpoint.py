@@ -31,6 +31,7 @@ from toolkit.base.files import decode_json, encode_json, fsync_folder
 from toolkit.run.checkpoint_content import (
     EXTRA,
     FORMAT,
+    MANIFEST,
     OPTIMIZER,
     STATE,
     changed_files,
@@ -39,7 +40,6 @@ from toolkit.run.checkpoint_content import (
     well_formed,
 )
 
-MANIFEST = "MANIFEST.json"
 # `.replaced` exists only between the two renames that put a new checkpoint in the place of one of the same step.
 _STEP_FOLDER = re.compile(r"step_(\d{6,})(\.replaced)?")
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from toolkit.base.files import read_json_object
+
 FORMAT = 3  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
+MANIFEST = "MANIFEST.json"
 STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 _NUMBER = (int, float)
@@ -54,6 +57,13 @@ def stale(version: object) -> str:
         f"was written by another version of this toolkit (format {version}; this one reads {FORMAT}): use it with that "
         "version, whose commit is in environment.json of its run, or train again."
     )
+
+
+def stale_run(folder: Path) -> str:
+    """A message if all checkpoints of a run folder were written in another format, else ""."""
+    manifests = sorted(folder.glob(f"checkpoints/step_*/{MANIFEST}"))
+    faults = [stale(read_json_object(path).get("format", FORMAT)) for path in manifests]
+    return f"Run {folder} {faults[-1]}" if faults and all(faults) else ""
 
 
 def well_formed(manifest) -> bool:

@@ -293,7 +293,7 @@ def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str]
     unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_item_of(flag, groups)]
     problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, flags)}" for flag in unknown]
     for path, content in files.items():
-        of_another = _set_for_another_detector(content, model)
+        of_another = [] if model is None else _keys_of_another_detector(content, model)
         if of_another:
             problems.append(
                 f"{path}: it is for model.architecture {content['model']['architecture']}, and sets "
@@ -308,13 +308,18 @@ def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str]
         raise BadInput([*problems, "`--help` lists every key with its type."])
 
 
-def _set_for_another_detector(content: Mapping, model: type[DetectorOptions] | None) -> list[str]:
-    """Settings of the group `model` of a file for another architecture that the chosen one does not have."""
+def _keys_of_another_detector(content: Mapping, model: type[DetectorOptions]) -> list[str]:
+    """Settings in a file for another of this toolkit's architectures that the chosen one does not have.
+
+    A key that neither has is not among them: it may be misspelt.
+    """
     entries = content.get("model", {})
-    if model is None or "architecture" not in entries or entries["architecture"] == model().architecture:
+    named = str(entries.get("architecture"))
+    if named not in DETECTORS or named == model().architecture:
         return []
-    known = {setting.name for setting in fields(model)}
-    return [key for key in entries if key not in known]
+    of_named = {setting.name for setting in fields(options_class(named))}
+    of_chosen = {setting.name for setting in fields(model)}
+    return [key for key in entries if key in of_named - of_chosen]
 
 
 def _is_item_of(flag: str, groups: dict[str, type]) -> bool:

@@ -146,9 +146,14 @@ def checked_settings(
             toolkit; or its detector is a class that cannot be imported; else every group and key that there is not,
             that is needed and missing, or that has a value of another type.
     """
+    from toolkit.run.checkpoint_content import stale_run  # torch, for which settings alone need not wait
+
     groups, where = read_groups(path), str(path)
     if not groups and needed:
         raise BadInput(f"{where}: it is empty; expected the settings of a run, a mapping of groups. {_REMEDY}")
+    older_format = stale_run(path.parent)  # its settings had other names: not one of them is to blame
+    if older_format:
+        raise BadInput(older_format)
     problems = []
     for name in needed:
         if name not in groups:
@@ -156,8 +161,6 @@ def checked_settings(
         elif isinstance(groups[name], dict):
             left = [f"there is no {name}.{key}" for key in NEEDED[name] if key not in groups[name]]
             problems += [f"{where}: {fault}; expected the value that the run was trained with" for fault in left]
-    if other_version := _other_version(path.parent):
-        raise BadInput(other_version)
     try:
         kinds = _kinds(kinds, options_of, groups)
     except BadInput as error:
@@ -173,16 +176,6 @@ def checked_settings(
 
 
 _REMEDY = "Put back what the run wrote; weights and checkpoints are as they were."
-
-
-def _other_version(folder: Path) -> str:
-    """A message if the checkpoints of a run folder are of another format, whose settings differ too; else ""."""
-    from toolkit.run.checkpoint_content import FORMAT, stale  # torch, for which settings alone need not wait
-
-    manifests = sorted(folder.glob("checkpoints/step_*/MANIFEST.json"))
-    versions = [read_json_object(path).get("format", FORMAT) for path in manifests]
-    faults = [fault for fault in map(stale, versions) if fault]
-    return f"Run {folder} {faults[-1]}" if versions and len(faults) == len(versions) else ""
 
 
 def _is_own_class(groups: Mapping) -> bool:
