@@ -11,9 +11,10 @@ SIZE = (120, 160)  # height, width
 
 
 def table_of(folder, images, classes=("cat", "dog"), draw=True, predicates=(), size=SIZE, ids=None,
-             attributes=(), attribute_ids=None):  # fmt: skip
+             attributes=(), attribute_ids=None, category_ids=None):  # fmt: skip
     """images: per image a list of (box xyxy, label, crowd), or a dict with `objects` like that and `relations`; their
-    ids are 10, 11, ... unless given. attribute_ids: of each object of each image, where `attributes` are named."""
+    ids are 10, 11, ... unless given.
+    attribute_ids: of each object of each image, where `attributes` are named. category_ids: 1, 4, ... unless given."""
     rows, number = [], 1  # of an annotation; pycocotools never finds the one with id 0
     folder.mkdir(parents=True, exist_ok=True)
     for i, image in enumerate(images):
@@ -30,8 +31,9 @@ def table_of(folder, images, classes=("cat", "dog"), draw=True, predicates=(), s
         ends = {name: [r[i] for r in relations] for i, name in enumerate(("subject", "object", "predicate"))}
         rows.append({"image_id": ids[i] if ids else 10 + i, "file_name": f"{i}.png", "width": size[1],
                      "height": size[0], "objects": columns, "relations": ends})  # fmt: skip
+    category_ids = category_ids or range(1, 3 * len(classes) + 1, 3)
     return write_rows(rows, cache_file=folder / "table.json", image_root=folder, name=str(folder / "annotations.json"),
-                       categories=[Category(3 * k + 1, name) for k, name in enumerate(classes)],
+                       categories=[Category(id_, name) for id_, name in zip(category_ids, classes, strict=True)],
                        predicates=predicates, attributes=attributes)  # fmt: skip
 
 
@@ -85,3 +87,22 @@ def ground_truth_as_predictions(table):
     return {image_id: {"boxes": torch.from_numpy(truth.xyxy[r]), "scores": torch.ones(r.stop - r.start),
                        "labels": torch.from_numpy(truth.labels[r])}
             for image_id, r in zip(table.image_ids().tolist(), rows, strict=True)}  # fmt: skip
+
+
+def confidences(rng, count, sharpness=1.0):
+    """(count,) scores, and whether each prediction is right: with the probability that is its score where `sharpness`
+    is 1, with a more cautious one where it is larger."""
+    log_odds = rng.normal(3, 3, count)
+    is_right = rng.random(count) < 1 / (1 + np.exp(-log_odds))
+    return 1 / (1 + np.exp(-sharpness * log_odds)), is_right
+
+
+def pairs(folder, scores, is_right, is_annotated_right):
+    """A table and predictions: one of each image, whose object is in one place; where the detector or the annotation is
+    wrong, it has another class, each of them its own."""
+    box, objects = [10, 10, 60, 70], np.arange(len(scores)) % 2
+    annotated = np.where(is_annotated_right, objects, 2)
+    predicted = np.where(is_right, objects, 1 - objects)
+    table = table_of(folder, [[(box, int(label))] for label in annotated], ("cat", "dog", "owl"), draw=False)
+    found = [[(box, int(label), score)] for label, score in zip(predicted, scores, strict=True)]
+    return table, predictions_of(table, found)

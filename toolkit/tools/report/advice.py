@@ -5,22 +5,23 @@ Each rule is a function that checks one thing and returns nothing without eviden
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
 from toolkit.evaluation.explain import explain_zero_ap
-from toolkit.tools.report.annotations import beyond_own_errors
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.figures import series
 from toolkit.tools.report.judgement import Judgement
+from toolkit.tools.report.own_errors import doubt
 
 BARELY_BEGUN = 0.1  # of the planned epochs: before that a detector's mistakes say nothing about data or settings
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
+ENOUGH_EVALUATIONS = 4  # to tell that AP rises no longer
 SMALL_SHARE = 0.1  # of the boxes
 COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
 HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
 FEW_SUSPECTS = 5  # fewer are not worth an advice
-RELIABLE = 0.85  # F1 of a detector that is right often enough to doubt the annotation
 FEW_PIXELS = 16  # median side of small objects at the network's input
 MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
 
@@ -42,7 +43,7 @@ def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
     barely_begun = _barely_begun(run)
     if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
         suggestions = [barely_begun or _too_short(run), _hardly_anything(judged)]
-    elif barely_begun is not None:
+    elif barely_begun is not None and not _has_levelled_off(run):
         suggestions = [barely_begun]
     else:
         suggestions = [_too_short(run), _over_fitting(run.rows), _small_objects(judged, data)]
@@ -70,12 +71,11 @@ def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.n
 
 def _barely_begun(run: RunFacts) -> Advice | None:
     planned = run.config.get("run", {}).get("epochs")
-    trained = [row["epoch"] for row in run.rows if "train/loss" in row and "epoch" in row]
-    if not planned or not trained:
+    if not planned or run.epochs_made is None:
         return None
-    begun = trained[-1] + 1
-    if begun >= BARELY_BEGUN * planned:
+    if run.epochs_made >= BARELY_BEGUN * planned:
         return None
+    begun = max(1, ceil(run.epochs_made))
     return _train_longer(
         f"The run ended in epoch {begun} of {planned}: its mistakes are those of a detector that has just begun, and "
         f"say nothing yet about data or settings. {_rise(run)}",
@@ -102,14 +102,28 @@ def _rise(run: RunFacts) -> str:
     steps, ap = _evaluations(run.rows, "bbox_AP")
     if len(ap) < 2 or ap.argmax() < len(ap) - 1:
         return ""
-    early = np.flatnonzero(steps <= steps[0] + 0.75 * (steps[-1] - steps[0]))
-    before = early[ap[early].argmax()]
+    before = _best_before_the_last_quarter(steps, ap)
     if ap[-1] - ap[before] < STILL_RISING:
         return ""
     return (
         f"AP was still rising: {ap[before]:.3f} at step {steps[before]:.0f}, {ap[-1]:.3f} at "
         f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations."
     )
+
+
+def _has_levelled_off(run: RunFacts) -> bool:
+    """Whether AP is known to have stopped rising: then the length of the training was not what it lacked."""
+    if "eval.early_stopping_patience" in run.ended_by:
+        return True
+    steps, ap = _evaluations(run.rows, "bbox_AP")
+    if len(ap) < ENOUGH_EVALUATIONS:
+        return False
+    return ap.max() - ap[_best_before_the_last_quarter(steps, ap)] < STILL_RISING
+
+
+def _best_before_the_last_quarter(steps: np.ndarray, ap: np.ndarray) -> int:
+    early = np.flatnonzero(steps <= steps[0] + 0.75 * (steps[-1] - steps[0]))
+    return int(early[ap[early].argmax()])
 
 
 def _over_fitting(rows) -> Advice | None:
@@ -269,16 +283,14 @@ def _scores(judged) -> Advice | None:
 
 
 def _annotation(judged) -> Advice | None:
-    best = judged.overall.best
-    if best is None or best.f1 < RELIABLE:
-        return None  # a weaker detector is the likelier one to be wrong
-    count, own_errors = beyond_own_errors(judged.matches, judged.suspects)
-    if count < FEW_SUSPECTS:
+    found = doubt(judged.matches, judged.suspects)
+    if found.count < FEW_SUSPECTS:
         return None
-    boxes, rest = int(judged.matches.num_truth.sum()), len(judged.suspects) - count
+    boxes, rest = int(judged.matches.num_truth.sum()), found.suspects - found.count
+    of_rest = f" Of the {rest} other predictions of the list, about {found.own_in_rest:.0f} are." if rest else ""
     return Advice(
         "Annotation",
-        f"{count} confident predictions contradict the annotation of {boxes} boxes; by their scores, about "
-        f"{own_errors:.1f} of them are mistakes of the detector. The other {rest} of the list are probably its own.",
-        f"Look through the first {count} of the list of likely mistakes below before you train again.",
+        f"{found.count} confident predictions contradict the annotation of {boxes} boxes more often than the detector "
+        f"errs at such scores: about {found.own_in_count:.0f} of them are probably mistakes of its own.{of_rest}",
+        f"Look through the first {found.count} of the list of likely mistakes below before you train again.",
     )

@@ -7,7 +7,6 @@ Tkachenko et al. 2023 (ObjectLab) look for; a box of the fourth kind may as well
 so these come last.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,6 @@ KINDS = {
 ENOUGH = 20  # objects found of a class before it has a threshold of its own
 ON_IT, BESIDE = 0.5, BACKGROUND_IOU
 APART, SCALE = 1.0, 2.0  # of a box that was moved: its way in units of its side, and how much larger it may seem
-OWN_SHARE = 0.2  # of suspects that are called doubtful, at most so many are mistakes of the detector
 WEAK = 0.25  # share of the threshold above which a prediction of any class still supports a box
 
 
@@ -47,7 +45,7 @@ class Suspect:
 def suspects(matches: Matches) -> list[Suspect]:
     """All suspicious boxes, those with a prediction first, each group sorted by strength."""
     m = matches
-    threshold = _thresholds(m)[m.found.labels]
+    threshold = thresholds_of_classes(m)[m.found.labels]
     strong = m.found.scores > threshold
     on_box = ~m.crowd[m.gt] & (m.iou >= ON_IT)
     supported = np.zeros(len(m.truth), bool)
@@ -83,26 +81,6 @@ def suspects(matches: Matches) -> list[Suspect]:
     return sorted(result, key=lambda suspect: (suspect.det < 0, -suspect.strength))
 
 
-def beyond_own_errors(matches: Matches, found: Sequence[Suspect]) -> tuple[int, float]:
-    """How many of the strongest suspects the detector's own mistakes do not explain, and how many of these they do.
-
-    A prediction of score p is taken to be wrong with probability 1 - p, as if the scores were calibrated: of all
-    predictions that are at least as confident as a suspect, so many are mistakes of the detector. The longest start of
-    the list of which they explain at most a fifth counts; (0, 0.0) where none does.
-
-    Args:
-        found: as `suspects` gives them. Those without a prediction do not count: they may be objects that were missed.
-    """
-    strengths = np.array([suspect.strength for suspect in found if suspect.det >= 0])
-    scores = np.sort(matches.found.scores.astype(np.float64))[::-1]
-    own_errors = np.concatenate([[0.0], np.cumsum(1 - scores)])
-    as_confident = np.searchsorted(-scores, -strengths, side="right")
-    expected = own_errors[as_confident]
-    counts = np.arange(1, len(strengths) + 1)
-    enough = np.flatnonzero(expected <= OWN_SHARE * counts)
-    return (int(counts[enough[-1]]), float(expected[enough[-1]])) if len(enough) else (0, 0.0)
-
-
 def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
     """Predictions where no box is, with the box of their class and about their size that nothing supports beside them:
     the nearest pairs first, each in one."""
@@ -134,7 +112,7 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     return result
 
 
-def _thresholds(m: Matches) -> np.ndarray:
+def thresholds_of_classes(m: Matches) -> np.ndarray:
     """(K,) threshold of the best F1 of each class; the overall one for a class with too few true positives."""
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)

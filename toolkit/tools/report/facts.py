@@ -19,6 +19,8 @@ class RunFacts:
 
     ended: what ended the training, in words, where `status.json` knows it.
     go_on: the command that trains for as long again.
+    ended_by: names of the settings that ended it, see `toolkit.run.status`.
+    epochs_made: epochs of training, with the share of the last one; None: nothing was trained.
     """
 
     rows: Sequence[Mapping] = ()
@@ -29,6 +31,8 @@ class RunFacts:
     state: str = ""
     ended: str = ""
     go_on: str = ""
+    ended_by: Sequence[str] = ()
+    epochs_made: float | None = None
 
 
 def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
@@ -52,11 +56,42 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
         json.dumps(environment, indent=2) if environment else "",
         ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key)),
         status.get("reason", "") if ended_by else "",
+        ended_by=ended_by,
     )
-    if trained := [row for row in rows if "train/loss" in row]:
+    trained = [row for row in rows if "train/loss" in row]
+    if trained:
+        run.epochs_made = epochs_made(trained, _steps_per_epoch(environment, settings))
         flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1)
         run.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
     return run
+
+
+def epochs_made(trained: Sequence[Mapping], steps_per_epoch: float) -> float:
+    """How many epochs the rows of a training reach, with the share of the last one.
+
+    Args:
+        trained: rows of training, with `step` and `epoch`; the first step of each epoch has one.
+        steps_per_epoch: optimizer steps, 0 where nothing is known; only asked for where the first epoch never ended.
+    """
+    last = trained[-1]
+    first_step = next(row["step"] for row in trained if row["epoch"] == last["epoch"])
+    if last["epoch"]:
+        steps_per_epoch = (first_step - 1) / last["epoch"]
+    if steps_per_epoch <= 0:
+        return last["epoch"] + 1.0
+    return last["epoch"] + min(1.0, (last["step"] - first_step + 1) / steps_per_epoch)
+
+
+def _steps_per_epoch(environment: Mapping, config: Mapping) -> float:
+    """Optimizer steps; 0 where `environment.json` and the settings do not say it."""
+    train = (environment.get("data") or {}).get("train")
+    images = train.get("images") if isinstance(train, Mapping) else None
+    batch_size = config.get("data", {}).get("batch_size_per_device")
+    accumulation_steps = config.get("optim", {}).get("accumulation_steps")
+    numbers = (images, batch_size, accumulation_steps, environment.get("processes"))
+    if not all(isinstance(number, int) and 0 < number < 1e12 for number in numbers):
+        return 0.0
+    return images / (batch_size * accumulation_steps * environment["processes"])
 
 
 def read_records(run_folder: Path) -> tuple[dict, dict]:
@@ -73,14 +108,17 @@ def read_records(run_folder: Path) -> tuple[dict, dict]:
             value = records[-1].get(key)
             entries_fit = not isinstance(value, list) or all(isinstance(item, str) for item in value)
             if not (isinstance(value, kind | type(None)) and entries_fit):
-                words = "text" if kind is str else "a list of texts"
-                problems.append(f"{path}: {key} is {shown(value)}; expected {words}, as the run wrote it")
+                problems.append(f"{path}: {key} is {shown(value)}; expected {_WORDS[kind]}, as the run wrote it")
     if problems:
         raise BadInput(problems)
     return records[0], records[1]
 
 
-_ENTRIES = {"environment.json": {"command_line": list}, "status.json": {"state": str, "reason": str, "ended_by": list}}
+_ENTRIES = {
+    "environment.json": {"command_line": list, "processes": int, "data": dict},
+    "status.json": {"state": str, "reason": str, "ended_by": list},
+}
+_WORDS = {str: "text", list: "a list of texts", int: "a whole number", dict: "an object"}
 
 
 def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs: int) -> list[str]:

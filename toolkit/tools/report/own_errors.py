@@ -1,0 +1,124 @@
+"""Tells mistakes of the annotation from the detector's own: how far do its confident predictions disagree with the
+annotation more often than their scores explain?
+
+The detector is wrong the less, the higher the score: a logistic curve in the log-odds of the score, whose slope and
+offset are fitted, so that scores need not be probabilities. A mistake of the annotation contradicts predictions of any
+score: a share that does not depend on it. Both are fitted together, to the predictions of all scores; whatever the
+curve alone explains as well is the detector's own. (A psychometric function with a lapse rate: Wichmann and Hill 2001.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import expit, logit
+
+from toolkit.evaluation.matches import Matches
+from toolkit.tools.report.annotations import ON_IT, Suspect, thresholds_of_classes
+
+OWN_SHARE = 0.2  # of the suspects that are called doubtful, at most so many are mistakes of the detector
+LOWEST_SCORE = 0.05  # predictions below say nothing about confident ones
+LARGEST_SHARE = 0.25  # of confident predictions: a detector that contradicts more often is itself the likelier one
+LIKELIER = 5.41  # twice the gain in log-likelihood that chance gives to one of a hundred exact annotations
+FINEST = 1e-6  # scores are told apart up to this distance from 0 and 1
+BIN_WIDTH = 0.1  # in log-odds
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """How many of the suspects that have a prediction are mistakes of the annotation.
+
+    Attributes:
+        suspects: those that have a prediction.
+        count: so many of the strongest are doubtful: the longest start of the list of which at most a fifth are
+            expected to be mistakes of the detector; 0: its own errors explain the list.
+        own_in_count: expected mistakes of the detector among these.
+        own_in_rest: expected mistakes of the detector among the other suspects.
+    """
+
+    suspects: int
+    count: int
+    own_in_count: float
+    own_in_rest: float
+
+
+def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
+    """Compares the suspects with the detector's own errors.
+
+    Args:
+        found: as `suspects` gives them. Those without a prediction do not count: they may be objects that were missed.
+    """
+    rows = np.array([suspect.det for suspect in found if suspect.det >= 0], np.int64)
+    nothing = Doubt(len(rows), 0, 0.0, float(len(rows)))
+    if not len(rows):
+        return nothing
+    log_odds, is_wrong = _evidence(matches, rows)
+    bins, which = np.unique(np.round(log_odds / BIN_WIDTH).astype(np.int64), return_inverse=True)
+    counts = np.stack([np.bincount(which, minlength=len(bins), weights=kind) for kind in (~is_wrong, is_wrong)])
+    centres = bins * BIN_WIDTH
+    own_alone = _fit(centres, counts, with_share=False)
+    both = _fit(centres, counts, with_share=True)
+    if 2 * (own_alone.loss - both.loss) < LIKELIER or both.share > LARGEST_SHARE:
+        return nothing
+    own = 1 - both.is_annotation(_log_odds(matches.found.scores[rows]))
+    expected, places = np.cumsum(own), np.arange(1, len(rows) + 1)
+    enough = np.flatnonzero(expected <= OWN_SHARE * places)
+    count = int(places[enough[-1]]) if len(enough) else 0
+    return Doubt(len(rows), count, float(own[:count].sum()), float(own[count:].sum()))
+
+
+def _evidence(m: Matches, suspects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(N,) log-odds of the scores of predictions, and whether each contradicts the annotation.
+
+    Left out are other wrong predictions on a box that a right one is on: duplicates and confusions, which say nothing
+    about the annotation.
+    """
+    is_suspect = np.zeros(len(m.found), bool)
+    is_suspect[suspects] = True
+    is_confident = m.found.scores > thresholds_of_classes(m)[m.found.labels]
+    is_found = np.zeros(len(m.truth), bool)
+    is_found[m.at_half[m.right]] = True
+    is_again = np.zeros(len(m.found), bool)
+    is_again[m.det[(m.iou >= ON_IT) & is_found[m.gt]]] = True
+    of_detector = ~m.right & ~is_suspect & (is_confident | is_again)
+    used = m.counts & (m.found.scores > LOWEST_SCORE) & ~of_detector
+    return _log_odds(m.found.scores[used]), ~m.right[used]
+
+
+def _log_odds(scores: np.ndarray) -> np.ndarray:
+    return logit(np.clip(scores.astype(np.float64), FINEST, 1 - FINEST))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A prediction is contradicted with probability share + (1 - share) × expit(-(slope × log_odds + offset)).
+
+    loss: negative log-likelihood.
+    """
+
+    slope: float
+    offset: float
+    share: float
+    loss: float
+
+    def is_annotation(self, log_odds: np.ndarray) -> np.ndarray:
+        """The probability that the annotation is the reason, of predictions that are contradicted."""
+        own = (1 - self.share) * expit(-(self.slope * log_odds + self.offset))
+        return self.share / np.maximum(self.share + own, 1e-12)
+
+
+def _fit(log_odds: np.ndarray, counts: np.ndarray, with_share: bool) -> _Fit:
+    """counts: (2, B) predictions that are right and that are contradicted, in bins of `log_odds` (B,)."""
+
+    def fit_of(values: np.ndarray) -> _Fit:
+        slope = float(np.exp(np.clip(values[0], -5, 5)))
+        share = float(expit(values[2])) if with_share else 0.0
+        wrong = share + (1 - share) * expit(-(slope * log_odds + values[1]))
+        wrong = np.clip(wrong, 1e-9, 1 - 1e-9)
+        return _Fit(slope, float(values[1]), share, -float((counts * np.log([1 - wrong, wrong])).sum()))
+
+    starts = [[0.0, offset, -4.0] if with_share else [0.0, offset] for offset in (-1.0, 0.0, 1.0)]
+    options = {"maxiter": 2000, "xatol": 1e-4, "fatol": 1e-4}
+    found = [minimize(lambda v: fit_of(v).loss, start, method="Nelder-Mead", options=options).x for start in starts]
+    return min(map(fit_of, found), key=lambda fit: fit.loss)
