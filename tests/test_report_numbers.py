@@ -1,7 +1,9 @@
 """What a report counts, against hand-worked cases and other programs."""
 
 import json
+import re
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -319,15 +321,15 @@ def test_predictions_of_another_program_are_matched_by_file_name(tmp_path):
 def test_predictions_of_other_data_are_refused_by_name(tmp_path):
     table, predictions = random_case(tmp_path / "a")
     corrected, _ = random_case(tmp_path / "b", seed=5)  # other boxes in images of the same names and sizes
-    other, _ = random_case(tmp_path / "c", seed=5, classes=5)
+    other, _ = random_case(tmp_path / "c", seed=5, images=31)
     file = write_predictions(tmp_path / "found.json", predictions, table)
-    with pytest.raises(BadInput, match="made on other data"):
+    with pytest.raises(BadInput, match="made on other images"):
         read_predictions(file, other)
     assert not read_predictions(file, table).corrected
     read = read_predictions(file, corrected)
     assert read.corrected and (read.predictions.xyxy == read_predictions(file, table).predictions.xyxy).all()
     file.with_suffix(".graphs.npz").touch()
-    with pytest.raises(BadInput, match=r"images, their sizes, classes and graphs must be the same"):
+    with pytest.raises(BadInput, match="has scene graphs, made with other annotations"):
         read_predictions(file, corrected)
     file.with_suffix(".graphs.npz").unlink()
     about_file(file).unlink()
@@ -348,6 +350,57 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
         read_predictions(file, table)
     with pytest.raises(BadInput, match=".json"):
         write_predictions(tmp_path / "found.txt", predictions, table)
+
+
+BOXES = {"cat": [10, 10, 60, 70], "dog": [80, 10, 120, 70], "ace": [10, 80, 60, 110]}
+
+
+def pets(folder, categories, renamed=MappingProxyType({}), gone=()):
+    """Ten images with one box of each class, a new one's too; categories: (id, name) of each."""
+    ids, names = zip(*categories, strict=True)
+    places = {renamed.get(name, name): box for name, box in BOXES.items() if name not in gone}
+    images = [[(places.get(name, [130, 80, 150, 110]), label) for label, name in enumerate(names)]] * 10
+    return table_of(folder, images, names, draw=False, category_ids=ids)
+
+
+PETS = [(1, "cat"), (4, "dog"), (7, "ace")]
+
+
+@pytest.mark.parametrize(("categories", "options", "told"), [
+    ([(7, "ace"), (1, "cat"), (4, "dog")], {}, ()),  # in another order
+    ([(0, "dog"), (1, "ace"), (2, "cat")], {}, ()),  # with the ids of others
+    ([(1, "cat"), (4, "dog"), (7, "Ace")], {"renamed": {"ace": "Ace"}}, ("the class 'ace' is called 'Ace' now",)),
+    ([(7, "Ace"), (4, "dog"), (1, "cat")], {"renamed": {"ace": "Ace"}}, ("the class 'ace' is called 'Ace' now",)),
+    ([*PETS, (9, "owl")], {}, ("the class 'owl' is new: its 10 boxes can only count as missed",)),
+    ([(0, "owl"), *PETS], {}, ("the class 'owl' is new: its 10 boxes can only count as missed",)),
+    (PETS[:2], {"gone": ("ace",)}, ("the predictions of the class 'ace', which is gone, are left out",)),
+])  # fmt: skip
+def test_classes_of_corrected_annotations_are_matched_by_name(tmp_path, categories, options, told):
+    table = pets(tmp_path / "then", PETS)
+    file = write_predictions(tmp_path / "found.json", ground_truth_as_predictions(table), table)
+    corrected = pets(tmp_path / "now", categories, **options)
+    read = read_predictions(file, corrected)
+    assert read.corrected and read.changed_classes == told
+    known = [name for _, name in categories if name != "owl"]
+    assert len(read.predictions) == 10 * len(known)
+    scores = CocoEvaluator(corrected).evaluate(read.predictions)
+    assert [scores[f"AP/{name}"] for name in known] == pytest.approx([1.0] * len(known))
+    assert "AP/owl" not in scores or scores["AP/owl"] == 0
+
+
+def test_classes_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
+    table = pets(tmp_path / "then", PETS)
+    file = write_predictions(tmp_path / "found.json", ground_truth_as_predictions(table), table)
+    others = pets(tmp_path / "now", [(1, "cat"), (4, "dog"), (8, "owl")])  # renamed, or another one? nothing says it
+    with pytest.raises(BadInput) as error:
+        read_predictions(file, others)
+    (sentence,) = error.value.problems
+    assert re.search(r"predictions of \['ace'\], which .* does not know, and .* has boxes of \['owl'\]", sentence)
+    about = json.loads(about_file(file).read_text())
+    for classes in (7, [7], [{"id": [], "name": "cat"}], [{"id": 1}]):
+        about_file(file).write_text(json.dumps(about | {"classes": classes}))
+        with pytest.raises(BadInput, match="expected `classes`, a list of objects with id and name"):
+            read_predictions(file, others)
 
 
 def test_graphs_travel_with_their_boxes(tmp_path):

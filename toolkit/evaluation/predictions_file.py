@@ -43,12 +43,14 @@ class PredictionsFile:
         `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and the given graph where boxes
         were given.
     about: as given to `write_predictions`; empty for the file of another program.
-    corrected: whether the annotations have changed since the predictions were made; images and classes have not.
+    corrected: whether the annotations have changed since the predictions were made; the images have not.
+    changed_classes: one sentence for each class that the corrected annotations have renamed, added or removed.
     """
 
     predictions: Boxes | dict
     about: dict
     corrected: bool = False
+    changed_classes: tuple[str, ...] = ()
 
 
 def about_file(path: str | Path) -> Path:
@@ -83,7 +85,7 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     if graphs := _graphs(predictions, image_ids):
         np.savez_compressed(graphs_file, **graphs)
     data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
-    data["images_fingerprint"] = _images_fingerprint(table)
+    data["images_fingerprint"] = _images_fingerprint(table, [(str(c.id), c.name) for c in table.categories])
     classes = [{"id": category.id, "name": category.name} for category in table.categories]
     write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
     return path
@@ -92,7 +94,8 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
 def read_predictions(path: str | Path, table) -> PredictionsFile:
     """A predictions file, or a COCO results file of another program, as predictions on `table`.
 
-    An image that a file of another program does not name has no detections.
+    An image that a file of another program does not name has no detections. Annotations may have been corrected since
+    a file of ours was made; their classes are then matched by name, see `labels_by_name`.
 
     Raises:
         BadInput: no such file, no list of COCO results, made on other data, or ids and file names that the table does
@@ -103,28 +106,93 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
     made_on = about.get("made_on", {})
     graphs_file = path.with_suffix(".graphs.npz")
     fingerprint = made_on.get("fingerprint")
-    of_other_boxes = fingerprint is not None and fingerprint != table.fingerprint
-    # a graph may rest on the boxes that were annotated then
-    may_differ = of_other_boxes and not graphs_file.exists()
-    same_images = may_differ and made_on.get("images_fingerprint") == _images_fingerprint(table)
-    if of_other_boxes and not same_images:
-        raise BadInput(
-            f"{path} was made on other data ({made_on['name']}, fingerprint {made_on['fingerprint']}) than "
-            f"{table.name} ({table.fingerprint}); give the data it was made on (--split), or predict again. "
-            "Annotations may be corrected; images, their sizes, classes and graphs must be the same."
-        )
-    predictions = _boxes(path, _entries(path), table)
+    corrected = fingerprint is not None and fingerprint != table.fingerprint
+    classes = [(str(category.id), category.name) for category in table.categories]
+    changed_classes: tuple[str, ...] = ()
+    label_of = {category.id: label for label, category in enumerate(table.categories)}
+    if corrected:
+        classes_then = _classes_of(path, about, classes)
+        if made_on.get("images_fingerprint") != _images_fingerprint(table, classes_then):
+            raise BadInput(
+                f"{path} was made on other images ({made_on.get('name')}) than {table.name}; give the annotations of "
+                "the images it was made on (--split FILE), or predict again"
+            )
+        if graphs_file.exists():  # they may rest on the boxes that were annotated then
+            raise BadInput(
+                f"{path} has scene graphs, made with other annotations than {table.name}; give those it was made on "
+                "(--split FILE), or predict again"
+            )
+        if classes_then != classes:
+            labels, changed_classes = labels_by_name(path, classes_then, table)
+            label_of = {category["id"]: label for category, label in zip(about["classes"], labels, strict=True)}
+    predictions = _boxes(path, _entries(path), table, label_of)
     if graphs_file.exists():  # in place of COCO's list, which has another order and lacks boxes without a class
         predictions = _read_graphs(graphs_file, table.image_ids().tolist())
-    return PredictionsFile(predictions, about, corrected=of_other_boxes)
+    return PredictionsFile(predictions, about, corrected, changed_classes)
 
 
-def _images_fingerprint(table) -> str:
-    """Hash of ids, names and sizes of the images, in whatever order and folder, and of the classes."""
+def labels_by_name(path: Path, classes: Sequence[tuple[str, str]], table) -> tuple[list[int], tuple[str, ...]]:
+    """The label in corrected annotations of each class that predictions were made with, -1 for none, and one sentence
+    for each class that was renamed, added or removed.
+
+    A class without a namesake was renamed where the table has a class of its id that is without one too.
+
+    Args:
+        classes: (id, name) of each.
+
+    Raises:
+        BadInput: classes without a namesake remain on both sides: which of them are meant cannot be told.
+    """
+    now = [(str(category.id), category.name) for category in table.categories]
+    free = dict.fromkeys(range(len(now)))  # labels that no class has yet
+    labels, told = [-1] * len(classes), []
+
+    def give(same) -> list[tuple[int, int]]:
+        """Pairs each class that has no label with the first free one that is the same to it."""
+        pairs = []
+        for k, then in enumerate(classes):
+            fitting = [label for label in free if same(then, now[label])]
+            if labels[k] < 0 and fitting:
+                labels[k] = fitting[0]
+                free.pop(fitting[0])
+                pairs.append((k, fitting[0]))
+        return pairs
+
+    give(lambda then, one: then == one)  # several classes may have one name
+    give(lambda then, one: then[1] == one[1])
+    renamed = give(lambda then, one: then[0] == one[0])
+    told += [f"the class {classes[k][1]!r} is called {now[label][1]!r} now" for k, label in renamed]
+    gone = [classes[k] for k in range(len(classes)) if labels[k] < 0]
+    boxes = np.bincount(table.boxes().labels, minlength=len(now))
+    added = [label for label in free if boxes[label]]
+    if gone and added:
+        raise BadInput(
+            f"{path} has predictions of {[name for _, name in gone[:5]]}, which {table.name} does not know, and "
+            f"{table.name} has boxes of {[now[label][1] for label in added[:5]]}, of which there are no predictions: "
+            "where these are the same classes, give them the same name or the same id; else predict again"
+        )
+    told += [f"the predictions of the class {name!r}, which is gone, are left out" for _, name in gone]
+    told += [f"the class {now[n][1]!r} is new: its {boxes[n]} boxes can only count as missed" for n in added]
+    return labels, tuple(told)
+
+
+def _classes_of(path: Path, about: Mapping, classes: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(id, name) of the classes that predictions were made with; of a file that does not list them, `classes`."""
+    listed = about.get("classes", [])
+    if not isinstance(listed, list) or not all(map(_is_class, listed)):
+        raise BadInput(f"{about_file(path)}: expected `classes`, a list of objects with id and name; predict again")
+    return [(str(one["id"]), one["name"]) for one in listed] or classes
+
+
+def _is_class(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("id"), int | str) and isinstance(entry.get("name"), str)
+
+
+def _images_fingerprint(table, classes: Sequence[tuple[str, str]]) -> str:
+    """Hash of ids, names and sizes of the images, in whatever order and folder, and of the (id, name) of classes."""
     rows = [(str(row.image_id), PurePosixPath(row.file_name).name) for row in table.image_rows()]
     sizes = [(row.height, row.width) for row in table.image_rows()]
     images = sorted(zip(rows, sizes, strict=True))
-    classes = [(str(category.id), category.name) for category in table.categories]
     return hashlib.blake2b(json.dumps([images, classes]).encode(), digest_size=16).hexdigest()
 
 
@@ -187,12 +255,12 @@ def _name_by_file(entries: list[dict], table) -> None:
         entry["image_id"] = image_id
 
 
-def _boxes(path: Path, entries: list[dict], table) -> Boxes:
+def _boxes(path: Path, entries: list[dict], table, label_of: Mapping) -> Boxes:
+    """label_of: the label of each category id; -1: of a class that is left out."""
     image_ids = table.image_ids().tolist()
     position = {image_id: i for i, image_id in enumerate(image_ids)}
     if any("file_name" in entry or entry["image_id"] not in position for entry in entries):
         _name_by_file(entries, table)
-    label_of = {category.id: label for label, category in enumerate(table.categories)}
     problems = []
     for what, index_of, key in (("image ids", position, "image_id"), ("category ids", label_of, "category_id")):
         unknown = list(dict.fromkeys(entry[key] for entry in entries if entry[key] not in index_of))
@@ -212,6 +280,8 @@ def _boxes(path: Path, entries: list[dict], table) -> Boxes:
     boxes[:, 2:] += boxes[:, :2]
     index = np.array([position[entry["image_id"]] for entry in entries], dtype=np.int64)
     labels = np.array([label_of[entry["category_id"]] for entry in entries], dtype=np.int64)
+    kept = labels >= 0
+    boxes, scores, labels, index = boxes[kept], scores[kept], labels[kept], index[kept]
     order, counts = np.argsort(index, kind="stable"), np.bincount(index, minlength=len(image_ids))
     return Boxes.found(counts, boxes[order], scores[order], labels[order])
 

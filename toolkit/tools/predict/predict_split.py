@@ -159,6 +159,8 @@ def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
     read = read_predictions(path, table)
     if read.corrected:
         say(f"{path}: the annotations have changed since these predictions were made; they are held to the new ones")
+    for sentence in read.changed_classes:
+        say(f"{path}: {sentence}")
     return Predicted(table, read.predictions, {"detector": str(path), "data": data} | about, run_folder=folder)
 
 
