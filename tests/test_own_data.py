@@ -90,6 +90,11 @@ def test_the_printed_command_trains(whole, tmp_path, monkeypatch, capsys):
     assert (status["state"], status["step"]) == ("done", 2)
 
 
+def test_folders_of_images_have_the_flag_of_the_other_scripts_too():
+    for words in (["--image-dir", "photos"], ["--image-dir=photos"], ["--data.image_dir", "photos"]):
+        assert parse_config(Config, ["--data.train", "a.json", *words]).data.image_dir == "photos"
+
+
 def test_other_data_have_other_commands(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
     make_shapes(tmp_path / "d", 3, 2, 48)

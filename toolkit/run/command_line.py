@@ -105,7 +105,7 @@ def parse_config(
     Raises:
         BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
     """
-    argv = _files_first(sys.argv[1:] if argv is None else argv)
+    argv = _files_first(_in_full(sys.argv[1:] if argv is None else argv))
     bundled, given = None, dict(_flags(argv))
     if default_config is not None and "--config" not in given:
         bundled = _read_yaml(str(default_config))
@@ -224,6 +224,11 @@ def _options_of_family(default: type[DetectorOptions], architecture: str) -> typ
 def _family(options: type[DetectorOptions]) -> list[str]:
     """The architectures whose options are defined in the same module."""
     return [name for name in DETECTORS if options_class(name).__module__ == options.__module__]
+
+
+def _in_full(argv: Sequence[str]) -> list[str]:
+    """`--image-dir`, as the scripts beside training call it, is `--data.image_dir` here."""
+    return [re.sub("^--image-dir(?==|$)", "--data.image_dir", word) for word in argv]
 
 
 def _files_first(argv: Sequence[str]) -> list[str]:
