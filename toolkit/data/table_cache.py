@@ -24,7 +24,7 @@ from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Categ
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 6  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+TABLE_VERSION = 7  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 WHOLE_BYTES = 2**30  # of an Arrow file, up to which all of it is compared with what was written, in a second
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
