@@ -73,7 +73,7 @@ def read_coco(
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     siblings: Sequence[Path] = (),
 ) -> DetectionTable:
-    """Reads a COCO `instances` file (polygons and masks are not kept) into a memory-mapped DetectionTable.
+    """Reads a COCO `instances` file (polygons and masks are not kept) into a DetectionTable.
 
     image_dir: what `file_name` is relative to, as `open_sources` takes it; None looks near the annotation file.
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
