@@ -445,6 +445,39 @@ def test_the_command_that_is_printed_opens_the_splits_that_are_there(tmp_path, c
     assert "not used" in printed if kind == "unnamed" else "not used" not in printed
 
 
+@pytest.mark.parametrize(("files", "sizes", "unused"), [
+    (["labels/train", "labels/val"], [3, 3], []),
+    (["annotation/instances_train", "annotation/instances_val"], [3, 3], []),
+    (["my_labels/train", "my_labels/val"], [3, 3], []),
+    (["annotations/train", "annotations/eval"], [3, 3], []),
+    (["annotations/instances_trainval35k", "annotations/instances_minival"], [3, 3], []),
+    (["annotations/training", "annotations/validation", "annotations/testing"], [2, 2, 2], []),
+    (["annotations/train", "labels/train", "labels/val"], [2, 2], ["labels/train.json"]),
+    (["annotations/train", "annotations/dev", "annotations/trainval"], [2, 2], ["annotations/trainval.json"]),
+    (["annotations/train", *(f"annotations/night{letter}" for letter in "abcdef")], [1],
+     [f"annotations/night{letter}.json" for letter in "abcdef"]),
+])  # fmt: skip
+def test_coco_files_are_found_in_folders_called_so_and_the_others_named(
+    tmp_path, capsys, monkeypatch, files, sizes, unused
+):
+    for number in range(6):
+        picture(tmp_path / "data" / "images" / f"{number}.png", number)
+    for name, part in zip(files, np.array_split(np.arange(6), len(files)), strict=True):
+        coco_file(tmp_path / "data" / f"{name}.json", [f"{number}.png" for number in part] or ["0.png"])
+    config, printed = printed_settings(capsys, monkeypatch, str(tmp_path / "data"))
+    assert all(name in printed for name in unused) and ("not used, as" in printed) == bool(unused)
+    if config.data.val == "0.2":
+        assert recognise(tmp_path / "data").splits == ("train",)
+    else:
+        assert opened_sizes(config, tmp_path / "run") == sizes
+
+
+def test_coco_files_beside_yolo_labels_do_not_take_their_place(tmp_path):
+    folder = yolo(tmp_path, {"a": "0 .5 .5 .2 .2"})
+    coco_file(folder / "labels" / "train.json", ["a.png"])
+    assert recognise(folder).format == "yolo"
+
+
 @pytest.mark.parametrize("format", ["coco", "csv"])
 @pytest.mark.parametrize(("files", "settings", "sizes"), [
     (["my_train", "my_val"], ("my_train", "my_val", None), [1, 1]),

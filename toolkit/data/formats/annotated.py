@@ -26,7 +26,7 @@ from toolkit.data.table_cache import cached_table, write_table
 # What folders and files of a split are called.
 SPLIT_NAMES = {
     "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev"),
+    "val": ("val", "valid", "validation", "dev", "eval", "evaluation", "minival"),
     "test": ("test", "testing"),
 }
 WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a file's name: `testLabels` has two
