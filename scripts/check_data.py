@@ -27,7 +27,7 @@ from toolkit.base.files import parse_yaml
 from toolkit.base.text import ShortUsage
 from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, open_dataset
-from toolkit.data.formats.folders import recognise
+from toolkit.data.formats.folders import NAMED, recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
 from toolkit.tools.data_flags import add_data_flag
@@ -53,6 +53,8 @@ def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], li
         else:
             layout = recognise(given, options.format)
             print(layout)
+            if len(layout.unused) > NAMED:
+                print(f"all {len(layout.unused)} that are not used: {', '.join(layout.unused)}")
             source = Source(given, layout.splits)
             names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
             opened = {name: open_dataset(name, path=given, **reading) for name in names}

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from toolkit.base.distributed import default_device
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.base.files import distinct, without_suffix
+from toolkit.base.files import distinct
 from toolkit.base.text import ShortUsage, shown
 from toolkit.base.trust import trust_files
 from toolkit.data.annotations import ImageRow
@@ -54,7 +54,14 @@ from toolkit.evaluation.predictions import joined
 from toolkit.models.inference_settings import inference_flags
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
 from toolkit.tools.predict.open import add_flags, open_predictor
-from toolkit.tools.predict.outputs import FORMATS, check_outputs, clear_outputs, images_root, write_outputs
+from toolkit.tools.predict.outputs import (
+    FORMATS,
+    check_outputs,
+    clear_outputs,
+    images_root,
+    names_of_outputs,
+    write_outputs,
+)
 from toolkit.tools.predict.prediction import DEFAULT_THRESHOLD, Predictor, from_report, of_classes, smallest_threshold
 from toolkit.tools.predict.tiles import flipped, tiled
 from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
@@ -65,10 +72,11 @@ def predict(arguments: argparse.Namespace) -> int:
     """Writes everything and returns the exit code."""
     videos = [Path(source).expanduser() for source in arguments.images if Path(source).suffix.lower() in VIDEO_SUFFIXES]
     rest = [source for source in arguments.images if Path(source).expanduser() not in videos]
-    names, errors = find_or_fetch(rest, arguments.out) if rest else ({}, {})
+    names, errors, fetched = find_or_fetch(rest, arguments.out) if rest else ({}, {}, set())
     if not (names or errors or videos or arguments.camera is not None):
         raise BadInput("no images: give files, folders, patterns, videos, or --camera 0")
     check_outputs(arguments.out, [*names, *videos], arguments.overwrite)
+    named = names_of_outputs(names, fetched, arguments.format)
     ids = dict(zip(names, image_ids_of(arguments.image_ids, list(names)), strict=True))
     predictor = chosen_predictor(arguments)
     check_given(arguments, predictor, videos)
@@ -91,8 +99,7 @@ def predict(arguments: argparse.Namespace) -> int:
             errors[source] = error
     if names or errors:
         document["errors"] = [{"file_name": str(path), "error": reason} for path, reason in errors.items()]
-        chosen = distinct((name.as_posix() for name in names.values()), without_suffix)
-        kept = [name for path, name in zip(names, chosen, strict=True) if path not in errors]
+        kept = [named[path] for path in names if path not in errors]
         write_outputs(document, labelled, kept, arguments.format, arguments.out)
         print(summary(document, arguments.out))
         if "coco" in arguments.format and labelled.images:

@@ -18,6 +18,7 @@ from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.files import folders_below, read_yaml
 from toolkit.data.annotations import ImageRow
+from toolkit.data.decoding import decode_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.annotated import split_in_name
 from toolkit.data.formats.folders import recognise, write_folder
@@ -283,14 +284,62 @@ def test_folders_below_are_listed_once(tmp_path):
     assert names == [".", "b", "b/inner", "c", "c/out", "c/out/d"]
 
 
-@pytest.mark.parametrize("format", ["yolo", "csv", "coco", "voc"])
-def test_a_linked_image_that_leads_elsewhere_is_refused_with_a_way_out(tmp_path, format):
+@pytest.mark.parametrize("format", ["yolo", "yolo, YAML", "yolo, list", "csv", "coco", "voc"])
+def test_a_linked_image_is_read_in_every_format(tmp_path, format):
+    """One link among the files of a folder, and a link within the data; each is read, and a note counts the first."""
     folder = linked_folder(tmp_path, format)
     (folder / "images").unlink()
     (folder / "images").mkdir()
     (folder / "images" / "a.png").symlink_to(tmp_path / "store" / "a.png")
-    with pytest.raises(BadInput, match="Give the folder that it leads to"):
+    table = open_dataset("train", path=folder)
+    assert table.boxes().xyxy.tolist() == [BOX]
+    notes = [problem.message for problem in table.problems if "links" in problem.message]
+    assert len(notes) == 1 and notes[0].startswith("1 of 1 images are links to files elsewhere, which are read: ")
+    assert decode_image(table.image_source(table.row(0))).shape == (3, 80, 100)
+    (folder / "images" / "a.png").unlink()
+    picture(folder / "kept" / "a.png")
+    (folder / "images" / "a.png").symlink_to("../kept/a.png")
+    assert boxes_of(folder) == [[BOX]]
+
+
+@pytest.mark.parametrize("format", ["yolo", "csv", "coco", "voc"])
+def test_a_linked_image_that_leads_nowhere_is_a_fault(tmp_path, format):
+    folder = linked_folder(tmp_path, format)
+    (tmp_path / "store" / "a.png").rename(tmp_path / "store" / "b.png")
+    (folder / "images").unlink()
+    (folder / "images").mkdir()
+    (folder / "images" / "a.png").symlink_to(tmp_path / "store" / "a.png")
+    with pytest.raises(BadInput):
         boxes_of(folder)
+    picture(folder / "images" / "b.png")  # beside one that is there
+    document = next((file for file in folder.rglob("a.txt")), None)
+    if document:
+        document.with_name("b.txt").write_text(document.read_text())
+    (folder / "images" / "c.png").symlink_to(folder / "images" / "c.png")  # leads to itself
+    if format == "yolo":
+        with pytest.raises(BadInput) as error:
+            boxes_of(folder)
+        said = str(error.value)
+        assert "error: images/a.png" in said and "error: images/c.png" in said and "images/b.png" not in said
+
+
+def test_a_link_to_itself_hides_no_split(tmp_path):
+    for split in ("train", "val"):
+        coco_file(tmp_path / split / "_annotations.coco.json", ["a.png"])
+        picture(tmp_path / split / "a.png")
+    (tmp_path / "up").symlink_to(tmp_path / "up")
+    assert recognise(tmp_path).splits == ("train", "val")
+
+
+def test_hard_links_of_a_conversion_are_of_the_file_behind_a_link(tmp_path):
+    """A relative link, copied as a link, would lead nowhere."""
+    folder = linked_folder(tmp_path, "voc")
+    (folder / "images").unlink()
+    (folder / "images").mkdir()
+    (folder / "images" / "a.png").symlink_to("../../store/a.png")
+    write_folder(open_dataset("train", path=folder), tmp_path / "far" / "away" / "out", "train", "coco", link=True)
+    (copy,) = (tmp_path / "far").rglob("a.png")
+    assert not copy.is_symlink() and copy.samefile(tmp_path / "store" / "a.png")
 
 
 # ---------------------------------------------------------------- data without objects
@@ -394,6 +443,39 @@ def test_the_command_that_is_printed_opens_the_splits_that_are_there(tmp_path, c
         opened = [opened[0] + opened[1], opened[2]]
     assert opened == sizes
     assert "not used" in printed if kind == "unnamed" else "not used" not in printed
+
+
+@pytest.mark.parametrize(("files", "sizes", "unused"), [
+    (["labels/train", "labels/val"], [3, 3], []),
+    (["annotation/instances_train", "annotation/instances_val"], [3, 3], []),
+    (["my_labels/train", "my_labels/val"], [3, 3], []),
+    (["annotations/train", "annotations/eval"], [3, 3], []),
+    (["annotations/instances_trainval35k", "annotations/instances_minival"], [3, 3], []),
+    (["annotations/training", "annotations/validation", "annotations/testing"], [2, 2, 2], []),
+    (["annotations/train", "labels/train", "labels/val"], [2, 2], ["labels/train.json"]),
+    (["annotations/train", "annotations/dev", "annotations/trainval"], [2, 2], ["annotations/trainval.json"]),
+    (["annotations/train", *(f"annotations/night{letter}" for letter in "abcdef")], [1],
+     [f"annotations/night{letter}.json" for letter in "abcdef"]),
+])  # fmt: skip
+def test_coco_files_are_found_in_folders_called_so_and_the_others_named(
+    tmp_path, capsys, monkeypatch, files, sizes, unused
+):
+    for number in range(6):
+        picture(tmp_path / "data" / "images" / f"{number}.png", number)
+    for name, part in zip(files, np.array_split(np.arange(6), len(files)), strict=True):
+        coco_file(tmp_path / "data" / f"{name}.json", [f"{number}.png" for number in part] or ["0.png"])
+    config, printed = printed_settings(capsys, monkeypatch, str(tmp_path / "data"))
+    assert all(name in printed for name in unused) and ("not used, as" in printed) == bool(unused)
+    if config.data.val == "0.2":
+        assert recognise(tmp_path / "data").splits == ("train",)
+    else:
+        assert opened_sizes(config, tmp_path / "run") == sizes
+
+
+def test_coco_files_beside_yolo_labels_do_not_take_their_place(tmp_path):
+    folder = yolo(tmp_path, {"a": "0 .5 .5 .2 .2"})
+    coco_file(folder / "labels" / "train.json", ["a.png"])
+    assert recognise(folder).format == "yolo"
 
 
 @pytest.mark.parametrize("format", ["coco", "csv"])

@@ -126,7 +126,7 @@ def test_a_table_that_finds_no_room_in_the_address_space_is_one_sentence(tmp_pat
     resource.setrlimit(resource.RLIMIT_AS, (2**40, before[1]))
     try:
         with pytest.raises(BadInput, match="out of memory: .*`ulimit -v`"), as_sentences():
-            DetectionTable(tmp_path / "table.arrow", ()).rows  # noqa: B018 - the file is mapped when they are asked for
+            DetectionTable(tmp_path / "table.arrow", ()).rows  # noqa: B018 - the file is opened when they are asked for
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 
@@ -280,10 +281,10 @@ def test_a_run_that_raises_and_a_fault_that_does_not_come_back():
     assert not model._forward_hooks
 
 
-def report_of():
+def report_of(**given):
     finding = diagnose(nn.Linear(1, 1), lambda: [{"loss": NAN}])
     report = {"step": 3, "rank": 0, "reason": "loss is nan", "policy": "stop", "image_ids": [[1, "b.png"]]}
-    return {**report, **finding, "batch": [], "losses": {"loss": NAN}, "lr": {"main": 0.1}}
+    return {**report, **finding, "batch": [], "losses": {"loss": NAN}, "lr": {"main": 0.1}, **given}
 
 
 def test_a_window_returns_as_it_was(tmp_path):
@@ -307,6 +308,25 @@ def test_a_window_returns_as_it_was(tmp_path):
             for key in set(a) - {"image_id"}:
                 torch.testing.assert_close(a[key], b[key], rtol=0, atol=0, equal_nan=True)
     assert set(state) == {"a", "b"} and torch.equal(extra["critic"]["weight"], tied)
+
+
+def test_only_the_first_and_the_newest_reports_are_kept(tmp_path, monkeypatch):
+    """A policy that skips makes one for each window, for as long as the run lasts."""
+    monkeypatch.setattr(nan_report, "FIRST_REPORTS", 2)
+    monkeypatch.setattr(nan_report, "NEWEST_REPORTS", 2)
+    monkeypatch.setattr(nan_report, "MAX_FULL_REPORTS", 2)
+    lines = []
+    for number, step in enumerate((30, 10, 20, 10, 20, 40)):  # a rollback makes steps again
+        for rank in (1, 10):
+            path = write_report(tmp_path, report_of(step=step, rank=rank), window_of(), {"a": torch.ones(1)})
+            os.utime(path / "report.json", ns=(number, number))
+        lines.append(nan_report._forget_reports(path.with_name(path.name.replace("rank10", "rank1"))))
+    kept = sorted(str(path.relative_to(tmp_path / "nan")) for path in tmp_path.glob("nan/*/rank1*"))
+    assert [name for name in kept if "rank10" not in name] == [
+        "step_000010/rank1", "step_000020/rank1_2", "step_000030/rank1", "step_000040/rank1"]  # fmt: skip
+    assert len([name for name in kept if "rank10" in name]) == 6, "another process minds its own"
+    assert lines[:4] == [""] * 4 and "(removed: step_000020/rank1; the first 2 and the newest 2 are kept)" in lines[4]
+    assert "step_000010/rank1_2" in lines[5]
 
 
 def test_later_reports_overwrite_nothing_and_do_not_fill_the_disk_with_weights(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.joining import paired, set_repeats
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.shapes import make_shapes
+from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth
 from toolkit.run.settings import DataConfig
 
@@ -85,6 +86,72 @@ def test_ids_that_are_unique_stay_and_files_and_splits_can_be_joined_too(folder,
     assert [category.id for category in table.categories] == [1, 2, 3, 7] and max(table.image_ids()) > 1000
     both = open_dataset(["train", "val"], path=str(folder / "a"), cache_dir=tmp_path)
     assert len(both) == 9 and [one.name for one in both.sets] == ["train", "val"] and both.labelled_classes is None
+
+
+def related(folder, name: str, predicates: list[str], seed: int) -> str:
+    """A COCO folder of shapes whose predicates are listed in this order, these alone."""
+    make_shapes(folder / name, 4, 3, 48, seed=seed)
+    for file in (folder / name / "annotations").glob("*.json"):
+        document = json.loads(file.read_text())
+        names = {entry["id"]: entry["name"] for entry in document["rel_categories"]}
+        document["rel_categories"] = [{"id": number, "name": one} for number, one in enumerate(predicates, 1)]
+        kept = [relation for relation in document["rel_annotations"] if names[relation["predicate_id"]] in predicates]
+        document["rel_annotations"] = [
+            relation | {"predicate_id": 1 + predicates.index(names[relation["predicate_id"]])} for relation in kept
+        ]
+        file.write_text(json.dumps(document))
+    return str(folder / name)
+
+
+def named_relations(table) -> list[list[tuple]]:
+    """Subject, object and the predicate's name of each relation of each image."""
+    graphs = []
+    for index in range(len(table)):
+        ends = table.row(index)["relations"]
+        columns = (ends[name].tolist() for name in ("subject", "object", "predicate"))
+        graphs.append([(s, o, table.predicates[p]) for s, o, p in zip(*columns, strict=True)])
+    return graphs
+
+
+def test_relations_are_joined_by_the_names_of_predicates_that_all_sets_list(tmp_path):
+    first = related(tmp_path, "a", ["left of", "right of", "above", "below"], seed=0)
+    second = related(tmp_path, "b", ["below", "above", "left of", "right of"], seed=1)
+    reading = {"cache_dir": tmp_path / "cache"}
+    alone = [open_dataset("train", path=one, **reading) for one in (first, second)]
+    expected = [graph for table in alone for graph in named_relations(table)]
+    assert any(expected[:4]) and any(expected[4:])
+    table = open_dataset("train", path=[first, second], **reading)
+    assert table.predicates == ("left of", "right of", "above", "below") and named_relations(table) == expected
+    assert named_relations(open_dataset("train", path=[first, second], **reading)) == expected  # from the cache
+    _, val = splits.open_splits(["train", "train"], "val", tmp_path, say=str, path=[first, second], **reading)
+    assert val.predicates == table.predicates and any(named_relations(val))
+    lone = str(tmp_path / "b" / "annotations" / "val.json")
+    files = [str(tmp_path / name / "annotations" / "train.json") for name in "ab"]
+    _, one = splits.open_splits(files, lone, tmp_path, say=str, **reading)
+    assert one.predicates == table.predicates  # in the order of training, where the file has another one
+    assert named_relations(one) == named_relations(open_dataset(lone, **reading))
+    third = related(tmp_path, "c", ["left of"], seed=2)
+    mixed = open_dataset("train", path=[first, third], **reading)
+    assert mixed.predicates == () and not len(mixed.relations())
+
+
+def test_scene_graphs_are_measured_by_set(tmp_path):
+    names = ["left of", "right of", "above", "below"]
+    paths = [related(tmp_path, name, names, seed) for seed, name in enumerate("ab")]
+    table = open_dataset("val", path=paths, cache_dir=tmp_path / "cache")
+    found = {}
+    for index, image_id in enumerate(table.image_ids().tolist()):
+        row = table.row(index)
+        ends = row["relations"]
+        pairs = np.stack([ends["subject"], ends["object"]], 1)
+        scores = np.eye(4)[ends["predicate"]]
+        if table.set_of_image()[index] == 1:  # all the wrong way round
+            pairs = pairs[:, ::-1]
+        boxes, labels = row["objects"]["bbox"], row["objects"]["category"]
+        found[image_id] = {"boxes": boxes, "labels": labels, "scores": np.ones(len(labels)), "pairs": pairs,
+                           "predicate_scores": scores}  # fmt: skip
+    row = SceneGraphEvaluator(table, "predcls").evaluate(found)
+    assert row["R@100/a"] == 1 and row["R@100/b"] < 1 and row["R@100/b"] < row["R@100"] < 1
 
 
 def test_what_cannot_be_joined_is_said_at_once_with_all_of_it(folder, tmp_path):

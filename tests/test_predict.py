@@ -33,7 +33,7 @@ from toolkit.models import options_class
 from toolkit.run.open_run import kind_of, open_run
 from toolkit.tools.predict.image_files import find_images, find_or_fetch, image_ids_of, predict_files
 from toolkit.tools.predict.open import open_predictor
-from toolkit.tools.predict.outputs import check_outputs, clear_outputs, write_outputs
+from toolkit.tools.predict.outputs import check_outputs, clear_outputs, names_of_outputs, write_outputs
 from toolkit.tools.predict.predict_split import SplitOptions, data_settings, open_any
 from toolkit.tools.predict.prediction import Predictor, as_image, from_report, input_hw, of_classes
 from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
@@ -327,6 +327,49 @@ def test_every_format_has_the_same_boxes(tmp_path):
     assert second["image"] == os.path.abspath("y/a.jpg") and second["label"] == second["score"] == ""
 
 
+@pytest.mark.parametrize("format", ["voc", "yolo"])
+def test_images_of_several_folders_are_named_so_that_they_are_found_again(tmp_path, format):
+    """Labels of x/a.jpg must not become those of y/a.jpg, nor of no image at all."""
+    for name in ("x/a.png", "y/a.png", "y/z/b.png"):
+        image_file(tmp_path / "pictures" / name, (10, 20))
+    files = find_images([tmp_path / "pictures" / "x" / "a.png", tmp_path / "pictures" / "y"])
+    named = names_of_outputs(files, set(), [format])
+    assert list(named.values()) == ["x/a.png", "y/a.png", "y/z/b.png"]
+    rows = [ImageRow(number, str(path), 10, 20) for number, path in enumerate(files)]
+    boxes = Boxes.found([1, 1, 1], [[1, 2, 5, 10], [2, 2, 5, 10], [3, 2, 5, 10]], [0.5] * 3, [0, 1, 0])
+    write_outputs(DOCUMENT, LabelledImages(rows, boxes, CATEGORIES), list(named.values()), [format], tmp_path / "out")
+    source = tmp_path / "out" / ("labels" if format == "yolo" else "")
+    options = {"image_dir": str(tmp_path / "pictures"), "cache_dir": tmp_path / "cache"}
+    table = open_dataset("train", path=source, **options)
+    assert [row.file_name for row in table.image_rows()] == list(named.values())
+    assert table.boxes().xyxy == pytest.approx(boxes.xyxy, abs=1e-4)
+
+
+def test_images_that_would_share_a_file_of_labels_are_named_before_anything_is_done(tmp_path, capsys):
+    for name in ("a.jpg", "a.png", "b.png"):
+        image_file(tmp_path / "pictures" / name)
+    arguments = ["no_run", str(tmp_path / "pictures"), "--out", str(tmp_path / "out"), "--format", "yolo"]
+    assert predict.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "a.png would share the file labels/a.txt" in said and "or choose --format coco" in said
+    assert not (tmp_path / "out").exists()
+    named = names_of_outputs(find_images([tmp_path / "pictures"]), set(), ["json", "voc"])
+    assert list(named.values()) == ["a.jpg", "a_2.png", "b.png"]
+
+
+def test_images_that_differ_in_their_endings_are_found_again_in_voc(tmp_path):
+    for name in ("a.jpg", "a.png"):
+        image_file(tmp_path / "pictures" / name, (10, 20))
+    files = find_images([tmp_path / "pictures"])
+    rows = [ImageRow(number, str(path), 10, 20) for number, path in enumerate(files)]
+    found = LabelledImages(rows, Boxes.found([1, 1], [[1, 2, 5, 10], [2, 2, 5, 10]], [0.5] * 2, [0, 1]), CATEGORIES)
+    write_outputs(DOCUMENT, found, list(names_of_outputs(files, set(), ["voc"]).values()), ["voc"], tmp_path / "out")
+    options = {"image_dir": str(tmp_path / "pictures"), "cache_dir": tmp_path / "cache"}
+    table = open_dataset("train", path=tmp_path / "out", **options)
+    assert [row.file_name for row in table.image_rows()] == ["a.jpg", "a.png"]
+    assert table.boxes().xyxy == pytest.approx(found.boxes.xyxy, abs=1e-4)
+
+
 def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
     check_outputs(tmp_path, [], overwrite=False)
     write_outputs(DOCUMENT, FOUND, ["a.jpg", "b.jpg"], ["json", "yolo"], tmp_path)
@@ -360,10 +403,12 @@ def test_addresses_and_a_list_on_the_standard_input(tmp_path, monkeypatch):
     Thread(target=server.serve_forever, daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{file}\n\n{here}/a%20b.png\n"))
-    files, errors = find_or_fetch(["-", f"{here}/none.png"])
+    files, errors, fetched = find_or_fetch(["-", f"{here}/none.png"])
     server.shutdown()
     assert [path.read_bytes() for path in files] == [file.read_bytes()] * 2
     assert len(errors) == 1 and "cannot be fetched: File not found" in next(iter(errors.values()))
+    assert fetched == set(files) - {file}
+    assert list(names_of_outputs(files, fetched, ["voc"]).values()) == ["a b.png", "a%20b.png"]
 
 
 def test_found_boxes_become_a_data_set_to_train_on(tmp_path):

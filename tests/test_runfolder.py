@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import write_json_atomic
 from toolkit.run.folder import git_state, keep_staged, prepare_run_folder, staging, write_environment
 from toolkit.run.status import EXIT_CODES, FolderLock, read_status, run_status, write_status
+from toolkit.tools.report.facts import read_records
 
 fcntl = pytest.importorskip("fcntl", reason="POSIX locks: not on Windows")
 
@@ -138,6 +140,31 @@ def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path):
         lock.take(tmp_path)
         lock.keep = True
     assert content(tmp_path) == {}
+
+
+def test_a_run_whose_process_was_killed_is_not_running(tmp_path):
+    """SIGKILL, SIGBUS or a lack of memory leave `status.json` and `.lock` as they were; the lock itself is gone."""
+    code = (
+        "import os, sys; from pathlib import Path; from toolkit.run.status import *; folder = Path(sys.argv[1]);"
+        "lock = FolderLock(); lock.take(folder); write_status(folder, 'running', step=3); print(flush=True);"
+        "sys.stdin.read(); os.kill(os.getpid(), 7)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert read_status(tmp_path)["state"] == "running"
+        process.stdin.close()
+        process.wait()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+    status = read_status(tmp_path)
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 3)
+    assert "ended without a word" in status["reason"] and read_records(tmp_path)[1] == status
+    with FolderLock() as lock:  # whoever goes on holds it
+        lock.take(tmp_path)
+        assert read_status(tmp_path)["state"] == "running"
+        lock.keep = True
+    (tmp_path / ".lock").write_text('{"host": "elsewhere"}')
+    assert read_status(tmp_path)["state"] == "running", "whether it holds the lock cannot be seen from here"
 
 
 def test_a_file_removed_by_its_holder_in_the_meantime_is_no_lock(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ def test_scene_graphs_start_from_a_detector_and_their_folder_builds_them_again(t
     assert all(torch.equal(v, tuned.state_dict()[k]) for k, v in model.state_dict().items())
 
 
-def test_a_detector_is_measured_by_what_it_finds(table):
+def test_a_detector_is_measured_by_what_it_finds(table, tmp_path):
     of_boxes = build_detector("ssdlite", class_names=table.class_names, **SSD)
     assert isinstance(make_evaluator(of_boxes, table, "toolkit"), CocoEvaluator)
     of_boxes.make_evaluator = lambda table, backend: ("own", backend)
@@ -134,9 +134,13 @@ def test_a_detector_is_measured_by_what_it_finds(table):
     evaluator = make_evaluator(graphs, table, "toolkit", protocol="strict")
     assert isinstance(evaluator, SceneGraphEvaluator) and evaluator.protocol == "strict"
     several = replace(table, name="a + b", sets=(JoinedSet("a", (0, 1)), JoinedSet("b", (0, 1))))
-    said = r"data.val: a \+ b are several data sets, and relations are not joined: .*RUN --split"
-    with pytest.raises(BadInput, match=said):
+    assert isinstance(make_evaluator(graphs, several, "toolkit"), SceneGraphEvaluator)
+    several = replace(several, predicates=())  # they list different ones
+    said = r"a \+ b are several data sets that do not all list the same predicates.*RUN --split"
+    with pytest.raises(BadInput, match=f"data.val: {said}"):
         make_evaluator(graphs, several, "toolkit")
+    with pytest.raises(BadInput, match=f"data.path, data.train: {said}"):
+        start_scene_graph(SceneGraphOptions(), several, tmp_path, checkpoint=None, say=print)
 
 
 def test_a_final_folder_of_another_version_is_said_to_be_that(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +86,36 @@ def test_several_batches_selections_and_embedded_images(tmp_path, monkeypatch):
     copy = pickle.loads(pickle.dumps(head))  # noqa: S301 (pickled here, as for a spawned worker)
     assert len(copy) == 5 and copy.row(4)["image_id"] == 4 and len(pickle.dumps(head)) < 1000
     assert datasets.Dataset.from_file(str(table.arrow_file))[9]["image_id"] == 9
+
+
+def test_a_table_that_is_cut_while_it_is_used_ends_no_process(tmp_path):
+    """A mapped file would end it by SIGBUS, without a word."""
+    rows = [row(number, number % 4) for number in range(20_000)]
+    table = write_rows(rows, cache_file=tmp_path / "t.json", categories=CATEGORIES, image_root=tmp_path)
+    before = table.boxes().xyxy.copy()
+    opened_again = open_table(tmp_path / "t.json")[0]
+    os.truncate(table.arrow_file, 100)
+    assert table.boxes().xyxy.tolist() == before.tolist() and table.row(19_999)["image_id"] == 19_999
+    for cut in (opened_again, pickle.loads(pickle.dumps(table))):  # noqa: S301 (pickled here, as for a spawned worker)
+        with pytest.raises(BadInput, match="was changed, cut or removed by another program.*--run.resume latest"):
+            len(cut)
+    table.arrow_file.unlink()
+    with pytest.raises(BadInput, match="was changed, cut or removed by another program"):
+        len(open_table(tmp_path / "t.json") or pickle.loads(pickle.dumps(table)))  # noqa: S301
+
+
+def test_embedded_images_that_are_cut_off_are_a_sentence_and_removed_ones_are_still_read(tmp_path):
+    rows = [row(number, 1, image=bytes([number]) * 5000) for number in range(50)]
+    table = write_rows(rows, cache_file=tmp_path / "t.json", categories=CATEGORIES)
+    assert table.row(49)["image"] == bytes([49]) * 5000 and "image" not in table.rows.column_names
+    other = open_table(tmp_path / "t.json")[0]
+    assert len(other) == 50
+    table.arrow_file.rename(tmp_path / "moved")
+    assert other.row(48)["image"] == bytes([48]) * 5000  # an open file has no need of its name
+    os.truncate(tmp_path / "moved", 10_000)
+    assert table.boxes().labels.tolist() == [0] * 50 and table.row(0)["image"] == bytes(5000)
+    with pytest.raises(BadInput, match="was changed, cut or removed by another program"):
+        other.row(49)
 
 
 def test_files_are_named_by_content_shared_and_written_once(tmp_path):

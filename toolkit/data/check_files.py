@@ -52,6 +52,7 @@ def check_image_files(
     check = image_checker(image_root, full, max_pixels, source)
     folders = sorted({os.path.dirname(row.file_name) for row in rows})
     problems += parallel(check, rows, "checking images", waits_for(image_root))
+    problems += _linked_files(rows, image_root)
     problems += unlisted_files(image_root, folders, listed)
     return problems, {path: digest_of(path) for path in watched_of(image_root, folders)}
 
@@ -66,7 +67,7 @@ def depth(check_images: bool | str, count: int, image_root: Path | ImageSources)
 def image_checker(
     image_root: Path | ImageSources, full: bool, max_pixels: int = MAX_IMAGE_PIXELS, source: str = "JSON"
 ) -> Callable[[ImageRow], list[Problem]]:
-    """Returns the check of one row's file: it exists, once, inside its folder, and passes `check_image`."""
+    """Returns the check of one row's file: it exists, once, and passes `check_image`."""
     parts = parts_of(image_root)
 
     def check(row: ImageRow) -> list[Problem]:
@@ -78,13 +79,6 @@ def image_checker(
                 message = f"different files of this name are in {where}; give the place that is meant (data.image_dir)"
                 return [_problem(row, "error", message)]
             problems.append(_problem(row, "warning", f"this file is in {where}; the first one is used"))
-        if holders and holders[0].escapes(name):
-            message = (
-                "unsafe file_name: a symbolic link leaves the image folder; refused before opening. Give the folder "
-                "that it leads to (data.image_dir), link the folder instead of the file, or copy the folder as `cp "
-                "-rL` does, which follows links"
-            )
-            return [*problems, _problem(row, "error", message)]
         return problems + check_image(row, image_root / name, full, max_pixels, source)
 
     return check
@@ -153,13 +147,11 @@ def _problem(row: ImageRow, severity: str, message: str) -> Problem:
     return Problem(severity, row.file_name, row.image_id, None, message)
 
 
-def parallel(
-    check: Callable[[Any], list[Problem]], rows: Sequence, what: str, threads: int | None = None
-) -> list[Problem]:
+def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: int | None = None) -> list:
     """`check` of every row, in order, by `threads`, else one for each core; a progress bar when it takes long. Where
     there is no terminal, it is a line for every `AT_ONCE` rows. A stalled disk is told of."""
 
-    def results(pool: ThreadPoolExecutor) -> Iterator[list[Problem]]:
+    def results(pool: ThreadPoolExecutor) -> Iterator[list]:
         for start in range(0, len(rows), AT_ONCE):  # the pool keeps an object for each row that it was given
             if start and not sys.stderr.isatty():
                 print(f"{what}: {start} of {len(rows)}", file=sys.stderr, flush=True)
@@ -196,6 +188,22 @@ def _ends(file: Path | bytes, marker: bytes, reach: int) -> bool:
     with open(file, "rb") as stream:
         stream.seek(max(0, os.path.getsize(file) - reach))
         return marker in stream.read()
+
+
+def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> list[Problem]:
+    """One note that says how many images are links to files elsewhere, which are read like all others."""
+    parts = parts_of(image_root)
+
+    def linked(row: ImageRow) -> list[str]:
+        holder = parts[0] if len(parts) == 1 else next((part for part in parts if part.holds(row.file_name)), None)
+        return [row.file_name] if holder is not None and holder.leads_out(row.file_name) else []
+
+    names = parallel(linked, rows, "looking for links", waits_for(image_root))
+    if not names:
+        return []
+    some = ", ".join(map(shown, names[:3])) + ", ..." * (len(names) > 3)
+    message = f"{len(names)} of {len(rows)} images are links to files elsewhere, which are read: {some}"
+    return [Problem("note", str(image_root), None, None, message)]
 
 
 def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], listed: Set[str]) -> list[Problem]:

@@ -65,22 +65,18 @@ class Folder:
     def source(self, name: str) -> Path:
         return self.root / name
 
-    def escapes(self, name: str) -> bool:
-        """Whether the name is a symbolic link to a file outside of the folder that it stands in.
-
-        Links to folders are followed: whoever arranges data makes those. A link in the place of one image can be part
-        of data that somebody else has packed, and lead to any file of this machine.
-        """
+    def leads_out(self, name: str) -> bool:
+        """Whether the name is a symbolic link to a file outside of this folder and of the one that it stands in."""
         path = self.root / name
         if not os.path.islink(path):
             return False
         return not _inside(path, self.real) and not _inside(path, os.path.realpath(path.parent))
 
     def names(self, folder: str) -> Iterator[str]:
-        """What is directly in a folder of this one."""
+        """The files directly in a folder of this one; links that lead nowhere too, so that they are told as faults."""
         try:
             with os.scandir(self.root / folder) as entries:
-                files = [entry.name for entry in entries if entry.is_file()]
+                files = [entry.name for entry in entries if _is_file(entry) or _is_broken_link(entry)]
         except OSError:
             return
         yield from sorted(os.path.normpath(os.path.join(folder, name)) for name in files)
@@ -107,8 +103,8 @@ class _Listed:
         size, *_, stamp = self.entries.get(os.path.normpath(name), (0, ""))
         return Stored(self, name, size, str(stamp))
 
-    def escapes(self, name: str) -> bool:
-        return False
+    def leads_out(self, name: str) -> bool:
+        return False  # symbolic links of archives are not members
 
     def names(self, folder: str) -> Iterator[str]:
         return (name for name in sorted(self.entries) if os.path.dirname(name) == folder)
@@ -326,10 +322,22 @@ def digest_of(path: str | Path) -> str:
         if not stat.S_ISDIR(status.st_mode):
             return " ".join(map(str, _state_of(status)))
         with os.scandir(path) as entries:
-            files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+            files = [(entry.name, entry.stat()) for entry in entries if _is_file(entry)]
     except OSError:
         return ""
     return _hash_of((name, *_state_of(status)) for name, status in files)
+
+
+def _is_file(entry: os.DirEntry) -> bool:
+    """Whether this is a file, or a link to one."""
+    try:
+        return entry.is_file()
+    except OSError:  # a link to itself
+        return False
+
+
+def _is_broken_link(entry: os.DirEntry) -> bool:
+    return entry.is_symlink() and not os.path.exists(entry.path)
 
 
 def _state_of(status: os.stat_result) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.base.boxes import Boxes, offsets_of
+from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput, all_faults
 from toolkit.data.annotations import ImageRow
 from toolkit.data.image_sources import ImageSources, Shards, parts_of
@@ -45,7 +45,10 @@ def paired(path: str | Path | Sequence | None, source: str | Sequence) -> Paired
 
 
 def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted: str, cache_dir) -> DetectionTable:
-    """One cached table of the images of all sets, in their order, without relations and attributes.
+    """One cached table of the images of all sets, in their order, without attributes.
+
+    Relations are kept where all sets list the same predicates, in whatever order: in data that do not list a predicate,
+    its relations may be there, and only their annotation is missing. Else relations are left out.
 
     Image ids stay as they are if no two images have the same one; else all become text, `<name of the set>:<id>`. Box
     ids stay likewise, else they are numbered from 1.
@@ -57,19 +60,24 @@ def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted:
     Raises BadInput: the faults of all sets, classes or image folders that cannot be joined.
     """
     tables = all_faults(*(partial(open_one, source, path=path) for path, source in sets))
-    return _joined(tables, _short_names(sets), _joined_classes(tables), unlisted, cache_dir)
+    predicates = _joined_predicates(tables, tables[0].predicates)
+    return _joined(tables, _short_names(sets), _joined_classes(tables), predicates, unlisted, cache_dir)
 
 
 def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
-    """Validation or test data in the classes of joined training data, found by name; as they are if they have the same.
+    """Validation or test data in the classes and predicates of joined training data, found by name; as they are if they
+    have the same.
 
     Raises BadInput: a class that the training data lack.
     """
-    if not train.sets or table.class_names == train.class_names:
+    has_same_predicates = tuple(table.predicates) == tuple(train.predicates)
+    if not train.sets or (table.class_names == train.class_names and has_same_predicates):
         return table
     if unknown := [name for name in table.class_names if name not in train.class_names]:
         raise BadInput(f"{table.name}: classes {unknown} are in no training set; those have {train.class_names}")
-    return _joined([table], [table.name], train.categories, unlisted, cache_dir)
+    # Other predicates than in training stay as they are: those who need them compare and name both.
+    predicates = _joined_predicates([table], train.predicates) or tuple(table.predicates)
+    return _joined([table], [table.name], train.categories, predicates, unlisted, cache_dir)
 
 
 def counts_of(table: DetectionTable) -> dict:
@@ -149,8 +157,20 @@ def _joined_classes(tables: Sequence[DetectionTable]) -> tuple[Category, ...]:
     return tuple(Category(chosen[i] if agree else i + 1, name) for i, name in enumerate(ids))
 
 
-def _joined(tables, names, categories: tuple[Category, ...], unlisted: str, cache_dir) -> DetectionTable:
-    """`open_joined` of tables, whose classes are found in `categories` by name."""
+def _joined_predicates(tables: Sequence[DetectionTable], wanted: Sequence[str]) -> tuple[str, ...]:
+    """The predicates in the wanted order if every table lists the same ones, each once; else ()."""
+    names = sorted(set(wanted))
+    agree = all(sorted(table.predicates) == names for table in tables)
+    return tuple(wanted) if agree else ()
+
+
+def _joined(
+    tables, names, categories: tuple[Category, ...], predicates: tuple[str, ...], unlisted: str, cache_dir
+) -> DetectionTable:
+    """`open_joined` of tables, whose classes and predicates are found in `categories` and `predicates` by name.
+
+    Without `predicates` the relations are left out.
+    """
     (root, files), sets, of_images = _root_of(tables, names), [], []
     for table, name in zip(tables, names, strict=True):
         rows = [[category.name for category in categories].index(known) for known in table.class_names]
@@ -158,7 +178,7 @@ def _joined(tables, names, categories: tuple[Category, ...], unlisted: str, cach
         for one in table.sets or [JoinedSet(name, tuple(range(len(rows))))]:
             listed = sorted(rows[row] for row in one.classes) if unlisted == "unknown" else range(len(categories))
             sets.append(JoinedSet(one.name, tuple(listed)))
-    about = [table.fingerprint for table in tables], str(root), files, categories, sets
+    about = [table.fingerprint for table in tables], str(root), files, categories, sets, predicates
     key = hashlib.blake2b(repr(about).encode(errors="surrogateescape"), digest_size=16).hexdigest()
     cache_file = cache_root(cache_dir) / "tables" / f"{key}-joined.json"
     if found := open_table(cache_file):
@@ -168,10 +188,24 @@ def _joined(tables, names, categories: tuple[Category, ...], unlisted: str, cach
         encoded = (table.row(index)["image"] for table in tables for index in range(len(table)))
         options = {"cache_file": cache_file, "categories": categories, "image_root": root, "sets": sets}
         options |= {"set_of_image": np.concatenate(of_images), "encoded": encoded if root is None else None}
-        joined = write_table(rows, boxes, **options)
+        relations = _joined_relations(tables, predicates) if predicates else None
+        joined = write_table(rows, boxes, relations, predicates=predicates, **options)
     problems = [problem for table in tables for problem in table.problems]
     most = max(table.max_image_pixels for table in tables)
     return dataclasses.replace(joined, problems=problems, name=" + ".join(names), max_image_pixels=most)
+
+
+def _joined_relations(tables: Sequence[DetectionTable], predicates: Sequence[str]) -> Relations:
+    """The relations of all tables, whose predicates are found in `predicates` by name."""
+    parts = [table.relations() for table in tables]
+    columns = {"subject": [], "object": [], "predicate": []}
+    for table, part in zip(tables, parts, strict=True):
+        number_of = np.array([predicates.index(name) for name in table.predicates], np.int64)
+        columns["subject"].append(part.subject)
+        columns["object"].append(part.object)
+        columns["predicate"].append(number_of[part.predicate])
+    offsets = offsets_of(np.concatenate([np.diff(part.offsets) for part in parts]))
+    return Relations(offsets, **{name: np.concatenate(values) for name, values in columns.items()})
 
 
 def _joined_rows(tables, names, files, class_names: Sequence[str]) -> tuple[list[ImageRow], Boxes]:

@@ -1,7 +1,12 @@
-"""The table that every data format becomes: Arrow, memory-mapped, cached, shared by all workers without copies."""
+"""The table that every data format becomes: Arrow, cached, and in memory but for embedded images, which stay on disk.
+
+It is not memory-mapped: the kernel ends a process that reads a mapped file behind its end (SIGBUS), without a word, and
+another program may cut the file while a run of days goes on. Forked workers share the memory without copies.
+"""
 
 import dataclasses
 import functools
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +17,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
+from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
@@ -104,8 +110,8 @@ class DetectionTable:
     """Images with their boxes, one row per image.
 
     arrow_file: what `datasets.Dataset.from_file` opens too; the table is its first `count` images, or all.
-    rows: columns `image_id` (int64 or string), `file_name`, `image` (encoded bytes; only when embedded), `width`,
-        `height`, `objects {id, bbox (xyxy float32, absolute), category (0-based), area, iscrowd}` and
+    rows: columns `image_id` (int64 or string), `file_name`, `width`, `height`,
+        `objects {id, bbox (xyxy float32, absolute), category (0-based), area, iscrowd}` and
         `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). Where there are
         `attributes`, `objects` has that column too: ids from 1, a fixed number for each object, 0 after the last.
     attributes: names in the order of their ids; none: the data name none, and there is no such column.
@@ -130,23 +136,44 @@ class DetectionTable:
 
     @functools.cached_property
     def rows(self) -> pa.Table:
-        """Mapped, not read: its memory is the file's, whoever has it open."""
-        rows = pa.ipc.open_stream(pa.memory_map(str(self.arrow_file))).read_all()
-        return rows.slice(0, self.count)
+        """All columns but `image`, in memory. Raises BadInput: the file was changed or removed since it was opened."""
+        return self._content[0].slice(0, self.count)
+
+    @functools.cached_property
+    def _content(self) -> tuple[pa.Table, "_EmbeddedImages | None"]:
+        may_have_images = self.image_root is None
+        try:
+            # Mapped only for the moment of copying, so that embedded images need not be read.
+            file = (pa.memory_map if may_have_images else pa.OSFile)(str(self.arrow_file))
+        except FileNotFoundError as error:
+            raise BadInput(_changed(self.arrow_file)) from error
+        with file:
+            content = file.read_buffer()
+            try:
+                return _without_images(self.arrow_file, content) if may_have_images else (_read_all(content), None)
+            except MemoryError:  # Arrow's is an ArrowException too
+                raise
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise BadInput(_changed(self.arrow_file)) from error
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def row(self, index: int) -> dict:
-        """One image: the columns of `rows` with `objects` and `relations` as dicts of own (writable) NumPy arrays.
+        """One image: the columns of `rows` with `objects` and `relations` as dicts of own (writable) NumPy arrays, and
+        `image`, its encoded bytes, where images are embedded.
 
         `bbox` is (N, 4) float32, `area` float32, everything else int64, `attributes` (where there are any) (N, A).
-        Raises IndexError outside 0 <= index < len.
+        Raises IndexError outside 0 <= index < len. BadInput: an embedded image that the file no longer has.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a table of {len(self)} images")
         position = bisect_right(self._starts, index) - 1
-        return self._batches[position].row(index - self._starts[position])
+        row = self._batches[position].row(index - self._starts[position])
+        images = self._content[1]
+        if images is not None:
+            row["image"] = images.read(index)
+        return row
 
     def file_name(self, index: int) -> str:
         """File name of one image, without reading its whole row; for embedded images their position in the source."""
@@ -269,7 +296,7 @@ class DetectionTable:
         return [category.name for category in self.categories]
 
     def head(self, count: int) -> "DetectionTable":
-        """The first `count` images, still memory-mapped."""
+        """The first `count` images."""
         if count >= len(self):
             return self
         return dataclasses.replace(self, count=count, fingerprint=f"{self.fingerprint}-head{count}")
@@ -285,7 +312,62 @@ class DetectionTable:
 
     def __getstate__(self) -> dict:
         """Pickled for a spawned worker without rows and views, which it opens itself."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("rows", "_batches", "_starts")}
+        opened = ("rows", "_content", "_batches", "_starts")
+        return {key: value for key, value in self.__dict__.items() if key not in opened}
+
+
+class _EmbeddedImages:
+    """The encoded images in an Arrow file, read one by one where they stand in it.
+
+    starts, sizes: (N,) int64, in bytes. The file stays open, so that it can be read when its name is gone.
+    """
+
+    def __init__(self, path: Path, starts: np.ndarray, sizes: np.ndarray):
+        self.path, self.starts, self.sizes = path, starts, sizes
+        self.file = open(path, "rb")  # noqa: SIM115 - as long as the table
+
+    def read(self, index: int) -> bytes:
+        """Raises BadInput: the file ends before."""
+        size = int(self.sizes[index])
+        # Not `seek` and `read`: threads and forked workers share the position of an open file.
+        content = os.pread(self.file.fileno(), size, int(self.starts[index]))
+        if len(content) != size:
+            raise BadInput(_changed(self.path))
+        return content
+
+
+def _read_all(content: pa.Buffer) -> pa.Table:
+    """The rows of an Arrow stream, which stay in the memory of the buffer."""
+    return pa.ipc.open_stream(content).read_all()
+
+
+def _without_images(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, _EmbeddedImages | None]:
+    """The rows of a file without the column of images, copied to memory; and the images, None where it has none.
+
+    content: of the whole file, mapped.
+    """
+    reader = pa.ipc.open_stream(content)
+    others = [name for name in reader.schema.names if name != "image"]
+    has_images = len(others) < len(reader.schema.names)
+    starts, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    copy = pa.BufferOutputStream()
+    with pa.ipc.new_stream(copy, pa.schema([reader.schema.field(name) for name in others])) as writer:
+        for batch in reader:
+            writer.write_batch(batch.select(others))
+            if has_images and batch.num_rows:
+                _, offsets, values = batch.column("image").buffers()
+                offsets = np.frombuffer(offsets, np.int32, batch.num_rows + 1).astype(np.int64)
+                starts.append(offsets[:-1] + (values.address - content.address))
+                sizes.append(np.diff(offsets))
+    images = _EmbeddedImages(arrow_file, np.concatenate(starts), np.concatenate(sizes)) if has_images else None
+    return _read_all(copy.getvalue()), images
+
+
+def _changed(arrow_file: Path) -> str:
+    return (
+        f"{arrow_file}: the cached table was changed, cut or removed by another program after it was opened; start "
+        "again (--run.resume latest), and it is made anew from the data"
+    )
 
 
 Views = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -313,8 +395,6 @@ class _Batch:
     def row(self, index: int) -> dict:
         image_id = int(self.int_ids[index]) if self.int_ids is not None else self.batch["image_id"][index].as_py()
         row = {"image_id": image_id, "file_name": self.batch["file_name"][index].as_py()}
-        if "image" in self.batch.schema.names:
-            row["image"] = self.batch["image"][index].as_py()
         if self.set_of_image is not None:
             row["set"] = int(self.set_of_image[index])
         row["height"], row["width"] = self.sizes_hw[index].tolist()
@@ -324,7 +404,7 @@ class _Batch:
 
 
 def _list_views(column: pa.StructArray) -> Views:
-    """(offsets, values) of each list column as views on the mapped file; lists of A become rows of an (N, A) array."""
+    """(offsets, values) of each list column as views on the batch; lists of A become rows of an (N, A) array."""
     views = {}
     for struct_field in column.type:
         lists = column.field(struct_field.name)
@@ -337,7 +417,7 @@ def _list_views(column: pa.StructArray) -> Views:
 
 def _cut(views: Views, start: int, stop: int) -> dict[str, np.ndarray]:
     """What the lists of images start to stop hold, floats as float32 and whole numbers as int64, in arrays of our own:
-    ones that a transform may write to, and that map no file."""
+    ones that a transform may write to."""
     cut = {name: values[offsets[start] : offsets[stop]] for name, (offsets, values) in views.items()}
     return {name: part.copy() if part.dtype == np.float32 else part.astype(np.int64) for name, part in cut.items()}
 

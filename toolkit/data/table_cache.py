@@ -24,7 +24,7 @@ from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Categ
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 6  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+TABLE_VERSION = 7  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
 WHOLE_BYTES = 2**30  # of an Arrow file, up to which all of it is compared with what was written, in a second
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
@@ -120,7 +120,7 @@ def write_table(
     sets: Sequence[JoinedSet] = (),
     set_of_image: np.ndarray | None = None,
 ) -> DetectionTable:
-    """Writes columns as an Arrow stream and opens it again, memory-mapped.
+    """Writes columns as an Arrow stream and opens it again.
 
     Two files: an Arrow stream named after its content, and `cache_file` (JSON: classes, problems, name of the Arrow
     file), which is put in place last and in one step. A reader never meets half a table; of two writers one wins.
@@ -168,10 +168,14 @@ def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: P
     schema = datasets.Dataset.from_file(str(table.arrow_file)).with_format("arrow")[:0].schema
     with _temporary(cache_file) as temporary:
         with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            for start, batch in zip(table._starts, table._batches, strict=True):
-                inside = chosen[(chosen >= start) & (chosen < start + batch.num_rows)] - start
-                if len(inside):
-                    writer.write_batch(batch.batch.take(pa.array(inside)).cast(schema))
+            start = 0
+            # The file itself, and not `table.rows`, which lack embedded images.
+            with pa.memory_map(str(table.arrow_file)) as source, pa.ipc.open_stream(source) as reader:
+                for batch in reader:
+                    inside = chosen[(chosen >= start) & (chosen < start + batch.num_rows)] - start
+                    if len(inside):
+                        writer.write_batch(batch.take(pa.array(inside)).cast(schema))
+                    start += batch.num_rows
         return _publish(dataclasses.replace(table, arrow_file=temporary, problems=[], name=name), cache_file, {})
 
 

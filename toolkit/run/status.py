@@ -15,7 +15,16 @@ from filelock import FileLock, Timeout
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.base.files import read_json_object, replace_nonfinite, write_json_atomic
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 LOCK = ".lock"
+WITHOUT_A_WORD = (
+    "its process ended without a word: killed, out of memory, or by a fault of the machine; --run.resume latest goes "
+    "on from the last checkpoint"
+)
 # State of a run -> the error that ends a run on purpose with it; of any other one: "failed".
 STATES = {"bad_input": BadInput, "stopped_by_guard": StoppedByGuard, "preempted": Preempted}
 # State -> the exit code of its script (None: not ended).
@@ -42,8 +51,31 @@ def state_of(error: BaseException) -> str:
 
 
 def read_status(folder: Path) -> dict:
-    """What `status.json` says; empty when there is none or it is not readable."""
-    return read_json_object(Path(folder) / "status.json")
+    """What `status.json` says, see `true_status`; empty when there is none or it is not readable."""
+    return true_status(folder, read_json_object(Path(folder) / "status.json"))
+
+
+def true_status(folder: Path, status: dict) -> dict:
+    """The content of `status.json`, but `failed` where it says `running` and the process that wrote it is gone.
+
+    A process that is killed (SIGKILL, SIGBUS, out of memory) writes no last word, and the kernel releases its lock.
+    Where that cannot be known, on another machine, on a disk without locks or without `.lock`, the file is believed.
+    """
+    if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK):
+        return status
+    return status | {"state": "failed", "exit_code": EXIT_CODES["failed"], "reason": WITHOUT_A_WORD}
+
+
+def _is_holder_gone(path: Path) -> bool:
+    """Whether nobody holds a lock file that a process of this machine has left behind."""
+    if fcntl is None or read_json_object(path).get("host") != socket.gethostname():
+        return False
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
+    except OSError:  # held, or locks are not known here
+        return False
+    return True
 
 
 def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:

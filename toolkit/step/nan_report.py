@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ STATE = "state.safetensors"
 RunWindow = Callable[[], Sequence[Mapping[str, Tensor]]]  # gives the losses of each micro-batch
 Facts = Mapping[str, Any]
 MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
+FIRST_REPORTS = MAX_FULL_REPORTS  # of each process, that are kept for good
+NEWEST_REPORTS = 5  # of each process; a run that skips batches for days would fill its disk with those between
 
 ADVICE = {
     "batch": "The batch itself holds NaN or infinity: check these images and their annotations.",
@@ -94,7 +97,8 @@ def investigate(
         report = {**context, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
         path = write_report(run_folder, report, batches, model.state_dict(), extra, tensors)
-    lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}")
+    removed = _forget_reports(path) if path else ""
+    lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}{removed}")
     return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
 
 
@@ -223,6 +227,37 @@ def write_report(
         warnings.warn(f"{folder}: the report of the NaN guard could not be written: {error}", stacklevel=2)
         return None
     return folder
+
+
+def _forget_reports(newest: Path) -> str:
+    """Remove the reports of this process between the first and the newest ones, and say which; "" if there are none.
+
+    newest: the report that was written last. Those that have weights are never removed.
+    """
+    rank = newest.name.split("_")[0]
+    earlier = [path for path in newest.parent.parent.glob(f"step_*/{rank}*") if path.name.split("_")[0] == rank]
+    earlier = sorted((path for path in earlier if path != newest), key=_time_of_report)
+    between = earlier[FIRST_REPORTS : len(earlier) - (NEWEST_REPORTS - 1)]
+    removed = []
+    for folder in between:
+        if (folder / "model.safetensors").exists():
+            continue
+        try:
+            shutil.rmtree(folder)
+            removed.append(f"{folder.parent.name}/{folder.name}")
+            if not any(folder.parent.iterdir()):
+                folder.parent.rmdir()
+        except OSError as error:
+            warnings.warn(f"{folder}: an older report of the NaN guard could not be removed: {error}", stacklevel=2)
+    if not removed:
+        return ""
+    return f" (removed: {', '.join(removed)}; the first {FIRST_REPORTS} and the newest {NEWEST_REPORTS} are kept)"
+
+
+def _time_of_report(folder: Path) -> int:
+    """When a report was written, in nanoseconds; the steps do not tell, since a rollback makes them again."""
+    path = folder / "report.json"
+    return (path if path.exists() else folder).stat().st_mtime_ns
 
 
 def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor], dict[str, Any]]:

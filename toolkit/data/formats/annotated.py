@@ -26,7 +26,7 @@ from toolkit.data.table_cache import cached_table, write_table
 # What folders and files of a split are called.
 SPLIT_NAMES = {
     "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev"),
+    "val": ("val", "valid", "validation", "dev", "eval", "evaluation", "minival"),
     "test": ("test", "testing"),
 }
 WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a file's name: `testLabels` has two
@@ -132,7 +132,7 @@ def folders_in(parent: Path) -> list[Path]:
     """The folders in a folder, sorted; none where it cannot be read."""
     try:
         with os.scandir(parent) as entries:
-            return sorted(parent / entry.name for entry in entries if entry.is_dir())
+            return sorted(parent / entry.name for entry in entries if os.path.isdir(entry.path))
     except OSError:
         return []
 
@@ -221,7 +221,7 @@ def copy_images(table: DetectionTable, folder: Path, link: bool, names: Sequence
 def _linked(source: Path, target: Path) -> bool:
     try:
         target.unlink(missing_ok=True)
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)  # of a symbolic link the file, since the link may be relative
     except OSError:  # another file system
         return False
     return True

@@ -19,8 +19,10 @@ from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.formats.annotated import (
     ALL,
+    WORD,
     called_first,
     copy_images,
+    folders_in,
     folders_of_splits,
     ordered,
     split_in_name,
@@ -33,6 +35,7 @@ from toolkit.data.table_cache import cached_table, file_digest, write_table
 TITLE = "COCO"
 HEAD = 4096  # bytes that a COCO file must show one of its keys in
 OTHER_TASKS = ("captions", "person_keypoints", "stuff", "panoptic", "image_info", "results")
+ANNOTATION_WORDS = ("annotations", "annotation", "annos", "anno", "anns", "ann", "labels", "label", "coco", "json")
 AT_ONCE = 2048  # annotations that wait for their columns
 LISTS = ("images", "annotations", "categories")
 OTHER_LISTS = ("rel_categories", "rel_annotations", "relations", "attribute_categories")
@@ -73,7 +76,7 @@ def read_coco(
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     siblings: Sequence[Path] = (),
 ) -> DetectionTable:
-    """Reads a COCO `instances` file (polygons and masks are not kept) into a memory-mapped DetectionTable.
+    """Reads a COCO `instances` file (polygons and masks are not kept) into a DetectionTable.
 
     image_dir: what `file_name` is relative to, as `open_sources` takes it; None looks near the annotation file.
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
@@ -162,22 +165,33 @@ def unused(folder: Path) -> list[str]:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """The COCO files of a folder: in `annotations`, then in the folder, then in the folders of splits."""
+    """The COCO files of a folder: in `annotations`, the folder itself, the folders of splits, and others named so."""
     if not folder.is_dir():
         return []
     of_splits = sorted(chain.from_iterable(folders_of_splits(folder).values()))
     found = []
-    for directory in (folder / "annotations", folder, *of_splits):
+    for directory in (folder / "annotations", folder, *of_splits, *_other_folders(folder)):
         for path in called_first(directory.glob("*.json")) if directory.is_dir() else ():
             if not path.name.startswith(OTHER_TASKS) and _is_coco(path):
                 found.append(path)
     return found
 
 
+def _other_folders(folder: Path) -> list[Path]:
+    """Folders in a folder that are called like one of annotations, such as `labels`; not those with labels of YOLO."""
+    named = [inner for inner in folders_in(folder) if _says_annotations(inner.name) and inner.name != "annotations"]
+    return [inner for inner in named if split_in_name(inner.name) is None and next(inner.glob("*.txt"), None) is None]
+
+
+def _says_annotations(name: str) -> bool:
+    return any(word.lower() in ANNOTATION_WORDS for word in WORD.findall(name))
+
+
 def _files(folder: Path) -> dict[str, Path]:
     """The annotation file of each split.
 
-    Of several for one split the one in `annotations` counts, then the one that is called like it, then the first. Where
+    Of several for one split the one in `annotations` counts, then the one that is called like it, then the first, and
+    last those in other folders of annotations. Where
     none is called train, the only one whose name says no split trains.
     """
     if folder.is_file():
@@ -185,7 +199,7 @@ def _files(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     unnamed = []
     for path in _candidates(folder):
-        is_below = path.parent not in (folder, folder / "annotations")
+        is_below = path.parent not in (folder, folder / "annotations") and not _says_annotations(path.parent.name)
         split = split_in_name(path.parent.name if is_below else path.name)
         if split is None:
             unnamed.append(path)

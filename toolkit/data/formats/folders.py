@@ -13,6 +13,7 @@ from toolkit.data.table import DetectionTable
 
 # In the order in which they are tried: the surest signs first. Names as `data.format` has them.
 FOLDERS: dict[str, ModuleType] = {"hub": hub_folder, "voc": voc, "coco": coco, "yolo": yolo, "csv": csv}
+NAMED = 5  # files that are not used, in one line
 NOT_STREAMED = (
     "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
     "scripts/convert.py --to parquet"
@@ -39,7 +40,7 @@ class RecognisedFolder:
         title = f"{self.path}: {FOLDERS[self.format].TITLE}{years}, {splits}{also}{gone}"
         if not self.unused:
             return title
-        named = ", ".join(self.unused[:5]) + ", ..." * (len(self.unused) > 5)
+        named = ", ".join(self.unused[:NAMED]) + ", ..." * (len(self.unused) > NAMED)
         return f"{title}; not used, as its split has another file or its name says none: {named}"
 
 

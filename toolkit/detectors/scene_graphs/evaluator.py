@@ -78,7 +78,8 @@ class SceneGraphEvaluator:
         Returns:
             `R@20`, ..., `mR@100`, ..., `R@relative`, `mR_head@100`, ..., `mR@100/<predicate>`, and the COCO numbers
             with predicted labels; of detected boxes also those of `open_images_metrics`; of given boxes with attribute
-            scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined.
+            scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined. Of a table that joins
+            several sets also `R@20/<set>`, ... of the images of each.
 
         Raises:
             BadInput: image ids of predictions and table differ.
@@ -95,8 +96,21 @@ class SceneGraphEvaluator:
             row |= open_images_metrics(truths, graphs, len(self.table.predicates))
         elif self.table.attributes and all(image_scores is not None for image_scores in scores):
             row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
+        row |= self._recall_of_sets(metrics)
         if self._boxes is not None:
             row |= self._boxes.evaluate(predictions)
+        return row
+
+    def _recall_of_sets(self, metrics: SceneGraphMetrics) -> dict[str, float | None]:
+        """R@K in the images of each data set, where the table joins several; None where none has a relation."""
+        if len(self.table.sets) < 2:
+            return {}
+        set_of_image = self.table.set_of_image()[metrics.evaluated_images]
+        row = {}
+        for number, one in enumerate(self.table.sets):
+            recalls = metrics.per_image["R"][:, set_of_image == number]
+            for k, of_images in zip(metrics.top, recalls, strict=True):
+                row[f"R@{k}/{one.name}"] = float(of_images.mean()) if len(of_images) else None
         return row
 
     @property

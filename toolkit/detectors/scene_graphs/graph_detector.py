@@ -144,12 +144,21 @@ def naming_its_options() -> Iterator[None]:
         raise BadInput([f"model.detector_options: {problem}" for problem in error.problems]) from error
 
 
-def _check_same_names(detector: GraphDetector, table: DetectionTable) -> None:
-    if table.sets:
+def check_joined(table: DetectionTable, setting: str) -> None:
+    """Raise BadInput if a table joins data sets whose relations are left out, as their predicates differ.
+
+    setting: that names these data, for the message.
+    """
+    if len(table.sets) > 1 and not table.predicates:
         raise BadInput(
-            f"data.val: {table.name} are several data sets, and relations are not joined: give scene graphs one, and "
-            "measure the others with `python scripts/evaluate.py RUN --split FILE`"
+            f"{setting}: {table.name} are several data sets that do not all list the same predicates, so that their "
+            "relations cannot be joined: list the same predicates in all of them, or give scene graphs one data set, "
+            "and measure the others with `python scripts/evaluate.py RUN --split FILE`"
         )
+
+
+def _check_same_names(detector: GraphDetector, table: DetectionTable) -> None:
+    check_joined(table, "data.val")
     compared = [("predicates", table.predicates, detector.predicates)]
     if table.attributes and detector.attributes:
         compared.append(("attributes", table.attributes, detector.attributes))

@@ -12,7 +12,7 @@ from toolkit.base.distributed import run_on_main, world
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.frequency import count_predicates, table_graphs
-from toolkit.detectors.scene_graphs.graph_detector import GraphDetector
+from toolkit.detectors.scene_graphs.graph_detector import GraphDetector, check_joined
 from toolkit.detectors.scene_graphs.options import GraphOptions, SceneGraphOptions
 from toolkit.models import options_class
 from toolkit.models.start import start_detector
@@ -45,8 +45,7 @@ def start_scene_graph(
             attributes are not those of the checkpoint; what `start_detector` raises.
     """
     source, known = None, None
-    if table.sets:
-        raise BadInput("data.path, data.train: scene graphs take one data set, since predicates are not joined by name")
+    check_joined(table, "data.path, data.train")
     if checkpoint is None:
         if not len(table.relations()):
             remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"

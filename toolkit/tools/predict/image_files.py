@@ -67,12 +67,15 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
     return images
 
 
-def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[dict[Path, Path], dict[Path, str]]:
+def find_or_fetch(
+    given: Sequence[str], leave_out: Path | None = None
+) -> tuple[dict[Path, Path], dict[Path, str], set[Path]]:
     """`find_images` of files, folders and patterns; of addresses, which are fetched; and of "-", a list of all these on
     the standard input, one a line.
 
     Returns:
-        the files with their names, and the error of each address that could not be fetched.
+        the files with their names, the error of each address that could not be fetched, and the files that were
+        fetched, which are gone when the process ends.
     """
     stripped = (line.strip() for source in given for line in (sys.stdin if source == "-" else [source]))
     lines = [line for line in stripped if line]
@@ -82,13 +85,15 @@ def find_or_fetch(given: Sequence[str], leave_out: Path | None = None) -> tuple[
         raise BadInput("no images: nothing came on the standard input")
     files = find_images(local, leave_out) if local else {}
     errors = {}
+    fetched = set()
     for address in addresses:
         try:
             path = _fetched(address)
             files[path] = Path(path.name)
+            fetched.add(path)
         except (OSError, ValueError) as error:
             errors[Path(address)] = f"cannot be fetched: {getattr(error, 'reason', error)}"
-    return files, errors
+    return files, errors, fetched
 
 
 def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> Path:

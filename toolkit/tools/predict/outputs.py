@@ -4,13 +4,13 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import numpy as np
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import without_suffix, write_text_atomic
+from toolkit.base.files import distinct, without_suffix, write_text_atomic
 from toolkit.data.formats.coco import write_coco
 from toolkit.data.formats.csv import write_csv
 from toolkit.data.formats.voc import write_voc
@@ -64,6 +64,46 @@ def write_outputs(
                 path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text_atomic(path, graph_text(graph, name))
+
+
+def names_of_outputs(files: Mapping[Path, Path], fetched: Set[Path], formats: Sequence[str]) -> dict[Path, str]:
+    """Choose the path, relative to one folder, after which the files of each image are named.
+
+    Readers of YOLO and VOC find an image by this path below `data.image_dir`. That is why images of several folders
+    are named by their paths below the folder that all of them are in, and not by what they have below each.
+
+    Args:
+        files: the image files, each with its name below the folder that was given for it.
+        fetched: those of them that came from an address; they are gone afterwards and keep their names.
+        formats: of `FORMATS`.
+
+    Raises:
+        BadInput: YOLO is asked for, and two images would have the same file of labels.
+    """
+    here = {path: Path(os.path.abspath(path)) for path in files if path not in fetched}
+    names = {path: name.as_posix() for path, name in files.items()}
+    if len({absolute.parents[len(files[path].parts) - 1] for path, absolute in here.items()}) > 1:
+        common = os.path.commonpath([absolute.parent for absolute in here.values()])
+        names |= {path: absolute.relative_to(common).as_posix() for path, absolute in here.items()}
+    if "yolo" in formats:
+        _check_labels_differ(names)
+    return dict(zip(names, distinct(names.values(), without_suffix), strict=True))
+
+
+def _check_labels_differ(names: Mapping[Path, str]) -> None:
+    """Raise BadInput naming all images that would share a file of YOLO labels with another one."""
+    first_of: dict[str, Path] = {}
+    faults = []
+    for path, name in names.items():
+        label_file = f"{without_suffix(name)}.txt"
+        first = first_of.setdefault(label_file, path)
+        if first != path:
+            faults.append(
+                f"{first} and {path} would share the file labels/{label_file}, since YOLO has no endings in its names: "
+                "rename one of them, or choose --format coco, voc or csv, which hold both"
+            )
+    if faults:
+        raise BadInput(faults)
 
 
 def images_root(detections: LabelledImages) -> Path:

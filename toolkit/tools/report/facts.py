@@ -10,6 +10,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_file import newest_config, read_groups, shown
+from toolkit.run.status import true_status
 
 
 @dataclass
@@ -111,7 +112,7 @@ def read_records(run_folder: Path) -> tuple[dict, dict]:
                 problems.append(f"{path}: {key} is {shown(value)}; expected {_WORDS[kind]}, as the run wrote it")
     if problems:
         raise BadInput(problems)
-    return records[0], records[1]
+    return records[0], true_status(run_folder, records[1])
 
 
 _ENTRIES = {

@@ -184,7 +184,7 @@ def read_visual_genome(
     drop_non_overlapping: bool = False,
     **checking,
 ) -> DetectionTable:
-    """One split as a memory-mapped DetectionTable, cached by the content of the three files and the options.
+    """One split as a DetectionTable, cached by the content of the three files and the options.
 
     folder: as in `find_files`. Options as in `load_graphs`; `checking` as in `read_coco`. Boxes that clipping leaves
     without width or height are dropped from train, with their relations; val and test keep them. Repeated relations
