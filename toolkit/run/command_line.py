@@ -129,6 +129,8 @@ def parse_config(
         parser.set_defaults({f"{name}.{key}": value for name, group in kept.items() for key, value in group.items()})
     if "--help" not in argv:
         _check_keys(parser, kinds, argv, files)
+        if type_faults(_nulls(argv), kinds, "the command line", null_is_not_given=False):
+            raise BadInput(type_faults(_given(argv), kinds, "the command line", null_is_not_given=False))
     try:
         parsed = parser.parse_args(_with_other_data(argv, files))
     except (ArgumentError, OverflowError) as error:  # OverflowError: a whole number beyond those of float
@@ -321,7 +323,6 @@ def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str]
     flags, model = list(parser._option_string_actions), groups.get("model")
     unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_item_of(flag, groups)]
     problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, flags)}" for flag in unknown]
-    problems += type_faults(_nulls(argv), groups, "the command line", null_is_not_given=False)
     for path, content in files.items():
         of_another = [] if model is None else _keys_of_another_detector(content, model)
         if of_another:
