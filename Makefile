@@ -18,9 +18,9 @@ ARGS ?=
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-# `accelerate launch`, without the imports of accelerate's other commands, which take seconds.
+# One process, so without `accelerate launch`, which adds a warning before the first line and a traceback after an error.
 train: .venv/installed
-	$(BIN)/python -m accelerate.commands.launch scripts/train_faster_rcnn.py $(ARGS)
+	$(BIN)/python scripts/train_faster_rcnn.py $(ARGS)
 
 # One thread a process: two test processes share two cores without getting in each other's way. Files in their order,
 # not those with the fewest tests last: these are long, and one process would wait for the other.

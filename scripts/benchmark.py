@@ -10,7 +10,6 @@ Ratios are medians of interleaved rounds in one process; each has a line of ours
 itself, which is the noise: a ratio that is no further from its requirement than that line is from 1 says nothing.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +34,9 @@ from benches.startup import bench_startup
 from benches.table import bench_table
 from benches.yolov3 import bench_yolov3_export, bench_yolov3_losses
 
+from toolkit.base.arguments import Program
 from toolkit.base.errors import says_bad_input
 from toolkit.base.files import replace_nonfinite, write_json_atomic
-from toolkit.base.text import ShortUsage
 from toolkit.run.folder import PACKAGES, hardware
 
 FEW_STEPS = {"warm_up": 0, "steps": 1, "waited": 1, "most": 2}
@@ -93,7 +92,7 @@ REQUIREMENTS = {
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
     """Runs the benches that `argv` names (default: the process's arguments), prints and returns their rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+    parser = Program(__doc__)
     names = [name for name, _, _ in BENCHES]
     usual = [name for name in names if name not in ASKED_FOR]
     parser.add_argument("--only", nargs="+", choices=names, default=usual, metavar="NAME", help=", ".join(names))

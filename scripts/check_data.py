@@ -22,9 +22,9 @@ from pathlib import Path
 
 import yaml
 
+from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import parse_yaml
-from toolkit.base.text import ShortUsage
 from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.folders import NAMED, recognise
@@ -195,8 +195,8 @@ def _item(item: object) -> str:
     return " = ".join(item) if isinstance(item, list) else str(item)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+def _parser() -> Program:
+    parser = Program(__doc__)
     parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
     images = "folder, archive or URL that file names are relative to; may be repeated (default: looked for)"
     add_data_flag(parser, "--image-dir", help=images)

@@ -8,14 +8,13 @@ SRC is a folder of any format (Pascal VOC, YOLO, COCO, CSV, `datasets`) or an an
 written. What the new format cannot represent is reported. Exit code 0, or 2 when the source cannot be read.
 """
 
-import argparse
 import logging
 import os
 import sys
 from pathlib import Path
 
+from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.base.text import ShortUsage
 from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.folders import losses, recognise, write_folder
 from toolkit.data.splits import hold_out, share_of
@@ -40,7 +39,7 @@ def open_splits(source: str, format: str, image_dir: list[str] | None, on_error:
 
 @says_bad_input
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+    parser = Program(__doc__)
     parser.add_argument("source", metavar="SRC", help="folder of a data set, or an annotation file")
     parser.add_argument("target", metavar="DST", type=Path, help="new or empty folder")
     parser.add_argument("--to", required=True, choices=WRITTEN, help="format to write")

@@ -19,14 +19,16 @@ work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean AP
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
 from accelerate import Accelerator
 
+from toolkit.base.arguments import Program
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.base.text import ShortUsage
+from toolkit.base.text import shown
 from toolkit.base.trust import trust_files
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match
@@ -38,15 +40,24 @@ from toolkit.tools.predict.pooled import pool_folds
 from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_any
 
 
-def expected_numbers(arguments: list[str]) -> dict[str, float]:
-    """`--expect.METRIC VALUE` pairs. Raises BadInput for anything else."""
-    names, values = arguments[::2], arguments[1::2]
-    if len(names) != len(values) or not all(name.startswith("--expect.") for name in names):
-        raise BadInput(f"unknown arguments {' '.join(arguments)}; expected --expect.METRIC VALUE, or see --help")
-    try:
-        return {name.removeprefix("--expect."): float(value) for name, value in zip(names, values, strict=True)}
-    except ValueError as error:
-        raise BadInput(f"--expect.*: {error}; expected a number, such as --expect.bbox_AP 0.55") from error
+def expected_numbers(arguments: Sequence[str]) -> tuple[dict[str, float], list[str]]:
+    """The `--expect.METRIC VALUE` pairs among arguments, by metric, and the other arguments.
+
+    Raises BadInput for a value that is missing or is not a number.
+    """
+    expected, rest, words = {}, [], iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--expect."):
+            rest.append(word)
+            continue
+        value = value if equals else next(words, None)
+        try:
+            expected[flag.removeprefix("--expect.")] = float("" if value is None else value)
+        except ValueError as error:
+            given = "nothing" if value is None else shown(value)
+            raise BadInput(f"{flag} is {given}; expected a number, such as --expect.bbox_AP 0.55") from error
+    return expected, rest
 
 
 def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
@@ -103,17 +114,19 @@ def _number(value: float | None) -> str:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+    parser = Program(__doc__)
     run = "run folder, checkpoint, exported model, or predictions file; several: the folds of a cross-validation"
     parser.add_argument("run", type=Path, nargs="+", help=run)
     add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--max-detections", "--trust")
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")
-    arguments, rest = parser.parse_known_args(argv)
+    settings, rest = inference_flags(sys.argv[1:] if argv is None else argv)
+    expected, rest = expected_numbers(rest)
+    arguments = parser.parse_args(rest)
+    arguments.settings = settings
     trust_files(arguments.trust)
-    arguments.settings, rest = inference_flags(rest)
-    return 0 if evaluate(arguments, expected_numbers(rest)) else 1
+    return 0 if evaluate(arguments, expected) else 1
 
 
 if __name__ == "__main__":

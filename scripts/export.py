@@ -26,9 +26,9 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.signals import interrupt_ends_at_once
-from toolkit.base.text import ShortUsage
 from toolkit.base.trust import trust_files
 from toolkit.data.splits import open_split
 from toolkit.models import options_class
@@ -88,8 +88,8 @@ def validation_table(arguments: argparse.Namespace):
     return open_split(**data_settings(config, SplitOptions()), say=print)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+def parser() -> Program:
+    parser = Program(__doc__)
     parser.add_argument("model", help="run folder, checkpoint or final/ folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--formats", nargs="+", choices=FILES, default=list(Asked.formats), help="default: onnx torch")
@@ -118,11 +118,9 @@ def parser() -> argparse.ArgumentParser:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
-    flags = parser()
-    arguments, rest = flags.parse_known_args(argv)
-    arguments.settings, rest = inference_flags(rest)
-    if rest:
-        flags.error(f"unrecognized arguments: {' '.join(rest)}")
+    settings, rest = inference_flags(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(rest)
+    arguments.settings = settings
     trust_files(arguments.trust)
     with interrupt_ends_at_once():
         return 0 if export(arguments) else 1

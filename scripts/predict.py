@@ -40,10 +40,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from toolkit.base.arguments import Program
 from toolkit.base.distributed import default_device
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import distinct
-from toolkit.base.text import ShortUsage, shown
+from toolkit.base.text import shown
 from toolkit.base.trust import trust_files
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
@@ -74,7 +75,10 @@ def predict(arguments: argparse.Namespace) -> int:
     rest = [source for source in arguments.images if Path(source).expanduser() not in videos]
     names, errors, fetched = find_or_fetch(rest, arguments.out) if rest else ({}, {}, set())
     if not (names or errors or videos or arguments.camera is not None):
-        raise BadInput("no images: give files, folders, patterns, videos, or --camera 0")
+        missing = "no images: give files, folders, patterns, videos, or --camera 0"
+        if arguments.classes:
+            missing += f". --classes took {', '.join(arguments.classes)}: put the images before it"
+        raise BadInput(missing)
     check_outputs(arguments.out, [*names, *videos], arguments.overwrite)
     named = names_of_outputs(names, fetched, arguments.format)
     ids = dict(zip(names, image_ids_of(arguments.image_ids, list(names)), strict=True))
@@ -221,10 +225,11 @@ def score_or_auto(text: str) -> float | str:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+    parser = Program(__doc__)
     kinds = "run, checkpoint, final/ folder, .onnx, .pt2, .xml, .pth of Scene-Graph-Benchmark, or model of transformers"
     parser.add_argument("model", help=kinds)
-    parser.add_argument("images", nargs="*", help="files, folders, quoted patterns, URLs, videos; - reads a list")
+    images = "files, folders, quoted patterns, URLs, videos; - reads a list"
+    parser.add_argument("images", nargs="*", default=[], help=images)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier prediction in that folder")
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=["json"], help="files to write (default json)")
@@ -250,11 +255,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="images per batch (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default=default_device(), help="cpu, cuda:1, mps, … (default: the GPU, if any)")
-    arguments, rest = parser.parse_known_args(argv)
+    settings, rest = inference_flags(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(rest)
+    arguments.settings = settings
     trust_files(arguments.trust)
-    arguments.settings, rest = inference_flags(rest)
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.batch_size < 1:
         raise BadInput(f"--batch-size {arguments.batch_size}: expected 1 or more")
     return predict(arguments)

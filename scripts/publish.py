@@ -6,18 +6,17 @@
 Exit code 0: done, 2: bad input, which a missing token is, too.
 """
 
-import argparse
 import sys
 
+from toolkit.base.arguments import Program
 from toolkit.base.errors import says_bad_input
-from toolkit.base.text import ShortUsage
 from toolkit.tools.publish.card import LICENCE
 from toolkit.tools.publish.push import push, write_run_card
 
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+    parser = Program(__doc__)
     parser.add_argument("run", help="run folder or its final/ folder")
     parser.add_argument("--hub.push", dest="name", metavar="USER/NAME", help="hub repository to upload to")
     parser.add_argument("--hub.private", dest="private", action="store_true", help="make the hub repository private")

@@ -7,16 +7,15 @@ The loop is that of the script named in environment.json of the run.
 Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient fault, or other hardware), 2 bad input.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from toolkit.base.arguments import Program
 from toolkit.base.errors import says_bad_input
 from toolkit.base.files import read_json_object
-from toolkit.base.text import ShortUsage
 from toolkit.base.trust import trust_files
 from toolkit.models import options_class
 from toolkit.models.final import load_weights
@@ -29,7 +28,7 @@ from toolkit.tools.replay.session import loop_of_script, weights_as_they_were, w
 
 @says_bad_input
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+    parser = Program(__doc__)
     parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
     add_flags(parser, "--trust")
     options = parser.parse_args(arguments)

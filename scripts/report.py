@@ -15,8 +15,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.base.text import ShortUsage
 from toolkit.base.trust import trust_files
 from toolkit.run.open_run import run_folder_of
 from toolkit.tools.predict.open import add_flags
@@ -72,7 +72,7 @@ def _names(sources: list[str]) -> list[str]:
 
 @says_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+    parser = Program(__doc__)
     kinds = "run folder, checkpoint, exported model, or COCO results file"
     parser.add_argument("sources", nargs="+", metavar="RUN_OR_PREDICTIONS", help=kinds)
     add_flags(parser, "--split", "--image-dir", "--format", "--path", "--weights", "--trust")

@@ -24,11 +24,11 @@ from types import ModuleType
 
 from filelock import FileLock, Timeout
 
+from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, Preempted
 from toolkit.base.files import write_json_atomic
 from toolkit.base.imports import import_extra
 from toolkit.base.signals import StopSignals
-from toolkit.base.text import ShortUsage
 from toolkit.run.settings_file import CONFIG, read_groups
 from toolkit.run.status import LOCK
 from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
@@ -214,7 +214,7 @@ def run_sweep(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage)
+    parser = Program(__doc__)
     parser.add_argument("sweep", type=Path, help="file of a sweep, as W&B has it: configs/sweeps/*.yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the study and of its runs")
     parser.add_argument("--trials", type=int, help="total number of trials, with those of earlier starts and workers")

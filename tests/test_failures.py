@@ -13,12 +13,14 @@ import torch
 
 from toolkit.base.errors import BadInput, FailedElsewhere, check_environment, is_out_of_memory, says_bad_input
 from toolkit.base.files import waiting_aloud
+from toolkit.base.public import without_machine
 from toolkit.data.table import DetectionTable
+from toolkit.detectors.ssd.options import SsdOptions
 from toolkit.run import processes
 from toolkit.run.command_line import parse_config, run_script
 from toolkit.run.failures import as_sentences, attempt
 from toolkit.run.launcher import refuse
-from toolkit.run.settings import OptimConfig, RunConfig
+from toolkit.run.settings import DataConfig, LossConfig, OptimConfig, RunConfig, ScheduleConfig
 from toolkit.run.writer import RunWriter
 
 
@@ -26,6 +28,14 @@ from toolkit.run.writer import RunWriter
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass
+class SsdConfig(Config):
+    data: DataConfig = field(default_factory=DataConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    model: SsdOptions = field(default_factory=SsdOptions)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EMFILE,
@@ -102,6 +112,56 @@ def test_null_is_taken_or_refused_in_words_by_every_setting(group, kind):
 def test_settings_that_are_not_utf_8_are_refused_before_anything_is_written():
     with pytest.raises(BadInput, match=r"run\.name is 'a\?', where \? stands for bytes that are not UTF-8"):
         parse_config(Config, ["--run.name", "a\udcff"])
+
+
+@pytest.mark.parametrize(("flag", "value", "expected"), [
+    ("--run.name", "null", "run.name is null; expected text"),
+    ("--run.output_dir", "NULL", "run.output_dir is null; expected text"),
+    ("--run.eval_every", "null", "run.eval_every is null; expected a whole number or text"),
+    ("--run.tracker", "null", "run.tracker is null; expected a list"),
+    ("--run.flag", "null", "no such flag"),
+    ("--run.deterministic", "null", "run.deterministic is null; expected true or false"),
+    ("--run.meters", "null", "run.meters is null; expected one of epoch_median"),
+    ("--data.val", "null", "data.val is null; expected text or a number or a list"),
+    ("--data.path", "[a, null]", 'data.path is ["a", null]; expected text or a list'),
+    ("--data.scales", "[320, null]", r"data.scales is [320, null]; expected a list (a whole number each)"),
+    ("--schedule.milestones", "[1, null]", "schedule.milestones is [1, null]; expected a list"),
+    ("--optim.ema_decay", "null", "optim.ema_decay is null; expected a number from 0 to 1"),
+    ("--optim.lr_multipliers.head", "null", 'optim.lr_multipliers is {"head": null}; expected a mapping'),
+    ("--optim.lr_multipliers.head", "fast", 'optim.lr_multipliers is {"head": "fast"}; expected a mapping'),
+    ("--loss.weights.loss_ce", "null", 'loss.weights is {"loss_ce": null}; expected a mapping'),
+    ("--loss.weights", "{loss_ce: null}", 'loss.weights is {"loss_ce": null}; expected a mapping'),
+    ("--model.pretrained_backbone", "null", "model.pretrained_backbone is null; expected true or false or text"),
+    ("--model.norm", "null", "model.norm is null; expected one of batch"),
+    ("--model.aspect_ratios", "null", "model.aspect_ratios is null; expected a list"),
+    ("--config", "~nobody_of_this_name/a.yaml", "a path that begins with `~` has no meaning here"),
+])  # fmt: skip
+def test_null_is_refused_by_every_kind_of_setting_that_does_not_take_it(flag, value, expected, capsys):
+    assert run_script(lambda config: None, SsdConfig, None, [flag, value]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and expected in printed and "typing." not in printed
+
+
+def test_null_is_taken_where_it_means_something():
+    flags = "--run.max_steps", "--model.pretrained", "--data.image_dir", "--optim.compile"
+    words = [word for flag in flags for word in (flag, "null")]
+    config = parse_config(SsdConfig, words)
+    assert config.run.max_steps is config.model.pretrained is config.data.image_dir is config.optim.compile is None
+
+
+def test_a_home_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+    @says_bad_input
+    def main():
+        Path("~nobody_of_this_name/x").expanduser()
+
+    assert main() == 2
+    assert "error: a path that begins with `~` has no meaning here" in capsys.readouterr().err
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert without_machine("/data/of/someone/a.jpg", "/elsewhere") == "someone/a.jpg"
 
 
 @pytest.mark.parametrize("error", [ImportError("no module"), RuntimeError("shapes differ"), OSError("a defect"),

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import timm
@@ -84,8 +85,21 @@ def test_freezing_by_name():
     with pytest.raises(BadInput) as error:
         freeze_prefixes(model, ["backbon", "backbone.9", "neck"])
     first, second = error.value.problems  # they name the neighbours
-    assert "backbone, neck, norm" in first and "backbone.0, backbone.1, backbone.2" in second
+    assert "did you mean backbone?" in first and "backbone.0, backbone.1, backbone.2" in second
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(("prefix", "hint"), [
+    ("backbone", "did you mean model.model.backbone?"), ("bakbone", "did you mean model.model.backbone?"),
+    ("backbone.1", "did you mean model.model.backbone.1?"), ("bakbone.1", "did you mean model.model.backbone.1?"),
+    ("backbone.9", "did you mean what is below model.model.backbone? model.model.backbone has: model.model.backbone.0"),
+    ("model.backbone", "did you mean model.model.backbone?"), ("wheels", "the model has: model"),
+    ("", "the model has: model"),
+])  # fmt: skip
+def test_a_prefix_that_begins_deeper_or_is_misspelt_is_answered_with_the_whole_name(prefix, hint):
+    model = nn.ModuleDict({"model": nn.ModuleDict({"model": net()})})
+    with pytest.raises(BadInput, match=re.escape(hint)):
+        freeze_prefixes(model, [prefix])
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -7,6 +7,7 @@ The core imports none of it. It looks a name up here and loads the module that s
 References are `module:attribute`.
 """
 
+import difflib
 import importlib
 from typing import Any
 
@@ -117,9 +118,15 @@ def load(reference: str) -> Any:
     """
     module, _, name = reference.partition(":")
     found = importlib.import_module(module)
-    if not hasattr(found, name):  # a module of a package, which nothing has imported yet
-        return importlib.import_module(f"{module}.{name}")
-    return getattr(found, name)
+    if hasattr(found, name):
+        return getattr(found, name)
+    if not hasattr(found, "__path__"):
+        alike = [other for other in vars(found) if other[0].isupper() == name[:1].isupper()]  # classes for a class
+        written = {other.lower(): other for other in alike}
+        similar = difflib.get_close_matches(name.lower(), written, n=1)
+        hint = f"; the nearest name is {written[similar[0]]}" if similar else ""
+        raise AttributeError(f"{module} has no {name or 'attribute without a name'}{hint}")
+    return importlib.import_module(f"{module}.{name}")  # a module of a package, which nothing has imported yet
 
 
 def tool(name: str) -> Any:

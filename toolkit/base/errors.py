@@ -18,6 +18,8 @@ _ADVICE = {
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; look at it"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "it was removed or replaced; put it back"),
 }
+# what `Path.expanduser` and `Path.home` say, without the path
+_NO_HOME = "Could not determine home directory"
 # no memory, as pyarrow and torch say it, and libraries that are being loaded
 _NO_MEMORY = ("Cannot allocate memory", "failed to map segment")
 # Of devices: the allocator of torch, the driver, and the libraries that allocate by themselves.
@@ -80,7 +82,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def sentence(error: Exception) -> BadInput | None:
-    """What the file system refuses, or memory that runs out, in one sentence with what to do; None for other errors."""
+    """What the file system refuses, a home that is not there, or memory that runs out, in one sentence with what to do;
+    None for other errors."""
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         reason = str(error).partition("\n")[0]
         return BadInput(
@@ -92,6 +95,11 @@ def sentence(error: Exception) -> BadInput | None:
         return BadInput(
             f"out of memory: {reason}\nLower --data.batch_size_per_device and raise --optim.accumulation_steps by the "
             "same factor. `nvidia-smi` tells whether another program holds memory of the device."
+        )
+    if isinstance(error, RuntimeError) and _NO_HOME in str(error):
+        return BadInput(
+            "a path that begins with `~` has no meaning here: this machine does not know its user, or the user of this "
+            "process has no home folder. Give the whole path, or set HOME."
         )
     if not isinstance(error, OSError) or error.errno not in _ADVICE:
         return None

@@ -30,13 +30,22 @@ def without_machine(value: Any, here: str | Path = ".") -> Any:
     return _PATH.sub(lambda match: _public_path(match[1], Path(here)), value)
 
 
+def _home() -> Path | None:
+    """The folder of the user; None where there is none, as for a number without a name in a container."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return None if home == Path("/") else home
+
+
 def _public_path(text: str, here: Path) -> str:
     path = PureWindowsPath(text) if "\\" in text else Path(text)
     for folder in dict.fromkeys((here.absolute(), Path(os.path.realpath(here)), ROOT)):
         if path.is_relative_to(folder):
             return path.relative_to(folder).as_posix()
-    home = Path.home()
-    if home != Path("/") and path.is_relative_to(home):
+    home = _home()
+    if home is not None and path.is_relative_to(home):
         return f"~/{path.relative_to(home).as_posix()}"
     parts = [part for part in path.parts if part != path.anchor]
     return "/".join(parts[-PARTS_KEPT:])

@@ -72,8 +72,9 @@ def _run_to_its_end(main: Callable, cls: type, default_config: Path | None, argv
     with lasting_console():
         try:
             check_environment(os.environ)
-            config = parse_config(cls, argv, default_config)
-            refuse(find_launch(), os.environ)
+            with as_sentences(then=""):
+                config = parse_config(cls, argv, default_config)
+                refuse(find_launch(), os.environ)
             with as_sentences():
                 main(config)
         except (BadInput, StoppedByGuard, Preempted, FailedElsewhere) as error:
@@ -116,6 +117,7 @@ def parse_config(
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
     of_default = (bundled or {}).get("model", {}).get("architecture")
     groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
+    kinds = {name: kind for name, kind, _ in groups}
     about = {"description": _description(cls.__doc__, groups), "formatter_class": _Help}
     usage = "%(prog)s [--config FILE.yaml] [--group.key value ...]"
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, usage=usage, **about)
@@ -126,11 +128,18 @@ def parse_config(
         kept = {group: entries for group, entries in bundled.items() if group not in ("model", "loss")}
         parser.set_defaults({f"{name}.{key}": value for name, group in kept.items() for key, value in group.items()})
     if "--help" not in argv:
-        _check_keys(parser, {name: kind for name, kind, _ in groups}, argv, files)
+        _check_keys(parser, kinds, argv, files)
+        if type_faults(_nulls(argv), kinds, "the command line", null_is_not_given=False):
+            raise BadInput(type_faults(_given(argv), kinds, "the command line", null_is_not_given=False))
     try:
         parsed = parser.parse_args(_with_other_data(argv, files))
     except (ArgumentError, OverflowError) as error:  # OverflowError: a whole number beyond those of float
-        faults = type_faults(_given(argv), {name: kind for name, kind, _ in groups}, "the command line")
+        sources = {**files, "the command line": _given(argv)}
+        faults = [
+            fault
+            for where, content in sources.items()
+            for fault in type_faults(content, kinds, where, null_is_not_given=False)
+        ]
         if faults:
             raise BadInput(faults) from error
         read = ", ".join([*files, "the command line"])
@@ -254,17 +263,39 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _given(argv: list[str]) -> dict[str, dict[str, object]]:
-    """Groups of the settings that flags give, with their values read as YAML."""
+    """Groups of the settings that flags give, with their values read as YAML; `--loss.weights.loss_ce 2` is an entry of
+    the setting `weights`."""
     groups: dict[str, dict[str, object]] = {}
     for flag, value in _flags(argv):
         name, dot, key = flag.removeprefix("--").partition(".")
-        if dot and value is not None:
-            try:
-                read = parse_yaml(value)
-            except yaml.YAMLError:
-                read = value
-            groups.setdefault(name, {})[key] = read
+        if not dot or value is None:
+            continue
+        try:
+            read = parse_yaml(value)
+        except yaml.YAMLError:
+            read = value
+        settings = groups.setdefault(name, {})
+        key, is_entry, entry = key.partition(".")
+        if not is_entry:
+            settings[key] = read
+        elif isinstance(settings.get(key), dict):
+            settings[key][entry] = read
+        else:
+            settings[key] = {entry: read}
     return groups
+
+
+def _nulls(argv: list[str]) -> dict[str, dict[str, object]]:
+    """Groups of the settings that flags set to null, or to a list or mapping with a null in it.
+
+    A setting that takes text too would take the word null, or the whole list, for text.
+    """
+    words = []
+    for flag, value in _flags(argv):
+        text = (value or "").strip()
+        if text.lower() == "null" or text.startswith(("[", "{")) and re.search(r"\bnull\b", text, re.IGNORECASE):
+            words.append(f"{flag}={value}")
+    return _given(words)
 
 
 def _read_yaml(path: str) -> dict:

@@ -10,18 +10,26 @@ from typing import Any
 from toolkit.base.errors import BadInput, sentence
 
 ERRORS = "errors.log"
+GO_ON = "Then go on with --run.resume latest; earlier checkpoints are untouched."
 
 
 @contextmanager
-def as_sentences() -> Iterator[None]:
-    """Turns errors of the file system inside the block, and memory that runs out, into sentences. Raises BadInput."""
+def as_sentences(then: str = GO_ON) -> Iterator[None]:
+    """Turn errors of the file system inside the block, and memory that runs out, into sentences.
+
+    Args:
+        then: sentence that ends each of them: what a person does once the cause is gone.
+
+    Raises:
+        BadInput: one of these errors.
+    """
     try:
         yield
     except (OSError, MemoryError, ImportError, RuntimeError) as error:
         problem = sentence(error)
         if problem is None:
             raise
-        raise BadInput(f"{problem} Then go on with --run.resume latest; earlier checkpoints are untouched.") from error
+        raise BadInput(f"{problem} {then}".rstrip()) from error
 
 
 def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[[str], None]) -> Any:

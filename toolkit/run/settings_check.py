@@ -29,13 +29,16 @@ _WORDS = {
 }
 
 
-def type_faults(groups: Mapping, kinds: Mapping[str, type], where: str) -> list[str]:
+def type_faults(
+    groups: Mapping, kinds: Mapping[str, type], where: str, null_is_not_given: bool = True
+) -> list[str]:
     """A sentence for every group that is not a mapping, and for every value of the wrong type.
 
-    Keys that no dataclass has are passed over; see `key_faults`. Of a model, null means that it is not given.
+    Keys that no dataclass has are passed over; see `key_faults`.
 
     Args:
         groups: as a file has them. kinds: the dataclass of each group that is known. where: the file, as it is told.
+        null_is_not_given: of a model, null means that a setting is not given, as in the config.yaml of a run.
     """
     problems = []
     for name in (name for name in kinds if name in groups):
@@ -44,7 +47,8 @@ def type_faults(groups: Mapping, kinds: Mapping[str, type], where: str) -> list[
             continue
         hints = _types(kinds[name])
         for key, value in groups[name].items():
-            if key in hints and not (value is None and name == "model" and key != "architecture"):
+            passed_over = null_is_not_given and value is None and name == "model" and key != "architecture"
+            if key in hints and not passed_over:
                 fault = _fault(hints[key], value)
                 problems += [f"{where}: {name}.{key} {fault}"] if fault else []
     return problems

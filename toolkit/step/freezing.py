@@ -1,5 +1,6 @@
 """Freezing that survives `.train()`, frozen batch norms, the momentum of batch norms, evaluation mode as a context."""
 
+import difflib
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,17 +53,34 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _nearest(name: str, modules: Iterable[str]) -> str:
-    """The module whose name ends with `name`, or those beside the first part of it that does not exist."""
+    """The module whose name ends with `name`, or those beside the first part of it that does not exist.
+
+    Where nothing of the name is at the top of the model, its first part may lie deeper, or be misspelt.
+    """
     names, parent = set(modules), name
     while parent and parent not in names:
         parent = parent.rpartition(".")[0]
     depth = parent.count(".") + 1 if parent else 0
     prefix = f"{parent}." if parent else ""
-    longer = sorted((m for m in names if m.endswith(f".{name}")), key=lambda m: (m.count("."), m))
+    longer = [module for module in names if module.endswith(f".{name}")]
     if longer:
-        return f"did you mean {longer[0]}?"
+        return f"did you mean {_highest(longer)}?"
+    if not parent:
+        first, _, rest = name.partition(".")
+        last_part = {module: module.rpartition(".")[2] for module in names}
+        similar = difflib.get_close_matches(first, sorted({*last_part.values()} - {""}), n=1, cutoff=0.75)
+        deeper = _highest([module for module in names if last_part[module] in similar])
+        if deeper and (not rest or f"{deeper}.{rest}" in names):
+            return f"did you mean {deeper}{rest and f'.{rest}'}?"
+        if deeper:
+            return f"did you mean what is below {deeper}? {_nearest(f'{deeper}.{rest}', names)}"
     beside = [m for m in names if m.startswith(prefix) and m and m.count(".") == depth]
     return f"{parent or 'the model'} has: {', '.join(sorted(beside)) or 'no modules'}"
+
+
+def _highest(names: list[str]) -> str:
+    """The name with the fewest parts; "": there is none."""
+    return min(names, key=lambda name: (name.count("."), name), default="")
 
 
 @contextmanager
