@@ -86,7 +86,8 @@ def test_a_damaged_cache_is_made_anew(data, damage, suffix, caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert content(data, cache) == expected, f"{path.name}, change {number}"
-        if suffix == ".arrow" and raw != whole[path]:
+        is_noticed = suffix == ".arrow" or suffix == ".npz" and damage is cut  # else no line where it does not matter
+        if is_noticed and raw != whole[path]:
             assert "damaged" in caplog.text and "made anew" in caplog.text
         for each, text in whole.items():  # also those that were made anew
             each.write_bytes(text)

@@ -87,6 +87,17 @@ def test_environment_variables_that_libraries_would_fail_on_are_named_together(m
     check_environment({"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_CPU": "true"})
 
 
+@pytest.mark.parametrize("value", ["error", "e", "default,error::DeprecationWarning", " error "])
+def test_warnings_that_would_end_a_program_are_named(value):
+    with pytest.raises(BadInput, match="PYTHONWARNINGS has '(e|error).*expected default or ignore"):
+        check_environment({"PYTHONWARNINGS": value})
+
+
+@pytest.mark.parametrize("value", ["", "default", "ignore,always", "error:::mine", "error:old name::mine"])
+def test_other_filters_of_warnings_are_left_alone(value):
+    check_environment({"PYTHONWARNINGS": value})
+
+
 def test_flags_of_other_types_are_named_together_in_words():
     with pytest.raises(BadInput) as raised:
         parse_config(Config, ["--optim.ema_decay", "null", "--optim.max_norm", "-1", "--run.tf32", "perhaps"])

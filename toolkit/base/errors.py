@@ -60,7 +60,10 @@ def all_faults(*calls: Callable[[], Any]) -> list:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise BadInput for environment variables whose values no launcher sets, and that libraries would fail on."""
+    """Raise BadInput for environment variables whose values no launcher sets, and that libraries would fail on.
+
+    PYTHONWARNINGS is one where it makes errors of the warnings of all modules: libraries warn of what works.
+    """
     problems = [
         f"the environment variable {name} is {environment[name]!r}; expected a whole number, or none"
         for name in _NUMBERS
@@ -71,6 +74,13 @@ def check_environment(environment: Mapping[str, str]) -> None:
         for name in _TRUTHS
         if name in environment and environment[name].lower() not in _TRUE_OR_FALSE
     ]
+    for option in environment.get("PYTHONWARNINGS", "").split(","):
+        action, message, _, module = (part.strip() for part in (option + ":::").split(":")[:4])
+        if action and "error".startswith(action) and not (message or module):  # Python takes the first letters, too
+            problems.append(
+                f"the environment variable PYTHONWARNINGS has {option.strip()!r}, and each warning of a library would "
+                "end the program; expected default or ignore, a filter of one module, or none"
+            )
     if problems:
         raise BadInput(problems)
 

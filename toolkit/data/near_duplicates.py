@@ -13,6 +13,7 @@ image one partner in each split, and a spanning forest of the groups.
 
 import contextlib
 import hashlib
+import logging
 import os
 import struct
 import zipfile
@@ -31,6 +32,8 @@ from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import Stored, digest_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root
+
+logger = logging.getLogger(__name__)
 
 SIDE = 16
 SIGNS_DIFFER = 10  # of 64
@@ -91,20 +94,30 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
 
 
 def _read_signatures(file: Path, count: int) -> ImageSignatures | None:
-    """The cached signatures of `count` images; None: there are none, or the file is damaged.
+    """The cached signatures of `count` images; None: there are none, or the file is damaged, which is said."""
+    try:
+        return _signatures_in(file, count)
+    except FileNotFoundError:
+        return None
+    # Not a closed list: what zip and NumPy raise for content that nobody wrote.
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+        fault = type(error).__name__
+    except (SyntaxError, TypeError, zipfile.BadZipFile, zlib.error, struct.error, MemoryError, OverflowError) as error:
+        fault = type(error).__name__
+    logger.warning("%s: the cached looks of images are damaged (%s); they are made anew", file, fault)
+    return None
+
+
+def _signatures_in(file: Path, count: int) -> ImageSignatures:
+    """The signatures in a cache file. Raises ValueError where they are not those of `count` images.
 
     The members of an `.npz` have checksums, which reading them compares.
     """
-    try:
-        with np.load(file, allow_pickle=False) as saved:
-            digests, thumbnails = saved["digests"], saved["thumbnails"]
-    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError, SyntaxError, TypeError):
-        return None
-    except (zipfile.BadZipFile, zlib.error, struct.error, MemoryError, OverflowError):
-        return None
+    with np.load(file, allow_pickle=False) as saved:
+        digests, thumbnails = saved["digests"], saved["thumbnails"]
     is_whole = digests.shape == (count,) and thumbnails.shape == (count, SIDE, SIDE)
     if not is_whole or digests.dtype != np.dtype("S32") or thumbnails.dtype != np.uint8:
-        return None
+        raise ValueError(f"{file}: not the signatures of {count} images")
     return ImageSignatures(digests, thumbnails)
 
 
