@@ -1,5 +1,6 @@
 """Checkpoints survive kills, full disks and tampering; what is loaded is what was saved."""
 
+import copy
 import errno
 import hashlib
 import io
@@ -36,6 +37,9 @@ from toolkit.run.checkpoint import (
     resolve_resume,
     save_checkpoint,
 )
+from toolkit.run.checkpoint_content import faults_of_run
+from toolkit.run.state_check import RUN_STATE as RUN_STATE_KINDS
+from toolkit.run.state_check import faults_of
 
 resource = pytest.importorskip("resource", reason="mounts, kernel limits and users of POSIX: not on Windows")
 
@@ -207,7 +211,7 @@ RUN_STATE = {
     "limit": "run.epochs", "step": 1, "categories": [{"id": 1, "name": "a"}], "total_steps": 9, "scaler": None,
     "sampler": {"seed": 0, "epoch": 0, "offset": 4, "world_size": 1, "batch_size": 4, "num_samples": 8},
     "schedule": {}, "metric_for_best": "bbox_AP", "best": None, "best_step": -1, "evaluations_without_better": 0,
-    "evaluated_step": -1, "meters": {}, "elapsed_s": 1.5, "writer": {"rows": 1}, "ema": {"updates": 1},
+    "evaluated_step": -1, "meters": {}, "elapsed_s": 1.5, "writer": {"rows": 1, "run_ids": {}}, "ema": {"updates": 1},
     "infinite": ["mask"], "accumulation": [1, 0], "recut": 0, "averages": {}, "epoch_s": 0.5, "epoch_steps": 1,
     "guard": {}, "budget": None, "logged_epoch": -1, "logged_steps": -1, "frozen": [], "has_notes": False,
 }  # fmt: skip
@@ -271,14 +275,95 @@ BREAKAGES = {
     "state no mapping": (lambda f: plant(f, "state.json", "[]"), "state.json is no mapping"),
     "another step": (plant_state(step=7), "state.json is of step 7"),
     "truth for a number": (plant_state(recut=True), "recut in state.json is 'True'"),
-    "sampler": (plant_state(sampler={}), "sampler in state.json has no whole number seed"),
-    "categories": (plant_state(categories=[{"name": 1}]), "categories in state.json are not categories"),
+    "sampler": (plant_state(sampler={}), "state.json has no sampler.seed"),
+    "categories": (plant_state(categories=[{"id": 1, "name": 1}]), "categories.0.name in state.json is '1'; expected"),
+    "no id": (plant_state(categories=[{"name": "a"}]), "state.json has no categories.0.id"),
+    "unknown kind": (lambda f: edit_manifest(f, kind="walk"), "MANIFEST.json is not what this"),
+    "step before the first": (lambda f: edit_manifest(f, step=-2), "MANIFEST.json is not what this"),
     "no tensors": (lambda f: plant(f, "model.safetensors", b"\0" * 99), "model.safetensors "),
     "no archive": (lambda f: plant(f, "optimizer.pt", b"hello"), "optimizer.pt "),
     "no optimizer": (lambda f: plant(f, "optimizer.pt", NO_OPTIMIZER.getvalue()), "optimizer.pt is no state of"),
     "no weights": (lambda f: (os.remove(f / "model.safetensors"), plant_state()(f)), "there are no weights"),
     "no averages": (lambda f: (os.remove(f / "ema.safetensors"), plant_state()(f)), "there are no averaged weights"),
 }
+
+
+METER = {"fmt": "{value:.4f}", "window_size": 20, "window": [1.0, math.nan], "total": 3.0, "count": 2}
+FULL_STATE = RUN_STATE | {
+    "sampler": RUN_STATE["sampler"] | {"layout": [[0, 1, 4]], "sizes": "None"},
+    "schedule": {"name": "step", "total_steps": 9, "scale": 1.0, "clock": [0, 0, 1.0],
+                 "options": {"every": 1, "gamma": 0.1, "step_size": 2, "milestones": [3], "warmup_method": "linear"}},
+    "guard": {"skips": 0, "calibrations": 0, "rollbacks": 0}, "meters": {"loss": METER}, "averages": {"loss": [1.5, 2]},
+    "data": {"training": {"fingerprint": "a", "file": "b", "images": 8, "boxes": 9}}, "frozen": ["w"],
+    "scaler": {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
+    "budget": {"total_steps": None, "steps": 1, "elapsed_s": 0.5, "measured_s": [0.1], "settled": False},
+    "predicates": ["on"], "attributes": [], "without_own_rates": None, "best": 0.5,
+}  # fmt: skip
+NULLABLE = {"best", "budget", "ema", "scaler", "without_own_rates", "schedule.total_steps", "budget.total_steps",
+               "budget.steps", "budget.elapsed_s", "meters.loss.window_size"}  # fmt: skip
+
+
+def places_of(tree, keys=()):
+    """(keys that lead to it, value) of each value below a tree."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield (*keys, key), value
+        if isinstance(value, dict | list):
+            yield from places_of(value, (*keys, key))
+
+
+def replaced(tree, keys, value):
+    tree = copy.deepcopy(tree)
+    node = tree
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    return tree
+
+
+OTHERS = {
+    bool: (None, "x", [], {}, 0.5), str: (None, [], {}, 1, True), int: (None, "x", [], {}, True, 10**400),
+    float: (None, "x", [], {}, True, 10**400), list: (None, "x", {}, 1), dict: (None, "x", [], 1),
+    type(None): ("x", [], True),
+}  # fmt: skip
+
+
+def test_a_value_of_another_kind_anywhere_in_the_state_is_named():
+    assert list(faults_of(FULL_STATE, RUN_STATE_KINDS)) == []
+    for keys, before in places_of(FULL_STATE):
+        place = ".".join(map(str, keys))
+        for value in OTHERS[type(before)]:
+            may_be = value is None and place in NULLABLE or value == "x" and place == "categories.0.id"
+            faults = list(faults_of(replaced(FULL_STATE, keys, value), RUN_STATE_KINDS))
+            assert may_be or len(faults) == 1 and f"{place} in state.json is " in faults[0], (place, value, faults)
+            assert all(len(fault) < 200 for fault in faults)
+
+
+def test_words_and_numbers_that_would_be_another_schedule_are_named():
+    changes = {("name",): "stairs", ("scale",): math.nan, ("options", "warmup_method"): "none", ("clock", 2): math.inf,
+               ("options", "gamma"): math.nan, ("options", "step_size"): -2, ("options", "every"): 0}  # fmt: skip
+    for keys, value in changes.items():
+        (fault,) = faults_of(replaced(FULL_STATE, ("schedule", *keys), value), RUN_STATE_KINDS)
+        assert ".".join(map(str, ("schedule", *keys))) in fault and "; expected " in fault
+
+
+def test_a_checkpoint_that_is_not_of_a_run_is_refused_where_a_run_is_asked_for(tmp_path):
+    save(tmp_path / "checkpoints", 1)
+    assert resolve_resume("latest", tmp_path)[0].step == 1
+    with pytest.raises(CheckpointError, match="of kind state; expected run"):
+        resolve_resume("latest", tmp_path, of_run=True)
+
+
+def test_an_optimizer_of_another_structure_is_refused():
+    group = {"params": [0], "lr": 0.1}
+    sound = {"state": {0: {"step": 1, "mean": torch.ones(2)}}, "param_groups": [group]}
+    tensors, state = {"model": {"w": torch.ones(2)}, "ema": {}}, RUN_STATE | {"step": 2, "infinite": []}
+    assert faults_of_run(2, tensors, sound, state) == []
+    for changed in ({"state": None}, {"state": {0: None}}, {"state": {0: [1]}}, {"param_groups": {}},
+                    {"param_groups": [None]}, {"param_groups": [{"lr": 0.1}]}):  # fmt: skip
+        assert faults_of_run(2, tensors, sound | changed, state) == ["optimizer.pt is no state of an optimizer"]
+    for value in (math.nan, math.inf, torch.tensor(math.nan)):
+        odd = sound | {"state": {0: {"step": 1, "mean": value}}}
+        assert faults_of_run(2, tensors, odd, state) == ["NaN or infinity in optimizer/0/mean"]
 
 
 @pytest.mark.parametrize("name", BREAKAGES)

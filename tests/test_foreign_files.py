@@ -30,6 +30,7 @@ from toolkit.data.formats.csv import write_csv
 from toolkit.data.table import Category, LabelledImages
 from toolkit.evaluation.predictions_file import read_predictions
 from toolkit.models import build_detector, options_class
+from toolkit.models.final import read_categories
 from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.run.checkpoint_content import FORMAT
 from toolkit.run.command_line import parse_config
@@ -37,7 +38,7 @@ from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import open_run, open_script
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.nan_report import load_report
-from toolkit.tools.export.files import KEY, open_file
+from toolkit.tools.export.files import KEY, About, open_file
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
 from toolkit.tools.report.facts import run_facts
 
@@ -274,6 +275,21 @@ def test_a_final_folder_with_another_config_is_one_sentence(final, tmp_path, cap
         (tmp_path / "final" / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
         assert predict.main([f"{tmp_path}/final", f"{tmp_path}/photo.jpg", f"--out={tmp_path}/out"]) == 2
         assert capsys.readouterr().err.count("error: ") == 1
+
+
+@pytest.mark.parametrize("entry", [1, {"name": "a"}, {"id": 1}, {"id": 1, "name": 3}, {"id": [], "name": "a"}])
+def test_categories_of_another_form_are_one_sentence(entry, tmp_path):
+    (tmp_path / "categories.json").write_text(json.dumps([entry]))
+    with pytest.raises(BadInput, match="categories.json: entry 0 is .*; expected an object with a name") as refused:
+        read_categories(tmp_path / "categories.json")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("about", ['"max_detections": Infinity', '"score_threshold": 1' + "0" * 400])
+def test_numbers_beyond_all_bounds_in_an_exported_file_are_one_sentence(about):
+    text = f'{{"categories": [], "size": null, "score_threshold": 0.3, {about}}}'
+    with pytest.raises(BadInput, match="model.onnx: it does not say what its classes and sizes are"):
+        About.from_text(text, "model.onnx")
 
 
 def onnx_file(path: Path, of_input: str = "images", outputs=(4,), about: dict | None = None) -> Path:

@@ -269,6 +269,15 @@ def test_voc_defects_are_named(tmp_path):
     assert any("has no area; left out" in p.message and p.severity == "warning" for p in table.problems)
 
 
+@pytest.mark.parametrize("side", ["inf", "1e400", "9" * 400, "nan", "wide"])
+def test_a_size_in_voc_that_is_no_whole_number_is_named(tmp_path, side):
+    picture(tmp_path / "d" / "JPEGImages" / "0.png")
+    text = xml("0.png").replace("<width>40<", f"<width>{side}<")
+    write_text(tmp_path / "d" / "Annotations" / "0.xml", text)
+    with pytest.raises(BadInput, match="0.xml: <size> has the width .*; expected a whole number of pixels"):
+        opened(tmp_path / "d")
+
+
 def yolo_folder(root, settings, layout="{split}/images"):
     for split in ("train", "valid"):
         images = layout.format(split=split)

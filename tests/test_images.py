@@ -300,3 +300,49 @@ def test_16_bits_turned_pictures_and_the_first_frame_are_the_same_both_ways(tmp_
         with Image.open(path) as opened:
             assert torch.equal(decode_image(path), as_image(opened)), path.name
     assert decode_image(tmp_path / "turned.png").shape == (3, 12, 9)
+
+
+DAMAGED = [("JPEG", {}), ("PNG", {}), ("GIF", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}),
+           ("WEBP", {"lossless": True}), ("PPM", {})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "options"), DAMAGED)
+def test_a_damaged_file_is_refused_in_memory_too(format, options, tmp_path):
+    """Pillow reads pixels late: a picture that it has opened may be cut off, or have a byte of another value."""
+    whole = encode(Image.fromarray(np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)), format, **options)
+    path = tmp_path / f"picture.{format.lower()}"
+    refused = 0
+    for number in range(12):
+        data = bytearray(whole)
+        if number % 2:
+            del data[len(data) * number // 13 :]
+        else:
+            data[len(data) * number // 13] ^= 0xFF
+        path.write_bytes(data)
+        try:
+            opened = Image.open(path)
+        except OSError:  # refused by Pillow itself
+            refused += 1
+            continue
+        with opened:
+            of_file, in_memory = read(path), read(opened)
+        assert isinstance(of_file, str) == isinstance(in_memory, str), (number, of_file, in_memory)
+        refused += isinstance(of_file, str)
+    assert refused >= 2
+
+
+def test_a_picture_in_memory_that_says_it_is_huge_is_refused_before_it_is_decoded(tmp_path):
+    data = bytearray(encode(scene(), "GIF"))
+    data[6:10] = b"\xff\xff\xff\xff"
+    (tmp_path / "bomb.gif").write_bytes(data)
+    with Image.open(tmp_path / "bomb.gif") as opened, pytest.raises(BadInput, match="65535 x 65535 .*max_image_pixels"):
+        as_image(opened)
+
+
+def test_damage_behind_the_first_frame_is_a_note(tmp_path):
+    frames = [Image.fromarray(np.full((30, 40, 3), value, np.uint8)) for value in (10, 200)]
+    data = bytearray(encode(frames[0], "TIFF", save_all=True, append_images=frames[1:]))
+    second = max(data.rfind(b"\x01\x01" + kind) for kind in (b"\x03\x00", b"\x04\x00"))  # the tag of its height
+    data[second : second + 2] = b"\xff\xfe"
+    assert decode_image(bytes(data))[0, 0, 0] == 10
+    assert "what follows it in the file is damaged" in " ".join(probe_image(bytes(data)).notes)

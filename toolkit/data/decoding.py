@@ -5,6 +5,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,29 +191,43 @@ def _orientation_is_in_exif(data: bytearray) -> bool:
     return first is None or data[first + 4 : first + 8] == b"Exif"
 
 
-def _decode_with_pillow(data: bytearray, path: Path | None, max_pixels: int) -> torch.Tensor:
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            _check_pixels(image.size, max_pixels, path)
-            image.load()
-            if image.format == "PNG" and b"IEND" not in data:  # Pillow is content once it has every pixel
-                raise ImageError("image data truncated", path)
-            return pixels_of(image, path)
-    except UnidentifiedImageError as error:
-        raise ImageError(_no_image(data), path) from error
-    except (OSError, *BROKEN) as error:
-        # Pillow's words for a short file, in its formats: "image file is truncated", "unrecognized data stream" ...
-        reason = "image data truncated" if "truncated" in str(error) else f"image data broken: {error}"
-        raise ImageError(reason, path) from error
+def _decode_with_pillow(data: bytearray, path: Path | Stored | None, max_pixels: int) -> torch.Tensor:
+    with _told_as_image_errors(data, path), Image.open(io.BytesIO(data)) as image:
+        pixels = pixels_of(image, path, max_pixels)
+        if image.format == "PNG" and b"IEND" not in data:  # Pillow is content once it has every pixel
+            raise ImageError("image data truncated", path)
+        return pixels
 
 
-def pixels_of(image: Image.Image, path: Path | Stored | None = None) -> torch.Tensor:
+def pixels_of(
+    image: Image.Image, path: Path | Stored | None = None, max_pixels: int = MAX_IMAGE_PIXELS
+) -> torch.Tensor:
     """A picture of Pillow as uint8 (3, H, W) RGB, upright: the one rule for files and for pictures in memory.
 
     16-bit grey is scaled (65535 -> 255), not clipped; alpha is dropped, the colour under it kept. Raises ImageError for
-    pixels that have no such form: floating point, and whole numbers beyond 16 bits.
+    pixels that have no such form: floating point, and whole numbers beyond 16 bits. So does a picture of more than
+    `max_pixels`, before anything is decoded, and one whose file, which Pillow reads only now, is cut off or damaged.
     """
-    return torch.from_numpy(_to_rgb(ImageOps.exif_transpose(image), path)).permute(2, 0, 1)
+    _check_pixels(image.size, max_pixels, path)
+    with _told_as_image_errors(None, path):
+        image.load()
+        return torch.from_numpy(_to_rgb(ImageOps.exif_transpose(image), path)).permute(2, 0, 1)
+
+
+@contextmanager
+def _told_as_image_errors(data: bytes | bytearray | None, path: Path | Stored | None) -> Iterator[None]:
+    """Raises ImageError for whatever Pillow raises of a damaged file.
+
+    data: the file, to say how it begins; None: Pillow has opened it, so that it is an image.
+    """
+    try:
+        yield
+    except (OSError, *BROKEN) as error:
+        if data is not None and isinstance(error, UnidentifiedImageError):
+            raise ImageError(_no_image(data), path) from error
+        # Pillow's words for a short file, in its formats: "image file is truncated", "unrecognized data stream" ...
+        reason = "image data truncated" if "truncated" in str(error) else f"image data broken: {error}"
+        raise ImageError(reason, path) from error
 
 
 def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
@@ -242,9 +257,17 @@ def _notes(image: Image.Image) -> tuple[str, ...]:
         notes.append("16-bit grey scaled to 8 bits")
     if image.mode == "CMYK":
         notes.append("CMYK converted to RGB")
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-        notes.append(f"first of {image.n_frames} frames used")
+    if image.format != "MPO":
+        notes += _notes_on_frames(image)
     return tuple(notes)
+
+
+def _notes_on_frames(image: Image.Image) -> list[str]:
+    try:
+        frames = getattr(image, "n_frames", 1)
+    except (OSError, *BROKEN) as error:  # Pillow looks through the file for them; the first frame may be whole
+        return [f"first frame used; what follows it in the file is damaged: {error}"]
+    return [f"first of {frames} frames used"] if frames > 1 else []
 
 
 def _no_image(data: bytes | bytearray) -> str:

@@ -16,6 +16,7 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
 from toolkit.base.public import without_machine
+from toolkit.base.text import shown
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.inference_settings import checked_size, with_inference_settings
@@ -89,21 +90,33 @@ def load_detector_folder(
         BadInput: no such folder, one that something else wrote, settings that cannot be changed.
     """
     folder = Path(folder)
-    config, table = read_json(folder / "config.json"), read_json(folder / "categories.json", list)
+    config, categories = read_json(folder / "config.json"), read_categories(folder / "categories.json")
     if fault := stale(config.get("format", 1)):
         raise BadInput(f"{folder} {fault}")
     try:
-        categories = [Category(entry["id"], entry["name"]) for entry in table]
         options, size = with_inference_settings(config["model"], settings), checked_size(config["processor_size"])
         kinds = {"model": options_class(options["architecture"])}
         if faults := type_faults({"model": config["model"]}, kinds, str(folder / "config.json")):
             raise BadInput(faults)
         detector = build_detector(**options, class_names=[category.name for category in categories])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
     weights = folder / "model.safetensors"
     load_weights(detector, read_tensors(weights, "model"), weights)
     return detector.eval(), categories, size
+
+
+def read_categories(file: Path) -> list[Category]:
+    """The classes in a `categories.json`, in the order of the labels. Raises BadInput: it has no such list."""
+    entries = read_json(file, list)
+    for number, entry in enumerate(entries):
+        fits = isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("id"), int | str)
+        if not fits:
+            raise BadInput(
+                f"{file}: entry {number} is {shown(entry)}; expected an object with a name (text) and an id (a whole "
+                "number or a text). Put back the file that the run wrote"
+            )
+    return [Category(entry["id"], entry["name"]) for entry in entries]
 
 
 def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:

@@ -58,6 +58,7 @@ class Checkpoint:
     optimizer: dict | None
     state: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)
+    kind: str = "run"
 
 
 # ---------------------------------------------------------------- write
@@ -384,7 +385,10 @@ def _load(path: Path, manifest: dict) -> Checkpoint:
     of_run, optimizer = manifest["kind"] == "run", pickled.get(OPTIMIZER)
     if faults := faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []:
         raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
-    return Checkpoint(path, manifest["step"], tensors, optimizer, state, pickled.get(EXTRA, {}))
+    extra = pickled.get(EXTRA, {})
+    if not isinstance(extra, dict):
+        raise CheckpointError(f"Checkpoint {path}: {EXTRA} holds a {type(extra).__name__}; expected a mapping.")
+    return Checkpoint(path, manifest["step"], tensors, optimizer, state, extra, manifest["kind"])
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -409,13 +413,14 @@ def linked(folder: Path, name: str) -> Path | None:
     return Path(folder) / target if _STEP_FOLDER.fullmatch(target) and (Path(folder) / target).is_dir() else None
 
 
-def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def resolve_resume(value: str, run_folder: Path, of_run: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """What `--run.resume` means: the checkpoint to go on from, or None for a fresh start, and messages for the user.
 
     Args:
         value: "never"; "latest" (the newest valid one of `run_folder`, a fresh start when it holds none at all); or the
             path of a checkpoint, a `latest` or `best` link, or a run folder (its newest valid one).
         run_folder: this run's folder.
+        of_run: only a checkpoint of all that a run needs will do.
 
     Raises:
         CheckpointError: a PATH that does not exist, is no checkpoint, or is broken; "latest" where there are
@@ -437,6 +442,11 @@ def resolve_resume(value: str, run_folder: Path) -> tuple[Checkpoint | None, lis
     else:
         checkpoint, passed_over = _at_path(Path(value).expanduser())
         messages = [f"Passed over {reason}" for reason in passed_over]
+    if of_run and checkpoint.kind != "run":
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.path}: {MANIFEST} says that it is of kind {checkpoint.kind}; expected run. Give a "
+            "checkpoint that a training wrote."
+        )
     return checkpoint, [*messages, f"Resuming from {checkpoint.path} (step {checkpoint.step})."]
 
 

@@ -1,50 +1,25 @@
 """Validates the content of a checkpoint: unmodified, complete, of the right types, and finite."""
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from toolkit.base.files import read_json_object
+from toolkit.run.state_check import COUNT, RUN_STATE, TEXT, Each, Keys, Kind, faults_of
 
 FORMAT = 3  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 MANIFEST = "MANIFEST.json"
+MOST_FAULTS = 30  # of a state that are named one by one
 STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
+KINDS = ("run", "state")  # of a run, and of anything else
+_MANIFEST = Keys({
+    "files": Each(dict, Keys({"size": COUNT, "sha256": TEXT}, {})), "step": COUNT, "sequence": COUNT,
+    "kind": Kind(f"one of {KINDS}", lambda value: value in KINDS),
+}, {})  # fmt: skip
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
-_NUMBER = (int, float)
-# Key of state.json -> what it may be. Each is needed to go on.
-_STATE = {
-    "step": int,
-    "categories": list,
-    "sampler": dict,
-    "schedule": dict,
-    "total_steps": int,
-    "limit": str,
-    "scaler": (dict, type(None)),
-    "guard": dict,
-    "budget": (dict, type(None)),
-    "metric_for_best": str,
-    "best": (*_NUMBER, type(None)),
-    "best_step": int,
-    "evaluations_without_better": int,
-    "evaluated_step": int,
-    "meters": dict,
-    "elapsed_s": _NUMBER,
-    "writer": dict,
-    "infinite": list,
-    "accumulation": list,
-    "recut": _NUMBER,
-    "frozen": list,
-    "has_notes": bool,
-    "averages": dict,
-    "epoch_s": _NUMBER,
-    "epoch_steps": int,
-    "logged_epoch": int,
-    "logged_steps": int,
-}
-_SAMPLER = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.
 _WEIGHTS = ("model", "ema")
 
@@ -68,13 +43,7 @@ def stale_run(folder: Path) -> str:
 
 def well_formed(manifest) -> bool:
     """Whether a manifest has the structure that the other functions rely on."""
-    head = {"files": dict, "step": int, "sequence": int, "kind": str}
-    entry = {"size": int, "sha256": str}
-    return _has(manifest, head) and all(_has(file, entry) for file in manifest["files"].values())
-
-
-def _has(value: object, kinds: Mapping[str, type]) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
+    return not any(faults_of(manifest, _MANIFEST))
 
 
 def changed_files(path: Path, manifest: dict) -> list[str]:
@@ -112,27 +81,28 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
         faults.append("there are no weights (model.safetensors)")
     if isinstance(state, dict) and state.get("ema") is not None and "ema" not in tensors:
         faults.append("there are no averaged weights (ema.safetensors)")
-    if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
+    if not _is_state_of_optimizer(optimizer):
         faults.append("optimizer.pt is no state of an optimizer")
     return faults or not_finite(tensors, optimizer, state["infinite"])
 
 
 def _faults_of_state(step: int, state: dict) -> list[str]:
-    wrong = [key for key, kind in _STATE.items() if not _is(state.get(key, KeyError), kind)]
-    if wrong:
-        faults = {key: f"{key} in state.json is {str(state[key])[:60]!r}" for key in wrong if key in state}
-        return [faults.get(key, f"state.json has no {key}") for key in wrong]
-    missing = [key for key in _SAMPLER if not _is(state["sampler"].get(key), int)]
-    faults = [f"sampler in state.json has no whole number {key}" for key in missing]
-    if not all(_has(category, {"name": str}) for category in state["categories"]):
-        faults.append("categories in state.json are not categories")
-    if state["step"] != step:
-        faults.append(f"state.json is of step {state['step']}")
-    return faults
+    faults = list(faults_of(state, RUN_STATE))
+    if faults:
+        more = f"and {len(faults) - MOST_FAULTS} more places of state.json"
+        return faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
+    return [] if state["step"] == step else [f"state.json is of step {state['step']}"]
 
 
-def _is(value: object, kind) -> bool:
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+def _is_state_of_optimizer(optimizer: object) -> bool:
+    """Whether it has the structure of `optimizer.state_dict()`, on which everything that reads it relies."""
+    if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
+        return False
+    of_parameters, groups = optimizer["state"], optimizer["param_groups"]
+    if not isinstance(of_parameters, dict) or not isinstance(groups, list):
+        return False
+    are_groups = all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    return are_groups and all(isinstance(kept, dict) for kept in of_parameters.values())
 
 
 def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]) -> list[str]:
@@ -144,15 +114,18 @@ def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, inf
     for stem, named in tensors.items():
         meant = infinite if stem in _WEIGHTS else ()
         bad += [f"{stem}/{name}" for name, tensor in named.items() if not _sound(tensor, name in meant)]
-    for index, state in (optimizer["state"] or {}).items():
-        bad += [f"optimizer/{index}/{key}" for key, value in state.items() if not _sound(torch.as_tensor(value), False)]
+    for index, state in optimizer["state"].items():
+        numbers = {key: value for key, value in state.items() if isinstance(value, Tensor | int | float)}
+        bad += [f"optimizer/{index}/{key}" for key, value in numbers.items() if not _sound(value, False)]
     if not bad:
         return []
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return [f"NaN or infinity in {', '.join(bad[:3])}{more}"]
 
 
-def _sound(tensor: Tensor, may_be_infinite: bool) -> bool:
+def _sound(tensor: Tensor | float, may_be_infinite: bool) -> bool:
+    if not isinstance(tensor, Tensor):
+        return math.isfinite(tensor)
     if not tensor.is_floating_point():
         return True
     return not bool(tensor.isnan().any()) if may_be_infinite else bool(tensor.isfinite().all())

@@ -156,7 +156,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         if state.get("without_own_rates") is not None:
             t.without_own_rates = int(state["without_own_rates"])
         t.set_rates()  # those of the checkpoint's optimizer were of the update before
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         reason = f"cannot be taken up ({type(error).__name__}: {error})"
         raise BadInput(f"{path} {reason}: give an earlier checkpoint as --run.resume PATH") from error
     if keep_schedule and t.total_steps <= t.step and asked > t.total_steps:

@@ -136,7 +136,7 @@ def session(config: Any) -> Iterator[Session]:
             naming_killed_workers(),
         ):
             set_threads(run.threads, accelerator.device)
-            checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder))
+            checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder, of_run=True))
             stored = run_on_main(lambda: checkpoint and settings_beside(checkpoint.path, config, options_class)) or {}
             if checkpoint is not None:  # data, augmentation and dropout go on as they began
                 config = replace(config, run=replace(run, seed=checkpoint.state["sampler"]["seed"]))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, folders_below, without_suffix
-from toolkit.base.text import in_utf_8
+from toolkit.base.text import in_utf_8, shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
@@ -352,10 +352,20 @@ def _parse_all(folder: Path) -> dict[str, _Parsed | str]:
     return dict(parallel(parse, list(_xml_below(folder)), f"reading {folder.name}"))
 
 
+def _side(root: ElementTree.Element, tag: str) -> int | None:
+    """The width or height that <size> says, in pixels; None where it says none. Raises ValueError for no number."""
+    text = (root.findtext(f"size/{tag}") or "").strip()
+    if not text:
+        return None
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"<size> has the {tag} {shown(text)}; expected a whole number of pixels") from error
+
+
 def _parse(path: Path) -> _Parsed:
     root = ElementTree.parse(path).getroot()
-    size = [root.findtext(f"size/{tag}") for tag in ("width", "height")]
-    width, height = (int(float(value)) if value and value.strip() else None for value in size)
+    width, height = (_side(root, tag) for tag in ("width", "height"))
     lowered = 1.0 if (root.findtext("source/database") or "").startswith("The VOC") else 0.0
     boxes = []
     for number, entry in enumerate(root.iter("object"), start=1):

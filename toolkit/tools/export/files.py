@@ -70,7 +70,7 @@ class About:
             entries["max_detections"] = int(entries.get("max_detections", cls.max_detections))
             checked_size(entries["size"])
             return cls(**entries)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadInput(
                 f"{path}: it does not say what its classes and sizes are ({KEY} in its metadata); give a file that "
                 "scripts/export.py wrote"

@@ -20,7 +20,7 @@ from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.detector import Detector
-from toolkit.models.final import load_detector_folder, load_weights
+from toolkit.models.final import load_detector_folder, load_weights, read_categories
 from toolkit.models.inference_settings import with_inference_settings
 from toolkit.models.start import load_pretrained
 from toolkit.models.weights.pretrained import cached_when_offline, open_pretrained
@@ -51,6 +51,7 @@ FLAGS = {
 }
 ABOUT_DATA = ("--image-dir", "--format", "--path")
 PUBLISHED = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
+MOST_LABELS = 1_000_000  # of a model of transformers, whose file may name any
 REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
 
@@ -169,9 +170,17 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
             + ("" if path.exists() else near_names(path))
         ) from error
     names, ids = model.config.id2label, path / "categories.json"
+    if not names or not 0 <= max(names) < MOST_LABELS:
+        words = f"labels up to {max(names)}" if names else "no labels"
+        raise BadInput(f"{source}: its config.json names {words} in id2label; expected some, below {MOST_LABELS}")
     categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]
     if ids.is_file():  # a final/ folder of ours
-        categories = [Category(entry["id"], entry["name"]) for entry in read_json(ids, list)]
+        categories = read_categories(ids)
+        if len(categories) != len(names):
+            raise BadInput(
+                f"{ids}: it has {len(categories)} classes, config.json beside it {len(names)}; put back both files of "
+                "the run"
+            )
     queries = getattr(model.config, "num_queries", None) or getattr(model.config, "num_detection_tokens", 0)
     evaluated = max_detections or max(Detector.max_detections, queries)
     predict = transformers_predict(model, processor, max_detections or max(AT_LEAST, evaluated))

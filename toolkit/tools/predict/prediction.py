@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.text import shown
 from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, pixels_of
 from toolkit.data.table import Category, DetectionTable
@@ -93,13 +94,16 @@ def as_image(image) -> Tensor:
     A PIL image becomes what training makes of its file: upright, 16 bits scaled, without alpha.
 
     Raises:
-        BadInput: anything else, and pixels that training refuses too.
+        BadInput: anything else, and a PIL image whose file training refuses too: cut off, damaged, with pixels that are
+            no colours, or with more of them than the default of data.max_image_pixels.
     """
     if isinstance(image, Image.Image):
         try:
             return pixels_of(image)
         except ImageError as error:
-            raise BadInput(f"an image of Pillow, mode {image.mode}: {error.reason}") from error
+            file = getattr(image, "filename", "")
+            name = f", of {shown(file, 300)}" if file else ""
+            raise BadInput(f"an image of Pillow, mode {image.mode}{name}: {error.reason}") from error
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
         image = np.repeat(image[..., None], 3, axis=2) if image.ndim == 2 else image
         if image.shape[2] == 3:
