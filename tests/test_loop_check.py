@@ -156,16 +156,15 @@ UPDATE = "        t.optimizer.step()\n"
 SAVE = '        t.evaluate_and_save(reduced["signal"])\n'
 
 
-def training(folder, scaler=None, make_schedule=Schedule, **pace):
+def training(folder, scaler=None, make_schedule=Schedule, accumulation_steps=1, **pace):
     folder.mkdir(exist_ok=True)
     batches = [Batch(torch.full((1, 3, 4, 4), 10 * i, dtype=torch.uint8), torch.tensor([[4, 4]]),
                      [{"image_id": i, "labels": torch.zeros(2, dtype=torch.int64)}]) for i in range(1, 9)]  # fmt: skip
     toy = Toy()
     optimizer = torch.optim.SGD([{"params": [toy.weight], "name": "main"}], lr=1e-3)
-    steps = len(batches) // pace.get("accumulation_steps", 1)
-    return plain_training(
-        toy, batches, optimizer, make_schedule, folder, total_steps=steps, scaler=scaler, pace=Pace(**pace)
-    )
+    steps = len(batches) // accumulation_steps
+    return plain_training(toy, batches, optimizer, make_schedule, folder, total_steps=steps, scaler=scaler,
+                          accumulation_steps=accumulation_steps, pace=Pace(**pace))  # fmt: skip
 
 
 def evaluate_to(t, value: float) -> None:
@@ -315,7 +314,7 @@ def test_the_averages_of_an_epoch_are_a_row_whatever_ends_the_run_inside_it(tmp_
     t = training(tmp_path, make_schedule=kind, eval_every=1 if ending in ("early stopping", "max_decays") else 0)
     evaluate_to(t, 0.5)
     if ending == "max_decays":
-        t.schedule.options["max_decays"] = 4  # the first evaluation is better, the four after it are not
+        t.plan.schedule.options["max_decays"] = 4  # the first evaluation is better, the four after it are not
     elif ending != "the script":
         t.best.patience = 4 if ending == "early stopping" else 2
     if ending == "the script":
@@ -354,7 +353,7 @@ def breaking(folder, policy: str, place: str, with_ema: bool, scaler, accumulati
     """A training of four updates on accumulated windows, one of which breaks, and the hunk that breaks it."""
     pace, hunk = PLACES[place]
     t = training(folder, scaler, accumulation_steps=accumulation_steps, **pace)
-    t.guard.policy, t.total_steps = policy, 4
+    t.guard.policy, t.plan.total_steps = policy, 4
     t.guard.lr_factor = 0.5
     if with_ema:
         t.ema = Ema(t.detector, 0.9)
@@ -396,7 +395,7 @@ def test_a_fault_found_when_training_is_over_does_not_pass_for_its_result(tmp_pa
     t, _ = breaking(tmp_path, "rollback", "before an update", False, None, 2)
     t.without("evaluate_and_save")
     run_changed(t, (SAVE, "        if t.step == 3:\n            t.detector.weight.data.fill_(float('inf'))\n"
-                          "            t.total_steps = 3\n"))  # fmt: skip
+                          "            t.plan.total_steps = 3\n"))  # fmt: skip
     assert t.finished and t.step == 3
     with pytest.raises(StoppedByGuard, match="found when training was over: the run is at step 0 again, and `--run.r"):
         finish(t)

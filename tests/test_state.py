@@ -259,7 +259,7 @@ def test_a_rollback_goes_to_the_last_good_checkpoint_with_lower_rates(tmp_path):
     fill(t, INF)
     t.evaluate_and_save(0.0)
     assert (t.step, t.detector.weight.item()) == (3, 1.0)
-    assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and t.schedule.rates() != {}
+    assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and t.plan.schedule.rates() != {}
     assert newest_valid(tmp_path / "checkpoints")[0].step == 3
     fill(t, INF)
     t.step = 4

@@ -22,6 +22,7 @@ from toolkit.models import detector as base
 from toolkit.run.best import Best
 from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
 from toolkit.run.log import Log
+from toolkit.run.plan import Plan
 from toolkit.run.recovery import recover
 from toolkit.run.saving import infinite_buffers, load, save
 from toolkit.run.settings_file import Change
@@ -64,8 +65,9 @@ def make_training(folder, policy="stop", scaler=None, metric="bbox_AP", evaluato
     log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=folder)
     return Training(
         accelerator=accelerator, model=detector, detector=detector, optimizer=optimizer,
-        weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}), schedule=Schedule(optimizer),
-        guard=NanGuard(policy), sampler=EpochSampler(4, 1), loader=None, folder=folder, seed=0, total_steps=10, log=log,
+        weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}),
+        plan=Plan(EpochSampler(4, 1), Schedule(optimizer), total_steps=10),
+        guard=NanGuard(policy), loader=None, folder=folder, seed=0, log=log,
         validation=Validation(table, val_loader, evaluator), best=Best(metric),
         **({"signals": None, "pace": Pace(keep=keep)} | options),
     )  # fmt: skip
@@ -106,10 +108,12 @@ STEP = {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0}
 
 def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     """As in DETR, and each line is a row too. Fifteen images for two ranks."""
-    t, rows, images = make_training(tmp_path, pace=Pace(warmup_steps=50)), [], []
-    t.accelerator.num_processes, t.total_steps, t.sampler = 1, 11, EpochSampler(15, 2, world_size=2)
+    t, rows, images = make_training(tmp_path), [], []
+    t.accelerator.num_processes = 1
+    sampler = EpochSampler(15, 2, world_size=2)
+    t.plan = Plan(sampler, t.plan.schedule, 11, steps_per_epoch=4, warmup_steps=50)
     t.log = Log(True, steps_per_epoch=4, log_every=5)
-    t.log.start(SimpleNamespace(log=rows.append), {}, 0, t.total_steps)
+    t.log.start(SimpleNamespace(log=rows.append), {}, 0, t.plan.total_steps)
     t.log.averages.update = lambda values, n: images.append(n)
     for t.step in range(1, 12):
         t.sampler.advance_batches(1)
@@ -121,7 +125,7 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     assert [row["step"] for row in rows if "train/loss" in row] == list(map(int, lines))
     assert images[:5] == [4, 4, 4, 3, 4]
     for steps in (40, 20, 2):  # `run.max_minutes` plans the length several times: said once
-        t.set_length(steps)
+        t.log.set_length(steps, t.plan.set_length(steps, t.step))
     said = capsys.readouterr().out
     assert said.count("training takes") == 3
     assert said.count("warning: training ends inside the warm-up") == 1 == said.count("steps of an epoch")
@@ -246,9 +250,10 @@ def test_a_checkpoint_of_other_classes_or_another_model_is_refused(tmp_path):
 def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
     checkpoint = saved(tmp_path, steps=(9,), best=9)
     for keep_schedule in (True, False):
-        t = make_training(tmp_path, budget=StepBudget(1.0))
+        t = make_training(tmp_path)
+        t.plan.budget = StepBudget(1.0)
         load(t, checkpoint, keep_schedule=keep_schedule)
-        assert (t.budget is None) == keep_schedule
+        assert (t.plan.budget is None) == keep_schedule
 
 
 def test_an_interrupted_evaluation_leaves_the_checkpoint_that_was_saved_before_it(tmp_path):

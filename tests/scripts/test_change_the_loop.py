@@ -235,7 +235,7 @@ def test_what_the_loop_has_frozen_stays_frozen(changed, server, data, tmp_path):
 
 
 def test_accumulation_by_epoch_ends_with_the_epochs(changed, server, data, tmp_path):
-    by_epoch = "    t.model.train()\n    t.pace.accumulation_steps = 1 + t.sampler.epoch\n"
+    by_epoch = "    t.model.train()\n    t.plan.accumulation_steps = 1 + t.sampler.epoch\n"
     args = small(DETR, data, "--run.output_dir", tmp_path, "--run.epochs", 3)
     ended = server.run(changed("mine", [("    t.model.train()\n", by_epoch)]), args).ok()
     assert [row["epoch"] for row in training_rows(ended.folder)] == [0] * 5 + [1] * 3 + [2] * 2

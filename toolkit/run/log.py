@@ -4,7 +4,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -185,11 +185,12 @@ class Log:
         if self.is_main:
             self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
 
-    def set_length(self, total_steps: int) -> None:
-        """Sets the number of training steps, once it is known or when it changes."""
+    def set_length(self, total_steps: int, notes: Iterable[str] = ()) -> None:
+        """Take over the number of training steps, which may have changed, and say what is new about it."""
         if self._bar is not None:
             self._bar.total = total_steps
-        self.say(f"training takes {total_steps} steps")
+        for note in notes:
+            self.say(note)
 
     def _show_on_bar(self, position: Place) -> None:
         if self._bar is None or self._bar.disable:
@@ -281,24 +282,6 @@ def console_line(row: Mapping, smoothed: Mapping[str, object], position: Place) 
         show("mem/peak_mb", "mem", ".0f", " MiB"),
     ]
     return "  ".join(filter(None, parts))
-
-
-def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:
-    """What a run of `total_steps` optimizer steps never gets to, in words: the end of the "warm-up", all of an
-    "epoch"."""
-    warnings = {}
-    if total_steps <= warmup_steps:
-        warnings["warm-up"] = (
-            f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps "
-            "(schedule.warmup_steps), and never reaches its learning rate: make it shorter, or the run longer "
-            "(run.max_minutes, run.max_steps, run.epochs)"
-        )
-    if total_steps < steps_per_epoch:
-        warnings["epoch"] = (
-            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, before it has "
-            "seen all images once: make the run longer (run.max_minutes, run.max_steps)"
-        )
-    return warnings
 
 
 def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, steps: int) -> str:

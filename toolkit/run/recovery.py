@@ -61,7 +61,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         t.saved_step = t.log.status["step"] = t.step
         if t.best.step > t.step:  # of weights that are gone, which the loop evaluated by itself
             _take_back_best(t, checkpoint.state)
-        t.schedule.scale = t.guard.lr_scale
+        t.plan.schedule.scale = t.guard.lr_scale
         t.set_rates()
     t.log.say(f"guard: {message}\n{action.value}: goes on from step {t.step} with the next data.")
 
@@ -192,7 +192,7 @@ def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
         "epoch": t.sampler.epoch,
         "losses": {name: reduced[name] for name in ("loss", *t.weights.names)},
         "grad_norm": reduced["grad_norm"],
-        "lr": t.schedule.rates(),
+        "lr": t.plan.schedule.rates(),
         "denominators": denominators,
         "loss_weights": t.weights.values(t.step),
         "action": action.value,

@@ -1,6 +1,5 @@
 """Saves and restores the state of a run in checkpoints. `t` is a `toolkit.run.training.Training` throughout."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -9,7 +8,6 @@ from torch import Tensor
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder, waiting_aloud
-from toolkit.data.sampling import epochs_after, steps_ahead
 from toolkit.run.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -76,7 +74,6 @@ def _sync_rows(t) -> None:
 
 def state_of_run(t) -> dict:
     """Return everything of a run that a checkpoint keeps as JSON."""
-    t.note_own_rates()
     scaler = t.accelerator.scaler
     table = t.validation.table
     frozen = [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad]
@@ -86,18 +83,12 @@ def state_of_run(t) -> dict:
         "predicates": list(table.predicates),
         "attributes": list(table.attributes),
         "infinite": t.infinite,
-        "accumulation": list(t.pace.accumulation),
         "frozen": frozen,
-        "recut": t.recut,
         "sampler": t.sampler.state_dict(),
-        "schedule": t.schedule.state_dict(),
-        "without_own_rates": t.without_own_rates,
-        "total_steps": t.total_steps,
-        "limit": t.limit,
+        **t.plan.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
         "ema": t.ema.state_dict() if t.ema is not None else None,
         "guard": t.guard.state_dict(),
-        "budget": t.budget.state_dict() if t.budget is not None else None,
         "data": {name: table.identity for name, table in t.data.items()},
         "metric_for_best": t.best.metric,
         **t.best.state_dict(),
@@ -135,33 +126,27 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         raise BadInput(f"{path} is of the classes {names}, the data has {t.validation.table.class_names}")
     _check_fit(t, checkpoint, changed)
     rates_of_groups = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
-    asked = t.total_steps
+    asked = t.plan.total_steps
     try:
         load_weights(t, checkpoint)
         if t.eval_only:
             return _load_best(t, checkpoint)
         notes = _other_data(t, state) + t.sampler.load_state_dict(state["sampler"])
-        if keep_schedule:
-            _take_up_schedule(t, state)
-        else:
+        if not keep_schedule:
             for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
                 group.update(rates)
-            if t.budget is not None:
-                t.budget.count_on(t.step, state["budget"])
-                if t.budget.is_used_up:
-                    t.total_steps, t.limit = t.step, "run.max_minutes"
-        notes += [*_freeze(t, state["frozen"]), *_retime(t, state, keep_schedule)]
+        notes += _freeze(t, state["frozen"])
+        notes += t.plan.resume(state, state["sampler"], t.step, keep_schedule)
         t.guard.load_state_dict(state["guard"])
         t.log.load_state_dict(state)
-        if state.get("without_own_rates") is not None:
-            t.without_own_rates = int(state["without_own_rates"])
         t.set_rates()  # those of the checkpoint's optimizer were of the update before
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"cannot be taken up ({type(error).__name__}: {error})"
         raise BadInput(f"{path} {reason}: give an earlier checkpoint as --run.resume PATH") from error
-    if keep_schedule and t.total_steps <= t.step and asked > t.total_steps:
+    total_steps = t.plan.total_steps
+    if keep_schedule and total_steps <= t.step and asked > total_steps:
         notes.append(
-            f"the run is finished at step {t.step} of {t.total_steps}, nothing is left to train: "
+            f"the run is finished at step {t.step} of {total_steps}, nothing is left to train: "
             f"--run.resume_schedule new goes on to step {asked}"
         )
     return notes + _load_best(t, checkpoint)
@@ -181,15 +166,6 @@ def _other_data(t, state: Mapping) -> list[str]:
 
 # Of a parameter group, what the settings say of its updates.
 _OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
-
-
-def _take_up_schedule(t, state: Mapping) -> None:
-    t.schedule.load_state_dict(state["schedule"])
-    t.total_steps, t.limit = state["total_steps"], state["limit"]
-    if state["budget"] is None:
-        t.budget = None  # the saved length is no matter of minutes
-    elif t.budget is not None:
-        t.budget.load_state_dict(state["budget"])
 
 
 def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
@@ -233,51 +209,6 @@ def _freeze(t, names: Sequence[str]) -> list[str]:
     for name in names:
         parameters[name].requires_grad_(False)
     return [f"{len(names)} parameters that the loop had frozen stay frozen, such as {names[0]}"] if names else []
-
-
-def retime(t, accumulation: tuple[int, int]) -> list[str]:
-    """As on a resume, in the middle of a run that accumulated otherwise until now."""
-    return _retime(t, {"accumulation": accumulation, "sampler": t.sampler.state_dict(), "recut": t.recut}, True)
-
-
-def _images_of_a_step(images: int, accumulation_steps: int, after_epoch: int) -> tuple[int, ...]:
-    """Of full steps: with accumulation, and where it begins later, before it and from which epoch on."""
-    return (images * accumulation_steps, *((images, after_epoch) if after_epoch else ()))
-
-
-def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
-    """Where an optimizer step sees other images than before: a length and a schedule by which the run sees the data
-    that it was to see. What it did is returned in words."""
-    sampler, saved = t.sampler, state["sampler"]
-    before, now = state["accumulation"], t.pace.accumulation
-    t.recut = state["recut"]
-    was = _images_of_a_step(saved["world_size"] * saved["batch_size"], *before)
-    if was == _images_of_a_step(sampler.world_size * sampler.batch_size, *now) and (keep_schedule or not t.recut):
-        return []
-    length, old = t.total_steps, sampler.cut_as(saved["world_size"], saved["batch_size"])
-    here = math.ceil(epochs_in := sampler.epoch + sampler.offset / sampler.num_samples)
-    t.recut = round(sampler.steps_in(here, *now) - steps_ahead(sampler, here, *now)) - t.step
-    if not keep_schedule:  # this command's, as if the whole run had been cut like this
-        t.schedule.clock = (t.step, t.step + t.recut, 1.0)
-        t.total_steps = max(t.step, length - t.recut)
-    elif length > t.step:
-        end = epochs_in + epochs_after(old, length, *before) - epochs_after(old, t.step, *before)
-        if abs(end - round(end)) * old.steps_of_epoch(int(end), *before) < 0.5:
-            end = round(end)
-        t.total_steps = t.step + max(1, math.ceil(steps_ahead(sampler, end, *now) - 1e-6))
-        if t.total_steps != length:
-            t.schedule.stretch(t.step, (length - t.step) / (t.total_steps - t.step))
-    if t.budget is not None and t.budget.total_steps is not None:
-        t.budget.settle(t.total_steps)
-    if t.total_steps == length:
-        return []
-    note = (
-        f"an optimizer step now sees other numbers of images: the run ends after step {t.total_steps} instead of "
-        f"{length}, at the same place in the data, and warm-up, milestones and shape of the schedule move with it. "
-        "Learning rates stay as they were; what else is counted in steps (run.log_every, loss.weights, ...) counts the "
-        "new ones"
-    )
-    return [note]
 
 
 def _load_best(t, checkpoint: Checkpoint) -> list[str]:

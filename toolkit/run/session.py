@@ -44,6 +44,7 @@ from toolkit.run.launcher import asked_settings, settle
 from toolkit.run.log import Log
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of, settings_beside
+from toolkit.run.plan import Plan
 from toolkit.run.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
 from toolkit.run.saving import load
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
@@ -219,29 +220,27 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
     _settle(s, detector)
     c, run, optim = s.config, s.config.run, s.config.optim
-    all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
-    per_epoch = max(1, round(all_steps / run.epochs))  # on average
-    total_steps, limit = min((all_steps, "run.epochs"), (run.max_steps or all_steps, "run.max_steps"))
-    pace, kept = _pace(c, per_epoch), c.eval.max_detections or detector.max_detections
+    kept = c.eval.max_detections or detector.max_detections
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
     checkpoint_in_place(detector, optim.checkpointing, optim.compile)
     compile_in_place(detector, optim.compile)
     one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
     optimizer = _optimizer(s, detector, weights, distillation)
     model, optimizer = prepare(s.accelerator, detector, optimizer, run.tf32, one_size)
+    plan = _plan(c, sampler, optimizer)
     t = Training(
         accelerator=s.accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer, ema=ema,
-        schedule=schedule_of_settings(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
+        plan=plan, loader=loader, pace=_pace(c, plan.steps_per_epoch),
         validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, kept, c.eval.pictures),
         guard=NanGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
-        best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=pace,
-        log=Log(s.is_main, run.meters, per_epoch, run.log_every), signals=s.signals, folder=s.folder, seed=run.seed,
-        budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps, limit=limit,
-        max_norm=optim.max_norm, eval_only=run.eval_only, data={"training": table, "validation": val_table},
-        distillation=distillation,
+        best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience),
+        log=Log(s.is_main, run.meters, plan.steps_per_epoch, run.log_every), signals=s.signals, folder=s.folder,
+        seed=run.seed, max_norm=optim.max_norm, eval_only=run.eval_only,
+        data={"training": table, "validation": val_table}, distillation=distillation,
     )  # fmt: skip
     if not run.eval_only:
-        t.warn_of_length()
+        for warning in plan.warnings_of_length():
+            s.say(warning)
         warn_of_crowds(t)
     _begin(s, t, table)
     wait_at_most(run.hang_minutes)
@@ -370,16 +369,34 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights, distillatio
 
 def _pace(c: Any, per_epoch: int) -> Pace:
     every = {key: steps_from(getattr(c.run, key), per_epoch) for key in ("eval_every", "save_every", "keep_every")}
-    same = ("gradient_table_every", "accumulation_steps", "accumulate_after_epoch")
-    warmup_steps, final = steps_from(c.schedule.warmup_steps, per_epoch), c.optim.bn_momentum_final
-    return Pace(
-        keep=c.run.keep,
-        denominators=c.loss.denominators,
-        bn_momentum=None if final is None else (final, warmup_steps),
-        plain_epochs=c.data.plain_epochs,
+    table_every = c.optim.gradient_table_every
+    return Pace(keep=c.run.keep, denominators=c.loss.denominators, gradient_table_every=table_every, **every)
+
+
+def _plan(c: Any, sampler: EpochSampler, optimizer: torch.optim.Optimizer) -> Plan:
+    """The plan of a fresh run with these settings."""
+    run, optim = c.run, c.optim
+    all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
+    steps_per_epoch = max(1, round(all_steps / run.epochs))  # on average
+    total_steps = all_steps
+    limit = "run.epochs"
+    if run.max_steps is not None and run.max_steps < all_steps:
+        total_steps = run.max_steps
+        limit = "run.max_steps"
+    warmup_steps = steps_from(c.schedule.warmup_steps, steps_per_epoch)
+    final_momentum = optim.bn_momentum_final
+    return Plan(
+        sampler=sampler,
+        schedule=schedule_of_settings(c.schedule, optimizer, total_steps, steps_per_epoch),
+        total_steps=total_steps,
+        limit=limit,
+        budget=None if run.max_minutes is None else StepBudget(run.max_minutes),
+        accumulation_steps=optim.accumulation_steps,
+        accumulate_after_epoch=optim.accumulate_after_epoch,
+        steps_per_epoch=steps_per_epoch,
         warmup_steps=warmup_steps,
-        **every,
-        **{key: getattr(c.optim, key) for key in same},
+        plain_epochs=c.data.plain_epochs,
+        bn_momentum=None if final_momentum is None else (final_momentum, warmup_steps),
     )
 
 
@@ -408,7 +425,7 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
         eval_only=run.eval_only,
         track_unscaled=run.track_unscaled,
     )
-    t.log.start(writer, s.status.details, t.step, t.total_steps, t.recut)
+    t.log.start(writer, s.status.details, t.step, t.plan.total_steps, t.plan.recut)
     s.log = t.log
     first = s.config.eval.before_training and t.step == 0
     due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step

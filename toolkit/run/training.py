@@ -25,7 +25,8 @@ from toolkit.data.table import DetectionTable
 from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.checkpoint import Checkpoint
-from toolkit.run.log import Log, length_warnings, training_row
+from toolkit.run.log import Log, training_row
+from toolkit.run.plan import Plan
 from toolkit.run.recovery import (
     broken_state,
     in_words,
@@ -35,30 +36,24 @@ from toolkit.run.recovery import (
     state_in_parts,
     state_is_sound,
 )
-from toolkit.run.saving import infinite_buffers, retime, save
+from toolkit.run.saving import infinite_buffers, save
 from toolkit.run.validation import Validation, save_and_evaluate
 from toolkit.step.ema import Ema
 from toolkit.step.extra import Extra
-from toolkit.step.freezing import bn_momentum, set_bn_momentum
 from toolkit.step.gradients import gradient_norm, gradient_table, group_norms
 from toolkit.step.guard import Action, NanGuard, boxes_finite, with_finite_boxes
-from toolkit.step.length import Pace, StepBudget, is_time
+from toolkit.step.length import Pace, is_time
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights, WeightedLosses, window_denominators
-from toolkit.step.schedules import PlateauSchedule, Schedule
 from toolkit.step.state import unusable_rate
-
-OWN_RATES = """warning: the learning rates that the loop set for an update were gone at the next two. Set them before
-every update (docs/change_the_loop.md, recipe 12), or change group["initial_lr"], which stays"""
 
 
 @dataclass
 class Training:
     """The objects of one run. `model` is what Accelerate prepared, `detector` the same weights without wrappers.
 
-    limit: the setting that `total_steps` comes from.
+    plan: length, accumulation and learning rates.
     extra: state that the script adds, see `toolkit.step.extra`.
-    recut: added to `step`, the steps that the run would have made if it had always had batches of now.
     """
 
     accelerator: Accelerator
@@ -66,38 +61,31 @@ class Training:
     detector: Detector
     weights: LossWeights
     optimizer: torch.optim.Optimizer
-    schedule: Schedule | PlateauSchedule
+    plan: Plan
     guard: NanGuard
-    sampler: EpochSampler
     loader: torch.utils.data.DataLoader
     validation: Validation
     signals: StopSignals
     folder: Path
     seed: int
-    total_steps: int
     log: Log
-    limit: str = "run.epochs"
     max_norm: float = 0.0
     best: Best = field(default_factory=Best)
     pace: Pace = field(default_factory=Pace)
     ema: Ema | None = None
-    budget: StepBudget | None = None
     eval_only: bool = False
     step: int = 0
     saved_step: int = -1
-    recut: int = 0
     last_row: dict[str, float | None] = field(default_factory=dict)
     data: Mapping[str, DetectionTable] = field(default_factory=dict)  # tables by what they are for, to know them again
     distillation: nn.Module | None = None  # see `toolkit.tools.distillation`
     start: Checkpoint | None = None  # what the run begins with, until a checkpoint stands
 
     def __post_init__(self):
-        self.longest, self.longest_limit = self.total_steps, self.limit  # whatever the minutes would allow
         self.infinite = infinite_buffers(self.detector)
         self.guard.watch(self.detector)
         self.extra = Extra(self.accelerator)
         self.trainable = {name for name, p in self.detector.named_parameters() if p.requires_grad}
-        self.accumulation = self.pace.accumulation  # that the length of the run was reckoned with
         self.check = LoopCheck(self._counts)
         self._own_losses: dict[str, str | None] = {}  # not of the criterion -> what they are divided by
         if self.distillation is not None:
@@ -105,7 +93,6 @@ class Training:
             self._own_losses = dict(self.distillation.divided_by)
         self._micro: tuple[dict, Mapping] = {}, {}  # counts and denominators of the micro-batch under way
         self._unscaled = False
-        self.without_own_rates: int | None = None  # updates since the last one with rates of the loop's own, see saving
         self._best_step = -1  # before the window
         self._versions: int | None = None  # of the parameters, after the last update
         self._layout: list[str] = []
@@ -128,11 +115,16 @@ class Training:
     def ended_by(self) -> list[str]:
         """The settings that end training at this step, see `toolkit.run.status.ENDINGS`; empty while it goes on."""
         limits = {
-            self.limit: self.step >= self.total_steps,
+            self.plan.limit: self.step >= self.plan.total_steps,
             "eval.early_stopping_patience": self.best.patience_is_over,
-            "schedule.max_decays": self.schedule.finished,
+            "schedule.max_decays": self.plan.schedule.finished,
         }
         return [setting for setting, is_reached in limits.items() if is_reached]
+
+    @property
+    def sampler(self) -> EpochSampler:
+        """The place in the data."""
+        return self.plan.sampler
 
     @property
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -172,18 +164,16 @@ class Training:
 
         Raises BadInput: the body left out what belongs to an update, or did it twice.
         """
-        pace, dataset = self.pace, getattr(getattr(self.loader, "dataset", None), "dataset", None)
+        plan = self.plan
+        dataset = getattr(getattr(self.loader, "dataset", None), "dataset", None)
         if isinstance(dataset, MixedDataset) and dataset.has_plain_epochs:
             # said before the workers are asked for images of this epoch
-            per_epoch = -(-len(self.sampler) // pace.accumulation_steps)
-            fixed_at = 0 if self.budget is None else self.budget.planned_steps if self.budget.settled else None
-            dataset.plan(pace.plain_epochs, self.total_steps + self.recut, per_epoch, fixed_at)
-        if (now := pace.accumulation) != self.accumulation:  # the script changed it
-            for note in retime(self, self.accumulation):
-                self.log.say(note)
-            self.accumulation = now
+            per_epoch = -(-len(self.sampler) // plan.accumulation_steps)
+            dataset.plan(plan.plain_epochs, plan.total_steps + plan.recut, per_epoch, plan.epochs_are_fixed_at)
+        for note in plan.take_up_accumulation(self.step):
+            self.log.say(note)
         self.check.same_optimizer(self.optimizer)
-        self.note_own_rates()
+        plan.note_own_rates()
         self.set_rates()
         keep_start(self)
         if missing := self.extra.not_taken_up:
@@ -191,7 +181,7 @@ class Training:
         if self.guard.policy == "rollback" and self.saved_step < 0:
             save(self)  # something to roll back to
         self.log.timer.start()
-        micro_batches = accumulation_at(self.sampler.epoch, *self.accumulation)
+        micro_batches = accumulation_at(self.sampler.epoch, *plan.accumulation)
         with self.check.noting_others(lambda: [self.optimizer, *self.extra.optimizers]):
             yield from self._checked(self._ahead.through(windows(self.loader, micro_batches)))
 
@@ -313,7 +303,7 @@ class Training:
         values["state_finite"] = next(self.state_parts)  # as the last update left it
         values |= {"signal": self.signals.received or int(bool(self.log.trouble)), "time_s": self.log.timer.last_step_s}
         metrics = [f"{name}/{part}" for name in self.detector.metric_names for part in ("sum", "count")]
-        if self.log.has_row(self.step + 1, self.total_steps, ends_epoch=self.epoch_is_over):
+        if self.log.has_row(self.step + 1, self.plan.total_steps, ends_epoch=self.epoch_is_over):
             values |= group_norms(self.optimizer.param_groups)
         of_groups = [name for name in values if name.startswith("grad_norm")]
         values["notes"] = float(self.log.has_notes)
@@ -373,26 +363,15 @@ class Training:
         self.check.after_step("note_step")
         self.check.done["note_step"] += 1
         row, epoch = training_row(self, reduced) | self._own_values(reduced), self.sampler.epoch
-        self.log.note_step(self.step, self.total_steps, epoch, row, images, ends_epoch=self.epoch_is_over)
-        if self.budget is not None:
-            self.budget.add(reduced["time_s"])
-            if (planned := self.budget.propose()) is not None:
-                self.budget.fix(planned)
-                self.limit = "run.max_minutes" if planned < self.longest else self.longest_limit
-                self.set_length(min(self.longest, planned))
-        if self.epoch_is_over or self.step >= self.total_steps:
+        self.log.note_step(self.step, self.plan.total_steps, epoch, row, images, ends_epoch=self.epoch_is_over)
+        notes = self.plan.note_step(self.step, reduced.get("time_s", 0.0))
+        self.log.set_length(self.plan.total_steps, notes)
+        if self.epoch_is_over or self.step >= self.plan.total_steps:
             self.log.note_epoch(self.step, epoch)
-        if self.without_own_rates is not None:
-            self.without_own_rates += 1
-        self.note_own_rates()
-        if self.without_own_rates == 2:  # at a single one, a schedule of the loop's own may meet ours
-            self._warn_once("own rates", OWN_RATES)
+        warning = self.plan.check_own_rates()
+        if warning:
+            self.log.say(f"step {self.step}: {warning}")
         self.set_rates()
-
-    def note_own_rates(self) -> None:
-        """Note rates that the loop has set since the schedule wrote its own."""
-        if self.schedule.is_overwritten:
-            self.without_own_rates = 0
 
     def _own_values(self, reduced: Mapping[str, float]) -> dict[str, float]:
         """What the script noted (over all ranks) or put into `reduced` (of the main process)."""
@@ -406,27 +385,7 @@ class Training:
 
     def set_rates(self) -> None:
         """Learning rates and momentum of batch norms for the next update: functions of the step."""
-        self.schedule.set(self.step)
-        if self.pace.bn_momentum is not None:
-            final, warmup_steps = self.pace.bn_momentum
-            step, total_steps = self.schedule.at(self.step), self.schedule.at(self.total_steps)
-            set_bn_momentum(self.detector, bn_momentum(step, total_steps, 0.1, final, warmup_steps))
-
-    def set_length(self, total_steps: int) -> None:
-        """Sets the number of training steps, and with it the schedule, from here on."""
-        if total_steps == self.total_steps:
-            return
-        self.total_steps = total_steps
-        self.schedule.set_total(total_steps, self.step)
-        self.log.set_length(total_steps)
-        self.warn_of_length()
-
-    def warn_of_length(self) -> None:
-        """Warns once about what the run will not reach: `run.max_minutes` plans the length several times."""
-        warnings = length_warnings(self.total_steps, self.pace.warmup_steps, self.log.steps_per_epoch)
-        for kind in warnings.keys() - self._warned:
-            self.log.say(warnings[kind])
-        self._warned |= warnings.keys()
+        self.plan.set_rates(self.step, self.detector)
 
     def evaluate_and_save(self, signal: float) -> None:
         """Save and evaluate what is due after this step, in this order: no progress is lost in an evaluation.
@@ -440,7 +399,7 @@ class Training:
         self.check.done["evaluate_and_save"] += 1
         evaluates, saves = (is_time(self.step, every) for every in (self.pace.eval_every, self.pace.save_every))
         noted = self.best.step == self.step and self.best.step != self._best_step  # the loop has evaluated by itself
-        if not (evaluates or saves or signal or noted or self.step >= self.total_steps):
+        if not (evaluates or saves or signal or noted or self.step >= self.plan.total_steps):
             return
         self.optimizer.zero_grad()  # their memory is the evaluation's
         if state_is_sound(self):

@@ -124,9 +124,9 @@ def note_metric(t, row: dict[str, float | None]) -> bool:
     """Passes the metric for best of an evaluation row to `best` and the schedule; True if it is the best so far."""
     t.last_row = dict(row)
     better = t.best.note(t.step, row)
-    if t.step > 0 and t.schedule.observe(t.best.larger_is_better(row)):
+    if t.step > 0 and t.plan.schedule.observe(t.best.larger_is_better(row)):
         t.set_rates()
-        t.log.say(f"learning rates fall to {t.schedule.rates()}: val/{t.best.metric} has stopped improving")
+        t.log.say(f"learning rates fall to {t.plan.schedule.rates()}: val/{t.best.metric} has stopped improving")
     return better
 
 

@@ -27,6 +27,7 @@ from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.command_line import parse_config
 from toolkit.run.log import Log
+from toolkit.run.plan import Plan
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation
 from toolkit.step.ema import Ema
@@ -137,9 +138,9 @@ def _session(
         log.writer = SimpleNamespace(folder=folder, log=lambda row: None)
         t = OneWindow(
             accelerator=accelerator, model=detector, detector=detector, weights=weights, optimizer=optimizer,
-            schedule=Schedule(optimizer), guard=NanGuard(), sampler=sampler, loader=None,
+            plan=Plan(sampler, Schedule(optimizer), report["step"] + 1), guard=NanGuard(), loader=None,
             validation=Validation(table, None, None), signals=StopSignals(), folder=folder, seed=report["seed"],
-            total_steps=report["step"] + 1, log=log, best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
+            log=log, best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
             step=report["step"],
         )  # fmt: skip
         t.window, t.given = batches, report["denominators"]
