@@ -203,13 +203,17 @@ def test_links_are_text_files_where_links_are_not_possible(tmp_path, monkeypatch
         assert linked(tmp_path, "best") is None
 
 
-RUN_STATE = {
-    "limit": "run.epochs", "step": 1, "categories": [{"id": 1, "name": "a"}], "total_steps": 9, "scaler": None,
+PARTS = {
+    "ema": {"updates made": 1}, "guard": {},
     "sampler": {"seed": 0, "epoch": 0, "offset": 4, "world_size": 1, "batch_size": 4, "num_samples": 8},
-    "schedule": {}, "metric_for_best": "bbox_AP", "best": None, "best_step": -1, "evaluations_without_better": 0,
-    "evaluated_step": -1, "meters": {}, "elapsed_s": 1.5, "writer": {"rows": 1}, "ema": {"updates": 1},
-    "infinite": ["mask"], "accumulation": [1, 0], "recut": 0, "averages": {}, "epoch_s": 0.5, "epoch_steps": 1,
-    "guard": {}, "budget": None, "logged_epoch": -1, "logged_steps": -1, "frozen": [], "has_notes": False,
+    "plan": {"total_steps": 9, "limit": "run.epochs", "accumulation": [1, 0], "recut": 0, "schedule": {},
+             "budget": None},
+    "log": {"meters": {}, "averages": {}, "elapsed_s": 1.5, "epoch_s": 0.5, "epoch_steps": 1, "logged_epoch": -1,
+            "logged_steps": -1, "has_notes": False, "writer": {"rows": 1}},
+    "best": {"metric": "bbox_AP", "value": None, "step": -1, "without_better": 0, "evaluated_step": -1},
+}  # fmt: skip
+RUN_STATE = {
+    "step": 1, "categories": [{"id": 1, "name": "a"}], "infinite": ["mask"], "frozen": [], "parts": PARTS
 }  # fmt: skip
 
 
@@ -247,6 +251,10 @@ def plant_state(**changes):
     return lambda folder: plant(folder, "state.json", json.dumps(RUN_STATE | {"step": 2} | changes))
 
 
+def plant_part(name: str, **changes):
+    return plant_state(parts=PARTS | {name: PARTS[name] | changes})
+
+
 NESTED = '{"a":' * 100_000 + "0" + "}" * 100_000
 NO_OPTIMIZER = io.BytesIO()
 torch.save([], NO_OPTIMIZER)
@@ -270,8 +278,9 @@ BREAKAGES = {
     "empty state": (lambda f: plant(f, "state.json", "{}"), "state.json has no categories"),
     "state no mapping": (lambda f: plant(f, "state.json", "[]"), "state.json is no mapping"),
     "another step": (plant_state(step=7), "state.json is of step 7"),
-    "truth for a number": (plant_state(recut=True), "recut in state.json is 'True'"),
-    "sampler": (plant_state(sampler={}), "sampler in state.json has no whole number seed"),
+    "truth for a number": (plant_part("plan", recut=True), "recut of plan in state.json is 'True'"),
+    "sampler": (plant_part("sampler", seed=None), "seed of sampler in state.json is 'None'"),
+    "no part": (plant_state(parts=PARTS | {"guard": 1}), "state.json has no guard"),
     "categories": (plant_state(categories=[{"name": 1}]), "categories in state.json are not categories"),
     "no tensors": (lambda f: plant(f, "model.safetensors", b"\0" * 99), "model.safetensors "),
     "no archive": (lambda f: plant(f, "optimizer.pt", b"hello"), "optimizer.pt "),

@@ -118,7 +118,7 @@ def test_state_of_ones_own_is_restored_to_the_bit():
     for (name, one), (other, two) in zip(first.tensors(), second.tensors(), strict=True):
         assert name == other and torch.equal(one, two)
     assert second["optimizer"].param_groups[0]["lr"] == 0.5
-    names = [name for name, _ in first.tensors()]
+    names = [name for (_, name), _ in first.tensors()]
     assert {"critic.weight", "best.boxes.0"} <= set(names) and any("exp_avg" in name for name in names)
 
 
@@ -387,7 +387,7 @@ def test_the_policy_is_followed_wherever_a_fault_is_found(
     assert passed_over == [] and (saved is None or saved.tensors["model"]["weight"].isfinite().all())
     if goes_on:
         best = load_checkpoint(tmp_path / "checkpoints" / "best")
-        assert best.state["best_step"] == best.step, "the best one contains its own metric"
+        assert best.of_part("best")["step"] == best.step, "the best one contains its own metric"
 
 
 def test_a_fault_found_when_training_is_over_does_not_pass_for_its_result(tmp_path):

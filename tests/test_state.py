@@ -55,7 +55,7 @@ def trained():
         "exp_avg of layer.bias": optimizer.state[model.layer.bias]["exp_avg"],
         "exp_avg_sq of norm.bias": optimizer.state[model.norm.bias]["exp_avg_sq"],
     }  # fmt: skip
-    return lambda: named_state(model, guard.watched(), ema.averages(), optimizer, weights), parts
+    return lambda: [*named_state(model, guard.watched(), optimizer, weights), *ema.tensors()], parts
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])

@@ -264,7 +264,7 @@ def test_an_interrupted_evaluation_leaves_the_checkpoint_that_was_saved_before_i
         with pytest.raises(Preempted):
             save_and_evaluate(t)
         checkpoint, _ = newest_valid(tmp_path / "checkpoints")
-        assert checkpoint.step == newest and checkpoint.state["evaluated_step"] != 3
+        assert checkpoint.step == newest and checkpoint.of_part("best")["evaluated_step"] != 3
 
 
 class Evaluator:
@@ -294,7 +294,7 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
     with pytest.raises(MemoryError):
         save_and_evaluate(t)
     before, _ = newest_valid(folder)
-    assert before.step == 3 and before.state["evaluated_step"] == -1 and linked(folder, "best") is None
+    assert before.step == 3 and before.of_part("best")["evaluated_step"] == -1 and linked(folder, "best") is None
     weights = (folder / "step_000003" / "model.safetensors").stat().st_ino
 
     again = make_training(tmp_path, evaluator=evaluator, val_loader=[NOTHING], signals=SimpleNamespace(received=0))
@@ -302,7 +302,8 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
     load(again, before)
     save_and_evaluate(again)
     after, _ = newest_valid(folder)
-    assert (after.step, after.state["evaluated_step"], after.state["best"], after.state["best_step"]) == (3, 3, 0.5, 3)
+    best = {"metric": "bbox_AP", "value": 0.5, "step": 3, "evaluated_step": 3, "without_better": 0}
+    assert (after.step, after.of_part("best")) == (3, best)
     assert linked(folder, "best") == linked(folder, "latest") == folder / "step_000003"
     assert (folder / "step_000003" / "model.safetensors").stat().st_ino == weights, "not written twice"
     assert all(torch.equal(after.tensors["model"][k], before.tensors["model"][k]) for k in before.tensors["model"])
@@ -310,7 +311,7 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
     again.step = 4
     save_and_evaluate(again)
     assert linked(folder, "best").name == "step_000003" and linked(folder, "latest").name == "step_000004"
-    assert newest_valid(folder)[0].state["evaluations_without_better"] == 1
+    assert newest_valid(folder)[0].of_part("best")["without_better"] == 1
 
 
 @pytest.mark.parametrize("lost", ["model.safetensors", "MANIFEST.json", "."])
@@ -327,7 +328,7 @@ def test_a_checkpoint_that_is_damaged_while_it_is_evaluated_is_written_anew(tmp_
 
     t.validation.evaluator = SimpleNamespace(evaluate=lose, describe=lambda *_: "")
     save_and_evaluate(t)
-    assert load_checkpoint(path).state["evaluated_step"] == 3
+    assert load_checkpoint(path).of_part("best")["evaluated_step"] == 3
     assert linked(tmp_path / "checkpoints", "best") == path
 
 
@@ -401,6 +402,8 @@ def test_killed_before_its_last_evaluation_it_ends_with_the_same_state(tmp_path,
             load(t, newest_valid(t.folder / "checkpoints")[0])
         finish(t)
         state = newest_valid(t.folder / "checkpoints")[0].state
-        states.append({key: value for key, value in state.items() if key != "elapsed_s"})
-    assert states[0] == states[1] and states[0]["best_step"] == 10
-    assert (states[0]["averages"] == {}) == (batches == 4) == (states[0]["sampler"]["epoch"] == 1)
+        del state["parts"]["log"]["elapsed_s"]
+        states.append(state)
+    assert states[0] == states[1] and states[0]["parts"]["best"]["step"] == 10
+    parts = states[0]["parts"]
+    assert (parts["log"]["averages"] == {}) == (batches == 4) == (parts["sampler"]["epoch"] == 1)

@@ -3,50 +3,95 @@
 import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.base.files import read_json_object
 
-FORMAT = 3  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
+FORMAT = 4  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 MANIFEST = "MANIFEST.json"
 STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 _NUMBER = (int, float)
-# Key of state.json -> what it may be. Each is needed to go on.
-_STATE = {
-    "step": int,
-    "categories": list,
-    "sampler": dict,
-    "schedule": dict,
-    "total_steps": int,
-    "limit": str,
-    "scaler": (dict, type(None)),
-    "guard": dict,
-    "budget": (dict, type(None)),
-    "metric_for_best": str,
-    "best": (*_NUMBER, type(None)),
-    "best_step": int,
-    "evaluations_without_better": int,
-    "evaluated_step": int,
-    "meters": dict,
-    "elapsed_s": _NUMBER,
-    "writer": dict,
-    "infinite": list,
-    "accumulation": list,
-    "recut": _NUMBER,
-    "frozen": list,
-    "has_notes": bool,
-    "averages": dict,
-    "epoch_s": _NUMBER,
-    "epoch_steps": int,
-    "logged_epoch": int,
-    "logged_steps": int,
+# Key of state.json -> what it may be; of the run itself, and of each of its parts. All are needed to go on.
+_STATE = {"step": int, "categories": list, "infinite": list, "frozen": list, "parts": dict}
+_PARTS = {
+    "sampler": {
+        "seed": int,
+        "epoch": int,
+        "offset": int,
+        "world_size": int,
+        "batch_size": int,
+        "num_samples": int,
+    },
+    "plan": {
+        "total_steps": int,
+        "limit": str,
+        "accumulation": list,
+        "recut": _NUMBER,
+        "schedule": dict,
+        "budget": (dict, type(None)),
+    },
+    "guard": {},
+    "log": {
+        "meters": dict,
+        "averages": dict,
+        "elapsed_s": _NUMBER,
+        "epoch_s": _NUMBER,
+        "epoch_steps": int,
+        "logged_epoch": int,
+        "logged_steps": int,
+        "has_notes": bool,
+        "writer": dict,
+    },
+    "best": {
+        "metric": str,
+        "value": (*_NUMBER, type(None)),
+        "step": int,
+        "without_better": int,
+        "evaluated_step": int,
+    },
 }
-_SAMPLER = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.
 _WEIGHTS = ("model", "ema")
+
+
+def by_storage(state: Mapping[str, Mapping]) -> dict[str, Any]:
+    """Sort the state of a run's parts by how it is stored.
+
+    Returns the arguments of `save_checkpoint` and fields of `Checkpoint`: `tensors` of each part, the `optimizer`, the
+    script's `extra`, and in `state` the plain values of all parts. A part without any has no entry.
+    """
+    tensors = {}
+    plain = {}
+    for name in state.keys() - {"optimizer", "extra"}:
+        own_tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}
+        own_values = {key: value for key, value in state[name].items() if not isinstance(value, Tensor)}
+        if own_tensors:
+            tensors[name] = own_tensors
+        if own_values:
+            plain[name] = own_values
+    return {
+        "tensors": dict(sorted(tensors.items())),
+        "optimizer": state["optimizer"],
+        "extra": state["extra"],
+        "state": {"parts": dict(sorted(plain.items()))},
+    }
+
+
+def joined_by_part(
+    tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict | None, state: Mapping, extra: Mapping
+) -> dict[str, dict]:
+    """Undo `by_storage`: the state of every part, by its name."""
+    parts: dict[str, dict] = {name: dict(values) for name, values in state["parts"].items()}
+    for name, named in tensors.items():
+        parts[name] = {**named, **parts.get(name, {})}
+    parts["extra"] = dict(extra)
+    if optimizer is not None:
+        parts["optimizer"] = optimizer
+    return parts
 
 
 def stale(version: object) -> str:
@@ -110,7 +155,7 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
     faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is no mapping"]
     if not tensors.get("model"):
         faults.append("there are no weights (model.safetensors)")
-    if isinstance(state, dict) and state.get("ema") is not None and "ema" not in tensors:
+    if not faults and "ema" in state["parts"] and "ema" not in tensors:
         faults.append("there are no averaged weights (ema.safetensors)")
     if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
         faults.append("optimizer.pt is no state of an optimizer")
@@ -118,16 +163,30 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
 
 
 def _faults_of_state(step: int, state: dict) -> list[str]:
-    wrong = [key for key, kind in _STATE.items() if not _is(state.get(key, KeyError), kind)]
-    if wrong:
-        faults = {key: f"{key} in state.json is {str(state[key])[:60]!r}" for key in wrong if key in state}
-        return [faults.get(key, f"state.json has no {key}") for key in wrong]
-    missing = [key for key in _SAMPLER if not _is(state["sampler"].get(key), int)]
-    faults = [f"sampler in state.json has no whole number {key}" for key in missing]
+    faults = _wrong_values(state, _STATE, "")
+    if faults:
+        return faults
+    for name, values in _PARTS.items():
+        part = state["parts"].get(name)
+        if isinstance(part, dict):
+            faults += _wrong_values(part, values, f" of {name}")
+        else:
+            faults.append(f"state.json has no {name}")
     if not all(_has(category, {"name": str}) for category in state["categories"]):
         faults.append("categories in state.json are not categories")
     if state["step"] != step:
         faults.append(f"state.json is of step {state['step']}")
+    return faults
+
+
+def _wrong_values(state: Mapping, kinds: Mapping[str, object], of_part: str) -> list[str]:
+    """A sentence for each key that is missing or has a value of another type. of_part: "" or " of sampler"."""
+    faults = []
+    for key, kind in kinds.items():
+        if key not in state:
+            faults.append(f"state.json has no {key}{of_part}")
+        elif not _is(state[key], kind):
+            faults.append(f"{key}{of_part} in state.json is {str(state[key])[:60]!r}")
     return faults
 
 

@@ -59,6 +59,8 @@ class Log:
         log_every: optimizer steps between two rows.
     """
 
+    kept_in_rollback = True
+
     def __init__(self, is_main: bool, meters: str = "epoch_median", steps_per_epoch: int = 1, log_every: int = 10):
         self.is_main, self.kind, self.steps_per_epoch, self.log_every = is_main, meters, steps_per_epoch, log_every
         self.meters, self.averages = make_meters(meters, steps_per_epoch), Averages()

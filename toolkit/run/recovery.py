@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from toolkit.base.distributed import gather_objects, run_on_main, state_from_main, world
 from toolkit.base.errors import StoppedByGuard
 from toolkit.run.checkpoint import Checkpoint, newest_valid
-from toolkit.run.saving import load_weights, save, tensors_of
+from toolkit.run.checkpoint_content import by_storage
+from toolkit.run.saving import load_weights, save
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import Action
 from toolkit.step.nan_report import investigate, rerun_window
@@ -60,18 +61,10 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         t.state_parts = state_in_parts(t)  # not those that were replaced
         t.saved_step = t.log.status["step"] = t.step
         if t.best.step > t.step:  # of weights that are gone, which the loop evaluated by itself
-            _take_back_best(t, checkpoint.state)
+            t.best.load_state_dict(checkpoint.of_part("best"))
         t.plan.schedule.scale = t.guard.lr_scale
         t.set_rates()
     t.log.say(f"guard: {message}\n{action.value}: goes on from step {t.step} with the next data.")
-
-
-def _take_back_best(t, state: Mapping) -> None:
-    """Give the run the best evaluation of the checkpoint with this state; none where that was of another metric."""
-    if state["metric_for_best"] == t.best.metric:
-        t.best.load_state_dict(state)
-    else:
-        t.best.forget()
 
 
 # ---------------------------------------------------------------- the state that updates leave
@@ -82,9 +75,8 @@ def state_of(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tens
 
     in_window: a window is under way, whose forward may have spoiled the buffers; theirs are those before it.
     """
-    averages = t.ema.averages() if t.ema is not None else ()
-    yield from named_state(t.detector, t.guard.watched(in_window), averages, t.optimizer, t.weights)
-    yield from ((("t.extra", name), tensor) for name, tensor in t.extra.tensors())
+    yield from named_state(t.detector, t.guard.watched(in_window), t.optimizer, t.weights)
+    yield from t.parts.tensors()
 
 
 def state_in_parts(t) -> Iterator[Tensor]:
@@ -154,12 +146,12 @@ def keep_start(t) -> None:
     if t.saved_step >= 0:
         t.start = None
     elif t.start is None:
-        state_dicts = tensors_of(t).items()
-        tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in state_dicts}
-        scaler = t.accelerator.scaler
-        state = {"ema": t.ema and t.ema.state_dict(), "scaler": scaler and dict(scaler.state_dict())}
-        extra = copy.deepcopy(t.extra.state_dict())
-        t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state, extra)
+        stored = by_storage(t.parts.undone_in_rollback().state_dict())
+        tensors = {
+            name: {key: tensor.detach().cpu().clone() for key, tensor in named.items()}
+            for name, named in stored.pop("tensors").items()
+        }
+        t.start = Checkpoint(t.folder, t.step, tensors, **copy.deepcopy(stored))
 
 
 def _go_back(t) -> str:

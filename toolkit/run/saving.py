@@ -16,13 +16,15 @@ from toolkit.run.checkpoint import (
     replace_state,
     save_checkpoint,
 )
+from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.settings_file import Change
-from toolkit.step.optim import load_state
+
+WEIGHTS = ("model", "loss_weights", "ema")  # the parts that an evaluation needs
 
 
 def save(t, best: bool = False) -> None:
     """Write `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
-    state = state_of_run(t)
+    content = content_of_run(t)
     t.saved_step = t.step
     if others := t.check.new_others():
         t.log.say(
@@ -30,14 +32,12 @@ def save(t, best: bool = False) -> None:
             't.extra["NAME"] = optimizer in main saves it, and the module likewise'
         )
     with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
-        run_on_main(lambda: _write(t, state, best))
+        run_on_main(lambda: _write(t, content, best))
 
 
-def _write(t, state: dict, best: bool) -> None:
+def _write(t, content: dict, best: bool) -> None:
     _sync_rows(t)
-    content = {"tensors": tensors_of(t), "optimizer": t.optimizer.state_dict(), "state": state}
-    extra = t.extra.state_dict()
-    save_checkpoint(t.folder / "checkpoints", t.step, **content, **_keeping(t, best), kind="run", extra=extra)
+    save_checkpoint(t.folder / "checkpoints", t.step, **content, **_keeping(t, best), kind="run")
 
 
 def _keeping(t, best: bool) -> dict:
@@ -52,17 +52,17 @@ def save_outcome(t, best: bool = False) -> None:
     and the schedule are as the evaluation left them. A checkpoint that somebody has damaged or deleted meanwhile is
     written anew. Every rank raises if that fails.
     """
-    state = state_of_run(t)
+    content = content_of_run(t)
     with waiting_aloud(f"the metric in the checkpoint of step {t.step} in {t.folder}", t.log.say):
-        run_on_main(lambda: _write_outcome(t, state, best))
+        run_on_main(lambda: _write_outcome(t, content, best))
 
 
-def _write_outcome(t, state: dict, best: bool) -> None:
+def _write_outcome(t, content: dict, best: bool) -> None:
     _sync_rows(t)
     try:
-        replace_state(t.folder / "checkpoints", t.step, state, **_keeping(t, best))
+        replace_state(t.folder / "checkpoints", t.step, content["state"], **_keeping(t, best))
     except CheckpointError:
-        _write(t, state, best)  # on a disk that takes nothing this fails too, and says why
+        _write(t, content, best)  # on a disk that takes nothing this fails too, and says why
 
 
 def _sync_rows(t) -> None:
@@ -72,38 +72,22 @@ def _sync_rows(t) -> None:
         fsync_folder(rows)
 
 
-def state_of_run(t) -> dict:
-    """Return everything of a run that a checkpoint keeps as JSON."""
-    scaler = t.accelerator.scaler
+def content_of_run(t) -> dict:
+    """Return everything of a run that a checkpoint keeps, as arguments of `save_checkpoint`."""
+    content = by_storage(t.parts.state_dict())
     table = t.validation.table
     frozen = [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad]
-    return {
+    content["state"] = {
         "step": t.step,
         "categories": [asdict(category) for category in table.categories],
         "predicates": list(table.predicates),
         "attributes": list(table.attributes),
         "infinite": t.infinite,
         "frozen": frozen,
-        "sampler": t.sampler.state_dict(),
-        **t.plan.state_dict(),
-        "scaler": scaler.state_dict() if scaler is not None else None,
-        "ema": t.ema.state_dict() if t.ema is not None else None,
-        "guard": t.guard.state_dict(),
         "data": {name: table.identity for name, table in t.data.items()},
-        "metric_for_best": t.best.metric,
-        **t.best.state_dict(),
-        **t.log.state_dict(),
+        **content["state"],
     }
-
-
-def tensors_of(t) -> dict[str, Mapping[str, Tensor]]:
-    """State dicts of what has weights, by the stem of their file in a checkpoint."""
-    tensors = {"model": t.detector.state_dict()}
-    if t.ema is not None:
-        tensors["ema"] = t.ema.module.state_dict()
-    if any(True for _ in t.weights.parameters()):
-        tensors["loss_weights"] = t.weights.state_dict()
-    return tensors
+    return content
 
 
 def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
@@ -131,14 +115,15 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         load_weights(t, checkpoint)
         if t.eval_only:
             return _load_best(t, checkpoint)
-        notes = _other_data(t, state) + t.sampler.load_state_dict(state["sampler"])
+        sampler_before = checkpoint.of_part("sampler")
+        notes = _other_data(t, state) + t.sampler.load_state_dict(sampler_before)
         if not keep_schedule:
             for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
                 group.update(rates)
         notes += _freeze(t, state["frozen"])
-        notes += t.plan.resume(state, state["sampler"], t.step, keep_schedule)
-        t.guard.load_state_dict(state["guard"])
-        t.log.load_state_dict(state)
+        notes += t.plan.resume(checkpoint.of_part("plan"), sampler_before, t.step, keep_schedule)
+        t.guard.load_state_dict(checkpoint.of_part("guard"))
+        t.log.load_state_dict(checkpoint.of_part("log"))
         t.set_rates()  # those of the checkpoint's optimizer were of the update before
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"cannot be taken up ({type(error).__name__}: {error})"
@@ -212,39 +197,33 @@ def _freeze(t, names: Sequence[str]) -> list[str]:
 
 
 def _load_best(t, checkpoint: Checkpoint) -> list[str]:
-    state, folder = checkpoint.state, t.folder / "checkpoints"
+    saved, folder = checkpoint.of_part("best"), t.folder / "checkpoints"
     in_this_folder = run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve())
     if t.eval_only or in_this_folder:
         t.saved_step = t.step
     if in_this_folder and not t.eval_only:
         run_on_main(lambda: repair_latest(checkpoint.path))
-    if state["metric_for_best"] != t.best.metric:
-        return [f"best metric starts anew: it was {state['metric_for_best']}, now {t.best.metric}"]
-    value, step = state["best"], state["best_step"]
-    t.best.load_state_dict(state)
-    if value is None or t.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
+    if not t.best.load_state_dict(saved):
+        return [f"best metric starts anew: it was {saved['metric']}, now {t.best.metric}"]
+    step = t.best.step
+    if t.best.value is None or t.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
         return []
     t.best.value, t.best.step = None, -1
     return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
 
 
 def load_weights(t, checkpoint: Checkpoint) -> None:
-    """Step, weights, their average and, to train on, optimizer and scaler state of a checkpoint; nothing else."""
+    """Take over the step of a checkpoint and everything that goes back with it, see `toolkit.run.parts`.
+
+    Where `t.eval_only`, weights are all that is taken.
+    """
     t.step = checkpoint.step
-    t.detector.load_state_dict(checkpoint.tensors["model"])
-    if "loss_weights" in checkpoint.tensors:
-        t.weights.load_state_dict(checkpoint.tensors["loss_weights"])
-    if t.ema is not None and "ema" in checkpoint.tensors:
-        t.ema.module.load_state_dict(checkpoint.tensors["ema"])
-        t.ema.load_state_dict(checkpoint.state["ema"])
-    elif t.ema is not None:
-        t.ema.module.load_state_dict(checkpoint.tensors["model"])
+    saved = checkpoint.by_part()
+    if "ema" not in saved:  # a run that begins to average here
+        saved["ema"] = saved["model"]
     if t.eval_only:
-        return
-    load_state(t.optimizer, checkpoint.optimizer)
-    t.extra.load_state_dict(checkpoint.extra)
-    if t.accelerator.scaler is not None and checkpoint.state["scaler"]:
-        t.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])
+        saved = {name: saved[name] for name in WEIGHTS if name in saved}
+    t.parts.undone_in_rollback().load_state_dict(saved)
 
 
 def infinite_buffers(detector) -> list[str]:

@@ -140,7 +140,7 @@ def session(config: Any) -> Iterator[Session]:
             checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder))
             stored = run_on_main(lambda: checkpoint and settings_beside(checkpoint.path, config, options_class)) or {}
             if checkpoint is not None:  # data, augmentation and dropout go on as they began
-                config = replace(config, run=replace(run, seed=checkpoint.state["sampler"]["seed"]))
+                config = replace(config, run=replace(run, seed=checkpoint.of_part("sampler")["seed"]))
             if is_main:
                 announce(accelerator.num_processes, folder, [*messages, *([lock.note] if lock.note else [])])
             if run.deterministic:
@@ -421,7 +421,7 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
         about=About(run.project, run.name, settings, t.best.metric, run.group, job, run.tags, run.notes),
         data=data_facts({"train": table, "val": t.validation.table}),
         is_main=s.is_main,
-        resume_state=checkpoint and checkpoint.state["writer"],
+        resume_state=checkpoint and checkpoint.of_part("log")["writer"],
         eval_only=run.eval_only,
         track_unscaled=run.track_unscaled,
     )
@@ -443,7 +443,7 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     settings["model"] |= {key: value for key, value in used if key in settings["model"] and key not in left}
     if not s.stored:
         return settings, []
-    budget = s.checkpoint.state["budget"]
+    budget = s.checkpoint.of_part("plan")["budget"]
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
     is_measured = budget is None or budget["settled"]
     changed = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
@@ -456,7 +456,8 @@ def _repair_rows(s: Session) -> list[str]:
     """Rows of this folder that the checkpoint counts and that are not there; another folder's are not looked for."""
     if s.checkpoint.path.resolve().parent != (s.folder / "checkpoints").resolve():
         return []
-    return repair_rows(s.folder / "metrics.jsonl", s.checkpoint.state["writer"]["rows"], more=s.config.run.eval_only)
+    rows = s.checkpoint.of_part("log")["writer"]["rows"]
+    return repair_rows(s.folder / "metrics.jsonl", rows, more=s.config.run.eval_only)
 
 
 def _record(s: Session, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:

@@ -26,6 +26,7 @@ from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.checkpoint import Checkpoint
 from toolkit.run.log import Log, training_row
+from toolkit.run.parts import OptimizerPart, Parts
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import (
     broken_state,
@@ -120,6 +121,23 @@ class Training:
             "schedule.max_decays": self.plan.schedule.finished,
         }
         return [setting for setting, is_reached in limits.items() if is_reached]
+
+    @property
+    def parts(self) -> Parts:
+        """Everything that has state of its own and lives along the run, by its name in a checkpoint."""
+        parts = Parts(model=self.detector, loss_weights=self.weights)
+        if self.ema is not None:
+            parts["ema"] = self.ema
+        parts["optimizer"] = OptimizerPart(self.optimizer)
+        parts["extra"] = self.extra
+        if self.accelerator.scaler is not None:
+            parts["scaler"] = self.accelerator.scaler
+        parts["sampler"] = self.sampler
+        parts["plan"] = self.plan
+        parts["guard"] = self.guard
+        parts["log"] = self.log
+        parts["best"] = self.best
+        return parts
 
     @property
     def sampler(self) -> EpochSampler:

@@ -60,13 +60,14 @@ class Extra(UserDict):
         """Names in the checkpoint that the script has not assigned."""
         return sorted(self._saved)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, floating-point tensor) of all states that are to be finite."""
+    def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """(("t.extra", name), floating-point tensor) of all states that are to be finite."""
         for name, value in self.items():
             if isinstance(value, nn.Module):
-                yield from ((f"{name}.{key}", tensor) for key, tensor in value.named_parameters())
+                named = ((f"{name}.{key}", tensor) for key, tensor in value.named_parameters())
             else:
-                yield from _floats(name, value.state_dict() if _has_state(value) else value)
+                named = _floats(name, value.state_dict() if _has_state(value) else value)
+            yield from ((("t.extra", full_name), tensor) for full_name, tensor in named)
 
     def average_gradients(self) -> None:
         """Averages the gradients of the modules over the ranks; a collective. With one process nothing is done."""
