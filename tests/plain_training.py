@@ -10,10 +10,10 @@ from toolkit.base.signals import StopSignals
 from toolkit.data.sampling import EpochSampler
 from toolkit.run.log import Log
 from toolkit.run.plan import Plan
+from toolkit.run.recovery import RunGuard
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation
 from toolkit.run.writer import RunWriter
-from toolkit.step.guard import NanGuard
 from toolkit.step.losses import LossWeights
 
 
@@ -37,7 +37,7 @@ def plain_training(
                 steps_per_epoch=len(batches))  # fmt: skip
     t = Training(
         accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, plan=plan,
-        weights=LossWeights(detector.loss_names, {}, detector.default_weights), guard=NanGuard(), loader=batches,
+        loss_weights=LossWeights(detector.loss_names, {}, detector.default_weights), guard=RunGuard(), loader=batches,
         signals=StopSignals(),
         validation=Validation(table, None, None), folder=folder, seed=0,
         log=Log(True, "epoch_median", len(batches), log_every=1), **options,

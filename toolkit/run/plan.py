@@ -4,14 +4,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from toolkit.data.sampling import EpochSampler, epochs_after, steps_ahead
 from toolkit.models.detector import Detector
 from toolkit.step.freezing import bn_momentum, set_bn_momentum
 from toolkit.step.length import StepBudget
 from toolkit.step.schedules import PlateauSchedule, Schedule
 
-OWN_RATES = """warning: the learning rates that the loop set for an update were gone at the next two. Set them before
+_REMEDY = """Set them before
 every update (docs/change_the_loop.md, recipe 12), or change group["initial_lr"], which stays"""
+OWN_RATES = f"warning: the learning rates that the loop set for an update were gone at the next two. {_REMEDY}"
+LATE_RATES = f"warning: the learning rates that the loop set after an update are gone at the next one. {_REMEDY}"
 
 
 @dataclass
@@ -58,6 +62,7 @@ class Plan:
         self._warned: set[str] = set()
         # Updates since the last one whose rates the script had set itself; None: there was none.
         self._steps_without_own_rates: int | None = None
+        self._rates_of_update: list = []
 
     # ---- learning rates ----------------------------------------------------------------------------------------------
 
@@ -75,8 +80,19 @@ class Plan:
         if self.schedule.is_overwritten:
             self._steps_without_own_rates = 0
 
+    def note_update(self) -> None:
+        """Note the learning rates of an update that was made."""
+        self._rates_of_update = self._number_rates()
+
+    def _number_rates(self) -> list:
+        """The learning rates that are numbers; those that are tensors may lie on a device, and are not read."""
+        rates = [group["lr"] for group in self.schedule.optimizer.param_groups]
+        return [rate for rate in rates if not isinstance(rate, Tensor)]
+
     def check_own_rates(self) -> str:
-        """After an update: a warning where rates that the script had set did not last, else ""."""
+        """After an update: a warning where rates that the script has set do not last, else ""."""
+        if self._number_rates() != self._rates_of_update:
+            return self._once("late rates", LATE_RATES)
         if self._steps_without_own_rates is not None:
             self._steps_without_own_rates += 1
         self.note_own_rates()

@@ -157,8 +157,8 @@ def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     """Raises BadInput, in a few lines and in terms of the settings, where weights or optimizer are of another model."""
     saved = checkpoint.tensors
     faults = _misfits(t.detector.state_dict(), saved["model"])
-    if "loss_weights" in saved or any(True for _ in t.weights.parameters()):
-        faults += _misfits(t.weights.state_dict(), saved.get("loss_weights", {}))
+    if "loss_weights" in saved or any(True for _ in t.loss_weights.parameters()):
+        faults += _misfits(t.loss_weights.state_dict(), saved.get("loss_weights", {}))
     if not faults and not t.eval_only:
         saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
         sizes = [len(group["params"]) for group in t.optimizer.param_groups]

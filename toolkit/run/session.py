@@ -46,6 +46,7 @@ from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of, settings_beside
 from toolkit.run.plan import Plan
 from toolkit.run.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
+from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import load
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
 from toolkit.run.status import FolderLock, RunStatus, run_status
@@ -65,10 +66,9 @@ from toolkit.run.writer import RunWriter
 from toolkit.step.checkpointing import checkpoint_in_place
 from toolkit.step.compiling import be_deterministic, compile_in_place
 from toolkit.step.ema import Ema
-from toolkit.step.guard import NanGuard
 from toolkit.step.length import Pace, StepBudget, is_time, steps_from
 from toolkit.step.losses import LossWeights
-from toolkit.step.memory import probe_memory
+from toolkit.step.memory import naming_the_batch, probe_memory
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
 from toolkit.step.schedules import schedule_of_settings
@@ -81,7 +81,8 @@ class Session:
     config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
     staging: folder that a start writes to until nothing was refused; see `toolkit.run.folder.staging`.
     checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
-    log: that of the training, once it has begun. test_table: data of `eval.test_split`, evaluated when it has ended.
+    t: the training, once it is built. log: that of the training, once it has begun.
+    test_table: data of `eval.test_split`, evaluated when the training has ended.
     """
 
     config: Any
@@ -96,6 +97,7 @@ class Session:
     staging: Path
     measured: dict = field(default_factory=dict)  # at the start; goes into environment.json
     log: Log | None = None
+    t: Training | None = None
     test_table: DetectionTable | None = None
 
     @property
@@ -148,7 +150,8 @@ def session(config: Any) -> Iterator[Session]:
             with staging(folder, run_on_main(lambda: status.begun), is_main) as staged:
                 s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, staged)
                 try:
-                    yield s
+                    with naming_the_batch(lambda: () if s.t is None else s.t.batches_under_way):
+                        yield s
                 except (Preempted, StoppedByGuard, BadInput) as error:
                     if s.log is not None:
                         state = "preempted" if isinstance(error, Preempted) else "failed"
@@ -221,7 +224,7 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     _settle(s, detector)
     c, run, optim = s.config, s.config.run, s.config.optim
     kept = c.eval.max_detections or detector.max_detections
-    ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
+    ema = Ema(detector, optim.ema_decay, optim.ema_warmup)
     checkpoint_in_place(detector, optim.checkpointing, optim.compile)
     compile_in_place(detector, optim.compile)
     one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
@@ -229,15 +232,16 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     model, optimizer = prepare(s.accelerator, detector, optimizer, run.tf32, one_size)
     plan = _plan(c, sampler, optimizer)
     t = Training(
-        accelerator=s.accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer, ema=ema,
+        accelerator=s.accelerator, model=model, detector=detector, loss_weights=weights, optimizer=optimizer, ema=ema,
         plan=plan, loader=loader, pace=_pace(c, plan.steps_per_epoch),
         validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, kept, c.eval.pictures),
-        guard=NanGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
+        guard=RunGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
         best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience),
         log=Log(s.is_main, run.meters, plan.steps_per_epoch, run.log_every), signals=s.signals, folder=s.folder,
         seed=run.seed, max_norm=optim.max_norm, eval_only=run.eval_only,
         data={"training": table, "validation": val_table}, distillation=distillation,
     )  # fmt: skip
+    s.t = t
     if not run.eval_only:
         for warning in plan.warnings_of_length():
             s.say(warning)

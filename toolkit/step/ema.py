@@ -17,7 +17,7 @@ class Ema:
 
     Args:
         model: the unwrapped model (without DDP); it is copied.
-        decay: d.
+        decay: d; 0: there is no average, `module` is None and `update` does nothing.
         warmup: d = min(decay, (1 + n) / (10 + n)) in update n = 0, 1, ..., so that early averages forget the
             initial weights (as in TensorFlow's ExponentialMovingAverage).
 
@@ -26,6 +26,9 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = True):
         self.decay, self.warmup, self.updates = decay, warmup, 0
+        self.module: nn.Module | None = None
+        if not self.is_on:
+            return
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         saved = set(model.state_dict(keep_vars=True))
         parameters = {name for name, _ in model.named_parameters()}
@@ -37,9 +40,20 @@ class Ema:
             averaged = tensor.is_floating_point() and may_be_averaged
             (self._averaged if averaged else self._copied.setdefault(tensor.dtype, [])).append(name)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is an average."""
+        return self.decay > 0
+
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Updates the averages after an optimizer step; call it only for updates that the guard accepted."""
+    def update(self, model: nn.Module | None = None) -> None:
+        """Update the averages after an optimizer step; call it only for updates that the guard accepted.
+
+        model: None: the one that the average began with.
+        """
+        if not self.is_on:
+            return
+        model = self._model if model is None else model
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         if model is not self._model:
             self._model, self._source = model, _slots(model)
