@@ -48,22 +48,20 @@ def test_an_optimizer_that_nobody_registered_is_noted_once():
 
 
 def whole_window(check: LoopCheck, counts: dict[str, int], optimizer: torch.optim.Optimizer, updates: int = 1) -> None:
-    check.begin(2)
+    check.begin(0, 2)
     for group in optimizer.param_groups:
         group["params"][0].grad = torch.ones(1)
-    counts["snapshot"] += 1
-    check.done.update({"add": 2, "norm": 1, "accepts": 1})
+    check.done.update({"backward": 2, "reduce": 1, "accepts": 1})
     for _ in range(updates):
         optimizer.step()
-    counts["step"] += 1
-    check.done.update({"note_step": 1, "evaluate_and_save": 1})
+    counts["meters"] += 1
 
 
 def checked(kind: type[torch.optim.Optimizer]) -> tuple[LoopCheck, dict[str, int], torch.optim.Optimizer]:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # from here on PyTorch's class calls the hooks itself
-    optimizer, counts = kind([nn.Parameter(torch.zeros(1))], lr=0.1), {"snapshot": 0, "step": 0}
+    optimizer, counts = kind([nn.Parameter(torch.zeros(1))], lr=0.1), {"meters": 0}
     check = LoopCheck(lambda: dict(counts))
-    check.watch(optimizer)
+    check.watch(optimizer, lambda: None)
     return check, counts, optimizer
 
 
@@ -82,13 +80,14 @@ def test_an_update_counts_once_whatever_it_calls(kind):
 
 def test_an_update_that_failed_is_forgotten():
     check, counts, optimizer = checked(torch.optim.SGD)
-    check.begin(2)
+    check.begin(0, 2)
     for _ in range(2):
         with pytest.raises(BadInput, match="comes too early"):
             optimizer.step()
-        check.begin(2)
+        check.begin(0, 2)
+    assert not check.was_refused
     check.refused()
-    assert check.end()
+    assert check.was_refused
     whole_window(check, counts, optimizer)
     assert check.end()
 
@@ -245,7 +244,7 @@ def test_rates_that_last_for_one_update_are_said_after_a_resume_too(tmp_path, ca
     once = (UPDATE, BY_HAND.format(condition="t.step == 4") + UPDATE)
     run_changed(training(tmp_path / "first", save_every=1, keep=9), once)
     assert f"step 7: {RATES_ARE_GONE}" in capsys.readouterr().out
-    for step, is_said in ((3, 7), (4, 6), (5, 7), (6, 7), (7, None)):
+    for step, is_said in ((3, 7), (4, 7), (5, 7), (6, 7), (7, None)):
         again = training(tmp_path / str(step))
         load(again, load_checkpoint(tmp_path / "first" / "checkpoints" / f"step_{step:06d}"))
         again.loader = again.loader[again.sampler.next_batch :]

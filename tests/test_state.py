@@ -105,6 +105,7 @@ def test_under_a_scaler_training_tells_them_apart(tmp_path, entry, action):
     t = make_training(tmp_path, "stop", scaler)
     t.guard.snapshot(t.detector)
     t.detector.weight.grad = torch.tensor(entry)
+    scaler.scale(torch.ones(()))  # as a backward pass does
     updates = []
     t.optimizer.step = lambda: updates.append(t.detector.weight.grad.item())
     if action is Action.STOP:
@@ -365,8 +366,7 @@ def between_ranks():
     t = make_training(Path(tempfile.mkdtemp()), signals=QUIET)
     t.loss_weights = LossWeights(["a"], {"a": "learned"}, {"a": 1.0})
     t.loss_weights.log_variances["a"].grad = torch.tensor(float(rank))
-    t.accelerator.unscale_gradients = lambda: None
-    sums_of(t)
+    TrainingWindow(t, []).reduce()
     t.detector.norm = nn.BatchNorm1d(2)
     t.detector.norm.running_mean.fill_(1.0 + rank)  # each rank gathered its own
     t.ema = Ema(t.detector, 0.9)

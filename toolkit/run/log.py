@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -113,8 +114,8 @@ class Log:
         total_steps: int,
         epoch: int,
         row: Mapping[str, float],
-        noted: Mapping[str, float],
         images: int,
+        noted: Mapping[str, float] = MappingProxyType({}),
         ends_epoch: bool = False,
     ) -> None:
         """After an update over `images` images of all ranks: averages, bar, and when it is time a row and a line.

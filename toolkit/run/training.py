@@ -296,7 +296,7 @@ class Training:
         noted = self._noted(window)
         row = training_row(window.reduced, window.totals, self.optimizer.param_groups, noted)
         epoch, total_steps = self.sampler.epoch, self.plan.total_steps
-        self.log.note_step(self.step, total_steps, epoch, row, noted, images, ends_epoch=self.epoch_is_over)
+        self.log.note_step(self.step, total_steps, epoch, row, images, noted, ends_epoch=self.epoch_is_over)
         notes = self.plan.note_step(self.step, window.totals["time_s"])
         self.log.set_length(self.plan.total_steps, notes)
         if self.epoch_is_over or self.step >= self.plan.total_steps:

@@ -24,7 +24,7 @@ class Extra(UserDict):
     What is assigned for the first time takes up its state of the checkpoint that the run goes on from; a module of a
     fresh run gets that of the first process. Modules go to the device; optimizers are prepared by Accelerate, so use
     `t.extra["critic_optimizer"]`. Gradients of the modules are averaged over the ranks with those of the detector, in
-    `t.unscaled_gradient_norm()`; made later, by `t.extra.average_gradients()`.
+    `window.reduce()`; made later, by `t.extra.average_gradients()`.
     """
 
     def __init__(self, accelerator: Accelerator):
