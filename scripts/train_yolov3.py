@@ -51,37 +51,23 @@ class Config:
 
 def train_one_epoch(t: "Training") -> dict[str, float]:
     """Train to the end of the epoch, or of the run, and return the epoch's averages. See docs/design.md."""
-    from torch.nn.utils import clip_grads_with_norm_  # here, as in main: seconds of imports
-
-    from toolkit.base.distributed import reduce_dict
-    from toolkit.step.memory import naming_the_batch
-
     t.model.train()
-    for window in t.windows():  # the micro-batches of one optimizer step
-        t.guard.snapshot(t.detector)
-        with naming_the_batch(window):
-            for batch, denominators in t.micro_batches(window):
-                with t.accelerator.autocast():
-                    outputs = t.model(batch.images, batch.sizes, batch.targets)
-                losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32
-                weighted = t.weigh(losses)
-                t.accelerator.backward(weighted.total)
-                t.add(weighted, metrics)
+    for window in t.windows():  # the micro-batches of one update; what is due after it is saved and evaluated
+        for batch in window:  # on the device, its random numbers seeded
+            with window.autocast():
+                outputs = t.model(batch.images, batch.sizes, batch.targets)
+            losses, metrics = t.detector.criterion(outputs, batch.targets, window.denominators)  # in float32
+            weighted = t.loss_weights(losses)
+            window.backward(weighted, metrics)
 
-        # One collective and one host read for all that the step must know; then every rank decides alike.
-        grad_norm = t.unscaled_gradient_norm()
-        reduced = reduce_dict(*t.sums(grad_norm))
-        if not t.accepts(window, reduced):  # the guard: reported and recovered
+        reduced = window.reduce()  # `reduce_dict`: one collective and one host read for the whole step
+        if not t.guard.accepts(window, reduced):  # the NaN guard, on every rank alike: reported and undone
             continue
 
-        if t.max_norm:
-            clip_grads_with_norm_(t.trained_parameters, t.max_norm, grad_norm)
+        window.clip(t.max_norm)
         t.optimizer.step()
-        t.step += 1
-        t.note_step(window, reduced)  # meters, rows, and the rates of the next step
-        if t.ema is not None:
-            t.ema.update(t.detector)
-        t.evaluate_and_save(reduced["signal"])
+        t.ema.update()
+        t.meters.update(reduced)
     return t.end_epoch()
 
 

@@ -9,16 +9,18 @@ from torch import nn
 from toolkit.base.signals import StopSignals
 from toolkit.data.sampling import EpochSampler
 from toolkit.run.log import Log
+from toolkit.run.plan import Plan
+from toolkit.run.recovery import RunGuard
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation
 from toolkit.run.writer import RunWriter
-from toolkit.step.guard import NanGuard
 from toolkit.step.losses import LossWeights
 
 
 def plain_training(
-    detector, batches: list, optimizer, make_schedule, folder: Path, *, total_steps: int, scaler=None, **options
-):
+    detector, batches: list, optimizer, make_schedule, folder: Path, *, total_steps: int, scaler=None,
+    accumulation_steps: int = 1, **options,
+):  # fmt: skip
     """One process on the CPU, every step logged, nothing evaluated or saved.
 
     batches: of an epoch, all of one size but the last. make_schedule: takes the prepared optimizer. scaler: of fp16,
@@ -30,12 +32,15 @@ def plain_training(
         accelerator.unscale_gradients = lambda: scaler.unscale_(optimizer.optimizer)
     table = SimpleNamespace(categories=(), class_names=[], predicates=(), attributes=())
     model, optimizer = accelerator.prepare(detector, optimizer)
+    sampler = EpochSampler(sum(map(len, batches)), len(batches[0]), shuffle=False)
+    plan = Plan(sampler, make_schedule(optimizer), total_steps, accumulation_steps=accumulation_steps,
+                steps_per_epoch=len(batches))  # fmt: skip
     t = Training(
-        accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, schedule=make_schedule(optimizer),
-        weights=LossWeights(detector.loss_names, {}, detector.default_weights), guard=NanGuard(), loader=batches,
-        sampler=EpochSampler(sum(map(len, batches)), len(batches[0]), shuffle=False), signals=StopSignals(),
+        accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, plan=plan,
+        loss_weights=LossWeights(detector.loss_names, {}, detector.default_weights), guard=RunGuard(), loader=batches,
+        signals=StopSignals(),
         validation=Validation(table, None, None), folder=folder, seed=0,
-        total_steps=total_steps, log=Log(True, "epoch_median", len(batches), log_every=1), **options,
+        log=Log(True, "epoch_median", len(batches), log_every=1), **options,
     )  # fmt: skip
     t.log.start(RunWriter(folder), {}, 0, total_steps)
     return t

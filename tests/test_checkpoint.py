@@ -207,13 +207,17 @@ def test_links_are_text_files_where_links_are_not_possible(tmp_path, monkeypatch
         assert linked(tmp_path, "best") is None
 
 
-RUN_STATE = {
-    "limit": "run.epochs", "step": 1, "categories": [{"id": 1, "name": "a"}], "total_steps": 9, "scaler": None,
+PARTS = {
+    "ema": {"updates made": 1}, "guard": {},
     "sampler": {"seed": 0, "epoch": 0, "offset": 4, "world_size": 1, "batch_size": 4, "num_samples": 8},
-    "schedule": {}, "metric_for_best": "bbox_AP", "best": None, "best_step": -1, "evaluations_without_better": 0,
-    "evaluated_step": -1, "meters": {}, "elapsed_s": 1.5, "writer": {"rows": 1, "run_ids": {}}, "ema": {"updates": 1},
-    "infinite": ["mask"], "accumulation": [1, 0], "recut": 0, "averages": {}, "epoch_s": 0.5, "epoch_steps": 1,
-    "guard": {}, "budget": None, "logged_epoch": -1, "logged_steps": -1, "frozen": [], "has_notes": False,
+    "plan": {"total_steps": 9, "limit": "run.epochs", "accumulation": [1, 0], "recut": 0, "schedule": {},
+             "budget": None},
+    "log": {"meters": {}, "averages": {}, "elapsed_s": 1.5, "epoch_s": 0.5, "epoch_steps": 1, "logged_epoch": -1,
+            "logged_steps": -1, "has_notes": False, "writer": {"rows": 1, "run_ids": {}}},
+    "best": {"metric": "bbox_AP", "value": None, "step": -1, "without_better": 0, "evaluated_step": -1},
+}  # fmt: skip
+RUN_STATE = {
+    "step": 1, "categories": [{"id": 1, "name": "a"}], "infinite": ["mask"], "frozen": [], "parts": PARTS
 }  # fmt: skip
 
 
@@ -251,6 +255,10 @@ def plant_state(**changes):
     return lambda folder: plant(folder, "state.json", json.dumps(RUN_STATE | {"step": 2} | changes))
 
 
+def plant_part(name: str, **changes):
+    return plant_state(parts=PARTS | {name: PARTS[name] | changes})
+
+
 NESTED = '{"a":' * 100_000 + "0" + "}" * 100_000
 NO_OPTIMIZER = io.BytesIO()
 torch.save([], NO_OPTIMIZER)
@@ -274,8 +282,9 @@ BREAKAGES = {
     "empty state": (lambda f: plant(f, "state.json", "{}"), "state.json has no categories"),
     "state no mapping": (lambda f: plant(f, "state.json", "[]"), "state.json is no mapping"),
     "another step": (plant_state(step=7), "state.json is of step 7"),
-    "truth for a number": (plant_state(recut=True), "recut in state.json is 'True'"),
-    "sampler": (plant_state(sampler={}), "state.json has no sampler.seed"),
+    "truth for a number": (plant_part("plan", recut=True), "parts.plan.recut in state.json is 'True'"),
+    "sampler": (plant_state(parts=PARTS | {"sampler": {}}), "state.json has no parts.sampler.seed"),
+    "no part": (plant_state(parts=PARTS | {"guard": 1}), "parts.guard in state.json is '1'; expected a mapping"),
     "categories": (plant_state(categories=[{"id": 1, "name": 1}]), "categories.0.name in state.json is '1'; expected"),
     "no id": (plant_state(categories=[{"name": "a"}]), "state.json has no categories.0.id"),
     "unknown kind": (lambda f: edit_manifest(f, kind="walk"), "MANIFEST.json is not what this"),
@@ -289,18 +298,28 @@ BREAKAGES = {
 
 
 METER = {"fmt": "{value:.4f}", "window_size": 20, "window": [1.0, math.nan], "total": 3.0, "count": 2}
-FULL_STATE = RUN_STATE | {
-    "sampler": RUN_STATE["sampler"] | {"layout": [[0, 1, 4]], "sizes": "None"},
-    "schedule": {"name": "step", "total_steps": 9, "scale": 1.0, "clock": [0, 0, 1.0],
-                 "options": {"every": 1, "gamma": 0.1, "step_size": 2, "milestones": [3], "warmup_method": "linear"}},
-    "guard": {"skips": 0, "calibrations": 0, "rollbacks": 0}, "meters": {"loss": METER}, "averages": {"loss": [1.5, 2]},
-    "data": {"training": {"fingerprint": "a", "file": "b", "images": 8, "boxes": 9}}, "frozen": ["w"],
+FULL_PARTS = {
+    "ema": {"updates made": 1}, "guard": {"skips": 0, "calibrations": 0, "rollbacks": 0},
     "scaler": {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
-    "budget": {"total_steps": None, "steps": 1, "elapsed_s": 0.5, "measured_s": [0.1], "settled": False},
-    "predicates": ["on"], "attributes": [], "without_own_rates": None, "best": 0.5,
+    "sampler": PARTS["sampler"] | {"layout": [[0, 1, 4]], "sizes": "None"},
+    "plan": PARTS["plan"] | {
+        "schedule": {
+            "name": "step", "total_steps": 9, "scale": 1.0, "clock": [0, 0, 1.0],
+            "options": {"every": 1, "gamma": 0.1, "step_size": 2, "milestones": [3], "warmup_method": "linear"},
+        },
+        "budget": {"total_steps": None, "steps": 1, "elapsed_s": 0.5, "measured_s": [0.1], "settled": False},
+        "without_own_rates": None,
+    },
+    "log": PARTS["log"] | {"meters": {"loss": METER}, "averages": {"loss": [1.5, 2]}},
+    "best": PARTS["best"] | {"value": 0.5},
 }  # fmt: skip
-NULLABLE = {"best", "budget", "ema", "scaler", "without_own_rates", "schedule.total_steps", "budget.total_steps",
-               "budget.steps", "budget.elapsed_s", "meters.loss.window_size"}  # fmt: skip
+FULL_STATE = RUN_STATE | {
+    "parts": FULL_PARTS, "predicates": ["on"], "attributes": [], "frozen": ["w"],
+    "data": {"training": {"fingerprint": "a", "file": "b", "images": 8, "boxes": 9}},
+}  # fmt: skip
+NULLABLE = {"parts.best.value", "parts.plan.budget", "parts.plan.without_own_rates", "parts.plan.schedule.total_steps",
+            "parts.plan.budget.total_steps", "parts.plan.budget.steps", "parts.plan.budget.elapsed_s",
+            "parts.log.meters.loss.window_size"}  # fmt: skip
 
 
 def places_of(tree, keys=()):
@@ -342,8 +361,9 @@ def test_words_and_numbers_that_would_be_another_schedule_are_named():
     changes = {("name",): "stairs", ("scale",): math.nan, ("options", "warmup_method"): "none", ("clock", 2): math.inf,
                ("options", "gamma"): math.nan, ("options", "step_size"): -2, ("options", "every"): 0}  # fmt: skip
     for keys, value in changes.items():
-        (fault,) = faults_of(replaced(FULL_STATE, ("schedule", *keys), value), RUN_STATE_KINDS)
-        assert ".".join(map(str, ("schedule", *keys))) in fault and "; expected " in fault
+        place = ("parts", "plan", "schedule", *keys)
+        (fault,) = faults_of(replaced(FULL_STATE, place, value), RUN_STATE_KINDS)
+        assert ".".join(map(str, place)) in fault and "; expected " in fault
 
 
 def test_a_checkpoint_that_is_not_of_a_run_is_refused_where_a_run_is_asked_for(tmp_path):

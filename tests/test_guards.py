@@ -17,7 +17,8 @@ from toolkit.step import nan_report
 from toolkit.step.gradients import gradient_norm
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.losses import LossWeights, window_denominators
-from toolkit.step.nan_report import diagnose, investigate, load_report, replay, rerun_window, write_report
+from toolkit.step.nan_report import diagnose, investigate, load_report, replay, write_report
+from toolkit.step.window import Window
 from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf
@@ -98,7 +99,7 @@ def test_a_broken_window_leaves_nothing_but_a_report_that_runs_again(tmp_path, k
     detector.poison.kind = None if kind == "input" else kind
     given = window_denominators([detector.denominators(b.targets) for b in batches], "cpu")
     where = {"step": 3, "seed": 5, "rank": 0}
-    run_again = partial(rerun_window, detector, weights, batches, given, **where)
+    run_again = partial(Window(batches, given, **where).run_again, detector, weights)
     losses = {name: float(sum(losses[name] for losses in run_again())) for name in detector.loss_names}
     norm, finite = float(gradient_norm(detector.parameters())), float(guard.buffers_finite())
     assert guard.decide(3, losses, norm, buffers_finite=finite) is Action.SKIP

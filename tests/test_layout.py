@@ -26,8 +26,8 @@ def test_a_training_script_is_its_loop():
         assert epoch.end_lineno - epoch.lineno < 40 and main.end_lineno - main.lineno < 25
         assert "accelerate launch scripts/" in ast.get_docstring(tree), "opens with the commands that run it"
         calls = [(node.lineno, ast.unparse(node.func)) for node in ast.walk(epoch) if isinstance(node, ast.Call)]
-        order = ["t.guard.snapshot", "t.model", "t.detector.criterion", "t.weigh", "t.accelerator.backward"]
-        order += ["reduce_dict", "t.accepts", "t.optimizer.step", "t.note_step", "t.ema.update", "t.evaluate_and_save"]
+        order = ["t.windows", "t.model", "t.detector.criterion", "t.loss_weights", "window.reduce", "t.guard.accepts"]
+        order += ["window.clip", "t.optimizer.step", "t.ema.update", "t.meters.update"]
         assert [name for _, name in sorted(calls) if name in order] == order
         assert not {name for _, name in calls} & {"print", "exec", "eval"}
 
@@ -46,7 +46,7 @@ CORE = {
 }
 # The modules of `run` that the loop is made of, each of which may import those before it. The others keep the files and
 # processes of a run, and import none of these.
-LOOP = ["command_line", "log", "saving", "recovery", "validation", "training", "session"]
+LOOP = ["command_line", "log", "saving", "window", "recovery", "validation", "training", "session"]
 # Detectors that are built on others, and tools whose subject is one family of detectors.
 FAMILIES = {
     "detectors.scene_graphs": {"detectors.detr", "detectors.faster_rcnn"},

@@ -48,22 +48,20 @@ def test_an_optimizer_that_nobody_registered_is_noted_once():
 
 
 def whole_window(check: LoopCheck, counts: dict[str, int], optimizer: torch.optim.Optimizer, updates: int = 1) -> None:
-    check.begin(2)
+    check.begin(0, 2)
     for group in optimizer.param_groups:
         group["params"][0].grad = torch.ones(1)
-    counts["snapshot"] += 1
-    check.done.update({"add": 2, "norm": 1, "accepts": 1})
+    check.done.update({"backward": 2, "reduce": 1, "accepts": 1})
     for _ in range(updates):
         optimizer.step()
-    counts["step"] += 1
-    check.done.update({"note_step": 1, "evaluate_and_save": 1})
+    counts["meters"] += 1
 
 
 def checked(kind: type[torch.optim.Optimizer]) -> tuple[LoopCheck, dict[str, int], torch.optim.Optimizer]:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # from here on PyTorch's class calls the hooks itself
-    optimizer, counts = kind([nn.Parameter(torch.zeros(1))], lr=0.1), {"snapshot": 0, "step": 0}
+    optimizer, counts = kind([nn.Parameter(torch.zeros(1))], lr=0.1), {"meters": 0}
     check = LoopCheck(lambda: dict(counts))
-    check.watch(optimizer)
+    check.watch(optimizer, lambda: None)
     return check, counts, optimizer
 
 
@@ -82,13 +80,14 @@ def test_an_update_counts_once_whatever_it_calls(kind):
 
 def test_an_update_that_failed_is_forgotten():
     check, counts, optimizer = checked(torch.optim.SGD)
-    check.begin(2)
+    check.begin(0, 2)
     for _ in range(2):
         with pytest.raises(BadInput, match="comes too early"):
             optimizer.step()
-        check.begin(2)
+        check.begin(0, 2)
+    assert not check.was_refused
     check.refused()
-    assert check.end()
+    assert check.was_refused
     whole_window(check, counts, optimizer)
     assert check.end()
 
@@ -118,7 +117,7 @@ def test_state_of_ones_own_is_restored_to_the_bit():
     for (name, one), (other, two) in zip(first.tensors(), second.tensors(), strict=True):
         assert name == other and torch.equal(one, two)
     assert second["optimizer"].param_groups[0]["lr"] == 0.5
-    names = [name for name, _ in first.tensors()]
+    names = [name for (_, name), _ in first.tensors()]
     assert {"critic.weight", "best.boxes.0"} <= set(names) and any("exp_avg" in name for name in names)
 
 
@@ -150,22 +149,20 @@ class Toy(base.Detector):
 
 
 TRAIN = "    t.model.train()\n"
-SNAPSHOT = "        t.guard.snapshot(t.detector)\n"
-MICRO = "            for batch, denominators in t.micro_batches(window):\n"
+MICRO = "        for batch in window:  # on the device, its random numbers seeded\n"
 UPDATE = "        t.optimizer.step()\n"
-SAVE = '        t.evaluate_and_save(reduced["signal"])\n'
+END = "        t.meters.update(reduced)\n"
 
 
-def training(folder, scaler=None, make_schedule=Schedule, **pace):
+def training(folder, scaler=None, make_schedule=Schedule, accumulation_steps=1, **pace):
     folder.mkdir(exist_ok=True)
     batches = [Batch(torch.full((1, 3, 4, 4), 10 * i, dtype=torch.uint8), torch.tensor([[4, 4]]),
                      [{"image_id": i, "labels": torch.zeros(2, dtype=torch.int64)}]) for i in range(1, 9)]  # fmt: skip
     toy = Toy()
     optimizer = torch.optim.SGD([{"params": [toy.weight], "name": "main"}], lr=1e-3)
-    steps = len(batches) // pace.get("accumulation_steps", 1)
-    return plain_training(
-        toy, batches, optimizer, make_schedule, folder, total_steps=steps, scaler=scaler, pace=Pace(**pace)
-    )
+    steps = len(batches) // accumulation_steps
+    return plain_training(toy, batches, optimizer, make_schedule, folder, total_steps=steps, scaler=scaler,
+                          accumulation_steps=accumulation_steps, pace=Pace(**pace))  # fmt: skip
 
 
 def evaluate_to(t, value: float) -> None:
@@ -192,14 +189,14 @@ def run_changed(t, *hunks: tuple[str, str], epochs: int = 1):
 FIRST_STEP = {
     "another optimizer": ((TRAIN, TRAIN + "    t.optimizer = torch.optim.SGD(t.trained_parameters, lr=1.0)\n"),
                           "t.optimizer is a SGD, not the optimizer that session.training made"),
-    "a group more": ((SNAPSHOT, SNAPSHOT + "        t.optimizer.param_groups.append(t.optimizer.param_groups[0])\n"),
+    "a group more": ((MICRO, "        t.optimizer.param_groups.append(t.optimizer.param_groups[0])\n" + MICRO),
                      "t.optimizer has 2 groups, session.training made 1"),
     "a closure": ((UPDATE, "        t.optimizer.step(lambda: None)\n"), "gradients that come after the guard"),
     "no gradients": ((UPDATE, "        t.optimizer.zero_grad()\n" + UPDATE), "the update has no gradients"),
-    "gradients lost": ((MICRO, MICRO + " " * 16 + "t.optimizer.zero_grad()\n"),
+    "gradients lost": ((MICRO, MICRO + " " * 12 + "t.optimizer.zero_grad()\n"),
                        "gradients of earlier micro-batches are gone"),
-    "boxes dropped": ((MICRO, MICRO + " " * 16 + 'batch.targets[0]["labels"] = torch.zeros(0)\n'),
-                      "boxes were changed inside of t.micro_batches"),
+    "boxes dropped": ((MICRO, MICRO + " " * 12 + 'batch.targets[0]["labels"] = torch.zeros(0)\n'),
+                      "boxes were changed inside of `for batch in window`"),
     "evaluation mode": ((TRAIN, "    t.model.eval()\n"), "the detector is in evaluation mode; call t.model.train()"),
 }  # fmt: skip
 
@@ -212,7 +209,8 @@ def test_what_would_train_wrongly_is_refused(name, tmp_path):
 
 
 def test_a_part_of_a_window_is_trained_on_as_a_window_in_evaluation_mode_on_purpose(tmp_path):
-    t, half = training(tmp_path / "half", accumulation_steps=2), (MICRO, "            window = window[:1]\n" + MICRO)
+    t = training(tmp_path / "half", accumulation_steps=2)
+    half = (MICRO, "        window.batches = window.batches[:1]\n" + MICRO)
     t.without("train")
     run_changed(t, half, (TRAIN, "    t.model.eval()\n"))
     assert t.step == 4
@@ -224,7 +222,7 @@ def test_draws_before_the_micro_batches_are_functions_of_the_step(tmp_path):
     drawn = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        draws = (MICRO, "            drawn.append(torch.rand(()).item())\n" + MICRO)
+        draws = (MICRO, "        drawn.append(torch.rand(()).item())\n" + MICRO)
         drawn.append(run_changed(training(tmp_path / str(seed)), draws))
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 8
 
@@ -238,15 +236,15 @@ RATES_ARE_GONE = "warning: the learning rates that the loop set"
 )
 def test_rates_that_last_for_one_update_are_said(tmp_path, capsys, condition, said):
     """A schedule of the loop's own may meet ours at a step: it is not gone."""
-    run_changed(training(tmp_path), (SAVE, BY_HAND.format(condition=condition) + SAVE))
+    run_changed(training(tmp_path), (UPDATE, BY_HAND.format(condition=condition) + UPDATE))
     assert (f"step 7: {RATES_ARE_GONE}" in capsys.readouterr().out) == said
 
 
 def test_rates_that_last_for_one_update_are_said_after_a_resume_too(tmp_path, capsys):
-    once = (SAVE, BY_HAND.format(condition="t.step == 4") + SAVE)
+    once = (UPDATE, BY_HAND.format(condition="t.step == 4") + UPDATE)
     run_changed(training(tmp_path / "first", save_every=1, keep=9), once)
     assert f"step 7: {RATES_ARE_GONE}" in capsys.readouterr().out
-    for step, is_said in ((3, 7), (4, 6), (5, 7), (6, 7), (7, None)):
+    for step, is_said in ((3, 7), (4, 7), (5, 7), (6, 7), (7, None)):
         again = training(tmp_path / str(step))
         load(again, load_checkpoint(tmp_path / "first" / "checkpoints" / f"step_{step:06d}"))
         again.loader = again.loader[again.sampler.next_batch :]
@@ -254,6 +252,14 @@ def test_rates_that_last_for_one_update_are_said_after_a_resume_too(tmp_path, ca
         said = capsys.readouterr().out
         assert RATES_ARE_GONE in said if is_said else RATES_ARE_GONE not in said
         assert is_said is None or f"step {is_said}: {RATES_ARE_GONE}" in said
+
+
+def test_rates_that_are_set_after_an_update_are_said(tmp_path, capsys):
+    """As the scheduler's step of a plain loop: nothing would be left of them at the next update."""
+    run_changed(training(tmp_path), (UPDATE, UPDATE + BY_HAND.format(condition="True")))
+    said = capsys.readouterr().out
+    assert said.count("step 1: warning: the learning rates that the loop set after an update are gone") == 1
+    assert RATES_ARE_GONE + " for an" not in said
 
 
 def schedules(name: str):
@@ -282,7 +288,7 @@ def test_a_loop_that_sets_no_rates_is_not_said_to_set_some(tmp_path, capsys, nam
         again = training(tmp_path / f"from_{path.name}", make_schedule=schedules(name), **pace)
         evaluate_to(again, 0.5)
         load(again, load_checkpoint(path), keep_schedule)
-        again.total_steps = again.step + 2
+        again.plan.total_steps = again.step + 2
         again.loader = again.loader[again.sampler.next_batch :]
         run_changed(again)
     assert RATES_ARE_GONE not in capsys.readouterr().out
@@ -302,10 +308,10 @@ def test_every_row_of_training_has_the_norms_of_the_groups_and_no_average_has_th
 
 
 ENDINGS = {
-    "early stopping": SAVE,
-    "max_decays": SAVE,
-    "an evaluation of the loop's own": "        t.best.without_better = t.step - 3\n" + SAVE,
-    "the script": "        if t.step == 5:\n            return {}\n" + SAVE,
+    "early stopping": END,
+    "max_decays": END,
+    "an evaluation of the loop's own": END + "        t.best.without_better = t.step - 3\n",
+    "the script": END + "        if t.step == 5:\n            return {}\n",
 }
 
 
@@ -315,12 +321,10 @@ def test_the_averages_of_an_epoch_are_a_row_whatever_ends_the_run_inside_it(tmp_
     t = training(tmp_path, make_schedule=kind, eval_every=1 if ending in ("early stopping", "max_decays") else 0)
     evaluate_to(t, 0.5)
     if ending == "max_decays":
-        t.schedule.options["max_decays"] = 4  # the first evaluation is better, the four after it are not
+        t.plan.schedule.options["max_decays"] = 4  # the first evaluation is better, the four after it are not
     elif ending != "the script":
         t.best.patience = 4 if ending == "early stopping" else 2
-    if ending == "the script":
-        t.without("evaluate_and_save")
-    run_changed(t, (SAVE, ENDINGS[ending]))
+    run_changed(t, (END, ENDINGS[ending]))
     assert t.step == 5 and not t.epoch_is_over
     finish(t)
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "epoch/loss" in row]
@@ -331,7 +335,7 @@ def test_the_averages_of_an_epoch_are_a_row_whatever_ends_the_run_inside_it(tmp_
     assert len([row for row in read_metrics(tmp_path / "metrics.jsonl") if "epoch/loss" in row]) == 1
 
 
-NORM = "        grad_norm = t.unscaled_gradient_norm()\n"
+REDUCE = "        reduced = window.reduce()  # `reduce_dict`: one collective and one host read for the whole step\n"
 BREAKS = """        if t.{counter} == {at} and not t.log.status.get("broke"):
             t.log.status["broke"] = True
             {how}
@@ -339,13 +343,15 @@ BREAKS = """        if t.{counter} == {at} and not t.log.status.get("broke"):
 SPOIL = "t.detector.weight.data.fill_(float('inf'))"
 # Where a fault is found -> the pace of the run, and the lines that make it.
 PLACES = {
-    "before an update": ({}, (NORM, BREAKS.format(counter="step", at=1, how="t._sums['loss'] *= float('nan')") + NORM)),
-    "in the next window": ({}, (SAVE, SAVE + BREAKS.format(counter="step", at=2, how=SPOIL))),
-    "where a save is due": ({"save_every": 1}, (SAVE, BREAKS.format(counter="step", at=2, how=SPOIL) + SAVE)),
-    "where an evaluation is due": ({"eval_every": 1}, (SAVE, BREAKS.format(counter="step", at=2, how=SPOIL) + SAVE)),
-    "in the last evaluation": ({"save_every": 2}, (SAVE, BREAKS.format(counter="step", at=4, how=SPOIL) + SAVE)),
+    "before an update": (
+        {}, (REDUCE, BREAKS.format(counter="step", at=1, how="window.sums['loss'] *= float('nan')") + REDUCE)
+    ),
+    "in the next window": ({}, (MICRO, BREAKS.format(counter="step", at=2, how=SPOIL) + MICRO)),
+    "where a save is due": ({"save_every": 1}, (END, END + BREAKS.format(counter="step", at=2, how=SPOIL))),
+    "where an evaluation is due": ({"eval_every": 1}, (END, END + BREAKS.format(counter="step", at=2, how=SPOIL))),
+    "in the last evaluation": ({"save_every": 2}, (END, END + BREAKS.format(counter="step", at=4, how=SPOIL))),
     "in an evaluation of the loop's own": (
-        {}, (SAVE, BREAKS.format(counter="step", at=2, how=f"{SPOIL}; t.best.value = t.best.step = 2") + SAVE)
+        {}, (END, END + BREAKS.format(counter="step", at=2, how=f"{SPOIL}; t.best.value = t.best.step = 2"))
     ),
 }  # fmt: skip
 
@@ -354,7 +360,7 @@ def breaking(folder, policy: str, place: str, with_ema: bool, scaler, accumulati
     """A training of four updates on accumulated windows, one of which breaks, and the hunk that breaks it."""
     pace, hunk = PLACES[place]
     t = training(folder, scaler, accumulation_steps=accumulation_steps, **pace)
-    t.guard.policy, t.total_steps = policy, 4
+    t.guard.policy, t.plan.total_steps = policy, 4
     t.guard.lr_factor = 0.5
     if with_ema:
         t.ema = Ema(t.detector, 0.9)
@@ -388,15 +394,15 @@ def test_the_policy_is_followed_wherever_a_fault_is_found(
     assert passed_over == [] and (saved is None or saved.tensors["model"]["weight"].isfinite().all())
     if goes_on:
         best = load_checkpoint(tmp_path / "checkpoints" / "best")
-        assert best.state["best_step"] == best.step, "the best one contains its own metric"
+        assert best.of_part("best")["step"] == best.step, "the best one contains its own metric"
 
 
 def test_a_fault_found_when_training_is_over_does_not_pass_for_its_result(tmp_path):
     """There is no loop that could go on from the checkpoint: the run ends, to be resumed."""
     t, _ = breaking(tmp_path, "rollback", "before an update", False, None, 2)
-    t.without("evaluate_and_save")
-    run_changed(t, (SAVE, "        if t.step == 3:\n            t.detector.weight.data.fill_(float('inf'))\n"
-                          "            t.total_steps = 3\n"))  # fmt: skip
+    t.plan.total_steps = 3
+    run_changed(t)
+    t.detector.weight.data.fill_(float("inf"))
     assert t.finished and t.step == 3
     with pytest.raises(StoppedByGuard, match="found when training was over: the run is at step 0 again, and `--run.r"):
         finish(t)
@@ -406,9 +412,9 @@ def test_a_fault_found_when_training_is_over_does_not_pass_for_its_result(tmp_pa
 def test_a_window_passed_over_late_leaves_a_scaler_that_goes_on(tmp_path):
     t = training(tmp_path)
     t.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for _ in t.windows():
+    for window in t.windows():
         scaler.scale(t.detector.weight.sum()).backward()
-        t.unscaled_gradient_norm()
+        window.reduce()
         scaler.unscale_(t.optimizer.optimizer)  # which Accelerate does in fp16; twice without an update it cannot
     assert t.sampler.next_batch == 8 and scaler.get_scale() == 8.0
 
@@ -418,7 +424,7 @@ def test_an_evaluation_by_hand_is_saved_as_the_best(tmp_path):
     for t.step in (1, 2):
         if t.step == 2:
             t.best.value, t.best.step = 0.5, 2
-        t.evaluate_and_save(0.0)
+        t.save_and_evaluate_when_due(0.0)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
     assert linked(tmp_path / "checkpoints", "best").name == "step_000002"
 

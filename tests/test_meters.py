@@ -96,6 +96,7 @@ def test_meters_of_an_epoch_begin_anew_those_of_a_run_do_not(kind, kept, capsys)
     log, rows = Log(True, kind, steps_per_epoch=2, log_every=1), []
     log.start(SimpleNamespace(log=rows.append), {}, 0, 4)
     for step, images in ((1, 48), (2, 16)):  # as where images are larger, and fewer in a batch
+        log.meters.update({"loss": 4.0 * step})
         log.note_step(step, 4, 0, {"train/loss": 4.0 * step, "train/lr/main": 0.1}, images)
     log.note_epoch(2, 0)
     log.note_epoch(2, 0)  # once

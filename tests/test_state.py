@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import run_on_ranks
-from test_training import NOTHING, make_training
+from test_training import NOTHING, accepts, make_training
 from torch import nn
 
 from toolkit.base.batch import Batch
-from toolkit.base.distributed import reduce_dict, world
+from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.run.checkpoint import load_checkpoint, newest_valid
-from toolkit.run.recovery import keep_start, recover
+from toolkit.run.recovery import keep_start
 from toolkit.run.saving import save
 from toolkit.run.validation import evaluate, finish
+from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import Pace
@@ -55,7 +56,7 @@ def trained():
         "exp_avg of layer.bias": optimizer.state[model.layer.bias]["exp_avg"],
         "exp_avg_sq of norm.bias": optimizer.state[model.norm.bias]["exp_avg_sq"],
     }  # fmt: skip
-    return lambda: named_state(model, guard.watched(), ema.averages(), optimizer, weights), parts
+    return lambda: [*named_state(model, guard.watched(), optimizer, weights), *ema.tensors()], parts
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
@@ -93,9 +94,9 @@ def test_what_another_window_cannot_mend_is_not_skipped():
         assert guard.reason == "at step 3 a weight is broken"
 
 
-def reduced_of(t, loss=1.0, norm=1.0, **others):
-    return {"loss": loss, "loss_ce": loss, "grad_norm": norm, "buffers_finite": 1.0, "boxes_finite": 1.0,
-            "state_finite": 1.0} | others  # fmt: skip
+def judged(t, loss=1.0, norm=1.0, **flags) -> bool:
+    """Whether the guard accepts a window with these reduced values."""
+    return accepts(t, WINDOW, {"loss": loss, "loss_ce": loss, "grad_norm": norm}, **flags)
 
 
 @pytest.mark.parametrize(("entry", "action"), [(3e38, Action.STOP), (INF, Action.CALIBRATE)])
@@ -104,12 +105,15 @@ def test_under_a_scaler_training_tells_them_apart(tmp_path, entry, action):
     t = make_training(tmp_path, "stop", scaler)
     t.guard.snapshot(t.detector)
     t.detector.weight.grad = torch.tensor(entry)
-    assert t.decide(reduced_of(t, norm=INF)) is action
-    assert ("the gradient norm of finite gradients is inf" in t.guard.reason) == (action is Action.STOP)
-    if action is Action.CALIBRATE:  # the scaler skips this update, whose gradients are forgotten
-        updates = []
-        t.optimizer.step = lambda: updates.append(t.detector.weight.grad.item())
-        recover(t, action)
+    scaler.scale(torch.ones(()))  # as a backward pass does
+    updates = []
+    t.optimizer.step = lambda: updates.append(t.detector.weight.grad.item())
+    if action is Action.STOP:
+        with pytest.raises(StoppedByGuard, match="the gradient norm of finite gradients is inf"):
+            judged(t, norm=INF)
+        assert updates == []
+    else:  # the scaler skips this update, whose gradients are forgotten
+        assert not judged(t, norm=INF) and "of finite gradients" not in t.guard.reason
         assert updates == [INF] and t.detector.weight.grad is None
 
 
@@ -125,8 +129,11 @@ def fill(t, value):
 
 
 def sums_of(t):
-    t._sums = {"loss": torch.ones(()), "loss_ce": torch.ones(()), "loss_ce_unscaled": torch.ones(())}
-    return reduce_dict(*t.sums(torch.ones(())))
+    """What all ranks know of a step."""
+    window = TrainingWindow(t, WINDOW)
+    window.sums = {"loss": torch.ones(()), "loss_ce": torch.ones(()), "loss_ce_unscaled": torch.ones(())}
+    window.reduce()
+    return window.totals
 
 
 @pytest.mark.parametrize("value", [INF, NAN])
@@ -134,15 +141,17 @@ def test_a_window_with_a_box_that_is_not_finite_is_refused_whatever_its_losses_a
     t = ready(tmp_path, "skip")
     t.detector.denominators = lambda targets: {"images": len(targets)}
     targets = [{"image_id": 7, "boxes": torch.tensor([[0.0, 0.0, value, 1.0]]), "labels": torch.tensor([0])}]
-    window = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), targets)]
-    t.check.begin(len(window))
-    for batch, denominators in t.micro_batches(window):
+    batches = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), targets)]
+    window = t.window = TrainingWindow(t, batches)
+    t.check.begin(t.step, len(window))
+    for batch in window:
         assert batch.targets[0]["boxes"].isfinite().all()
-        losses, metrics = t.detector.criterion(t.detector(batch.images, batch.sizes), batch.targets, denominators)
-        t.add(t.weigh(losses), metrics)
-    reduced = reduce_dict(*t.sums(torch.ones(())))
-    assert math.isfinite(reduced["loss"]) and reduced["boxes_finite"] == 0.0
-    assert not t.accepts(window, reduced)
+        outputs = t.detector(batch.images, batch.sizes)
+        losses, metrics = t.detector.criterion(outputs, batch.targets, window.denominators)
+        window.add(t.loss_weights(losses), metrics)
+    reduced = window.reduce()
+    assert math.isfinite(reduced["loss"]) and window.totals["boxes_finite"] == 0.0
+    assert not t.guard.accepts(window, reduced)
     assert "a box of the batch is not finite" in t.guard.reason
     (folder,) = tmp_path.glob("nan/*/rank0")
     report, again, *_ = load_report(folder)
@@ -158,7 +167,7 @@ def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):
     fill(t, INF)
     assert [sums_of(t)["state_finite"] for _ in range(PARTS)].count(0.0) == 1
     with pytest.raises(StoppedByGuard, match="left what is not finite: weight weight"):
-        t.accepts(WINDOW, reduced_of(t, state_finite=0.0))
+        judged(t, state_finite=0.0)
     assert newest_valid(tmp_path / "checkpoints")[0].step == 0  # nothing newer was written
     (report,) = tmp_path.glob("nan/*/rank0")
     assert load_report(report)[0]["where"] == "state"
@@ -170,7 +179,7 @@ def with_all_state(t):
     t.guard.watch(t.detector)
     t.guard.snapshot(t.detector)
     t.ema = Ema(t.detector, 0.9)
-    t.weights = LossWeights(["loss_ce"], {"loss_ce": "learned"}, {"loss_ce": 1.0})
+    t.loss_weights = LossWeights(["loss_ce"], {"loss_ce": "learned"}, {"loss_ce": 1.0})
     t.optimizer = torch.optim.Adam([{"params": [*t.detector.norm.parameters()], "name": "main"}], lr=0.1)
     t.detector.norm(torch.rand(3, 2)).sum().backward()
     t.optimizer.step()
@@ -179,7 +188,8 @@ def with_all_state(t):
         "weight norm.weight": t.detector.norm.weight, "buffer norm.running_var": t.detector.norm.running_var,
         "moving average of norm.bias": t.ema.module.norm.bias,
         "exp_avg_sq of norm.bias": t.optimizer.state[t.detector.norm.bias]["exp_avg_sq"],
-        "loss weight log_variances.loss_ce": t.weights.log_variances["loss_ce"], "t.extra critic.weight": critic.weight,
+        "loss weight log_variances.loss_ce": t.loss_weights.log_variances["loss_ce"],
+        "t.extra critic.weight": critic.weight,
     }  # fmt: skip
 
 
@@ -194,15 +204,15 @@ def test_a_report_holds_the_state_that_broke_and_is_replayed(tmp_path, name, fou
             broken.view(-1)[0] = NAN
         t.guard.snapshot(t.detector)
         with pytest.raises(StoppedByGuard, match=name):
-            t.accepts(WINDOW, reduced_of(t, state_finite=0.0))
+            judged(t, state_finite=0.0)
     else:
         t.pace = Pace(save_every=1)
-        assert t.accepts(WINDOW, reduced_of(t))
+        assert judged(t)
         t.step += 1
         with torch.no_grad():
             broken.view(-1)[0] = NAN
         with pytest.raises(StoppedByGuard, match=name):
-            t.evaluate_and_save(0.0)
+            t.save_and_evaluate_when_due(0.0)
     (folder,) = tmp_path.glob("nan/*/rank0")
     report, window, state, _ = load_report(folder)
     assert (report["where"], report["nonfinite_state"]) == ("state", [name])
@@ -225,11 +235,11 @@ def test_what_is_not_finite_is_never_saved(tmp_path, due, in_window):
     t = ready(tmp_path)
     t.pace, t.step = every, 9 if due == "end" else 0
     if in_window:
-        assert t.accepts(WINDOW, reduced_of(t))
+        assert judged(t)
     t.step += 1
     fill(t, NAN)
     with pytest.raises(StoppedByGuard, match="weight weight(.|\n)*No state is saved"):
-        t.evaluate_and_save(15.0 if due == "signal" else 0.0)
+        t.save_and_evaluate_when_due(15.0 if due == "signal" else 0.0)
     assert newest_valid(tmp_path / "checkpoints")[0] is None
     reports = [load_report(folder) for folder in tmp_path.glob("nan/*/rank0")]
     assert [(report["where"], len(window)) for report, window, *_ in reports] == [("state", 1)] * in_window
@@ -243,12 +253,12 @@ def test_the_state_at_the_start_is_saved_when_the_first_update_overflows(tmp_pat
     fill(t, INF)
     t.ema.module.weight.fill_(NAN)
     with pytest.raises(StoppedByGuard, match="the state of step 0, with which the run began, is saved"):
-        t.evaluate_and_save(15.0)
+        t.save_and_evaluate_when_due(15.0)
     saved, _ = newest_valid(tmp_path / "checkpoints")
     assert saved.step == 0 and saved.tensors["model"]["weight"] == saved.tensors["ema"]["weight"] == 1.0
     assert t.saved_step == 0
     keep_start(t)
-    assert t.start is None, "a checkpoint stands"
+    assert t.guard.start is None, "a checkpoint stands"
 
 
 def test_a_rollback_goes_to_the_last_good_checkpoint_with_lower_rates(tmp_path):
@@ -257,14 +267,14 @@ def test_a_rollback_goes_to_the_last_good_checkpoint_with_lower_rates(tmp_path):
     save(t)
     t.step = 4
     fill(t, INF)
-    t.evaluate_and_save(0.0)
+    t.save_and_evaluate_when_due(0.0)
     assert (t.step, t.detector.weight.item()) == (3, 1.0)
-    assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and t.schedule.rates() != {}
+    assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and t.plan.schedule.rates() != {}
     assert newest_valid(tmp_path / "checkpoints")[0].step == 3
     fill(t, INF)
     t.step = 4
     with pytest.raises(Preempted):
-        t.evaluate_and_save(15.0)
+        t.save_and_evaluate_when_due(15.0)
     assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
@@ -272,7 +282,7 @@ def test_a_rate_too_large_stops_before_anything_moves(tmp_path):
     t = ready(tmp_path, "skip")
     t.optimizer.param_groups[0]["lr"] = 3e39
     with pytest.raises(StoppedByGuard, match="the learning rate of main is 3e\\+39, too large for float32"):
-        t.accepts(WINDOW, reduced_of(t))
+        judged(t)
     assert load_checkpoint(tmp_path / "checkpoints" / "step_000000").tensors["model"]["weight"] == 1.0
     (report,) = tmp_path.glob("nan/*/rank0")
     assert load_report(report)[0]["where"] == "rate"
@@ -318,7 +328,7 @@ def test_a_row_that_cannot_be_written_ends_the_run_after_a_save(tmp_path):
     t.step, reduced = 1, sums_of(t)
     assert reduced["signal"] > 0
     with pytest.raises(BadInput, match="cannot be written"):
-        t.evaluate_and_save(reduced["signal"])
+        t.save_and_evaluate_when_due(reduced["signal"])
     assert newest_valid(tmp_path / "checkpoints")[0].step == 1
 
 
@@ -354,10 +364,9 @@ def between_ranks():
     """Gradients of learned weights, and the buffers of raw and averaged weights that a rank evaluates with."""
     rank = world()[0]
     t = make_training(Path(tempfile.mkdtemp()), signals=QUIET)
-    t.weights = LossWeights(["a"], {"a": "learned"}, {"a": 1.0})
-    t.weights.log_variances["a"].grad = torch.tensor(float(rank))
-    t.accelerator.unscale_gradients = lambda: None
-    t.unscaled_gradient_norm()
+    t.loss_weights = LossWeights(["a"], {"a": "learned"}, {"a": 1.0})
+    t.loss_weights.log_variances["a"].grad = torch.tensor(float(rank))
+    TrainingWindow(t, []).reduce()
     t.detector.norm = nn.BatchNorm1d(2)
     t.detector.norm.running_mean.fill_(1.0 + rank)  # each rank gathered its own
     t.ema = Ema(t.detector, 0.9)
@@ -366,7 +375,7 @@ def between_ranks():
     t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder)
     evaluate(t)
     means = [module.norm.running_mean.tolist() for module in (t.detector, t.ema.module)]
-    return t.weights.log_variances["a"].grad.item(), *means
+    return t.loss_weights.log_variances["a"].grad.item(), *means
 
 
 def test_ranks_average_learned_weights_and_evaluate_with_the_buffers_of_the_main_one():

@@ -22,13 +22,14 @@ from toolkit.models import detector as base
 from toolkit.run.best import Best
 from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
 from toolkit.run.log import Log
-from toolkit.run.recovery import recover
+from toolkit.run.plan import Plan
+from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import infinite_buffers, load, save
 from toolkit.run.settings_file import Change
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation, _forget_pictures, finish, note_metric, save_and_evaluate
+from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
-from toolkit.step.guard import Action, NanGuard
 from toolkit.step.length import Pace, StepBudget
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
@@ -58,17 +59,35 @@ def make_training(folder, policy="stop", scaler=None, metric="bbox_AP", evaluato
     detector = Detector()
     optimizer = torch.optim.SGD([{"params": [*detector.parameters()], "name": "main"}], lr=0.1)
     accelerator = SimpleNamespace(scaler=scaler, process_index=0, mixed_precision="no", is_main_process=True,
-                                  device="cpu", autocast=nullcontext)  # fmt: skip
+                                  device="cpu", autocast=nullcontext, num_processes=1,
+                                  unscale_gradients=lambda: None)  # fmt: skip
     table = SimpleNamespace(categories=(Category(1, "a"),), class_names=["a"], predicates=(), attributes=())
     log = Log(True)
     log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=folder)
     return Training(
         accelerator=accelerator, model=detector, detector=detector, optimizer=optimizer,
-        weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}), schedule=Schedule(optimizer),
-        guard=NanGuard(policy), sampler=EpochSampler(4, 1), loader=None, folder=folder, seed=0, total_steps=10, log=log,
+        loss_weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}),
+        plan=Plan(EpochSampler(4, 1), Schedule(optimizer), total_steps=10),
+        guard=RunGuard(policy), loader=None, folder=folder, seed=0, log=log,
         validation=Validation(table, val_loader, evaluator), best=Best(metric),
         **({"signals": None, "pace": Pace(keep=keep)} | options),
     )  # fmt: skip
+
+
+FLAGS = {"buffers_finite": 1.0, "boxes_finite": 1.0, "state_finite": 1.0, "signal": 0.0, "time_s": 0.0, "notes": 0.0}
+
+
+def window_with(t, batches, reduced, **flags) -> TrainingWindow:
+    """The window under way, whose losses are reduced already."""
+    t.window = TrainingWindow(t, batches)
+    t.window.all_denominators = [{"images": 1.0} for _ in batches]
+    t.window.reduced = dict(reduced)
+    t.window.totals = {**reduced, **FLAGS, **flags}
+    return t.window
+
+
+def accepts(t, batches, reduced, **flags) -> bool:
+    return t.guard.accepts(window_with(t, batches, reduced, **flags), reduced)
 
 
 @pytest.mark.parametrize(("policy", "updates_left"), [("skip", 2), ("rollback", 1)])
@@ -76,7 +95,7 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
     """The scaler has unscaled the gradients and takes no second unscaling before an update of its own."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     t = make_training(tmp_path, policy, scaler)
-    t.weights = LossWeights(Detector.loss_names, {"loss_ce": "learned"}, {"loss_ce": 1.0})
+    t.loss_weights = LossWeights(Detector.loss_names, {"loss_ce": "learned"}, {"loss_ce": 1.0})
     window = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), [{"image_id": 1}])]
     for value in (1.0, math.nan, 1.0):
         t.guard.snapshot(t.detector)
@@ -90,13 +109,9 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
             t.optimizer.zero_grad()
             t.step += 1
         else:
-            finite = dict.fromkeys(("buffers_finite", "boxes_finite", "state_finite"), 1.0)
-            reduced = {"loss": value, "loss_ce": value, "grad_norm": value, **finite}
-            t.under_way = (window, [{"images": 1.0}], reduced)
-            action = t.decide(reduced)
-            t.weights.log_variances["loss_ce"].grad = torch.ones(())  # of the same window
-            recover(t, action)
-            assert action is Action(policy) and t.weights.log_variances["loss_ce"].grad is None
+            t.loss_weights.log_variances["loss_ce"].grad = torch.ones(())  # of the same window
+            assert not accepts(t, window, {"loss": value, "loss_ce": value, "grad_norm": value})
+            assert t.loss_weights.log_variances["loss_ce"].grad is None
     assert scaler.get_scale() == 8.0
     assert t.detector.weight.item() == pytest.approx(1 - 0.1 * updates_left)
 
@@ -104,16 +119,23 @@ def test_a_refused_window_leaves_a_scaler_that_goes_on(policy, updates_left, tmp
 STEP = {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0}
 
 
+def note_step(t) -> None:
+    t.meters.update(STEP)
+    t.plan.note_update()
+    t._note_step(window_with(t, [NOTHING], STEP))
+
+
 def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     """As in DETR, and each line is a row too. Fifteen images for two ranks."""
-    t, rows, images = make_training(tmp_path, pace=Pace(warmup_steps=50)), [], []
-    t.accelerator.num_processes, t.total_steps, t.sampler = 1, 11, EpochSampler(15, 2, world_size=2)
+    t, rows, images = make_training(tmp_path), [], []
+    sampler = EpochSampler(15, 2, world_size=2)
+    t.plan = Plan(sampler, t.plan.schedule, 11, steps_per_epoch=4, warmup_steps=50)
     t.log = Log(True, steps_per_epoch=4, log_every=5)
-    t.log.start(SimpleNamespace(log=rows.append), {}, 0, t.total_steps)
+    t.log.start(SimpleNamespace(log=rows.append), {}, 0, t.plan.total_steps)
     t.log.averages.update = lambda values, n: images.append(n)
     for t.step in range(1, 12):
         t.sampler.advance_batches(1)
-        t.note_step([NOTHING], STEP)
+        note_step(t)
         if t.epoch_is_over:
             t.end_epoch()
     lines = re.findall(r"step (\d+)/11", capsys.readouterr().out)
@@ -121,7 +143,7 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     assert [row["step"] for row in rows if "train/loss" in row] == list(map(int, lines))
     assert images[:5] == [4, 4, 4, 3, 4]
     for steps in (40, 20, 2):  # `run.max_minutes` plans the length several times: said once
-        t.set_length(steps)
+        t.log.set_length(steps, t.plan.set_length(steps, t.step))
     said = capsys.readouterr().out
     assert said.count("training takes") == 3
     assert said.count("warning: training ends inside the warm-up") == 1 == said.count("steps of an epoch")
@@ -133,10 +155,9 @@ def test_the_table_of_gradients_comes_with_the_first_step_of_a_start_too(tmp_pat
     t = make_training(tmp_path, pace=Pace(gradient_table_every=every))
     t.guard.snapshot(t.detector)
     t.detector.weight.grad = torch.ones(())
-    flags = dict.fromkeys(("buffers_finite", "boxes_finite", "state_finite"), 1.0)
     printed = []
     for t.step in range(4, 8):  # resumed at step 4
-        assert t.accepts([NOTHING], STEP | flags)
+        assert accepts(t, [NOTHING], STEP)
         printed += [t.step + 1] * capsys.readouterr().out.count("---Total norm")
     assert printed == expected
 
@@ -188,8 +209,8 @@ def test_a_best_of_another_metric_or_one_that_is_gone_starts_anew(tmp_path):
 def test_masks_learned_weights_and_the_counts_of_guard_and_averages_outlive_a_resume(tmp_path):
     t, again = make_training(tmp_path), make_training(tmp_path)
     for training in (t, again):
-        training.weights = LossWeights(Detector.loss_names, {"loss_ce": "learned"}, {"loss_ce": 1.0})
-    t.weights.load_state_dict({"log_variances.loss_ce": torch.tensor(0.25)})
+        training.loss_weights = LossWeights(Detector.loss_names, {"loss_ce": "learned"}, {"loss_ce": 1.0})
+    t.loss_weights.load_state_dict({"log_variances.loss_ce": torch.tensor(0.25)})
     t.detector.register_buffer("mask", torch.tensor([-math.inf]))
     t.infinite = infinite_buffers(t.detector)
     t.ema, t.guard.rollbacks, t.guard.skips, t.step = Ema(t.detector, 0.9), 2, 1, 1
@@ -200,7 +221,7 @@ def test_masks_learned_weights_and_the_counts_of_guard_and_averages_outlive_a_re
     load(again, newest_valid(tmp_path / "checkpoints")[0])
     assert (again.guard.rollbacks, again.guard.skips, again.ema.updates) == (2, 1, 1)
     assert again.detector.mask.tolist() == [-math.inf]
-    assert again.weights.log_variances["loss_ce"].item() == 0.25
+    assert again.loss_weights.log_variances["loss_ce"].item() == 0.25
 
 
 def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):
@@ -246,9 +267,10 @@ def test_a_checkpoint_of_other_classes_or_another_model_is_refused(tmp_path):
 def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
     checkpoint = saved(tmp_path, steps=(9,), best=9)
     for keep_schedule in (True, False):
-        t = make_training(tmp_path, budget=StepBudget(1.0))
+        t = make_training(tmp_path)
+        t.plan.budget = StepBudget(1.0)
         load(t, checkpoint, keep_schedule=keep_schedule)
-        assert (t.budget is None) == keep_schedule
+        assert (t.plan.budget is None) == keep_schedule
 
 
 def test_an_interrupted_evaluation_leaves_the_checkpoint_that_was_saved_before_it(tmp_path):
@@ -259,7 +281,7 @@ def test_an_interrupted_evaluation_leaves_the_checkpoint_that_was_saved_before_i
         with pytest.raises(Preempted):
             save_and_evaluate(t)
         checkpoint, _ = newest_valid(tmp_path / "checkpoints")
-        assert checkpoint.step == newest and checkpoint.state["evaluated_step"] != 3
+        assert checkpoint.step == newest and checkpoint.of_part("best")["evaluated_step"] != 3
 
 
 class Evaluator:
@@ -289,7 +311,7 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
     with pytest.raises(MemoryError):
         save_and_evaluate(t)
     before, _ = newest_valid(folder)
-    assert before.step == 3 and before.state["evaluated_step"] == -1 and linked(folder, "best") is None
+    assert before.step == 3 and before.of_part("best")["evaluated_step"] == -1 and linked(folder, "best") is None
     weights = (folder / "step_000003" / "model.safetensors").stat().st_ino
 
     again = make_training(tmp_path, evaluator=evaluator, val_loader=[NOTHING], signals=SimpleNamespace(received=0))
@@ -297,7 +319,8 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
     load(again, before)
     save_and_evaluate(again)
     after, _ = newest_valid(folder)
-    assert (after.step, after.state["evaluated_step"], after.state["best"], after.state["best_step"]) == (3, 3, 0.5, 3)
+    best = {"metric": "bbox_AP", "value": 0.5, "step": 3, "evaluated_step": 3, "without_better": 0}
+    assert (after.step, after.of_part("best")) == (3, best)
     assert linked(folder, "best") == linked(folder, "latest") == folder / "step_000003"
     assert (folder / "step_000003" / "model.safetensors").stat().st_ino == weights, "not written twice"
     assert all(torch.equal(after.tensors["model"][k], before.tensors["model"][k]) for k in before.tensors["model"])
@@ -305,7 +328,7 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
     again.step = 4
     save_and_evaluate(again)
     assert linked(folder, "best").name == "step_000003" and linked(folder, "latest").name == "step_000004"
-    assert newest_valid(folder)[0].state["evaluations_without_better"] == 1
+    assert newest_valid(folder)[0].of_part("best")["without_better"] == 1
 
 
 @pytest.mark.parametrize("lost", ["model.safetensors", "MANIFEST.json", "."])
@@ -322,7 +345,7 @@ def test_a_checkpoint_that_is_damaged_while_it_is_evaluated_is_written_anew(tmp_
 
     t.validation.evaluator = SimpleNamespace(evaluate=lose, describe=lambda *_: "")
     save_and_evaluate(t)
-    assert load_checkpoint(path).state["evaluated_step"] == 3
+    assert load_checkpoint(path).of_part("best")["evaluated_step"] == 3
     assert linked(tmp_path / "checkpoints", "best") == path
 
 
@@ -332,10 +355,9 @@ def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp
                       signals=SimpleNamespace(received=0))  # fmt: skip
     t.best.patience, t.validation.pictures = 1, 0
     t.log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=tmp_path, log=rows.append, shows=False)
-    t.accelerator.num_processes = 1
     for t.step in (1, 2):
         t.sampler.advance_batches(1)
-        t.note_step([NOTHING], STEP)
+        note_step(t)
         save_and_evaluate(t)
     assert t.finished and not t.epoch_is_over
     (averages,) = [row for row in rows if "epoch/loss" in row]
@@ -344,7 +366,7 @@ def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp
     t.log.note_epoch(2, 0)
     t.sampler.advance_batches(1)
     t.step = 3
-    t.note_step([NOTHING], STEP)
+    note_step(t)
     t.log.note_epoch(3, 0)
     assert [row["step"] for row in rows if "epoch/loss" in row] == [2, 3]
 
@@ -396,6 +418,8 @@ def test_killed_before_its_last_evaluation_it_ends_with_the_same_state(tmp_path,
             load(t, newest_valid(t.folder / "checkpoints")[0])
         finish(t)
         state = newest_valid(t.folder / "checkpoints")[0].state
-        states.append({key: value for key, value in state.items() if key != "elapsed_s"})
-    assert states[0] == states[1] and states[0]["best_step"] == 10
-    assert (states[0]["averages"] == {}) == (batches == 4) == (states[0]["sampler"]["epoch"] == 1)
+        del state["parts"]["log"]["elapsed_s"]
+        states.append(state)
+    assert states[0] == states[1] and states[0]["parts"]["best"]["step"] == 10
+    parts = states[0]["parts"]
+    assert (parts["log"]["averages"] == {}) == (batches == 4) == (parts["sampler"]["epoch"] == 1)

@@ -25,8 +25,9 @@ from PIL import Image
 from tracked import offline_history, offline_records
 
 from toolkit.base.errors import BadInput
-from toolkit.run.log import Place, averages_line, console_line, length_warnings, progress, total_line
+from toolkit.run.log import Place, averages_line, console_line, progress, total_line
 from toolkit.run.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
+from toolkit.run.plan import length_warnings
 from toolkit.run.trackers import About, DataFacts, agent_run_id, tracker_names
 from toolkit.run.writer import RunWriter
 from toolkit.step.meters import Meters

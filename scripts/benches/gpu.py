@@ -301,7 +301,7 @@ class Driven:
         """Those of the training, with a tick in front of each step."""
         began = time.perf_counter()
         for window in plain():
-            self.tick(t.step, sum(map(len, window)), time.perf_counter() - began)
+            self.tick(t.step, sum(map(len, window.batches)), time.perf_counter() - began)
             yield window
             began = time.perf_counter()
 

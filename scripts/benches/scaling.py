@@ -121,8 +121,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     """Runs main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
-    from toolkit.base import distributed
-    from toolkit.run import session, training, validation
+    from toolkit.run import session, training, validation, window
     from toolkit.run.command_line import run_script
 
     clocks, make = Clocks(), session.training
@@ -132,13 +131,12 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
         clocks.around(t.model, "forward", "forward")
         clocks.around(t.detector, "criterion", "criterion")
         clocks.around(t.accelerator, "backward", "backward")
-        clocks.around(t, "unscaled_gradient_norm", "gradient norm")
-        clocks.around(t, "sums", "what the step must know")
-        clocks.around(distributed, "reduce_dict", "what the step must know")
+        clocks.around(window, "gradient_norm", "gradient norm")
+        clocks.around(window, "reduce_dict", "what the step must know")
         clocks.around(t.guard, "snapshot", "guard")
-        clocks.around(t, "accepts", "guard")
+        clocks.around(t.guard, "accepts", "guard")
         clocks.around(t.optimizer, "step", "optimizer")
-        clocks.around(t, "note_step", "meters and rows")
+        clocks.around(t, "_note_step", "meters and rows")
         clocks.around(t.ema, "update", "averaged weights")
         clocks.others["parameters"] = sum(parameter.numel() for parameter in t.trained_parameters)
         _count_bytes(t, clocks)
@@ -173,14 +171,14 @@ def _wait_for_data(t, clocks: Clocks) -> None:
 
 
 def _end_of_step(t, clocks: Clocks) -> None:
-    after = t.evaluate_and_save
+    after = t.save_and_evaluate_when_due
 
     def timed(signal):
         clocks.step_ends()
         after(signal)
         clocks.begin()
 
-    t.evaluate_and_save = timed
+    t.save_and_evaluate_when_due = timed
 
 
 def _count_bytes(t, clocks: Clocks) -> None:

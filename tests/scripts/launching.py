@@ -244,8 +244,10 @@ def _numbers(name: str, value) -> Iterator[tuple[str, torch.Tensor]]:
 def checkpoint_state(path: Path) -> dict:
     """state.json without what a clock had to say."""
     state = json.loads((path / "state.json").read_text())
-    state["meters"] = {k: v for k, v in state["meters"].items() if not k.startswith("time")}
-    return {k: v for k, v in state.items() if k not in ("elapsed_s", "epoch_s")}
+    log = state["parts"]["log"]
+    log["meters"] = {name: meter for name, meter in log["meters"].items() if not name.startswith("time")}
+    del log["elapsed_s"], log["epoch_s"]
+    return state
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:

@@ -33,7 +33,7 @@ class Counting:
 
         self.make_training = session.training
         self.log, self.step, self.passed = log, [], []
-        self.windows, self.micro_batches = training.Training.windows, training.Training.micro_batches
+        self.windows = training.Training.windows
         self.predict = validation.predict_dataset
         training.Training.windows, validation.predict_dataset = self._windows(), self._predict
 

@@ -138,14 +138,15 @@ def check_replay(server, folder) -> None:
     again = server.run(ROOT / "scripts" / "replay.py", [path.parent, "--trust"], faults=[planted])
     assert "changed since" not in again.ok().text
 
-SNAPSHOT = "        t.guard.snapshot(t.detector)\n"
-CRITERION = "losses, metrics = t.detector.criterion(outputs, batch.targets, denominators)  # in float32\n"
-ADD = "                t.add(weighted, metrics)\n"
-ACCEPTS = "        if not t.accepts(window, reduced):  # the guard: reported and recovered\n            continue\n"
+CRITERION = "losses, metrics = t.detector.criterion(outputs, batch.targets, window.denominators)  # in float32\n"
+BACKWARD = "            window.backward(weighted, metrics)\n"
+REDUCE = "        reduced = window.reduce()  # `reduce_dict`: one collective and one host read for the whole step\n"
+ACCEPTS = """        if not t.guard.accepts(window, reduced):  # the NaN guard, on every rank alike: reported and undone
+            continue
+"""
 UPDATE = "        t.optimizer.step()\n"
-STEP = "        t.step += 1\n"
-NOTE = "        t.note_step(window, reduced)  # meters, rows, and the rates of the next step\n"
-EMA = "        if t.ema is not None:\n            t.ema.update(t.detector)\n"
+EMA = "        t.ema.update()\n"
+METERS = "        t.meters.update(reduced)\n"
 EPOCH = "        while not t.finished:\n"
 PASSES_OVER = """        if t.step == 1 and not t.extra.get("passed"):
             t.extra["passed"] = True
@@ -155,24 +156,27 @@ OWN_OPTIMIZER = """        import torch
         t.critic = torch.nn.Linear(3, 1)
         t.critic_optimizer = torch.optim.Adam(t.critic.parameters())
 """
-ITS_UPDATE = """        t.critic(window[0].images.float().mean((2, 3))).mean().backward()
+ITS_UPDATE = """        t.critic(window.batches[0].images.float().mean((2, 3))).mean().backward()
         t.critic_optimizer.step()
 """
 TOLD = {  # change -> (its hunks, exit code, what is said)
     "a window is passed over": ([(ACCEPTS, PASSES_OVER + ACCEPTS)], 0,
                                 "step 1: the loop passed over a window without an update"),
     "calls left out before the update": (
-        [(SNAPSHOT, ""), (ADD, ""), (ACCEPTS, "")], 2,
-        ["`t.guard.snapshot(t.detector)` was not done; without it a refused window",
-         "`t.add(weighted, metrics)` was not done; without it rows, averages",
+        [(BACKWARD, "            t.accelerator.backward(weighted.total)\n"), (ACCEPTS, "")], 2,
+        ["`window.backward(weighted, metrics)` was not done", "without it rows, averages",
          'a NaN would reach the weights. Put it back, or say t.without("accepts") in main']),
+    "nothing is reduced": ([(REDUCE, "        reduced = {}\n"), (ACCEPTS, "")], 2,
+                           "`reduced = window.reduce()` was not done; without it a NaN in a gradient would reach"),
+    "meters left out": ([(METERS, "")], 2, "the window is over, and `t.meters.update(reduced)` was not done"),
     "averages left out on purpose": ([(EMA, ""), (EPOCH, '        t.without("ema")\n' + EPOCH)], 0,
                                      "training ended by"),
-    "rows too early": ([(STEP + NOTE, NOTE + STEP)], 2, "belongs after `t.step += 1`, not before it"),
+    "meters left out on purpose": ([(METERS, ""), (EPOCH, '        t.without("meters")\n' + EPOCH)], 0,
+                                   "training ended by"),
     "a loss that was not announced": (
-        [(CRITERION, CRITERION + " " * 16 + 'losses["loss_mine"] = outputs["logits"].mean()\n')], 2,
+        [(CRITERION, CRITERION + " " * 12 + 'losses["loss_mine"] = outputs["logits"].mean()\n')], 2,
         "by t.announce('loss_mine', weight=1.0, divided_by=\"images\") after t = session.training(...)"),
-    "an optimizer in no checkpoint": ([(EPOCH, OWN_OPTIMIZER + EPOCH), (NOTE, ITS_UPDATE + NOTE)], 0,
+    "an optimizer in no checkpoint": ([(EPOCH, OWN_OPTIMIZER + EPOCH), (METERS, ITS_UPDATE + METERS)], 0,
                                       "in no checkpoint, so that a resumed run differs: Adam of 2 parameters"),
 }  # fmt: skip
 
@@ -187,21 +191,21 @@ def test_a_change_is_told(name, changed, server, data, tmp_path):
 
 
 ADDS = """losses["loss_mine"] = outputs["logits"].new_ones(())
-                assert images.equal(batch.images.float())
+            assert images.equal(batch.images.float())
 """
 WRITES = """        reduced["mine"] = 3.5
-        t.log.note("noted", grad_norm)
-        t.log.write(t.step + 1, 0, {"written": grad_norm})
+        t.log.note("noted", reduced["grad_norm"])
+        t.log.write(t.step + 1, 0, {"written": reduced["grad_norm"]})
 """
 
 
 def test_what_is_added_is_in_the_rows(changed, server, data, tmp_path):
     """A loss of 1 stays 1 however many micro-batches make a step; images given as floats are not changed."""
     hunks = [
-        ("                    outputs = t.model(batch.images, batch.sizes, batch.targets)\n",
-         "                    images = batch.images.float()\n"
-         "                    outputs = t.model(images, batch.sizes, batch.targets)\n"),
-        (CRITERION, CRITERION + " " * 16 + ADDS), (UPDATE, WRITES + UPDATE),
+        ("                outputs = t.model(batch.images, batch.sizes, batch.targets)\n",
+         "                images = batch.images.float()\n"
+         "                outputs = t.model(images, batch.sizes, batch.targets)\n"),
+        (CRITERION, CRITERION + " " * 12 + ADDS), (UPDATE, WRITES + UPDATE),
         (EPOCH, '        t.announce("loss_mine", weight=0.5, divided_by="images")\n' + EPOCH),
     ]  # fmt: skip
     args = small(DETR, data, "--run.output_dir", tmp_path, "--run.epochs", 1, "--optim.accumulation_steps", 2)
@@ -215,7 +219,8 @@ def test_what_is_added_is_in_the_rows(changed, server, data, tmp_path):
 
 
 def test_a_term_in_backward_alone_is_replayed(changed, server, data, tmp_path):
-    hunks = [("backward(weighted.total)", 'backward(weighted.total * (float("nan") if t.step == 2 else 1))')]
+    breaks = '            weighted.total = weighted.total * (float("nan") if t.step == 2 else 1)\n'
+    hunks = [(BACKWARD, breaks + BACKWARD)]
     args = small(DETR, data, "--run.output_dir", tmp_path, "--run.max_steps", 4)
     ended = server.run(changed("mine", hunks), args)
     assert ended.code == 3, ended.text
@@ -228,14 +233,14 @@ def test_what_the_loop_has_frozen_stays_frozen(changed, server, data, tmp_path):
             parameter.requires_grad_("backbone" not in name)
 """
     args = small(DETR, data, "--run.output_dir", tmp_path, "--run.resume", "latest", "--run.max_steps", 2)
-    script = changed("mine", [(NOTE, NOTE + freezes)])
+    script = changed("mine", [(METERS, METERS + freezes)])
     server.run(script, args).ok()
     resumed = server.run(script, [*args, "--run.resume_schedule", "new", "--run.max_steps", 3]).ok()
     assert "parameters that the loop had frozen stay frozen, such as" in resumed.text
 
 
 def test_accumulation_by_epoch_ends_with_the_epochs(changed, server, data, tmp_path):
-    by_epoch = "    t.model.train()\n    t.pace.accumulation_steps = 1 + t.sampler.epoch\n"
+    by_epoch = "    t.model.train()\n    t.plan.accumulation_steps = 1 + t.sampler.epoch\n"
     args = small(DETR, data, "--run.output_dir", tmp_path, "--run.epochs", 3)
     ended = server.run(changed("mine", [("    t.model.train()\n", by_epoch)]), args).ok()
     assert [row["epoch"] for row in training_rows(ended.folder)] == [0] * 5 + [1] * 3 + [2] * 2

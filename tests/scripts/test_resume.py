@@ -101,7 +101,7 @@ def test_finished_run_is_not_logged_twice_and_goes_on_with_a_new_schedule(server
     more = training_rows(folder)[6:]
     assert [row["step"] for row in more] == [7, 8, 9]
     assert [row["train/lr/main"] for row in more] == pytest.approx([5e-4 * (1 - step / 9) for step in (6, 7, 8)])
-    assert checkpoint_state(folder / "checkpoints" / "latest")["total_steps"] == 9
+    assert checkpoint_state(folder / "checkpoints" / "latest")["parts"]["plan"]["total_steps"] == 9
 
 
 def test_other_number_of_processes_resumes_and_says_what_differs(server, script, resumable, tmp_path):
@@ -230,4 +230,5 @@ def test_more_images_a_step_see_the_data_that_was_to_be_seen(server, script, res
     rates = [row["train/lr/main"] for row in after]
     assert rates == pytest.approx([1e-3 * (1 - at / 12) for at in (0, 1, 2, 3, 4.5, 6, 7.5, 9, 10.5)])
     state = checkpoint_state(folder / "checkpoints" / "latest")
-    assert state["total_steps"] == 9 and state["sampler"]["epoch"] in (3, 4)
+    parts = state["parts"]
+    assert parts["plan"]["total_steps"] == 9 and parts["sampler"]["epoch"] in (3, 4)

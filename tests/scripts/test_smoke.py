@@ -144,15 +144,17 @@ def test_minutes_become_steps_once_and_early_stopping_ends(server, script, setti
                     "--run.epochs", 1000, "--run.eval_every", 0)  # fmt: skip
     ended = server.run(script, args).ok()
     state = checkpoint_state(ended.folder / "checkpoints" / "latest")
-    assert state["total_steps"] == state["step"] == state["budget"]["total_steps"]
+    plan = state["parts"]["plan"]
+    assert plan["total_steps"] == state["step"] == plan["budget"]["total_steps"]
     assert f"training takes {state['step']} steps" in ended.text
     assert ended.status["ended_by"] == ["run.max_minutes"]
     assert "--run.max_minutes 0.04" in run_facts(ended.folder).go_on
     extended = go_on(args, ended.folder)
     more = checkpoint_state(ended.folder / "checkpoints" / "latest")
     assert more["step"] > state["step"] + 1 and extended.status["ended_by"] == ["run.max_minutes"], extended.text
-    assert more["budget"]["begun_steps"] == state["step"]
-    assert more["budget"]["begun_s"] == state["budget"]["elapsed_s"] < more["budget"]["elapsed_s"]
+    budget = more["parts"]["plan"]["budget"]
+    assert budget["begun_steps"] == state["step"]
+    assert budget["begun_s"] == plan["budget"]["elapsed_s"] < budget["elapsed_s"]
 
     args = settings("--run.output_dir", tmp_path, "--run.name", "patience", "--run.eval_every", 1, "--optim.lr", 0,
                     "--model.freeze", "norms", "--run.epochs", 1000, "--eval.metric_for_best", "ema/bbox_AP",

@@ -181,6 +181,8 @@ class EpochSampler:
         self.epoch = 0
         self._start(offset=0, layout=[])
 
+    kept_in_rollback = True  # the data go on behind the window that broke
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of this epoch; the epoch already current keeps its offset, as a resumed run needs."""
         if epoch != self.epoch:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 
 from toolkit.base.errors import BadInput
 
+_STATE = ("value", "step", "without_better", "evaluated_step")
+
 
 def is_minimised(metric: str) -> bool:
     """Whether smaller values of an evaluation metric are better, as for losses and errors."""
@@ -23,6 +25,8 @@ class Best:
         value, step: the best one and its step; None and -1 while there is none.
         evaluated_step: the last step that was evaluated.
     """
+
+    kept_in_rollback = True
 
     def __init__(self, metric: str = "bbox_AP", patience: int | None = None):
         self.metric, self.patience = metric, patience
@@ -68,16 +72,17 @@ class Best:
         return None if value is None else (-value if is_minimised(self.metric) else value)
 
     def state_dict(self) -> dict:
-        return {
-            "best": self.value,
-            "best_step": self.step,
-            "evaluations_without_better": self.without_better,
-            "evaluated_step": self.evaluated_step,
-        }
+        """JSON values, with the metric that they are of."""
+        return {"metric": self.metric, **{name: getattr(self, name) for name in _STATE}}
 
-    def load_state_dict(self, state: Mapping) -> None:
-        self.value, self.step = state["best"], state["best_step"]
-        self.without_better, self.evaluated_step = state["evaluations_without_better"], state["evaluated_step"]
+    def load_state_dict(self, state: Mapping) -> bool:
+        """Restore the best so far, and return True; False: that is of another metric, and everything starts anew."""
+        if state["metric"] != self.metric:
+            self.forget()
+            return False
+        for name in _STATE:
+            setattr(self, name, state[name])
+        return True
 
 
 def no_such_metric(metric: str, metrics: Iterable[str], has_average: bool = True) -> BadInput:

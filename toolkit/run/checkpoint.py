@@ -36,6 +36,7 @@ from toolkit.run.checkpoint_content import (
     STATE,
     changed_files,
     faults_of_run,
+    joined_by_part,
     stale,
     well_formed,
 )
@@ -50,7 +51,10 @@ class CheckpointError(BadInput):
 
 @dataclass
 class Checkpoint:
-    """What `save_checkpoint` was given, read back. Tensors lie on the CPU."""
+    """What `save_checkpoint` was given, read back. Tensors lie on the CPU.
+
+    That of a run has the state of its parts (`toolkit.run.parts`), and says what the run is of.
+    """
 
     path: Path
     step: int
@@ -59,6 +63,19 @@ class Checkpoint:
     state: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)
     kind: str = "run"
+
+    def by_part(self) -> dict[str, dict]:
+        """The state of every part of the run, by its name."""
+        return joined_by_part(self.tensors, self.optimizer, self.state, self.extra)
+
+    def of_part(self, name: str) -> dict:
+        """The plain values in the state of one part; empty where it has none."""
+        return self.state["parts"].get(name, {})
+
+    @property
+    def categories(self) -> list[dict]:
+        """The classes that the weights are of, as JSON values."""
+        return self.state["categories"]
 
 
 # ---------------------------------------------------------------- write

@@ -4,13 +4,14 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from toolkit.base.files import read_json_object
 from toolkit.run.state_check import COUNT, RUN_STATE, TEXT, Each, Keys, Kind, faults_of
 
-FORMAT = 3  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
+FORMAT = 4  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 MANIFEST = "MANIFEST.json"
 MOST_FAULTS = 30  # of a state that are named one by one
 STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
@@ -22,6 +23,42 @@ _MANIFEST = Keys({
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.
 _WEIGHTS = ("model", "ema")
+
+
+def by_storage(state: Mapping[str, Mapping]) -> dict[str, Any]:
+    """Sort the state of a run's parts by how it is stored.
+
+    Returns the arguments of `save_checkpoint` and fields of `Checkpoint`: `tensors` of each part, the `optimizer`, the
+    script's `extra`, and in `state` the plain values of all parts. A part without any has no entry.
+    """
+    tensors = {}
+    plain = {}
+    for name in state.keys() - {"optimizer", "extra"}:
+        own_tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}
+        own_values = {key: value for key, value in state[name].items() if not isinstance(value, Tensor)}
+        if own_tensors:
+            tensors[name] = own_tensors
+        if own_values:
+            plain[name] = own_values
+    return {
+        "tensors": dict(sorted(tensors.items())),
+        "optimizer": state["optimizer"],
+        "extra": state["extra"],
+        "state": {"parts": dict(sorted(plain.items()))},
+    }
+
+
+def joined_by_part(
+    tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict | None, state: Mapping, extra: Mapping
+) -> dict[str, dict]:
+    """Undo `by_storage`: the state of every part, by its name."""
+    parts: dict[str, dict] = {name: dict(values) for name, values in state["parts"].items()}
+    for name, named in tensors.items():
+        parts[name] = {**named, **parts.get(name, {})}
+    parts["extra"] = dict(extra)
+    if optimizer is not None:
+        parts["optimizer"] = optimizer
+    return parts
 
 
 def stale(version: object) -> str:
@@ -79,7 +116,7 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
     faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is no mapping"]
     if not tensors.get("model"):
         faults.append("there are no weights (model.safetensors)")
-    if isinstance(state, dict) and state.get("ema") is not None and "ema" not in tensors:
+    if not faults and "ema" in state["parts"] and "ema" not in tensors:
         faults.append("there are no averaged weights (ema.safetensors)")
     if not _is_state_of_optimizer(optimizer):
         faults.append("optimizer.pt is no state of an optimizer")

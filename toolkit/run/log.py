@@ -4,9 +4,10 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +60,8 @@ class Log:
         log_every: optimizer steps between two rows.
     """
 
+    kept_in_rollback = True
+
     def __init__(self, is_main: bool, meters: str = "epoch_median", steps_per_epoch: int = 1, log_every: int = 10):
         self.is_main, self.kind, self.steps_per_epoch, self.log_every = is_main, meters, steps_per_epoch, log_every
         self.meters, self.averages = make_meters(meters, steps_per_epoch), Averages()
@@ -106,17 +109,27 @@ class Log:
         return self._elapsed_before + time.monotonic() - self._began
 
     def note_step(
-        self, step: int, total_steps: int, epoch: int, row: Mapping[str, float], images: int, ends_epoch: bool = False
+        self,
+        step: int,
+        total_steps: int,
+        epoch: int,
+        row: Mapping[str, float],
+        images: int,
+        noted: Mapping[str, float] = MappingProxyType({}),
+        ends_epoch: bool = False,
     ) -> None:
-        """After an update over `images` images of all ranks: meters, bar, and when it is time a row of metrics and a
-        line; also for the first and the last step of an epoch, as DETR's."""
+        """After an update over `images` images of all ranks: averages, bar, and when it is time a row and a line.
+
+        The first and the last step of an epoch have a row too, as DETR's. noted: what the script noted, which the
+        meters do not have yet.
+        """
         has_row = self.has_row(step, total_steps, ends_epoch)
         self.epoch_s += self.timer.step_done(images)
         self.epoch_steps += 1
         values = {name.removeprefix("train/"): value for name, value in row.items() if "/lr/" not in name}
         # Norms of groups are measured for rows alone: a mean of theirs would be one of other steps than the total's.
         of_every_step = {name: value for name, value in values.items() if not name.startswith("grad_norm/")}
-        self.meters.update(of_every_step)
+        self.meters.add(noted)
         self.averages.update(of_every_step, images)
         self.status["step"] = step
         position = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
@@ -185,17 +198,19 @@ class Log:
         if self.is_main:
             self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
 
-    def set_length(self, total_steps: int) -> None:
-        """Sets the number of training steps, once it is known or when it changes."""
+    def set_length(self, total_steps: int, notes: Iterable[str] = ()) -> None:
+        """Take over the number of training steps, which may have changed, and say what is new about it."""
         if self._bar is not None:
             self._bar.total = total_steps
-        self.say(f"training takes {total_steps} steps")
+        for note in notes:
+            self.say(note)
 
     def _show_on_bar(self, position: Place) -> None:
         if self._bar is None or self._bar.disable:
             return
         self._bar.set_description(f"epoch {position.epoch + 1}/{position.epochs}", refresh=False)
-        text = f"loss {self.meters['loss']}  data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
+        loss = f"loss {self.meters['loss']}  " if "loss" in self.meters else ""
+        text = f"{loss}data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
         text += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(position.step - self._bar.n)
@@ -237,16 +252,24 @@ class Log:
         self.has_notes = state["has_notes"]
 
 
-def training_row(t, reduced: Mapping[str, float]) -> dict[str, float]:
-    """One step of a `toolkit.run.training.Training` as a row: weighted and unscaled losses, metrics, learning rates."""
-    row = {"train/loss": reduced["loss"]}
-    for name in t.weights.names:
-        row |= {f"train/{name}": reduced[name], f"train/{name}_unscaled": reduced[f"{name}_unscaled"]}
-    for name in t.detector.metric_names:
-        if reduced[f"{name}/count"] > 0:
-            row[f"train/{name}"] = reduced[f"{name}/sum"] / reduced[f"{name}/count"]
-    row |= {f"train/lr/{group['name']}": group["lr"] for group in t.optimizer.param_groups}
-    row |= {f"train/{name}": value for name, value in reduced.items() if name.startswith("grad_norm")}
+def training_row(
+    reduced: Mapping[str, float],
+    totals: Mapping[str, float],
+    param_groups: Iterable[Mapping[str, Any]],
+    noted: Mapping[str, float],
+) -> dict[str, float]:
+    """One step as a row: weighted and unscaled losses, metrics, learning rates, norms, and what the script noted.
+
+    reduced, totals: of a `toolkit.run.window.TrainingWindow`. param_groups: of the optimizer.
+    """
+    row = {f"train/{name}": float(value) for name, value in reduced.items()}
+    for group in param_groups:
+        row[f"train/lr/{group['name']}"] = group["lr"]
+    for name, value in totals.items():
+        if name.startswith("grad_norm"):
+            row[f"train/{name}"] = value
+    for name, value in noted.items():
+        row[f"train/{name}"] = value
     return row
 
 
@@ -265,7 +288,8 @@ def console_line(row: Mapping, smoothed: Mapping[str, object], position: Place) 
         return "" if row.get(key) is None else f"{label} {row[key]:{form}}{unit}"
 
     eta, trained = row.get("time/eta_s"), [key.removeprefix("train/") for key in row if key.startswith("train/")]
-    names = [name for name in trained if name.startswith("loss_") and not _LAYER.search(name)]
+    shown = [name for name in trained if name in smoothed]
+    names = [name for name in shown if name.startswith("loss_") and not _LAYER.search(name)]
     losses = "  ".join(f"{name.removeprefix('loss_')} {smoothed[name]}" for name in names)
     rates = [(name.removeprefix("lr/"), row[f"train/{name}"]) for name in trained if name.startswith("lr/")]
     parts = [
@@ -273,7 +297,7 @@ def console_line(row: Mapping, smoothed: Mapping[str, object], position: Place) 
         f"eta {timedelta(seconds=round(eta))}" if eta is not None and math.isfinite(eta) else "",
         f"loss {smoothed['loss']}" if "loss" in smoothed else "",
         f"[{losses}]" if losses else "",
-        *(f"{name} {smoothed[name]}" for name in trained if name.endswith("_error")),
+        *(f"{name} {smoothed[name]}" for name in shown if name.endswith("_error")),
         f"lr {' '.join(f'{name} {rate:.3g}' for name, rate in rates)}" if rates else "",
         show("train/grad_norm", "grad_norm", ".3g"),
         show("time/data_s", "data", ".3f", " s"),
@@ -281,24 +305,6 @@ def console_line(row: Mapping, smoothed: Mapping[str, object], position: Place) 
         show("mem/peak_mb", "mem", ".0f", " MiB"),
     ]
     return "  ".join(filter(None, parts))
-
-
-def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:
-    """What a run of `total_steps` optimizer steps never gets to, in words: the end of the "warm-up", all of an
-    "epoch"."""
-    warnings = {}
-    if total_steps <= warmup_steps:
-        warnings["warm-up"] = (
-            f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps "
-            "(schedule.warmup_steps), and never reaches its learning rate: make it shorter, or the run longer "
-            "(run.max_minutes, run.max_steps, run.epochs)"
-        )
-    if total_steps < steps_per_epoch:
-        warnings["epoch"] = (
-            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, before it has "
-            "seen all images once: make the run longer (run.max_minutes, run.max_steps)"
-        )
-    return warnings
 
 
 def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, steps: int) -> str:

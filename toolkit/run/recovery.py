@@ -4,20 +4,107 @@
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from toolkit.base.distributed import gather_objects, run_on_main, state_from_main, world
+from toolkit.base.distributed import agree_max, gather_objects, run_on_main, state_from_main, world
 from toolkit.base.errors import StoppedByGuard
 from toolkit.run.checkpoint import Checkpoint, newest_valid
-from toolkit.run.saving import load_weights, save, tensors_of
-from toolkit.step.gradients import drop_gradients
-from toolkit.step.guard import Action
-from toolkit.step.nan_report import investigate, rerun_window
+from toolkit.run.checkpoint_content import by_storage
+from toolkit.run.saving import load_weights, save
+from toolkit.run.window import TrainingWindow
+from toolkit.step.gradients import drop_gradients, gradient_table
+from toolkit.step.guard import Action, NanGuard
+from toolkit.step.length import is_time
+from toolkit.step.nan_report import investigate
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
+
+
+class RunGuard(NanGuard):
+    """The NaN guard of a run, which looks at the state of the run too, reports what it refuses, and recovers.
+
+    Attributes:
+        start: what the run begins with, until a checkpoint stands.
+    """
+
+    start: Checkpoint | None = None
+
+    def of_run(self, t) -> None:
+        """Guard a `toolkit.run.training.Training`."""
+        self._t = t
+        self._parts_of_state = state_in_parts(t)
+        self._is_first_update = True  # of this start
+        self.watch(t.detector)
+
+    def look_at_new_state(self) -> None:
+        """Look at the tensors of the run anew: those of before were replaced."""
+        self._parts_of_state = state_in_parts(self._t)
+
+    def next_part_looks_finite(self) -> Tensor:
+        """1.0 or 0.0, 0-dim, not read: whether a part of the state that the last update left looks finite, in turn."""
+        return next(self._parts_of_state)
+
+    def accepts(self, window: TrainingWindow, reduced: Mapping[str, float]) -> bool:
+        """Decide about the update of a window, identically on every rank.
+
+        A refused window is reported and undone as the policy says; go on with the next one then.
+
+        reduced: what `window.reduce()` returned.
+
+        Raises StoppedByGuard: the policy says so; the newest finite state is saved.
+        """
+        t = self._t
+        t.check.done["accepts"] += 1
+        action, broken = self._decide_about(window, reduced)
+        if action is not Action.STEP:
+            recover(t, action, broken)
+            return False
+        every = t.pace.gradient_table_every
+        if every and (self._is_first_update or is_time(t.step + 1, every)):
+            t.log.say(gradient_table(t.detector.named_parameters(), t.max_norm, top=20))
+        self._is_first_update = False
+        return True
+
+    def _decide_about(self, window: TrainingWindow, reduced: Mapping[str, float]) -> tuple[Action, list[str]]:
+        """The action, and what `broken_state` found where anything looked suspicious."""
+        t, totals = self._t, window.totals
+        losses = {name: reduced[name] for name in ("loss", *t.loss_weights.names)}
+        norm = reduced["grad_norm"]
+        scaler = t.accelerator.scaler
+        scale = None if scaler is None else scaler.get_scale()
+        window.scale = 1.0 if scale is None else scale
+        losses_are_finite = all(map(math.isfinite, losses.values()))
+        rate = unusable_rate(t.optimizer.param_groups)
+        is_suspicious = not (math.isfinite(norm) and losses_are_finite)
+        is_suspicious |= totals["buffers_finite"] < 1.0 or totals["state_finite"] < 1.0
+        broken = broken_state(t, in_window=True) if is_suspicious else []
+        faults = [in_words(broken)] if broken else []
+        if rate:
+            faults.append(rate)
+        action = self.decide(
+            t.step,
+            losses,
+            norm,
+            scale,
+            totals["buffers_finite"],
+            boxes_finite=totals["boxes_finite"],
+            gradients_finite=not math.isfinite(norm) and losses_are_finite and gradients_finite(t.trained_parameters),
+            faults=faults,
+        )
+        return action, broken
+
+
+def gradients_finite(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether every entry of the gradients is finite, on every rank: a norm can overflow all the same.
+
+    A collective, and a host read.
+    """
+    finite = [p.grad.isfinite().all() for p in parameters if p.grad is not None]
+    return not agree_max(int(bool(finite) and not bool(torch.stack(finite).all())))
 
 
 def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
@@ -34,7 +121,7 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
         t.optimizer.zero_grad()
         return
     message = _report(t, action, broken, in_window=True)
-    drop_gradients(t.weights)
+    drop_gradients(t.loss_weights)
     if (scaler := t.accelerator.scaler) is not None:
         scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
     follow(t, action, message, broken)
@@ -57,21 +144,13 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
         load_weights(t, checkpoint)
-        t.state_parts = state_in_parts(t)  # not those that were replaced
+        t.guard.look_at_new_state()
         t.saved_step = t.log.status["step"] = t.step
         if t.best.step > t.step:  # of weights that are gone, which the loop evaluated by itself
-            _take_back_best(t, checkpoint.state)
-        t.schedule.scale = t.guard.lr_scale
+            t.best.load_state_dict(checkpoint.of_part("best"))
+        t.plan.schedule.scale = t.guard.lr_scale
         t.set_rates()
     t.log.say(f"guard: {message}\n{action.value}: goes on from step {t.step} with the next data.")
-
-
-def _take_back_best(t, state: Mapping) -> None:
-    """Give the run the best evaluation of the checkpoint with this state; none where that was of another metric."""
-    if state["metric_for_best"] == t.best.metric:
-        t.best.load_state_dict(state)
-    else:
-        t.best.forget()
 
 
 # ---------------------------------------------------------------- the state that updates leave
@@ -82,9 +161,8 @@ def state_of(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tens
 
     in_window: a window is under way, whose forward may have spoiled the buffers; theirs are those before it.
     """
-    averages = t.ema.averages() if t.ema is not None else ()
-    yield from named_state(t.detector, t.guard.watched(in_window), averages, t.optimizer, t.weights)
-    yield from ((("t.extra", name), tensor) for name, tensor in t.extra.tensors())
+    yield from named_state(t.detector, t.guard.watched(in_window), t.optimizer, t.loss_weights)
+    yield from t.parts.tensors()
 
 
 def state_in_parts(t) -> Iterator[Tensor]:
@@ -127,7 +205,7 @@ def state_is_sound(t) -> bool:
     if not broken:
         return True
     action = t.guard.decide(t.step, {}, 0.0, faults=[in_words(broken)])
-    message = _report(t, action, broken, in_window=False) if t.under_way else t.guard.reason
+    message = _report(t, action, broken, in_window=False) if t.window is not None else t.guard.reason
     follow(t, action, message, broken)
     return False
 
@@ -152,14 +230,14 @@ def ranks_apart(t) -> str:
 def keep_start(t) -> None:
     """Keeps the initial state on the CPU until the first checkpoint: no newer state is known to be finite."""
     if t.saved_step >= 0:
-        t.start = None
-    elif t.start is None:
-        state_dicts = tensors_of(t).items()
-        tensors = {stem: {k: v.detach().cpu().clone() for k, v in named.items()} for stem, named in state_dicts}
-        scaler = t.accelerator.scaler
-        state = {"ema": t.ema and t.ema.state_dict(), "scaler": scaler and dict(scaler.state_dict())}
-        extra = copy.deepcopy(t.extra.state_dict())
-        t.start = Checkpoint(t.folder, t.step, tensors, copy.deepcopy(t.optimizer.state_dict()), state, extra)
+        t.guard.start = None
+    elif t.guard.start is None:
+        stored = by_storage(t.parts.undone_in_rollback().state_dict())
+        tensors = {
+            name: {key: tensor.detach().cpu().clone() for key, tensor in named.items()}
+            for name, named in stored.pop("tensors").items()
+        }
+        t.guard.start = Checkpoint(t.folder, t.step, tensors, **copy.deepcopy(stored))
 
 
 def _go_back(t) -> str:
@@ -168,9 +246,9 @@ def _go_back(t) -> str:
     if step is not None:
         t.log.status["step"] = step
         return f"The newest finite state is the checkpoint of step {step}."
-    if t.start is None:
+    if t.guard.start is None:
         return "No state is saved: none was before."
-    load_weights(t, t.start)
+    load_weights(t, t.guard.start)
     save(t)
     t.log.status["step"] = t.step
     return f"No later state was saved before it broke: the state of step {t.step}, with which the run began, is saved."
@@ -184,24 +262,22 @@ def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
 
     broken, in_window: what `broken_state` found, and how it looked.
     """
-    window, denominators, reduced = t.under_way
-    scaler, rank = t.accelerator.scaler, t.accelerator.process_index
-    scale = scaler.get_scale() if scaler is not None else 1.0
-    where = {"step": t.step, "seed": t.seed, "rank": rank, "precision": t.accelerator.mixed_precision, "scale": scale}
+    window = t.window
+    facts = window.facts()
     context = {
         "epoch": t.sampler.epoch,
-        "losses": {name: reduced[name] for name in ("loss", *t.weights.names)},
-        "grad_norm": reduced["grad_norm"],
-        "lr": t.schedule.rates(),
-        "denominators": denominators,
-        "loss_weights": t.weights.values(t.step),
+        "losses": {name: window.reduced[name] for name in ("loss", *t.loss_weights.names)},
+        "grad_norm": window.reduced["grad_norm"],
+        "lr": t.plan.schedule.rates(),
+        "denominators": window.all_denominators,
+        "loss_weights": t.loss_weights.values(t.step),
         "action": action.value,
         "categories": [asdict(category) for category in t.validation.table.categories],
         "predicates": list(t.validation.table.predicates),
     }
 
     def run_again() -> list[dict]:
-        return rerun_window(t.detector, t.weights, window, denominators, **where)
+        return window.run_again(t.detector, t.loss_weights)
 
     finding = None
     tensors = _named_tensors(t, broken, in_window)
@@ -211,4 +287,5 @@ def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
     elif unusable_rate(t.optimizer.param_groups):
         finding = {"where": "rate"}
     extra = t.extra.state_dict()
-    return investigate(t.guard, t.detector, run_again, t.folder, window, where | context, finding, extra, tensors)
+    context = facts | {"step": t.step} | context
+    return investigate(t.guard, t.detector, run_again, t.folder, window.batches, context, finding, extra, tensors)

@@ -1,6 +1,5 @@
 """Saves and restores the state of a run in checkpoints. `t` is a `toolkit.run.training.Training` throughout."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -9,7 +8,6 @@ from torch import Tensor
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder, waiting_aloud
-from toolkit.data.sampling import epochs_after, steps_ahead
 from toolkit.run.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -18,13 +16,15 @@ from toolkit.run.checkpoint import (
     replace_state,
     save_checkpoint,
 )
+from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.settings_file import Change
-from toolkit.step.optim import load_state
+
+WEIGHTS = ("model", "loss_weights", "ema")  # the parts that an evaluation needs
 
 
 def save(t, best: bool = False) -> None:
     """Write `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
-    state = state_of_run(t)
+    content = content_of_run(t)
     t.saved_step = t.step
     if others := t.check.new_others():
         t.log.say(
@@ -32,14 +32,12 @@ def save(t, best: bool = False) -> None:
             't.extra["NAME"] = optimizer in main saves it, and the module likewise'
         )
     with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
-        run_on_main(lambda: _write(t, state, best))
+        run_on_main(lambda: _write(t, content, best))
 
 
-def _write(t, state: dict, best: bool) -> None:
+def _write(t, content: dict, best: bool) -> None:
     _sync_rows(t)
-    content = {"tensors": tensors_of(t), "optimizer": t.optimizer.state_dict(), "state": state}
-    extra = t.extra.state_dict()
-    save_checkpoint(t.folder / "checkpoints", t.step, **content, **_keeping(t, best), kind="run", extra=extra)
+    save_checkpoint(t.folder / "checkpoints", t.step, **content, **_keeping(t, best), kind="run")
 
 
 def _keeping(t, best: bool) -> dict:
@@ -54,17 +52,17 @@ def save_outcome(t, best: bool = False) -> None:
     and the schedule are as the evaluation left them. A checkpoint that somebody has damaged or deleted meanwhile is
     written anew. Every rank raises if that fails.
     """
-    state = state_of_run(t)
+    content = content_of_run(t)
     with waiting_aloud(f"the metric in the checkpoint of step {t.step} in {t.folder}", t.log.say):
-        run_on_main(lambda: _write_outcome(t, state, best))
+        run_on_main(lambda: _write_outcome(t, content, best))
 
 
-def _write_outcome(t, state: dict, best: bool) -> None:
+def _write_outcome(t, content: dict, best: bool) -> None:
     _sync_rows(t)
     try:
-        replace_state(t.folder / "checkpoints", t.step, state, **_keeping(t, best))
+        replace_state(t.folder / "checkpoints", t.step, content["state"], **_keeping(t, best))
     except CheckpointError:
-        _write(t, state, best)  # on a disk that takes nothing this fails too, and says why
+        _write(t, content, best)  # on a disk that takes nothing this fails too, and says why
 
 
 def _sync_rows(t) -> None:
@@ -74,45 +72,22 @@ def _sync_rows(t) -> None:
         fsync_folder(rows)
 
 
-def state_of_run(t) -> dict:
-    """Return everything of a run that a checkpoint keeps as JSON."""
-    t.note_own_rates()
-    scaler = t.accelerator.scaler
+def content_of_run(t) -> dict:
+    """Return everything of a run that a checkpoint keeps, as arguments of `save_checkpoint`."""
+    content = by_storage(t.parts.state_dict())
     table = t.validation.table
     frozen = [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad]
-    return {
+    content["state"] = {
         "step": t.step,
         "categories": [asdict(category) for category in table.categories],
         "predicates": list(table.predicates),
         "attributes": list(table.attributes),
         "infinite": t.infinite,
-        "accumulation": list(t.pace.accumulation),
         "frozen": frozen,
-        "recut": t.recut,
-        "sampler": t.sampler.state_dict(),
-        "schedule": t.schedule.state_dict(),
-        "without_own_rates": t.without_own_rates,
-        "total_steps": t.total_steps,
-        "limit": t.limit,
-        "scaler": scaler.state_dict() if scaler is not None else None,
-        "ema": t.ema.state_dict() if t.ema is not None else None,
-        "guard": t.guard.state_dict(),
-        "budget": t.budget.state_dict() if t.budget is not None else None,
         "data": {name: table.identity for name, table in t.data.items()},
-        "metric_for_best": t.best.metric,
-        **t.best.state_dict(),
-        **t.log.state_dict(),
+        **content["state"],
     }
-
-
-def tensors_of(t) -> dict[str, Mapping[str, Tensor]]:
-    """State dicts of what has weights, by the stem of their file in a checkpoint."""
-    tensors = {"model": t.detector.state_dict()}
-    if t.ema is not None:
-        tensors["ema"] = t.ema.module.state_dict()
-    if any(True for _ in t.weights.parameters()):
-        tensors["loss_weights"] = t.weights.state_dict()
-    return tensors
+    return content
 
 
 def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
@@ -135,33 +110,28 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         raise BadInput(f"{path} is of the classes {names}, the data has {t.validation.table.class_names}")
     _check_fit(t, checkpoint, changed)
     rates_of_groups = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
-    asked = t.total_steps
+    asked = t.plan.total_steps
     try:
         load_weights(t, checkpoint)
         if t.eval_only:
             return _load_best(t, checkpoint)
-        notes = _other_data(t, state) + t.sampler.load_state_dict(state["sampler"])
-        if keep_schedule:
-            _take_up_schedule(t, state)
-        else:
+        sampler_before = checkpoint.of_part("sampler")
+        notes = _other_data(t, state) + t.sampler.load_state_dict(sampler_before)
+        if not keep_schedule:
             for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
                 group.update(rates)
-            if t.budget is not None:
-                t.budget.count_on(t.step, state["budget"])
-                if t.budget.is_used_up:
-                    t.total_steps, t.limit = t.step, "run.max_minutes"
-        notes += [*_freeze(t, state["frozen"]), *_retime(t, state, keep_schedule)]
-        t.guard.load_state_dict(state["guard"])
-        t.log.load_state_dict(state)
-        if state.get("without_own_rates") is not None:
-            t.without_own_rates = int(state["without_own_rates"])
+        notes += _freeze(t, state["frozen"])
+        notes += t.plan.resume(checkpoint.of_part("plan"), sampler_before, t.step, keep_schedule)
+        t.guard.load_state_dict(checkpoint.of_part("guard"))
+        t.log.load_state_dict(checkpoint.of_part("log"))
         t.set_rates()  # those of the checkpoint's optimizer were of the update before
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         reason = f"cannot be taken up ({type(error).__name__}: {error})"
         raise BadInput(f"{path} {reason}: give an earlier checkpoint as --run.resume PATH") from error
-    if keep_schedule and t.total_steps <= t.step and asked > t.total_steps:
+    total_steps = t.plan.total_steps
+    if keep_schedule and total_steps <= t.step and asked > total_steps:
         notes.append(
-            f"the run is finished at step {t.step} of {t.total_steps}, nothing is left to train: "
+            f"the run is finished at step {t.step} of {total_steps}, nothing is left to train: "
             f"--run.resume_schedule new goes on to step {asked}"
         )
     return notes + _load_best(t, checkpoint)
@@ -183,21 +153,12 @@ def _other_data(t, state: Mapping) -> list[str]:
 _OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
 
 
-def _take_up_schedule(t, state: Mapping) -> None:
-    t.schedule.load_state_dict(state["schedule"])
-    t.total_steps, t.limit = state["total_steps"], state["limit"]
-    if state["budget"] is None:
-        t.budget = None  # the saved length is no matter of minutes
-    elif t.budget is not None:
-        t.budget.load_state_dict(state["budget"])
-
-
 def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     """Raises BadInput, in a few lines and in terms of the settings, where weights or optimizer are of another model."""
     saved = checkpoint.tensors
     faults = _misfits(t.detector.state_dict(), saved["model"])
-    if "loss_weights" in saved or any(True for _ in t.weights.parameters()):
-        faults += _misfits(t.weights.state_dict(), saved.get("loss_weights", {}))
+    if "loss_weights" in saved or any(True for _ in t.loss_weights.parameters()):
+        faults += _misfits(t.loss_weights.state_dict(), saved.get("loss_weights", {}))
     if not faults and not t.eval_only:
         saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
         sizes = [len(group["params"]) for group in t.optimizer.param_groups]
@@ -235,85 +196,34 @@ def _freeze(t, names: Sequence[str]) -> list[str]:
     return [f"{len(names)} parameters that the loop had frozen stay frozen, such as {names[0]}"] if names else []
 
 
-def retime(t, accumulation: tuple[int, int]) -> list[str]:
-    """As on a resume, in the middle of a run that accumulated otherwise until now."""
-    return _retime(t, {"accumulation": accumulation, "sampler": t.sampler.state_dict(), "recut": t.recut}, True)
-
-
-def _images_of_a_step(images: int, accumulation_steps: int, after_epoch: int) -> tuple[int, ...]:
-    """Of full steps: with accumulation, and where it begins later, before it and from which epoch on."""
-    return (images * accumulation_steps, *((images, after_epoch) if after_epoch else ()))
-
-
-def _retime(t, state: Mapping, keep_schedule: bool) -> list[str]:
-    """Where an optimizer step sees other images than before: a length and a schedule by which the run sees the data
-    that it was to see. What it did is returned in words."""
-    sampler, saved = t.sampler, state["sampler"]
-    before, now = state["accumulation"], t.pace.accumulation
-    t.recut = state["recut"]
-    was = _images_of_a_step(saved["world_size"] * saved["batch_size"], *before)
-    if was == _images_of_a_step(sampler.world_size * sampler.batch_size, *now) and (keep_schedule or not t.recut):
-        return []
-    length, old = t.total_steps, sampler.cut_as(saved["world_size"], saved["batch_size"])
-    here = math.ceil(epochs_in := sampler.epoch + sampler.offset / sampler.num_samples)
-    t.recut = round(sampler.steps_in(here, *now) - steps_ahead(sampler, here, *now)) - t.step
-    if not keep_schedule:  # this command's, as if the whole run had been cut like this
-        t.schedule.clock = (t.step, t.step + t.recut, 1.0)
-        t.total_steps = max(t.step, length - t.recut)
-    elif length > t.step:
-        end = epochs_in + epochs_after(old, length, *before) - epochs_after(old, t.step, *before)
-        if abs(end - round(end)) * old.steps_of_epoch(int(end), *before) < 0.5:
-            end = round(end)
-        t.total_steps = t.step + max(1, math.ceil(steps_ahead(sampler, end, *now) - 1e-6))
-        if t.total_steps != length:
-            t.schedule.stretch(t.step, (length - t.step) / (t.total_steps - t.step))
-    if t.budget is not None and t.budget.total_steps is not None:
-        t.budget.settle(t.total_steps)
-    if t.total_steps == length:
-        return []
-    note = (
-        f"an optimizer step now sees other numbers of images: the run ends after step {t.total_steps} instead of "
-        f"{length}, at the same place in the data, and warm-up, milestones and shape of the schedule move with it. "
-        "Learning rates stay as they were; what else is counted in steps (run.log_every, loss.weights, ...) counts the "
-        "new ones"
-    )
-    return [note]
-
-
 def _load_best(t, checkpoint: Checkpoint) -> list[str]:
-    state, folder = checkpoint.state, t.folder / "checkpoints"
+    saved, folder = checkpoint.of_part("best"), t.folder / "checkpoints"
     in_this_folder = run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve())
     if t.eval_only or in_this_folder:
         t.saved_step = t.step
     if in_this_folder and not t.eval_only:
         run_on_main(lambda: repair_latest(checkpoint.path))
-    if state["metric_for_best"] != t.best.metric:
-        return [f"best metric starts anew: it was {state['metric_for_best']}, now {t.best.metric}"]
-    value, step = state["best"], state["best_step"]
-    t.best.load_state_dict(state)
-    if value is None or t.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
+    if not t.best.load_state_dict(saved):
+        return [f"best metric starts anew: it was {saved['metric']}, now {t.best.metric}"]
+    step = t.best.step
+    if t.best.value is None or t.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
         return []
     t.best.value, t.best.step = None, -1
     return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
 
 
 def load_weights(t, checkpoint: Checkpoint) -> None:
-    """Step, weights, their average and, to train on, optimizer and scaler state of a checkpoint; nothing else."""
+    """Take over the step of a checkpoint and everything that goes back with it, see `toolkit.run.parts`.
+
+    Where `t.eval_only`, weights are all that is taken.
+    """
     t.step = checkpoint.step
-    t.detector.load_state_dict(checkpoint.tensors["model"])
-    if "loss_weights" in checkpoint.tensors:
-        t.weights.load_state_dict(checkpoint.tensors["loss_weights"])
-    if t.ema is not None and "ema" in checkpoint.tensors:
-        t.ema.module.load_state_dict(checkpoint.tensors["ema"])
-        t.ema.load_state_dict(checkpoint.state["ema"])
-    elif t.ema is not None:
-        t.ema.module.load_state_dict(checkpoint.tensors["model"])
+    saved = checkpoint.by_part()
+    if "ema" not in saved:  # a run that begins to average here
+        saved["ema"] = saved["model"]
     if t.eval_only:
-        return
-    load_state(t.optimizer, checkpoint.optimizer)
-    t.extra.load_state_dict(checkpoint.extra)
-    if t.accelerator.scaler is not None and checkpoint.state["scaler"]:
-        t.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])
+        saved = {name: saved[name] for name in WEIGHTS if name in saved}
+    t.parts.undone_in_rollback().load_state_dict(saved)
 
 
 def infinite_buffers(detector) -> list[str]:

@@ -44,7 +44,9 @@ from toolkit.run.launcher import asked_settings, settle
 from toolkit.run.log import Log
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of, settings_beside
+from toolkit.run.plan import Plan
 from toolkit.run.processes import announce, prepare, set_threads, start_accelerator, wait_at_most
+from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import load
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
 from toolkit.run.status import FolderLock, RunStatus, run_status
@@ -64,10 +66,9 @@ from toolkit.run.writer import RunWriter
 from toolkit.step.checkpointing import checkpoint_in_place
 from toolkit.step.compiling import be_deterministic, compile_in_place
 from toolkit.step.ema import Ema
-from toolkit.step.guard import NanGuard
 from toolkit.step.length import Pace, StepBudget, is_time, steps_from
 from toolkit.step.losses import LossWeights
-from toolkit.step.memory import probe_memory
+from toolkit.step.memory import naming_the_batch, probe_memory
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
 from toolkit.step.schedules import schedule_of_settings
@@ -80,7 +81,8 @@ class Session:
     config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
     staging: folder that a start writes to until nothing was refused; see `toolkit.run.folder.staging`.
     checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
-    log: that of the training, once it has begun. test_table: data of `eval.test_split`, evaluated when it has ended.
+    t: the training, once it is built. log: that of the training, once it has begun.
+    test_table: data of `eval.test_split`, evaluated when the training has ended.
     """
 
     config: Any
@@ -95,6 +97,7 @@ class Session:
     staging: Path
     measured: dict = field(default_factory=dict)  # at the start; goes into environment.json
     log: Log | None = None
+    t: Training | None = None
     test_table: DetectionTable | None = None
 
     @property
@@ -139,7 +142,7 @@ def session(config: Any) -> Iterator[Session]:
             checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder, of_run=True))
             stored = run_on_main(lambda: checkpoint and settings_beside(checkpoint.path, config, options_class)) or {}
             if checkpoint is not None:  # data, augmentation and dropout go on as they began
-                config = replace(config, run=replace(run, seed=checkpoint.state["sampler"]["seed"]))
+                config = replace(config, run=replace(run, seed=checkpoint.of_part("sampler")["seed"]))
             if is_main:
                 announce(accelerator.num_processes, folder, [*messages, *([lock.note] if lock.note else [])])
             if run.deterministic:
@@ -147,7 +150,8 @@ def session(config: Any) -> Iterator[Session]:
             with staging(folder, run_on_main(lambda: status.begun), is_main) as staged:
                 s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, staged)
                 try:
-                    yield s
+                    with naming_the_batch(lambda: () if s.t is None else s.t.batches_under_way):
+                        yield s
                 except (Preempted, StoppedByGuard, BadInput) as error:
                     if s.log is not None:
                         state = "preempted" if isinstance(error, Preempted) else "failed"
@@ -219,29 +223,28 @@ def training(s: Session, detector: Detector, table: DetectionTable, val_table: D
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
     _settle(s, detector)
     c, run, optim = s.config, s.config.run, s.config.optim
-    all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
-    per_epoch = max(1, round(all_steps / run.epochs))  # on average
-    total_steps, limit = min((all_steps, "run.epochs"), (run.max_steps or all_steps, "run.max_steps"))
-    pace, kept = _pace(c, per_epoch), c.eval.max_detections or detector.max_detections
-    ema = Ema(detector, optim.ema_decay, optim.ema_warmup) if optim.ema_decay else None
+    kept = c.eval.max_detections or detector.max_detections
+    ema = Ema(detector, optim.ema_decay, optim.ema_warmup)
     checkpoint_in_place(detector, optim.checkpointing, optim.compile)
     compile_in_place(detector, optim.compile)
     one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
     optimizer = _optimizer(s, detector, weights, distillation)
     model, optimizer = prepare(s.accelerator, detector, optimizer, run.tf32, one_size)
+    plan = _plan(c, sampler, optimizer)
     t = Training(
-        accelerator=s.accelerator, model=model, detector=detector, weights=weights, optimizer=optimizer, ema=ema,
-        schedule=schedule_of_settings(c.schedule, optimizer, total_steps, per_epoch), sampler=sampler, loader=loader,
+        accelerator=s.accelerator, model=model, detector=detector, loss_weights=weights, optimizer=optimizer, ema=ema,
+        plan=plan, loader=loader, pace=_pace(c, plan.steps_per_epoch),
         validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, kept, c.eval.pictures),
-        guard=NanGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
-        best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience), pace=pace,
-        log=Log(s.is_main, run.meters, per_epoch, run.log_every), signals=s.signals, folder=s.folder, seed=run.seed,
-        budget=StepBudget(run.max_minutes) if run.max_minutes else None, total_steps=total_steps, limit=limit,
-        max_norm=optim.max_norm, eval_only=run.eval_only, data={"training": table, "validation": val_table},
-        distillation=distillation,
+        guard=RunGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
+        best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience),
+        log=Log(s.is_main, run.meters, plan.steps_per_epoch, run.log_every), signals=s.signals, folder=s.folder,
+        seed=run.seed, max_norm=optim.max_norm, eval_only=run.eval_only,
+        data={"training": table, "validation": val_table}, distillation=distillation,
     )  # fmt: skip
+    s.t = t
     if not run.eval_only:
-        t.warn_of_length()
+        for warning in plan.warnings_of_length():
+            s.say(warning)
         warn_of_crowds(t)
     _begin(s, t, table)
     wait_at_most(run.hang_minutes)
@@ -370,16 +373,34 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights, distillatio
 
 def _pace(c: Any, per_epoch: int) -> Pace:
     every = {key: steps_from(getattr(c.run, key), per_epoch) for key in ("eval_every", "save_every", "keep_every")}
-    same = ("gradient_table_every", "accumulation_steps", "accumulate_after_epoch")
-    warmup_steps, final = steps_from(c.schedule.warmup_steps, per_epoch), c.optim.bn_momentum_final
-    return Pace(
-        keep=c.run.keep,
-        denominators=c.loss.denominators,
-        bn_momentum=None if final is None else (final, warmup_steps),
-        plain_epochs=c.data.plain_epochs,
+    table_every = c.optim.gradient_table_every
+    return Pace(keep=c.run.keep, denominators=c.loss.denominators, gradient_table_every=table_every, **every)
+
+
+def _plan(c: Any, sampler: EpochSampler, optimizer: torch.optim.Optimizer) -> Plan:
+    """The plan of a fresh run with these settings."""
+    run, optim = c.run, c.optim
+    all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
+    steps_per_epoch = max(1, round(all_steps / run.epochs))  # on average
+    total_steps = all_steps
+    limit = "run.epochs"
+    if run.max_steps is not None and run.max_steps < all_steps:
+        total_steps = run.max_steps
+        limit = "run.max_steps"
+    warmup_steps = steps_from(c.schedule.warmup_steps, steps_per_epoch)
+    final_momentum = optim.bn_momentum_final
+    return Plan(
+        sampler=sampler,
+        schedule=schedule_of_settings(c.schedule, optimizer, total_steps, steps_per_epoch),
+        total_steps=total_steps,
+        limit=limit,
+        budget=None if run.max_minutes is None else StepBudget(run.max_minutes),
+        accumulation_steps=optim.accumulation_steps,
+        accumulate_after_epoch=optim.accumulate_after_epoch,
+        steps_per_epoch=steps_per_epoch,
         warmup_steps=warmup_steps,
-        **every,
-        **{key: getattr(c.optim, key) for key in same},
+        plain_epochs=c.data.plain_epochs,
+        bn_momentum=None if final_momentum is None else (final_momentum, warmup_steps),
     )
 
 
@@ -404,11 +425,11 @@ def _begin(s: Session, t: Training, table: DetectionTable) -> None:
         about=About(run.project, run.name, settings, t.best.metric, run.group, job, run.tags, run.notes),
         data=data_facts({"train": table, "val": t.validation.table}),
         is_main=s.is_main,
-        resume_state=checkpoint and checkpoint.state["writer"],
+        resume_state=checkpoint and checkpoint.of_part("log")["writer"],
         eval_only=run.eval_only,
         track_unscaled=run.track_unscaled,
     )
-    t.log.start(writer, s.status.details, t.step, t.total_steps, t.recut)
+    t.log.start(writer, s.status.details, t.step, t.plan.total_steps, t.plan.recut)
     s.log = t.log
     first = s.config.eval.before_training and t.step == 0
     due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
@@ -426,7 +447,7 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     settings["model"] |= {key: value for key, value in used if key in settings["model"] and key not in left}
     if not s.stored:
         return settings, []
-    budget = s.checkpoint.state["budget"]
+    budget = s.checkpoint.of_part("plan")["budget"]
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
     is_measured = budget is None or budget["settled"]
     changed = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
@@ -439,7 +460,8 @@ def _repair_rows(s: Session) -> list[str]:
     """Rows of this folder that the checkpoint counts and that are not there; another folder's are not looked for."""
     if s.checkpoint.path.resolve().parent != (s.folder / "checkpoints").resolve():
         return []
-    return repair_rows(s.folder / "metrics.jsonl", s.checkpoint.state["writer"]["rows"], more=s.config.run.eval_only)
+    rows = s.checkpoint.of_part("log")["writer"]["rows"]
+    return repair_rows(s.folder / "metrics.jsonl", rows, more=s.config.run.eval_only)
 
 
 def _record(s: Session, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from toolkit.base.text import shown
+from toolkit.step.ema import UPDATES
 from toolkit.step.schedules import SHAPES
 
 LARGEST = 2**53  # of a count: further whole numbers are none of a float
@@ -108,40 +109,47 @@ _BUDGET = Keys({}, {
 _GUARD = Keys({}, dict.fromkeys(("skips", "calibrations", "rollbacks"), COUNT))
 _SCALER = Keys({}, dict.fromkeys(("scale", "growth_factor", "backoff_factor", "growth_interval"), NUMBER))
 
-# All that a run needs to go on.
-RUN_STATE = Keys({
-    "step": COUNT,
-    "categories": Each(list, Keys({"id": ID, "name": TEXT}, {})),
-    "sampler": _SAMPLER,
-    "schedule": _SCHEDULE,
+_PLAN = Keys({
     "total_steps": COUNT,
     "limit": TEXT,
-    "scaler": OrNull(_SCALER),
-    "guard": _GUARD,
-    "budget": OrNull(_BUDGET),
-    "metric_for_best": TEXT,
-    "best": OrNull(NUMBER),
-    "best_step": STEP,
-    "evaluations_without_better": COUNT,
-    "evaluated_step": STEP,
-    "meters": Each(dict, _METER),
-    "elapsed_s": DURATION,
-    "writer": Keys({"rows": COUNT, "run_ids": Each(dict, OrNull(ID))}, {}),
-    "infinite": TEXTS,
     "accumulation": Each(list, COUNT, 2),
     "recut": NUMBER,
-    "frozen": TEXTS,
-    "has_notes": TRUTH,
+    "schedule": _SCHEDULE,
+    "budget": OrNull(_BUDGET),
+}, {"without_own_rates": OrNull(COUNT)})  # fmt: skip
+_LOG = Keys({
+    "meters": Each(dict, _METER),
     "averages": Each(dict, Each(list, ANY_NUMBER, 2)),
+    "elapsed_s": DURATION,
     "epoch_s": DURATION,
     "epoch_steps": COUNT,
     "logged_epoch": STEP,
     "logged_steps": STEP,
+    "has_notes": TRUTH,
+    "writer": Keys({"rows": COUNT, "run_ids": Each(dict, OrNull(ID))}, {}),
+}, {})  # fmt: skip
+_BEST = Keys({
+    "metric": TEXT,
+    "value": OrNull(NUMBER),
+    "step": STEP,
+    "without_better": COUNT,
+    "evaluated_step": STEP,
+}, {})  # fmt: skip
+_PARTS = Keys(
+    {"sampler": _SAMPLER, "plan": _PLAN, "guard": _GUARD, "log": _LOG, "best": _BEST},
+    {"scaler": _SCALER, "ema": Keys({UPDATES: COUNT}, {})},
+)
+
+# All that a run needs to go on: what it is, and the plain values in the state of its parts.
+RUN_STATE = Keys({
+    "step": COUNT,
+    "categories": Each(list, Keys({"id": ID, "name": TEXT}, {})),
+    "infinite": TEXTS,
+    "frozen": TEXTS,
+    "parts": _PARTS,
 }, {
     "predicates": TEXTS,
     "attributes": TEXTS,
-    "ema": OrNull(Keys({"updates": COUNT}, {})),
-    "without_own_rates": OrNull(COUNT),
     "data": Each(dict, Keys({}, {"fingerprint": TEXT, "file": TEXT, "images": COUNT, "boxes": COUNT})),
 })  # fmt: skip
 

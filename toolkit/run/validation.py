@@ -81,7 +81,7 @@ def evaluate(t) -> bool:
         Preempted: a signal came; nothing was noted, and the resumed run evaluates again.
     """
     modules = {"val/": t.detector}
-    if t.ema is not None:
+    if t.ema.is_on:
         modules["val/ema/"] = t.ema.module
     row, metrics, kept = {}, {}, {}
     for prefix, module in modules.items():
@@ -92,7 +92,7 @@ def evaluate(t) -> bool:
             saved = "saved, " if t.saved_step == t.step else ""
             raise Preempted(f"signal during the evaluation at step {t.step}; {saved}`--run.resume latest` goes on")
         metrics = run_on_main(partial(t.validation.evaluator.evaluate, predictions.by_image))
-        if (module is not t.detector) == t.best.of_average or t.ema is None:
+        if (module is not t.detector) == t.best.of_average or not t.ema.is_on:
             weights = prefix.removeprefix("val/") or "raw"
             kept = {"predictions": predictions.by_image, "scores": metrics, "weights": weights}
         row |= {f"{prefix}{name}": value for name, value in {**metrics, **predictions.losses}.items()}
@@ -110,7 +110,7 @@ def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, d
         module,
         loader,
         t.accelerator.device,
-        loss_weights=t.weights,
+        loss_weights=t.loss_weights,
         step=t.step,
         stop=lambda: t.signals.received,
         score_threshold=score_threshold,
@@ -124,9 +124,9 @@ def note_metric(t, row: dict[str, float | None]) -> bool:
     """Passes the metric for best of an evaluation row to `best` and the schedule; True if it is the best so far."""
     t.last_row = dict(row)
     better = t.best.note(t.step, row)
-    if t.step > 0 and t.schedule.observe(t.best.larger_is_better(row)):
+    if t.step > 0 and t.plan.schedule.observe(t.best.larger_is_better(row)):
         t.set_rates()
-        t.log.say(f"learning rates fall to {t.schedule.rates()}: val/{t.best.metric} has stopped improving")
+        t.log.say(f"learning rates fall to {t.plan.schedule.rates()}: val/{t.best.metric} has stopped improving")
     return better
 
 
@@ -136,10 +136,10 @@ def check_metric(t) -> None:
     empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
     nothing = dict.fromkeys(evaluator.image_ids, empty)
     metrics = [*run_on_main(lambda: list(evaluator.evaluate(nothing))), *t.loss_names, *t.detector.metric_names]
-    if t.ema is not None:
+    if t.ema.is_on:
         metrics += [f"ema/{name}" for name in metrics]
     if t.best.metric not in metrics:
-        raise no_such_metric(t.best.metric, metrics, t.ema is not None)
+        raise no_such_metric(t.best.metric, metrics, t.ema.is_on)
 
 
 def warn_of_crowds(t) -> None:
@@ -166,6 +166,7 @@ def finish(t) -> None:
             "warning: the weights were changed after the last update: no evaluation has seen them, and final/ gets "
             "those of the best checkpoint; save your own by t.detector.save_final(folder, categories, size)"
         )
+    t.end_window()  # where the script has left its loop
     if t.epoch_is_over:
         t.end_epoch()  # not yet, in a run that was killed after its last step
     else:  # early stopping, `max_decays` or the script's own loop ended inside it

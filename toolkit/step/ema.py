@@ -1,10 +1,12 @@
 """Exponential moving average of a model's weights."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+
+UPDATES = "updates made"  # in the state; with a space, for no weight can have such a name
 
 
 class Ema:
@@ -15,16 +17,18 @@ class Ema:
 
     Args:
         model: the unwrapped model (without DDP); it is copied.
-        decay: d.
+        decay: d; 0: there is no average, `module` is None and `update` does nothing.
         warmup: d = min(decay, (1 + n) / (10 + n)) in update n = 0, 1, ..., so that early averages forget the
             initial weights (as in TensorFlow's ExponentialMovingAverage).
 
-    `module` is the averaged model, in eval mode, without gradients. Weights and counter are stored apart:
-    `ema.module.state_dict()` and `ema.state_dict()`.
+    `module` is the averaged model, in eval mode, without gradients.
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = True):
         self.decay, self.warmup, self.updates = decay, warmup, 0
+        self.module: nn.Module | None = None
+        if not self.is_on:
+            return
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         saved = set(model.state_dict(keep_vars=True))
         parameters = {name for name, _ in model.named_parameters()}
@@ -36,9 +40,20 @@ class Ema:
             averaged = tensor.is_floating_point() and may_be_averaged
             (self._averaged if averaged else self._copied.setdefault(tensor.dtype, [])).append(name)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is an average."""
+        return self.decay > 0
+
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Updates the averages after an optimizer step; call it only for updates that the guard accepted."""
+    def update(self, model: nn.Module | None = None) -> None:
+        """Update the averages after an optimizer step; call it only for updates that the guard accepted.
+
+        model: None: the one that the average began with.
+        """
+        if not self.is_on:
+            return
+        model = self._model if model is None else model
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         if model is not self._model:
             self._model, self._source = model, _slots(model)
@@ -50,16 +65,20 @@ class Ema:
             torch._foreach_copy_(into, source)
         self.updates += 1
 
-    def averages(self) -> Iterable[tuple[str, Tensor]]:
-        """(name, average) of everything that is averaged; what is copied is as the model has it."""
-        return zip(self._averaged, _tensors(self._into, self._averaged), strict=True)
+    def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """((kind, name), average) of everything that is averaged; what is copied is as the model has it."""
+        for name, average in zip(self._averaged, _tensors(self._into, self._averaged), strict=True):
+            yield ("moving average of", name), average
 
     def state_dict(self) -> dict:
-        """The counter; the weights are `module.state_dict()`."""
-        return {"updates": self.updates}
+        """The averaged weights by name, and the number of updates."""
+        return {**self.module.state_dict(), UPDATES: self.updates}
 
     def load_state_dict(self, state: Mapping) -> None:
-        self.updates = state["updates"]
+        """Restore what `state_dict` returned; the weights of a model alone do too, and leave the number as it is."""
+        weights = dict(state)
+        self.updates = weights.pop(UPDATES, self.updates)
+        self.module.load_state_dict(weights)
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict, str]]:

@@ -24,7 +24,7 @@ class Extra(UserDict):
     What is assigned for the first time takes up its state of the checkpoint that the run goes on from; a module of a
     fresh run gets that of the first process. Modules go to the device; optimizers are prepared by Accelerate, so use
     `t.extra["critic_optimizer"]`. Gradients of the modules are averaged over the ranks with those of the detector, in
-    `t.unscaled_gradient_norm()`; made later, by `t.extra.average_gradients()`.
+    `window.reduce()`; made later, by `t.extra.average_gradients()`.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -60,13 +60,14 @@ class Extra(UserDict):
         """Names in the checkpoint that the script has not assigned."""
         return sorted(self._saved)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, floating-point tensor) of all states that are to be finite."""
+    def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """(("t.extra", name), floating-point tensor) of all states that are to be finite."""
         for name, value in self.items():
             if isinstance(value, nn.Module):
-                yield from ((f"{name}.{key}", tensor) for key, tensor in value.named_parameters())
+                named = ((f"{name}.{key}", tensor) for key, tensor in value.named_parameters())
             else:
-                yield from _floats(name, value.state_dict() if _has_state(value) else value)
+                named = _floats(name, value.state_dict() if _has_state(value) else value)
+            yield from ((("t.extra", full_name), tensor) for full_name, tensor in named)
 
     def average_gradients(self) -> None:
         """Averages the gradients of the modules over the ranks; a collective. With one process nothing is done."""

@@ -56,6 +56,8 @@ class NanGuard:
         reason: in words, what was not finite in the window last refused.
     """
 
+    kept_in_rollback = True  # which its counts have to outlive
+
     def __init__(
         self,
         policy: str = "stop",
@@ -249,7 +251,7 @@ class NanGuard:
         return [owner[key] for owner, key in self._slots]
 
     def state_dict(self) -> dict:
-        """JSON-able. Load it on resume, but not in a rollback, which it has to outlive."""
+        """JSON values."""
         return {"skips": self.skips, "calibrations": self.calibrations, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: Mapping) -> None:

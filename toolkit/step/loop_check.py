@@ -15,20 +15,20 @@ from toolkit.base.errors import BadInput
 
 # What is done with a window -> the line that does it, and what a run without it is.
 BEFORE = {
-    "snapshot": ("t.guard.snapshot(t.detector)", "a refused window could not be undone"),
-    "add": ("t.add(weighted, metrics)", "rows, averages and the guard would not know the losses"),
-    "norm": ("grad_norm = t.unscaled_gradient_norm()", "a NaN in a gradient would reach the weights"),
-    "accepts": ("if not t.accepts(window, reduced): continue", "a NaN would reach the weights"),
+    "backward": (
+        "window.backward(weighted, metrics)",
+        "rows, averages and the guard would not know the losses",
+    ),
+    "reduce": ("reduced = window.reduce()", "a NaN in a gradient would reach the weights"),
+    "accepts": ("if not t.guard.accepts(window, reduced): continue", "a NaN would reach the weights"),
 }
 AFTER = {
     "update": ("t.optimizer.step()", "nothing would be trained"),
-    "step": ("t.step += 1", "rates, rows and checkpoints would stay where they are"),
-    "note_step": ("t.note_step(window, reduced)", "there would be no rows, and learning rates would not move"),
-    "ema": ("if t.ema is not None: t.ema.update(t.detector)", "the averaged weights would stay the initial ones"),
-    "evaluate_and_save": ('t.evaluate_and_save(reduced["signal"])', "nothing would be evaluated or saved"),
+    "ema": ("t.ema.update()", "the averaged weights would stay the initial ones"),
+    "meters": ("t.meters.update(reduced)", "the console would show no losses"),
 }
 LINES = BEFORE | AFTER
-MAY_BE_LEFT_OUT = LINES.keys() | {"train"}  # `t.model.train()`, which stands before the windows
+MAY_BE_LEFT_OUT = LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()`, which stands before the windows
 
 
 class LoopCheck:
@@ -45,17 +45,21 @@ class LoopCheck:
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]):
         self._counts = counts
-        self.done = Counter(dict.fromkeys(LINES.keys() - {"snapshot", "step", "ema"}, 0))
+        self.done = Counter(dict.fromkeys(LINES.keys() - {"meters", "ema"}, 0))
         self.left_out: set[str] = set()
         self._start: Mapping[str, int] | None = None  # None: no window is under way
+        self._step = 0
         self.micro_batches = 1
         self._nested = 0  # PyTorch calls the hooks once more where `step` of a subclass calls that of its class
         self._handed_out: list[tuple[Mapping, int]] = []  # targets of the micro-batch, with their numbers of boxes
         self._had_gradients = False  # before the micro-batch
         self._others: dict[int, str | None] = {}
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts its updates, each of which is asked about before it is made. Rates and checkpoints know no other."""
+    def watch(self, optimizer: torch.optim.Optimizer, on_update: Callable[[], None]) -> None:
+        """Count the updates of the optimizer, each of which is asked about before it is made.
+
+        on_update: called after each update inside a window.
+        """
         inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's
         self._optimizer, self._groups = optimizer, len(inner.param_groups)
 
@@ -67,7 +71,10 @@ class LoopCheck:
 
         def after(*_) -> None:
             self._nested -= 1
-            self.done["update"] += self._nested == 0
+            if self._nested == 0:
+                self.done["update"] += 1
+                if self._start is not None:
+                    on_update()
 
         inner.register_step_pre_hook(before)
         inner.register_step_post_hook(after)
@@ -75,13 +82,16 @@ class LoopCheck:
     def leave_out(self, names: Iterable[str]) -> None:
         """Names calls that are left out on purpose. Raises BadInput if there are no such calls."""
         if unknown := [name for name in names if name not in MAY_BE_LEFT_OUT]:
-            choices = ", ".join((*LINES, "train"))
+            choices = ", ".join(name for name in (*LINES, "train") if name in MAY_BE_LEFT_OUT)
             raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {choices}")
         self.left_out |= set(names)
 
-    def begin(self, micro_batches: int) -> None:
-        """Begins a window of so many micro-batches."""
-        self._start, self.micro_batches, self._nested = self._now(), micro_batches, 0
+    def begin(self, step: int, micro_batches: int) -> None:
+        """Begin a window of so many micro-batches after `step` updates."""
+        self._start = self._now()
+        self._step = step
+        self.micro_batches = micro_batches
+        self._nested = 0
 
     def _now(self) -> dict[str, int]:
         return {**self.done, **self._counts()}
@@ -95,11 +105,11 @@ class LoopCheck:
         """Raises BadInput: the update takes gradients that nobody has looked at, or has none."""
         if self._start is None or "update" in self.left_out:
             return
-        where = f"the loop, step {self._start['step']}: "
+        where = f"the loop, step {self._step}: "
         if closure is not None:
             raise BadInput(
                 f"{where}`t.optimizer.step(closure)` takes gradients that come after the guard and the clipping; "
-                "compute them before `t.unscaled_gradient_norm()`, and call `t.optimizer.step()`"
+                "compute them before `window.reduce()`, and call `t.optimizer.step()`"
             )
         if not self._has_gradients():
             raise BadInput(
@@ -142,8 +152,8 @@ class LoopCheck:
         """Raises BadInput: boxes of the micro-batch, or the gradients of those before it, are gone."""
         if any(len(target["labels"]) != count for target, count in self._handed_out):
             raise BadInput(
-                "the loop: boxes were changed inside of t.micro_batches(window), whose denominators count those of "
-                "before; change them in the window, before that line (docs/change_the_loop.md, recipe 8)"
+                "the loop: boxes were changed inside of `for batch in window`, whose denominators count those of "
+                "before; change window.batches before that line (docs/change_the_loop.md, recipe 8)"
             )
         if self._had_gradients and not self._has_gradients():
             raise BadInput(
@@ -154,24 +164,20 @@ class LoopCheck:
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
 
-    def after_step(self, name: str) -> None:
-        """Raises BadInput where what belongs after `t.step += 1` comes before it."""
-        if self._start is None or "step" in self.left_out:
-            return
-        if (step := self._start["step"]) == self._counts()["step"]:
-            raise BadInput(f"the loop, step {step}: `{LINES[name][0]}` belongs after `t.step += 1`, not before it")
-
     def refused(self) -> None:
         """Ends a window that the guard refused, which needs none of an update's calls."""
         self._start = None
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether no window is under way, because the guard has refused it."""
+        return self._start is None
 
     def end(self) -> bool:
         """Whether the window was trained on; False: passed over with nothing of an update done.
 
         Raises BadInput: something of an update was left out, or done twice.
         """
-        if self._start is None:  # refused
-            return True
         now = self._now()
         trained = any(now[name] != self._start[name] for name in AFTER if name in now)
         if trained:
@@ -184,17 +190,17 @@ class LoopCheck:
         for name in names:
             if name in self.left_out or name not in now:
                 continue
-            made, right = now[name] - start[name], self.micro_batches if name == "add" else 1
+            made, right = now[name] - start[name], self.micro_batches if name == "backward" else 1
             line, without = LINES[name]
             if made < right:
                 times = "" if right == 1 else f" for {right - made} of {right} micro-batches"
                 faults.append(
-                    f"the loop, step {start['step']}: {when}, and `{line}` was not done{times}; without it {without}. "
+                    f"the loop, step {self._step}: {when}, and `{line}` was not done{times}; without it {without}. "
                     f'Put it back, or say t.without("{name}") in main'
                 )
             elif made > right:
                 faults.append(
-                    f"the loop, step {start['step']}: `{line}` was done {made} times in a window, not {right}; one "
+                    f"the loop, step {self._step}: `{line}` was done {made} times in a window, not {right}; one "
                     "window is one update, and a further pass through it belongs before that"
                 )
         if faults:

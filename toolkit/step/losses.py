@@ -3,7 +3,7 @@
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -79,9 +79,21 @@ class LossWeights(nn.Module):
         initial = {owner: -math.log(start) if start > 0 else 0.0 for owner, start in starts.items()}
         self.log_variances = nn.ParameterDict({owner: nn.Parameter(torch.tensor(s)) for owner, s in initial.items()})
         self._cached: tuple[object, Tensor] | None = None
+        # In the loop of a run, which sets these for each micro-batch:
+        self.sources: list[Callable[[], Mapping[str, Tensor]]] = []  # of further losses, such as a distillation
+        self.divided_by: dict[str, str] = {}  # losses that are means over the "images" or "boxes" of a micro-batch
+        self.defers_unknown = False  # whether `forward` leaves it to `reduce_dict` to raise on every rank
+        self._shares: Mapping[str, Tensor] = {}
+        self._step = 0
+        self._micro_batches = 1
 
-    def add(self, name: str, weight: Weight) -> None:
-        """Adds a loss after the model's own. Raises BadInput if the name is taken or the weight invalid."""
+    def add(self, name: str, weight: Weight, divided_by: str | None = None) -> None:
+        """Add a loss after the model's own.
+
+        divided_by: "images" or "boxes", if its value is a mean over those of a micro-batch, see `begin_micro_batch`.
+
+        Raises BadInput if the name is taken or the weight invalid.
+        """
         entry = _parse(weight)
         if name in self.names:
             raise BadInput(f"the loss {name!r} is announced already; announced are {', '.join(self.names)}")
@@ -89,24 +101,50 @@ class LossWeights(nn.Module):
             kinds = "a number, or [[step, value], ...] with increasing steps"
             raise BadInput(f"the loss {name!r}: {weight!r} is no weight; expected {kinds}")
         self.names, self._entries[name] = (*self.names, name), entry
+        if divided_by is not None:
+            self.divided_by[name] = divided_by
 
-    def forward(self, losses: Mapping[str, Tensor], step: int = 0, micro_batches: int = 1) -> WeightedLosses:
+    def begin_micro_batch(self, step: int, micro_batches: int, shares: Mapping[str, Tensor]) -> None:
+        """Note what `forward` is to go by, in the loop of a run.
+
+        Args:
+            step, micro_batches: as of `forward`.
+            shares: by "images" and "boxes", how many this micro-batch has, divided by their denominator in the window.
+                A loss that is `divided_by` one of them is multiplied by its share, as if in one big batch.
+        """
+        self._step = step
+        self._micro_batches = micro_batches
+        self._shares = shares
+
+    def forward(
+        self, losses: Mapping[str, Tensor], step: int | None = None, micro_batches: int | None = None
+    ) -> WeightedLosses:
         """Weigh the scalars in `losses`; an announced loss that is missing counts 0.
 
-        step: optimizer step, for scheduled weights.
-        micro_batches: number of micro-batches of this optimizer step. The term s of learned weights is divided by it,
-            so that it is counted once per step.
+        Args:
+            step: optimizer step, for scheduled weights; None: that of `begin_micro_batch`, 0 without it.
+            micro_batches: number of micro-batches of this optimizer step. The term s of learned weights is divided by
+                it, so that it is counted once per step. None: that of `begin_micro_batch`, 1 without it.
 
         Raises:
             BadInput: a loss that has no weight. It would be left out of the total, and the model not learn from it.
         """
+        for source in self.sources:
+            losses = {**losses, **source()}
+        shared = {name: losses[name] * self._shares[kind] for name, kind in self._divided() if name in losses}
+        losses = {**losses, **shared}
+        step = self._step if step is None else step
+        micro_batches = self._micro_batches if micro_batches is None else micro_batches
         weighted = self.weigh(losses, step, micro_batches)
-        if weighted.unknown:
+        if weighted.unknown and not self.defers_unknown:
             raise BadInput(
                 f"losses without a weight: {', '.join(weighted.unknown)}; weights are given for: "
                 f"{', '.join(self.names)}. Give each loss a weight, 0 to leave it out"
             )
         return weighted
+
+    def _divided(self) -> list[tuple[str, str]]:
+        return [(name, kind) for name, kind in self.divided_by.items() if kind in self._shares]
 
     def weigh(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
         """Weigh as `forward` does, but return the names of losses without a weight in `unknown`.

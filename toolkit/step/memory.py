@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,8 +13,8 @@ from toolkit.base.errors import BadInput, is_out_of_memory
 from toolkit.step.freezing import eval_mode
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.meters import peak_memory_mb
-from toolkit.step.nan_report import rerun_window
 from toolkit.step.precision import in_float32
+from toolkit.step.window import Window
 
 
 def describe_batch(batch: Batch) -> str:
@@ -25,8 +25,10 @@ def describe_batch(batch: Batch) -> str:
 
 
 @contextmanager
-def naming_the_batch(window: Sequence[Batch]) -> Iterator[None]:
-    """Turns an out-of-memory error inside the block into one that names the batches.
+def naming_the_batch(batches_under_way: Callable[[], Sequence[Batch]]) -> Iterator[None]:
+    """Turn an out-of-memory error inside the block into one that names the batches.
+
+    batches_under_way: returns them; none where memory ran out elsewhere, an error that stays as it is.
 
     Raises:
         BadInput: memory ran out; the message says for which batch and what to lower.
@@ -34,9 +36,10 @@ def naming_the_batch(window: Sequence[Batch]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        under_way = batches_under_way() if is_out_of_memory(error) else ()
+        if not under_way:
             raise
-        batches = "\n".join(f"  micro-batch {i}: {describe_batch(batch)}" for i, batch in enumerate(window))
+        batches = "\n".join(f"  micro-batch {i}: {describe_batch(batch)}" for i, batch in enumerate(under_way))
         raise BadInput(
             f"out of memory: {str(error).splitlines()[0]}\n{batches}\nLower --data.batch_size_per_device and raise "
             "--optim.accumulation_steps by the same factor: with `--loss.denominators global` the result stays the "
@@ -75,17 +78,18 @@ def probe_memory(t, worst: Batch) -> None:
     """
     t.guard.snapshot(t.detector)
     t.detector.train()
-    with naming_the_batch([worst]):
+    with naming_the_batch(lambda: [worst]):
         state = state_stand_in(getattr(t.optimizer, "optimizer", t.optimizer))
-        where = {"step": t.step, "seed": t.seed, "rank": 0, "precision": t.accelerator.mixed_precision}
-        rerun_window(t.detector, t.weights, [worst], [dict.fromkeys(t.detector.denominator_names, 1.0)], **where)
+        denominators = dict.fromkeys(t.detector.denominator_names, 1.0)
+        window = Window([worst], [denominators], step=t.step, seed=t.seed, precision=t.accelerator.mixed_precision)
+        window.run_again(t.detector, t.loss_weights)
     del state
     drop_gradients(t.detector)
-    drop_gradients(t.weights)
+    drop_gradients(t.loss_weights)
     t.guard.restore(t.detector)
     batch = next(iter(t.validation.loader))
     device = t.accelerator.device
-    with naming_the_batch([batch]), torch.no_grad(), eval_mode(t.detector), in_float32(t.detector, device):
+    with naming_the_batch(lambda: [batch]), torch.no_grad(), eval_mode(t.detector), in_float32(t.detector, device):
         if len(batch.targets):
             moved = batch.to(device)
             t.detector(moved.images, moved.sizes, moved.targets)

@@ -143,6 +143,7 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
     def __init__(self, *meters, delimiter: str = "  ", **more: SmoothedValue | MomentumMeter):
         super().__init__(*meters, **more)
         self.delimiter = delimiter
+        self.updates = 0
 
     def __getattr__(self, name: str) -> SmoothedValue | MomentumMeter:
         if name.startswith("__") or name not in self:
@@ -179,8 +180,13 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         print(self.delimiter.join(filter(None, parts)), flush=True)
 
     def update(self, values: Mapping[str, float] | None = None, **more: float) -> None:
-        """Adds one value to the meter of each name."""
-        for name, value in {**(values or {}), **more}.items():
+        """Add one value to the meter of each name, and count the update."""
+        self.updates += 1
+        self.add({**(values or {}), **more})
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Add one value to the meter of each name, as further values of the last update."""
+        for name, value in values.items():
             if name not in self:
                 self[name] = SmoothedValue(1, "{value:.2f}") if name == "class_error" else self.new()
             self[name].update(value)

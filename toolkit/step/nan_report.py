@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from toolkit.base.batch import Batch
 from toolkit.base.distributed import gather_objects, world
 from toolkit.base.errors import BadInput
-from toolkit.base.seeding import seed_micro_batch
 from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard, boxes_finite
 
@@ -65,7 +64,7 @@ def investigate(
     Args:
         model: the unwrapped model.
         run_window: forward, criterion and backward of the window on the unwrapped model, without collectives, with the
-            window's own seeds (see `rerun_window`); returns the losses of each micro-batch.
+            window's own seeds (see `Window.run_again`); returns the losses of each micro-batch.
         run_folder: reports go to `<run_folder>/nan/step_000123/rank0/`.
         batches: the window of this rank.
         context: goes into report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by group), scale, precision,
@@ -152,41 +151,6 @@ def diagnose(model: nn.Module, run_window: RunWindow, scale: float = 1.0) -> dic
         name = max(largest, key=largest.get)
         finding.update(where="norm", largest_gradient=[name, largest[name]])
     return finding
-
-
-def autocast(device_type: str, precision: str) -> torch.autocast:
-    """The autocast of a precision: "no", "fp16" or "bf16"."""
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-    return torch.autocast(device_type, dtype, enabled=dtype is not None)
-
-
-def rerun_window(
-    detector: nn.Module,
-    weights: nn.Module,
-    batches: Sequence[Batch],
-    denominators: Sequence[Mapping[str, float | Tensor]],
-    *,
-    step: int,
-    seed: int,
-    rank: int,
-    precision: str = "no",
-    scale: float = 1.0,
-) -> list[dict[str, Tensor]]:
-    """Forward, criterion, weights and backward of a window on the unwrapped detector, as in training but alone.
-
-    precision: "no", "fp16" or "bf16". scale: loss scale. Returns the unweighted losses of each micro-batch.
-    """
-    parameter, window_losses = next(detector.parameters()), []
-    for micro, (batch, given) in enumerate(zip(batches, denominators, strict=True)):
-        batch = batch.to(parameter.device)
-        seed_micro_batch(batch.targets, seed, step, rank, micro)
-        with autocast(parameter.device.type, precision):
-            outputs = detector(batch.images, batch.sizes, batch.targets)
-        losses, _ = detector.criterion(outputs, batch.targets, given)
-        weighted = weights.weigh(losses, step, len(batches))
-        (weighted.total * scale).backward()
-        window_losses.append(weighted.unweighted)
-    return window_losses
 
 
 def write_report(
@@ -307,7 +271,7 @@ def replay(
 ) -> dict:
     """Runs a reported window again on a detector that holds the report's model state.
 
-    run_window: `rerun_window` of the report, or the loop of the script itself. tensors: of `load_named_state`.
+    run_window: `Window.run_again` of the report, or the loop of the script itself. tensors: of `load_named_state`.
 
     Returns:
         `diagnose`'s finding, and `reproduced`: whether the same thing broke in the same place. Of a state that was not

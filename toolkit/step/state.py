@@ -17,13 +17,12 @@ LARGEST = torch.finfo(torch.float32).max
 def named_state(
     model: nn.Module,
     buffers: Iterable[tuple[str, Tensor]],
-    averages: Iterable[tuple[str, Tensor]],
     optimizer: torch.optim.Optimizer,
     weights: nn.Module,
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """((kind, name), tensor) of all that a run trains.
 
-    buffers, averages: by name, those that are to be finite. weights: of the losses.
+    buffers: by name, those that are to be finite. weights: of the losses.
     """
     names = {}
     for kind, module in (("weight", model), ("loss weight", weights)):
@@ -31,7 +30,6 @@ def named_state(
             names[parameter] = name
             yield (kind, name), parameter
     yield from ((("buffer", name), buffer) for name, buffer in buffers)
-    yield from ((("moving average of", name), average) for name, average in averages)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import toolkit.run
 from toolkit.base.batch import Batch
+from toolkit.base.distributed import OUTSIDE_MICRO_BATCHES, seed_step
 from toolkit.base.errors import BadInput
 from toolkit.base.signals import StopSignals
 from toolkit.data.sampling import EpochSampler
@@ -27,49 +28,67 @@ from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.command_line import parse_config
 from toolkit.run.log import Log
+from toolkit.run.plan import Plan
+from toolkit.run.recovery import RunGuard
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation
+from toolkit.run.window import TrainingWindow, shares_of_own_losses
 from toolkit.step.ema import Ema
-from toolkit.step.guard import NanGuard
 from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
-from toolkit.step.nan_report import autocast, rerun_window
 from toolkit.step.schedules import Schedule
+from toolkit.step.window import Window, autocast
+
+
+class ReportedWindow(TrainingWindow):
+    """The reported window: with its own denominators, whatever the other processes had.
+
+    Its batches are those that were trained on. What the script puts in their place is left out: it is in them already.
+    """
+
+    @property
+    def batches(self) -> list[Batch]:
+        return list(self._batches)
+
+    @batches.setter
+    def batches(self, batches: Sequence[Batch]) -> None:
+        if not hasattr(self, "_batches"):
+            self._batches = list(batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        t = self._t
+        t.check.begin_pass(t.detector.training, len(self))
+        self.forget_sums()
+        for micro, (batch, denominators) in enumerate(zip(self.batches, self.all_denominators, strict=True)):
+            self.begin_micro_batch(micro, batch, denominators)
+            shares = shares_of_own_losses(t.counts_of(batch), denominators)
+            t.loss_weights.begin_micro_batch(self.step, len(self), shares)
+            yield batch
 
 
 class OneWindow(Training):
     """The training of a script, of which only the forward and backward of the reported window are run."""
 
-    window: Sequence[Batch] = ()
-    given: Sequence[Mapping[str, float]] = ()  # denominators of each micro-batch, of the whole window and all ranks
-    losses: list[dict[str, Tensor]]
+    reported: ReportedWindow
 
     @property
     def finished(self) -> bool:
         return True  # for `main`, which so returns as soon as everything is there
 
-    def windows(self) -> Iterator[list[Batch]]:
-        self.losses = []
+    def windows(self) -> Iterator[TrainingWindow]:
         self.extra.zero_grad()
-        self.seed_window()
-        yield list(self.window)
-
-    def micro_batches(self, window: Sequence[Batch]) -> Iterator[tuple[Batch, Mapping[str, float]]]:
-        self._sums, self._unknown, self.check.micro_batches = {}, [], len(window)
-        for micro, (batch, given) in enumerate(zip(window, self.given, strict=True)):
-            self.seed_micro_batch(micro, batch)
-            self._micro = self.detector.denominators(batch.targets) | self._own_counts(batch), given
-            yield batch, given
-
-    def add(self, weighted, metrics) -> None:
-        self.losses.append(weighted.unweighted)
-        super().add(weighted, metrics)
-
-    def accepts(self, window: Sequence[Batch], reduced: Mapping[str, float]) -> bool:
-        return False
+        seed_step(self.seed, self.step, self.accelerator.process_index, OUTSIDE_MICRO_BATCHES)
+        yield self.reported
 
     def end_epoch(self) -> dict[str, float]:
         return {}
+
+
+class RefusingGuard(RunGuard):
+    """Refuses the window: nothing is trained on it."""
+
+    def accepts(self, window: TrainingWindow, reduced: Mapping[str, float]) -> bool:
+        return False
 
 
 def weights_as_they_were(detector: Detector, report: Mapping) -> LossWeights:
@@ -78,18 +97,19 @@ def weights_as_they_were(detector: Detector, report: Mapping) -> LossWeights:
 
 
 def window_of_report(
-    detector: nn.Module, weights: nn.Module, report: Mapping, batches: Sequence[Batch]
+    detector: nn.Module, weights: LossWeights, report: Mapping, batches: Sequence[Batch]
 ) -> Callable[[], list[dict[str, Tensor]]]:
-    """What runs the reported window through the detector and its criterion; see `rerun_window`."""
-    return lambda: rerun_window(
-        detector,
-        weights,
+    """Return what runs the reported window through the detector and its criterion; see `Window.run_again`."""
+    window = Window(
         batches,
         report["denominators"],
-        **{key: report[key] for key in ("step", "seed", "rank")},
+        step=report["step"],
+        seed=report["seed"],
+        rank=report["rank"],
         precision=report.get("precision", "no"),
         scale=float(report.get("scale") or 1.0),
     )
+    return lambda: window.run_again(detector, weights)
 
 
 def loop_of_script(
@@ -113,7 +133,7 @@ def loop_of_script(
 
     def run() -> list[dict[str, Tensor]]:
         module.train_one_epoch(made[0])
-        return made[0].losses
+        return made[0].reported.losses
 
     return run
 
@@ -136,13 +156,14 @@ def _session(
         sampler.set_epoch(report["epoch"])
         log.writer = SimpleNamespace(folder=folder, log=lambda row: None)
         t = OneWindow(
-            accelerator=accelerator, model=detector, detector=detector, weights=weights, optimizer=optimizer,
-            schedule=Schedule(optimizer), guard=NanGuard(), sampler=sampler, loader=None,
+            accelerator=accelerator, model=detector, detector=detector, loss_weights=weights, optimizer=optimizer,
+            plan=Plan(sampler, Schedule(optimizer), report["step"] + 1), guard=RefusingGuard(), loader=None,
             validation=Validation(table, None, None), signals=StopSignals(), folder=folder, seed=report["seed"],
-            total_steps=report["step"] + 1, log=log, best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
+            log=log, best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
             step=report["step"],
         )  # fmt: skip
-        t.window, t.given = batches, report["denominators"]
+        t.reported = ReportedWindow(t, batches)
+        t.reported.all_denominators = report["denominators"]
         t.extra.load_state_dict(extra)
         made.append(t)
         return t

@@ -1,0 +1,65 @@
+"""The parts of a run: whatever has state of its own and lives along it, under one contract.
+
+Every part is saved in each checkpoint and restored from it. When a run goes back to an earlier checkpoint, its weights
+and what belongs to them are restored; a part that is `kept_in_rollback` goes on as it is: the place in the data, the
+counts of the guard, the rows. A new thing with state is one module and one line in `Training.parts`.
+"""
+
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.step.optim import load_state
+
+
+class Part(Protocol):
+    """Something with state that lives along a run, such as an `nn.Module` or an object of the toolkit.
+
+    Tensors at the top level of its state go to a file of tensors, the rest has to be JSON values. Two members are
+    optional: `kept_in_rollback = True`, and `tensors()`, which yields ((kind, name), tensor) of what must be finite.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+
+
+class OptimizerPart:
+    """An optimizer whose state is restored as it lay in memory, see `toolkit.step.optim.load_state`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        load_state(self._optimizer, state)
+
+
+class Parts(UserDict[str, Part]):
+    """The parts of a run by their names in a checkpoint, in the order in which they are restored."""
+
+    def undone_in_rollback(self) -> "Parts":
+        """The parts that go back with the weights."""
+        return Parts({name: part for name, part in self.items() if not getattr(part, "kept_in_rollback", False)})
+
+    def state_dict(self) -> dict[str, Mapping[str, Any]]:
+        """The state of every part, by its name."""
+        return {name: part.state_dict() for name, part in self.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore each part whose state is in `saved`; the others stay as they are."""
+        for name, part in self.items():
+            if name in saved:
+                part.load_state_dict(saved[name])
+
+    def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """((kind, name), tensor) of everything that must be finite, of the parts that say so."""
+        for part in self.values():
+            own_tensors = getattr(part, "tensors", None)
+            if own_tensors is not None:
+                yield from own_tensors()

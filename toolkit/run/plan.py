@@ -1,0 +1,267 @@
+"""The plan of a run: how many steps it makes, how fast it learns, and what changes when its batches do."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from toolkit.data.sampling import EpochSampler, epochs_after, steps_ahead
+from toolkit.models.detector import Detector
+from toolkit.step.freezing import bn_momentum, set_bn_momentum
+from toolkit.step.length import StepBudget
+from toolkit.step.schedules import PlateauSchedule, Schedule
+
+_REMEDY = """Set them before
+every update (docs/change_the_loop.md, recipe 12), or change group["initial_lr"], which stays"""
+OWN_RATES = f"warning: the learning rates that the loop set for an update were gone at the next two. {_REMEDY}"
+LATE_RATES = f"warning: the learning rates that the loop set after an update are gone at the next one. {_REMEDY}"
+
+
+@dataclass
+class Plan:
+    """Length, accumulation and learning rates of a run, which depend on each other and on the place in the data.
+
+    Methods that change the plan return sentences for the console.
+
+    Attributes:
+        sampler: the place in the data.
+        schedule: the learning rates.
+        total_steps: optimizer steps of the whole run.
+        limit: the setting that `total_steps` comes from.
+        budget: plans `total_steps` where the run has a number of minutes; None: it has none.
+        accumulation_steps: micro-batches of an optimizer step.
+        accumulate_after_epoch: the first epoch that has them; in those before it a step has one.
+        steps_per_epoch: optimizer steps of an epoch, on average.
+        warmup_steps: optimizer steps of the warm-up; a run that is shorter is warned of.
+        plain_epochs: last epochs without mixup and mosaic, see `MixedDataset.plan`.
+        bn_momentum: momentum of batch norms at the end, and steps of the warm-up before it changes; None: it stays.
+        recut: added to the step, the steps that the run would have made if it had always had batches of now.
+    """
+
+    sampler: EpochSampler
+    schedule: Schedule | PlateauSchedule
+    total_steps: int
+    limit: str = "run.epochs"
+    budget: StepBudget | None = None
+    accumulation_steps: int = 1
+    accumulate_after_epoch: int = 0
+    steps_per_epoch: int = 1
+    warmup_steps: int = 0
+    plain_epochs: float = 0.0
+    bn_momentum: tuple[float, int] | None = None
+    recut: int = 0
+
+    kept_in_rollback = True  # the data go on after the window that broke
+
+    def __post_init__(self):
+        # The length without regard to the minutes, which can only shorten it.
+        self._longest = self.total_steps
+        self._limit_of_longest = self.limit
+        self._reckoned_with = self.accumulation  # the accumulation that the length rests on
+        self._warned: set[str] = set()
+        # Updates since the last one whose rates the script had set itself; None: there was none.
+        self._steps_without_own_rates: int | None = None
+        self._rates_of_update: list = []
+
+    # ---- learning rates ----------------------------------------------------------------------------------------------
+
+    def set_rates(self, step: int, detector: Detector) -> None:
+        """Set learning rates and the momentum of batch norms for the update after `step` updates."""
+        self.schedule.set(step)
+        if self.bn_momentum is not None:
+            final, warmup_steps = self.bn_momentum
+            at = self.schedule.at(step)
+            momentum = bn_momentum(at, self.schedule.at(self.total_steps), 0.1, final, warmup_steps)
+            set_bn_momentum(detector, momentum)
+
+    def note_own_rates(self) -> None:
+        """Note rates that the script has set since the schedule wrote its own."""
+        if self.schedule.is_overwritten:
+            self._steps_without_own_rates = 0
+
+    def note_update(self) -> None:
+        """Note the learning rates of an update that was made."""
+        self._rates_of_update = self._number_rates()
+
+    def _number_rates(self) -> list:
+        """The learning rates that are numbers; those that are tensors may lie on a device, and are not read."""
+        rates = [group["lr"] for group in self.schedule.optimizer.param_groups]
+        return [rate for rate in rates if not isinstance(rate, Tensor)]
+
+    def check_own_rates(self) -> str:
+        """After an update: a warning where rates that the script has set do not last, else ""."""
+        if self._number_rates() != self._rates_of_update:
+            return self._once("late rates", LATE_RATES)
+        if self._steps_without_own_rates is not None:
+            self._steps_without_own_rates += 1
+        self.note_own_rates()
+        # At a single update without them a schedule of the script's own may have met ours.
+        return self._once("own rates", OWN_RATES) if self._steps_without_own_rates == 2 else ""
+
+    # ---- length ------------------------------------------------------------------------------------------------------
+
+    def note_step(self, step: int, time_s: float) -> list[str]:
+        """Plan the length anew where the budget of minutes asks for it. time_s: seconds of the step that was made."""
+        if self.budget is None:
+            return []
+        self.budget.add(time_s)
+        planned = self.budget.propose()
+        if planned is None:
+            return []
+        self.budget.fix(planned)
+        self.limit = "run.max_minutes" if planned < self._longest else self._limit_of_longest
+        return self.set_length(min(self._longest, planned), step)
+
+    def set_length(self, total_steps: int, step: int) -> list[str]:
+        """Set the number of steps, and with it what is left of the schedule, after `step` updates."""
+        if total_steps == self.total_steps:
+            return []
+        self.total_steps = total_steps
+        self.schedule.set_total(total_steps, step)
+        return [f"training takes {total_steps} steps", *self.warnings_of_length()]
+
+    def warnings_of_length(self) -> list[str]:
+        """Warn, once, of what the run will not reach: the end of the warm-up, or of an epoch."""
+        warnings = length_warnings(self.total_steps, self.warmup_steps, self.steps_per_epoch)
+        return [text for text in (self._once(kind, warning) for kind, warning in warnings.items()) if text]
+
+    def _once(self, kind: str, text: str) -> str:
+        if kind in self._warned:
+            return ""
+        self._warned.add(kind)
+        return text
+
+    @property
+    def epochs_are_fixed_at(self) -> int | None:
+        """The step at which the length was fixed: 0 without a budget of minutes; None while it is still open."""
+        if self.budget is None:
+            return 0
+        return self.budget.planned_steps if self.budget.settled else None
+
+    # ---- accumulation, and batches of another size -------------------------------------------------------------------
+
+    @property
+    def accumulation(self) -> tuple[int, int]:
+        """Micro-batches of a step, and the first epoch that has them."""
+        return self.accumulation_steps, self.accumulate_after_epoch
+
+    def take_up_accumulation(self, step: int) -> list[str]:
+        """Plan the length anew where the script has changed the accumulation."""
+        if self.accumulation == self._reckoned_with:
+            return []
+        notes = self._retime(step, self.sampler.state_dict(), self._reckoned_with, keep_schedule=True)
+        self._reckoned_with = self.accumulation
+        return notes
+
+    def _retime(self, step: int, sampler_before: Mapping, before: tuple[int, int], keep_schedule: bool) -> list[str]:
+        """Plan a length and a schedule by which the run sees the data that it was to see.
+
+        For a run whose optimizer steps see other numbers of images than before.
+
+        Args:
+            sampler_before: state of the sampler with the batches of before.
+            before: accumulation of before.
+            keep_schedule: False: length and schedule are those of this command.
+        """
+        sampler, now = self.sampler, self.accumulation
+        world_size, batch_size = sampler_before["world_size"], sampler_before["batch_size"]
+        images_before = _images_of_a_step(world_size * batch_size, *before)
+        images_now = _images_of_a_step(sampler.world_size * sampler.batch_size, *now)
+        if images_before == images_now and (keep_schedule or not self.recut):
+            return []
+        length = self.total_steps
+        cut_before = sampler.cut_as(world_size, batch_size)
+        epochs = sampler.epoch + sampler.offset / sampler.num_samples
+        epochs_begun = math.ceil(epochs)
+        steps_until_here = sampler.steps_in(epochs_begun, *now) - steps_ahead(sampler, epochs_begun, *now)
+        self.recut = round(steps_until_here) - step
+        if not keep_schedule:  # this command's, as if the whole run had been cut like this
+            self.schedule.clock = (step, step + self.recut, 1.0)
+            self.total_steps = max(step, length - self.recut)
+        elif length > step:
+            end = epochs + epochs_after(cut_before, length, *before) - epochs_after(cut_before, step, *before)
+            if abs(end - round(end)) * cut_before.steps_of_epoch(int(end), *before) < 0.5:
+                end = round(end)
+            self.total_steps = step + max(1, math.ceil(steps_ahead(sampler, end, *now) - 1e-6))
+            if self.total_steps != length:
+                self.schedule.stretch(step, (length - step) / (self.total_steps - step))
+        if self.budget is not None and self.budget.total_steps is not None:
+            self.budget.settle(self.total_steps)
+        if self.total_steps == length:
+            return []
+        return [
+            f"an optimizer step now sees other numbers of images: the run ends after step {self.total_steps} instead "
+            f"of {length}, at the same place in the data, and warm-up, milestones and shape of the schedule move with "
+            "it. Learning rates stay as they were; what else is counted in steps (run.log_every, loss.weights, ...) "
+            "counts the new ones"
+        ]
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """JSON values; the place in the data is in the state of the sampler."""
+        self.note_own_rates()
+        return {
+            "total_steps": self.total_steps,
+            "limit": self.limit,
+            "accumulation": list(self.accumulation),
+            "recut": self.recut,
+            "schedule": self.schedule.state_dict(),
+            "budget": None if self.budget is None else self.budget.state_dict(),
+            "without_own_rates": self._steps_without_own_rates,
+        }
+
+    def resume(self, state: Mapping, sampler_before: Mapping, step: int, keep_schedule: bool) -> list[str]:
+        """Go on with the plan of a checkpoint, or with this command's from the checkpoint's step on.
+
+        Args:
+            state: of `state_dict`. sampler_before: state of the sampler in the same checkpoint.
+            keep_schedule: True: the checkpoint's schedule and length; False: this command's.
+        """
+        if keep_schedule:
+            self._take_up_schedule(state)
+        elif self.budget is not None:
+            self.budget.count_on(step, state["budget"])
+            if self.budget.is_used_up:
+                self.total_steps = step
+                self.limit = "run.max_minutes"
+        self.recut = state["recut"]
+        notes = self._retime(step, sampler_before, tuple(state["accumulation"]), keep_schedule)
+        own_rates = state.get("without_own_rates")
+        if own_rates is not None:
+            self._steps_without_own_rates = int(own_rates)
+        return notes
+
+    def _take_up_schedule(self, state: Mapping) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self.total_steps = state["total_steps"]
+        self.limit = state["limit"]
+        if state["budget"] is None:
+            self.budget = None  # the saved length does not depend on minutes
+        elif self.budget is not None:
+            self.budget.load_state_dict(state["budget"])
+
+
+def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:
+    """What a run of `total_steps` optimizer steps never gets to, in words: the end of the "warm-up", all of an
+    "epoch"."""
+    warnings = {}
+    if total_steps <= warmup_steps:
+        warnings["warm-up"] = (
+            f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps "
+            "(schedule.warmup_steps), and never reaches its learning rate: make it shorter, or the run longer "
+            "(run.max_minutes, run.max_steps, run.epochs)"
+        )
+    if total_steps < steps_per_epoch:
+        warnings["epoch"] = (
+            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, before it has "
+            "seen all images once: make the run longer (run.max_minutes, run.max_steps)"
+        )
+    return warnings
+
+
+def _images_of_a_step(images: int, accumulation_steps: int, after_epoch: int) -> tuple[int, ...]:
+    """Images of a full step; where accumulation begins later, also before it, and the epoch in which it begins."""
+    with_accumulation = images * accumulation_steps
+    return (with_accumulation, images, after_epoch) if after_epoch else (with_accumulation,)

@@ -1,0 +1,146 @@
+"""The window of a run: micro-batches that several processes go through together, and what the step must know of them.
+
+`t` is a `toolkit.run.training.Training` throughout.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from toolkit.base.batch import Batch
+from toolkit.base.distributed import reduce_dict
+from toolkit.step.gradients import gradient_norm, group_norms
+from toolkit.step.guard import boxes_finite, with_finite_boxes
+from toolkit.step.losses import WeightedLosses, window_denominators
+from toolkit.step.window import Metrics, Window
+
+FLAGS = ("buffers_finite", "boxes_finite", "state_finite", "signal", "time_s", "notes")
+
+
+class TrainingWindow(Window):
+    """The micro-batches of one optimizer step of a run.
+
+    `batches` may be changed before the loop over the window: the denominators are those of the batches that are there
+    when it begins. Gradients are averaged over the processes once, in the backward of the last micro-batch.
+
+    Attributes:
+        scale: loss scale, once the guard has read it.
+        totals: what `reduce_dict` returned: also sums and counts of metrics, norms of parameter groups, and `FLAGS`.
+        reduced: what `reduce` returned; a script may add values of its own, which go into the rows.
+    """
+
+    def __init__(self, t: Any, batches: Sequence[Batch]):
+        super().__init__(
+            batches,
+            step=t.step,
+            seed=t.seed,
+            rank=t.accelerator.process_index,
+            precision=t.accelerator.mixed_precision,
+            device=t.accelerator.device,
+        )
+        self._t = t
+        self.batches_taken = len(self.batches)  # from the data, whatever the script trains on in their place
+        self._boxes_finite = True
+        self._grad_norm: Tensor | None = None
+        self.totals: dict[str, float] = {}
+        self.reduced: dict[str, float] = {}
+        self.is_unscaled = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield each micro-batch on the device, seeded; raises BadInput if the detector is in evaluation mode."""
+        t = self._t
+        t.check.begin_pass(t.detector.training, len(self))
+        counts = [t.counts_of(batch) for batch in self.batches]
+        averaged = t.detector.averaged_denominators
+        self.all_denominators = window_denominators(counts, self.device, t.pace.denominators, averaged)
+        self._boxes_finite = boxes_finite(self.batches)
+        self.forget_sums()
+        for micro, (batch, denominators) in enumerate(zip(self.batches, self.all_denominators, strict=True)):
+            arrived = t.prefetcher.arrived(batch)
+            if not self._boxes_finite:
+                arrived = with_finite_boxes(arrived)
+            self.begin_micro_batch(micro, arrived, denominators)
+            t.loss_weights.begin_micro_batch(self.step, len(self), shares_of_own_losses(counts[micro], denominators))
+            t.check.hand_out(arrived.targets)
+            is_last = micro == len(self) - 1
+            with self._watched(arrived), nullcontext() if is_last else t.accelerator.no_sync(t.model):
+                yield arrived
+
+    def _watched(self, batch: Batch) -> AbstractContextManager:
+        distillation = self._t.distillation
+        return nullcontext() if distillation is None else distillation.watching(batch)
+
+    def autocast(self) -> AbstractContextManager:
+        """Return the autocast for the forward pass."""
+        return self._t.accelerator.autocast()
+
+    def backward(self, weighted: WeightedLosses, metrics: Metrics) -> None:
+        """Call `backward` on the weighted total of a micro-batch, and add its losses and metrics to the sums.
+
+        Raises BadInput: boxes of the micro-batch, or the gradients of those before it, are gone.
+        """
+        self._t.check.before_backward()
+        super().backward(weighted, metrics)
+        self._t.check.done["backward"] += 1
+
+    def backward_of(self, total: Tensor) -> None:
+        """Call `backward` on a total, times the loss scale."""
+        self._t.accelerator.backward(total)
+
+    def reduce(self) -> dict[str, float]:
+        """Reduce everything that the step must know over all processes: one collective, one read from the device.
+
+        The gradients are those of the whole window then, averaged over the processes and without the loss scale.
+
+        Returns:
+            Means over the processes, equal on all of them: "loss", each loss by name, weighted, and with `_unscaled`;
+            metrics by name, where anything was counted; "grad_norm".
+
+        Raises:
+            UnannouncedName: on every process, if the loop of one has a loss without a weight.
+        """
+        t = self._t
+        t.check.done["reduce"] += 1
+        t.loss_weights.average_gradients()
+        t.extra.average_gradients()
+        t.accelerator.unscale_gradients()
+        self.is_unscaled = True
+        self._grad_norm = gradient_norm(t.trained_parameters)
+        values = {
+            **self.sums,
+            "grad_norm": self._grad_norm,
+            "buffers_finite": t.guard.buffers_finite(),
+            "boxes_finite": float(self._boxes_finite),
+            "state_finite": t.guard.next_part_looks_finite(),  # as the last update left it
+            "signal": t.signals.received or int(bool(t.log.trouble)),
+            "time_s": t.log.timer.last_step_s,
+            "notes": float(t.log.has_notes),
+        }
+        metrics = [f"{name}/{part}" for name in t.detector.metric_names for part in ("sum", "count")]
+        norms = ["grad_norm"]
+        if t.log.has_row(self.step + 1, t.plan.total_steps, ends_epoch=t.epoch_is_over):
+            of_groups = group_norms(t.optimizer.param_groups)
+            values.update(of_groups)
+            norms += of_groups
+        self.totals = reduce_dict(values, [*t.loss_names, *metrics, *norms, *FLAGS], self.unknown)
+        self.reduced = {name: self.totals[name] for name in t.loss_names}
+        for name in t.detector.metric_names:
+            count = self.totals[f"{name}/count"]
+            if count > 0:
+                self.reduced[name] = self.totals[f"{name}/sum"] / count
+        self.reduced["grad_norm"] = self.totals["grad_norm"]
+        return self.reduced
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the gradients of all trained parameters to a total norm; 0: they stay. Call it after `reduce`."""
+        if max_norm:
+            clip_grads_with_norm_(self._t.trained_parameters, max_norm, self._grad_norm)
+
+
+def shares_of_own_losses(counts: Mapping[str, float], denominators: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a mean over a micro-batch's images or boxes is multiplied by, to count as in one big batch."""
+    kinds = [name.removeprefix("own ") for name in counts if name.startswith("own ")]
+    return {kind: counts[f"own {kind}"] / denominators[f"own {kind}"] for kind in kinds}
