@@ -34,6 +34,7 @@ from toolkit.step.length import Pace, StepBudget
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
 
+NO_ROWS = {"rows": 0, "run_ids": {}}
 NOTHING = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
 
 
@@ -63,7 +64,7 @@ def make_training(folder, policy="stop", scaler=None, metric="bbox_AP", evaluato
                                   unscale_gradients=lambda: None)  # fmt: skip
     table = SimpleNamespace(categories=(Category(1, "a"),), class_names=["a"], predicates=(), attributes=())
     log = Log(True)
-    log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=folder)
+    log.writer = SimpleNamespace(state_dict=lambda: NO_ROWS, folder=folder)
     return Training(
         accelerator=accelerator, model=detector, detector=detector, optimizer=optimizer,
         loss_weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}),
@@ -304,7 +305,7 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
     """And afterwards the checkpoint has its own metric, with the files that were written before."""
     evaluator = Evaluator(MemoryError("too many boxes"), 0.5, 0.25)
     t = make_training(tmp_path, evaluator=evaluator, val_loader=[NOTHING], signals=SimpleNamespace(received=0))
-    t.log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=tmp_path, log=lambda row: None, shows=False)
+    t.log.writer = SimpleNamespace(state_dict=lambda: NO_ROWS, folder=tmp_path, log=lambda row: None, shows=False)
     t.validation.pictures = 0
     folder = tmp_path / "checkpoints"
     t.step = 3
@@ -334,7 +335,7 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
 @pytest.mark.parametrize("lost", ["model.safetensors", "MANIFEST.json", "."])
 def test_a_checkpoint_that_is_damaged_while_it_is_evaluated_is_written_anew(tmp_path, lost):
     t = make_training(tmp_path, val_loader=[NOTHING], signals=SimpleNamespace(received=0))
-    t.log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=tmp_path, log=lambda row: None, shows=False)
+    t.log.writer = SimpleNamespace(state_dict=lambda: NO_ROWS, folder=tmp_path, log=lambda row: None, shows=False)
     t.validation.pictures, t.step = 0, 3
     path = tmp_path / "checkpoints" / "step_000003"
 
@@ -354,7 +355,7 @@ def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp
     t = make_training(tmp_path, evaluator=Evaluator(0.5, 0.25), val_loader=[NOTHING],
                       signals=SimpleNamespace(received=0))  # fmt: skip
     t.best.patience, t.validation.pictures = 1, 0
-    t.log.writer = SimpleNamespace(state_dict=lambda: {"rows": 0}, folder=tmp_path, log=rows.append, shows=False)
+    t.log.writer = SimpleNamespace(state_dict=lambda: NO_ROWS, folder=tmp_path, log=rows.append, shows=False)
     for t.step in (1, 2):
         t.sampler.advance_batches(1)
         note_step(t)
@@ -407,7 +408,7 @@ def test_killed_before_its_last_evaluation_it_ends_with_the_same_state(tmp_path,
         t = make_training(tmp_path / name, keep=5, signals=SimpleNamespace(received=0))
         t.validation.loader, t.validation.pictures = [NOTHING], 0
         t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": 0.5}, describe=lambda *_: "")
-        t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder, state_dict=lambda: {"rows": 0})
+        t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder, state_dict=lambda: NO_ROWS)
         t.log.averages.update({"loss": 4.0})
         t.log.epoch_steps, t.step = batches, 10
         t.sampler.advance_batches(batches)

@@ -117,20 +117,46 @@ def parse_config(
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
     of_default = (bundled or {}).get("model", {}).get("architecture")
     groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
-    kinds = {name: kind for name, kind, _ in groups}
-    about = {"description": _description(cls.__doc__, groups), "formatter_class": _Help}
-    usage = "%(prog)s [--config FILE.yaml] [--group.key value ...]"
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, usage=usage, **about)
-    parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
-    parser.add_class_arguments(make_dataclass(cls.__name__, [(n, t, field(default_factory=d)) for n, t, d in groups]))
+    parser = _parser_of(cls, groups)
     parser.set_defaults(dict(defaults or {}))
     if bundled is not None:  # made for another model: what it says of data and run serves this one too
         kept = {group: entries for group, entries in bundled.items() if group not in ("model", "loss")}
         parser.set_defaults({f"{name}.{key}": value for name, group in kept.items() for key, value in group.items()})
+    kinds = {name: kind for name, kind, _ in groups}
     if "--help" not in argv:
         _check_keys(parser, kinds, argv, files)
         if type_faults(_nulls(argv), kinds, "the command line", null_is_not_given=False):
             raise BadInput(type_faults(_given(argv), kinds, "the command line", null_is_not_given=False))
+    made = _made_groups(parser, kinds, argv, files)
+    if "model" in made:
+        below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
+        trust_class(below.get("architecture", ""))
+        made["model"].only_given(_given_keys("model", argv, files))
+    return cls(**made)
+
+
+def _parser_of(cls: type, groups: list[tuple[str, type, Callable]]) -> ArgumentParser:
+    """The parser of `--config` and of a flag for each setting. groups: name, class and default factory of each."""
+    parser = ArgumentParser(
+        exit_on_error=False,
+        allow_abbrev=False,
+        usage="%(prog)s [--config FILE.yaml] [--group.key value ...]",
+        description=_description(cls.__doc__, groups),
+        formatter_class=_Help,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
+    with_defaults = [(name, kind, field(default_factory=default)) for name, kind, default in groups]
+    parser.add_class_arguments(make_dataclass(cls.__name__, with_defaults))
+    return parser
+
+
+def _made_groups(
+    parser: ArgumentParser, kinds: Mapping[str, type], argv: list[str], files: Mapping[str, dict]
+) -> dict[str, object]:
+    """Parse the arguments, and make the dataclass of each group with values that can be used.
+
+    Raises BadInput: values of another type, or that no setting can have; all of them.
+    """
     try:
         parsed = parser.parse_args(_with_other_data(argv, files))
     except (ArgumentError, OverflowError) as error:  # OverflowError: a whole number beyond those of float
@@ -148,7 +174,7 @@ def parse_config(
             "type."
         ) from error
     instantiated = parser.instantiate(parsed)
-    made = {name: instantiated[name] for name, _, _ in groups}
+    made = {name: instantiated[name] for name in kinds}
     problems = []
     for name, group in made.items():
         for key, value in vars(group).items():
@@ -158,11 +184,7 @@ def parse_config(
                 problems += not_text(f"{name}.{key}", value)
     if problems:
         raise BadInput(problems)
-    if "model" in made:
-        below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
-        trust_class(below.get("architecture", ""))
-        made["model"].only_given(_given_keys("model", argv, files))
-    return cls(**made)
+    return made
 
 
 def _description(title: str, groups: list[tuple[str, type, Callable]]) -> str:
