@@ -46,7 +46,8 @@ CORE = {
 }
 # The modules of `run` that the loop is made of, each of which may import those before it. The others keep the files and
 # processes of a run, and import none of these.
-LOOP = ["command_line", "log", "saving", "window", "recovery", "validation", "training", "session"]
+LOOP = ["command_line", "log", "saving", "window", "recovery", "validation", "training", "session_start",
+        "session_objects", "session_begin", "session"]
 # Detectors that are built on others, and tools whose subject is one family of detectors.
 FAMILIES = {
     "detectors.scene_graphs": {"detectors.detr", "detectors.faster_rcnn"},
@@ -160,7 +161,8 @@ def test_only_the_session_reads_settings():
         return isinstance(node, ast.Attribute) and node.attr in groups and ast.unparse(node.value).endswith("config")
 
     readers = [path.name for path in MODULES if any(map(reads, ast.walk(ast.parse(path.read_text()))))]
-    assert readers == ["session.py", "notebook.py"], "the second says where a run lies, for the cells that follow"
+    of_session = ["session.py", "session_begin.py", "session_objects.py", "session_start.py"]
+    assert readers == [*of_session, "notebook.py"], "the last says where a run lies, for the cells that follow"
 
 
 def faults_of(source: str) -> list[str]:

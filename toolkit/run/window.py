@@ -136,6 +136,8 @@ class TrainingWindow(Window):
 
     def clip(self, max_norm: float) -> None:
         """Clip the gradients of all trained parameters to a total norm; 0: they stay. Call it after `reduce`."""
+        if self._grad_norm is None:
+            self._t.check.before_update()  # raises, and names the line
         if max_norm:
             clip_grads_with_norm_(self._t.trained_parameters, max_norm, self._grad_norm)
 

@@ -1,0 +1,115 @@
+"""Where a run begins or goes on: the checkpoint is taken up, and what is run is written down."""
+
+from dataclasses import asdict
+
+from toolkit.base.distributed import run_on_main
+from toolkit.data import pipeline
+from toolkit.data.joining import counts_of
+from toolkit.data.table import DetectionTable
+from toolkit.run.folder import keep_staged, write_environment
+from toolkit.run.metrics_log import repair_rows
+from toolkit.run.open_run import script_of
+from toolkit.run.saving import load
+from toolkit.run.session_start import Session
+from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
+from toolkit.run.trackers import About, data_facts, tracker_names
+from toolkit.run.training import Training
+from toolkit.run.validation import (
+    check_metric,
+    evaluate,
+    save_and_evaluate,
+)
+from toolkit.run.writer import RunWriter
+from toolkit.step.length import is_time
+from toolkit.step.memory import probe_memory
+
+
+def begin(s: Session, t: Training, table: DetectionTable) -> None:
+    """Takes up the checkpoint, writes down what is run, and evaluates where that is due. Refuses before it writes."""
+    run, checkpoint = s.config.run, s.checkpoint
+    settings, changed = _settings(s, t)
+    check_metric(t)
+    if run.probe_memory:
+        dataset, count = t.loader.dataset.dataset, s.config.data.batch_size_per_device
+        probe_memory(t, pipeline.largest_batch(dataset, count, t.detector.stride, t.sampler.sizes))
+    notes = load(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
+    for note in (*changed, *notes):
+        s.say(str(note))
+    _record(s, t, table, settings, changed)
+    for note in run_on_main(lambda: _repair_rows(s)) if checkpoint is not None else []:
+        s.say(note)
+    job = run.job_type or ("eval" if run.eval_only else "train")
+    writer = RunWriter(
+        s.folder,
+        trackers=tracker_names(run.tracker),
+        about=About(run.project, run.name, settings, t.best.metric, run.group, job, run.tags, run.notes),
+        data=data_facts({"train": table, "val": t.validation.table}),
+        is_main=s.is_main,
+        resume_state=checkpoint and checkpoint.of_part("log")["writer"],
+        eval_only=run.eval_only,
+        track_unscaled=run.track_unscaled,
+    )
+    t.log.start(writer, s.status.details, t.step, t.plan.total_steps, t.plan.recut)
+    s.log = t.log
+    first = s.config.eval.before_training and t.step == 0
+    due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
+    if run.eval_only:
+        evaluate(t)
+    elif due:  # at first, or the run before ended in this evaluation
+        save_and_evaluate(t)
+
+
+def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
+    """The settings in force, with the values that the model really used, and those that a resumed run has otherwise
+    than before."""
+    settings, left = asdict(s.config), {*ABOUT_STARTING, "pretrained_backbone"}
+    used = t.detector.resolved_options().items()
+    settings["model"] |= {key: value for key, value in used if key in settings["model"] and key not in left}
+    if not s.stored:
+        return settings, []
+    budget = s.checkpoint.of_part("plan")["budget"]
+    asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
+    is_measured = budget is None or budget["settled"]
+    changed = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
+    if s.config.run.eval_only:  # no update will be made
+        changed = [change for change in changed if change.key.partition(".")[0] not in ("optim", "schedule")]
+    return in_force(asked, changed), changed
+
+
+def _repair_rows(s: Session) -> list[str]:
+    """Rows of this folder that the checkpoint counts and that are not there; another folder's are not looked for."""
+    if s.checkpoint.path.resolve().parent != (s.folder / "checkpoints").resolve():
+        return []
+    rows = s.checkpoint.of_part("log")["writer"]["rows"]
+    return repair_rows(s.folder / "metrics.jsonl", rows, more=s.config.run.eval_only)
+
+
+def _record(s: Session, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:
+    """Says how large model and data are; writes `config.yaml`, `environment.json` and `status.json`.
+
+    A later start keeps its settings in `config_2.yaml`, `config_3.yaml` and so on, with what is new in them.
+    """
+    sizes = [(p.numel(), p.requires_grad) for p in t.detector.parameters()]
+    parameters = {"all": sum(n for n, _ in sizes), "trained": sum(n for n, trained in sizes if trained)}
+    alone = s.config.run.eval_only and table is t.validation.table  # `open_data`: there was no need of training data
+    tables = {"val": table} if alone else {"train": table, "val": t.validation.table}
+    data = {name: counts_of(split) for name, split in tables.items()}
+    name, words = ("val", "validation data") if alone else ("train", "training data")
+    s.say(
+        f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: "
+        f"{data[name]['images']:,} images, {data[name]['boxes']:,} boxes"
+    )
+    s.lock.keep = True
+    if s.is_main:
+        keep_staged(s.staging, s.folder)
+        path = s.folder / CONFIG if s.status.begun else next_config(s.folder)
+        remarks = []
+        if s.checkpoint is not None or path.name != CONFIG:
+            source = "" if s.checkpoint is None else f" of {s.checkpoint.path}"
+            remarks = [f"These settings are in force from step {t.step}{source} on. Changed:", *map(str, changed)]
+        save_config(settings, path, remarks)
+        extra = {"parameters": parameters, "data": data, "script": script_of(s.config), **s.measured}
+        write_environment(s.folder, s.config.run.seed, s.accelerator.num_processes, extra)
+    s.status.begin(trains=not s.config.run.eval_only)
+
+

@@ -1,0 +1,118 @@
+"""The start of a run: its processes, folder, signals and status, before there are data and a model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from toolkit import index
+from toolkit.base.distributed import leave, run_on_main, state_from_main
+from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.base.signals import StopSignals
+from toolkit.data.batches import naming_killed_workers
+from toolkit.data.table import DetectionTable
+from toolkit.models import options_class
+from toolkit.run.checkpoint import Checkpoint, resolve_resume
+from toolkit.run.failures import as_sentences
+from toolkit.run.folder import prepare_run_folder, staging
+from toolkit.run.log import Log
+from toolkit.run.open_run import settings_beside
+from toolkit.run.processes import announce, set_threads, start_accelerator
+from toolkit.run.status import FolderLock, RunStatus, run_status
+from toolkit.run.trackers import agent_run_id, tracker_names
+from toolkit.run.training import Training
+from toolkit.run.watchdog import watchdog
+from toolkit.step.compiling import be_deterministic
+from toolkit.step.memory import naming_the_batch
+
+
+@dataclass
+class Session:
+    """What a run has before its data and model.
+
+    config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
+    staging: folder that a start writes to until nothing was refused; see `toolkit.run.folder.staging`.
+    checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
+    t: the training, once it is built. log: that of the training, once it has begun.
+    test_table: data of `eval.test_split`, evaluated when the training has ended.
+    """
+
+    config: Any
+    accelerator: Accelerator
+    folder: Path
+    signals: StopSignals
+    status: RunStatus
+    checkpoint: Checkpoint | None
+    stored: dict
+    asked_seed: int
+    lock: FolderLock
+    staging: Path
+    measured: dict = field(default_factory=dict)  # at the start; goes into environment.json
+    log: Log | None = None
+    t: Training | None = None
+    test_table: DetectionTable | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def pins(self) -> bool:
+        """Whether batches arrive in page-locked memory."""
+        return self.accelerator.device.type == "cuda"
+
+    def say(self, text: str) -> None:
+        """Prints on the main process."""
+        self.accelerator.print(text, flush=True)
+
+
+@contextmanager
+def session(config: Any) -> Iterator[Session]:
+    """Processes, run folder, signals and status of a run while the block runs.
+
+    Raises:
+        BadInput: settings that cannot be met, a run folder that cannot be used, a checkpoint that cannot be resumed.
+    """
+    if trial := agent_run_id():  # all trials of a sweep are started by one command
+        config = replace(config, run=replace(config.run, name=f"{config.run.name}-{trial}"))
+    run, hub = config.run, config.hub
+    tracker_names(run.tracker)
+    accelerator, seed = start_accelerator(run.precision), run.seed
+    is_main = accelerator.is_main_process
+    if hub.push is not None and not run.eval_only:
+        run_on_main(lambda: index.tool("check_push")(hub.push))
+    with FolderLock() as lock:
+        folder = run_on_main(lambda: prepare_run_folder(run.output_dir, run.name, run.resume, lock))
+        with (
+            StopSignals() as signals,
+            run_status(folder, is_main) as status,
+            watchdog(status.write),
+            as_sentences(),
+            naming_killed_workers(),
+        ):
+            set_threads(run.threads, accelerator.device)
+            checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder, of_run=True))
+            stored = run_on_main(lambda: checkpoint and settings_beside(checkpoint.path, config, options_class)) or {}
+            if checkpoint is not None:  # data, augmentation and dropout go on as they began
+                config = replace(config, run=replace(run, seed=checkpoint.of_part("sampler")["seed"]))
+            if is_main:
+                announce(accelerator.num_processes, folder, [*messages, *([lock.note] if lock.note else [])])
+            if run.deterministic:
+                be_deterministic()
+            with staging(folder, run_on_main(lambda: status.begun), is_main) as staged:
+                s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, staged)
+                try:
+                    with naming_the_batch(lambda: () if s.t is None else s.t.batches_under_way):
+                        yield s
+                except (Preempted, StoppedByGuard, BadInput) as error:
+                    if s.log is not None:
+                        state = "preempted" if isinstance(error, Preempted) else "failed"
+                        s.log.attempt("ending the rows", partial(s.log.close, state))
+                    raise
+    leave()
+
+
