@@ -1,6 +1,6 @@
 """What goes wrong in a run, at an exact moment: a signal before the n-th call of a function, or a NaN in one window.
 
-    {"signal": "SIGKILL", "at": "toolkit.run.training:Training.decide", "call": 2, "rank": 0}
+    {"signal": "SIGKILL", "at": "toolkit.run.recovery:RunGuard.accepts", "call": 2, "rank": 0}
         SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
     {..., "at": "os.symlink step_*"}    before the n-th audit event of Python whose path matches
     {..., "at": "write *"}    before the n-th file or folder that is written, renamed or removed
@@ -152,7 +152,7 @@ def _poison(faults: list[dict]) -> None:
         nonlocal fetched
         for window in fetch(self):
             fetched += 1
-            kind, batch = by_window.get(fetched), window[-1]
+            kind, batch = by_window.get(fetched), window.batches[-1]
             if kind in ("boxes", "infinite boxes"):
                 boxes = next(t["boxes"] for t in batch.targets if len(t["boxes"]))
                 boxes[0, 2] = math.inf if kind == "infinite boxes" else math.nan

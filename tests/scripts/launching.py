@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = "toolkit.run.session:_report"  # which takes seconds at the end of every run
-MICRO_BATCH = "toolkit.run.training:Training.seed_micro_batch"
+MICRO_BATCH = "toolkit.step.window:Window.begin_micro_batch"
 EVALUATION = "toolkit.evaluation.predict_dataset:agree_max"
 # What a run says about a loop that somebody has changed: never of a script as it is, whatever happens to its processes.
 OF_CHANGED_LOOPS = ("learning rates that the loop set", "the loop passed over a window", "was not done", "t.without(")

@@ -102,7 +102,7 @@ def test_of_two_real_launches_in_one_folder_one_trains(script, settings, tmp_pat
 def test_second_interrupt_stops_at_once(server, script, settings, tmp_path):
     faults = [
         {"signal": "SIGINT", "at": MICRO_BATCH, "call": 3},
-        {"signal": "SIGINT", "at": "toolkit.run.training:Training.decide", "call": 3, "wait_s": 0.3},
+        {"signal": "SIGINT", "at": "toolkit.run.recovery:RunGuard.accepts", "call": 3, "wait_s": 0.3},
     ]
     ended = server.run(script, settings("--run.output_dir", tmp_path), 1, faults)
     assert (ended.code, ended.status["state"]) == (130, "failed")
