@@ -280,7 +280,7 @@ BREAKAGES = {
     "state not JSON": (lambda f: plant(f, "state.json", "{"), "state.json cannot be read"),
     "nested state": (lambda f: plant(f, "state.json", NESTED), "state.json cannot be read"),
     "empty state": (lambda f: plant(f, "state.json", "{}"), "state.json has no categories"),
-    "state no mapping": (lambda f: plant(f, "state.json", "[]"), "state.json is no mapping"),
+    "state no mapping": (lambda f: plant(f, "state.json", "[]"), "state.json is not a mapping"),
     "another step": (plant_state(step=7), "state.json is of step 7"),
     "truth for a number": (plant_part("plan", recut=True), "parts.plan.recut in state.json is 'True'"),
     "sampler": (plant_state(parts=PARTS | {"sampler": {}}), "state.json has no parts.sampler.seed"),
@@ -291,7 +291,7 @@ BREAKAGES = {
     "step before the first": (lambda f: edit_manifest(f, step=-2), "MANIFEST.json is not what this"),
     "no tensors": (lambda f: plant(f, "model.safetensors", b"\0" * 99), "model.safetensors "),
     "no archive": (lambda f: plant(f, "optimizer.pt", b"hello"), "optimizer.pt "),
-    "no optimizer": (lambda f: plant(f, "optimizer.pt", NO_OPTIMIZER.getvalue()), "optimizer.pt is no state of"),
+    "no optimizer": (lambda f: plant(f, "optimizer.pt", NO_OPTIMIZER.getvalue()), "optimizer.pt is not the state of"),
     "no weights": (lambda f: (os.remove(f / "model.safetensors"), plant_state()(f)), "there are no weights"),
     "no averages": (lambda f: (os.remove(f / "ema.safetensors"), plant_state()(f)), "there are no averaged weights"),
 }
@@ -380,7 +380,7 @@ def test_an_optimizer_of_another_structure_is_refused():
     assert faults_of_run(2, tensors, sound, state) == []
     for changed in ({"state": None}, {"state": {0: None}}, {"state": {0: [1]}}, {"param_groups": {}},
                     {"param_groups": [None]}, {"param_groups": [{"lr": 0.1}]}):  # fmt: skip
-        assert faults_of_run(2, tensors, sound | changed, state) == ["optimizer.pt is no state of an optimizer"]
+        assert faults_of_run(2, tensors, sound | changed, state) == ["optimizer.pt is not the state of an optimizer"]
     for value in (math.nan, math.inf, torch.tensor(math.nan)):
         odd = sound | {"state": {0: {"step": 1, "mean": value}}}
         assert faults_of_run(2, tensors, odd, state) == ["NaN or infinity in optimizer/0/mean"]

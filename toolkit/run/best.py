@@ -29,11 +29,12 @@ class Best:
     kept_in_rollback = True
 
     def __init__(self, metric: str = "bbox_AP", patience: int | None = None):
-        self.metric, self.patience = metric, patience
+        self.metric = metric
+        self.patience = patience
         self.forget()
 
     def forget(self) -> None:
-        """Resets everything, as if nothing had been evaluated."""
+        """Reset everything, as if nothing had been evaluated."""
         self.value: float | None = None
         self.step = self.evaluated_step = -1
         self.without_better = 0
@@ -48,7 +49,7 @@ class Best:
         return self.metric.startswith("ema/")
 
     def note(self, step: int, row: Mapping[str, float | None]) -> bool:
-        """Takes an evaluation row; True if it is the best so far. A NaN never is.
+        """Take an evaluation row; True if it is the best so far. A NaN never is.
 
         Raises:
             BadInput: the row has no such metric; the message lists those it has.
@@ -62,7 +63,8 @@ class Best:
         sign = -1 if is_minimised(self.metric) else 1
         better = defined and (self.value is None or sign * value > sign * self.value)
         if better:
-            self.value, self.step = value, step
+            self.value = value
+            self.step = step
         self.without_better = 0 if better else self.without_better + 1
         return better
 

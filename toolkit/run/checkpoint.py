@@ -51,7 +51,7 @@ class CheckpointError(BadInput):
 
 @dataclass
 class Checkpoint:
-    """What `save_checkpoint` was given, read back. Tensors lie on the CPU.
+    """A checkpoint that was read back: the arguments of `save_checkpoint`, with tensors on the CPU.
 
     That of a run has the state of its parts (`toolkit.run.parts`), and says what the run is of.
     """
@@ -215,10 +215,11 @@ def mark_best(path: Path) -> None:
 
 
 def repair_latest(resumed: Path) -> None:
-    """Points `latest` beside the checkpoint `resumed` at it where the link is gone, broken, or older, as after a kill
+    """Point `latest` beside the checkpoint `resumed` at it where the link is gone, broken, or older, as after a kill
     between a checkpoint and its link. Raises CheckpointError: the link cannot be written."""
     resumed = Path(resumed).resolve()
-    target, sequence_of = linked(resumed.parent, "latest"), _by_age(resumed.parent)[0]
+    target = linked(resumed.parent, "latest")
+    sequence_of = _by_age(resumed.parent)[0]
     try:
         is_older = sequence_of.get(target, 0) < sequence_of[resumed]
         if target != resumed and (target is None or is_older or not _is_valid(target)):
@@ -236,7 +237,7 @@ def _is_valid(path: Path) -> bool:
 
 
 def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
-    """Points `folder/best` at the best checkpoint so far of a run that goes on from the checkpoint `resumed`.
+    """Point `folder/best` at the best checkpoint so far of a run that goes on from the checkpoint `resumed`.
 
     It may not be there yet: a kill came before the link, an earlier checkpoint of the run was resumed, or one of
     another run, whose best one is then copied.
@@ -247,7 +248,8 @@ def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
     Raises:
         CheckpointError: the copy, or the link, cannot be written.
     """
-    best, source = folder / f"step_{best_step:06d}", resumed.resolve().with_name(f"step_{best_step:06d}")
+    best = folder / f"step_{best_step:06d}"
+    source = resumed.resolve().with_name(f"step_{best_step:06d}")
     temp = folder / f".tmp-{best.name}"
     try:
         if source.parent != folder.resolve():
@@ -268,8 +270,9 @@ def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
 
 
 def _storable(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors that share no memory, as safetensors requires."""
-    seen, storable = set(), {}
+    """Return contiguous CPU tensors that share no memory, as safetensors requires."""
+    seen = set()
+    storable = {}
     for name, tensor in named.items():
         tensor = tensor.detach().to("cpu").contiguous()
         memory = tensor.untyped_storage().data_ptr()
@@ -385,7 +388,10 @@ def _load(path: Path, manifest: dict) -> Checkpoint:
     problems = changed_files(path, manifest)
     if problems:
         raise CheckpointError([f"Checkpoint {path}: {problem}" for problem in problems])
-    tensors, pickled, state, name = {}, {}, {}, MANIFEST
+    tensors = {}
+    pickled = {}
+    state = {}
+    name = MANIFEST
     try:
         for name in manifest["files"]:
             if name.endswith(".safetensors"):
@@ -399,7 +405,8 @@ def _load(path: Path, manifest: dict) -> Checkpoint:
         unsafe = "Weights only load failed" in str(error)
         reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
         raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
-    of_run, optimizer = manifest["kind"] == "run", pickled.get(OPTIMIZER)
+    of_run = manifest["kind"] == "run"
+    optimizer = pickled.get(OPTIMIZER)
     if faults := faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []:
         raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
     extra = pickled.get(EXTRA, {})
@@ -431,7 +438,7 @@ def linked(folder: Path, name: str) -> Path | None:
 
 
 def resolve_resume(value: str, run_folder: Path, of_run: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """What `--run.resume` means: the checkpoint to go on from, or None for a fresh start, and messages for the user.
+    """Resolve `--run.resume`: the checkpoint to go on from, or None for a fresh start, and messages for the user.
 
     Args:
         value: "never"; "latest" (the newest valid one of `run_folder`, a fresh start when it holds none at all); or the
@@ -440,7 +447,7 @@ def resolve_resume(value: str, run_folder: Path, of_run: bool = False) -> tuple[
         of_run: only a checkpoint of all that a run needs will do.
 
     Raises:
-        CheckpointError: a PATH that does not exist, is no checkpoint, or is broken; "latest" where there are
+        CheckpointError: a PATH that does not exist, is not a checkpoint, or is broken; "latest" where there are
             checkpoints and none of them is valid.
     """
     if value == "never":
@@ -484,7 +491,7 @@ def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def _read_manifest(path: Path) -> dict:
-    """Reads the manifest and checks its structure, which the other functions rely on."""
+    """Read the manifest and checks its structure, which the other functions rely on."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -506,7 +513,8 @@ def _step_folders(folder: Path) -> list[Path]:
 
 def _by_age(folder: Path) -> tuple[dict[Path, int], list[str]]:
     """The step folders with a readable manifest and their sequence numbers, newest first; why others are left out."""
-    sequences, reasons = {}, []
+    sequences = {}
+    reasons = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(".tmp-step_"):
             reasons.append(f"{path}: left by a save that was cut short")

@@ -14,7 +14,9 @@ from toolkit.run.state_check import COUNT, RUN_STATE, TEXT, Each, Keys, Kind, fa
 FORMAT = 4  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 MANIFEST = "MANIFEST.json"
 MOST_FAULTS = 30  # of a state that are named one by one
-STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
+STATE = "state.json"
+OPTIMIZER = "optimizer.pt"
+EXTRA = "extra.pt"
 KINDS = ("run", "state")  # of a run, and of anything else
 _MANIFEST = Keys({
     "files": Each(dict, Keys({"size": COUNT, "sha256": TEXT}, {})), "step": COUNT, "sequence": COUNT,
@@ -84,7 +86,7 @@ def well_formed(manifest) -> bool:
 
 
 def changed_files(path: Path, manifest: dict) -> list[str]:
-    """Describes every difference between the folder and its manifest."""
+    """Describe every difference between the folder and its manifest."""
     problems = []
     for name, entry in manifest["files"].items():
         if Path(name).name != name or not (name in (STATE, OPTIMIZER, EXTRA) or name.endswith(".safetensors")):
@@ -106,20 +108,20 @@ def changed_files(path: Path, manifest: dict) -> list[str]:
 
 
 def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object) -> list[str]:
-    """Describes everything that prevents a run from resuming from this content.
+    """Describe everything that prevents a run from resuming from this content.
 
     Args:
         step: that of the manifest.
         tensors: file stem -> state dict. optimizer, state: as read. `state["infinite"]` names the tensors of the model
             that hold infinities by design.
     """
-    faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is no mapping"]
+    faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is not a mapping"]
     if not tensors.get("model"):
         faults.append("there are no weights (model.safetensors)")
     if not faults and "ema" in state["parts"] and "ema" not in tensors:
         faults.append("there are no averaged weights (ema.safetensors)")
     if not _is_state_of_optimizer(optimizer):
-        faults.append("optimizer.pt is no state of an optimizer")
+        faults.append("optimizer.pt is not the state of an optimizer")
     return faults or not_finite(tensors, optimizer, state["infinite"])
 
 
@@ -135,7 +137,8 @@ def _is_state_of_optimizer(optimizer: object) -> bool:
     """Whether it has the structure of `optimizer.state_dict()`, on which everything that reads it relies."""
     if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
         return False
-    of_parameters, groups = optimizer["state"], optimizer["param_groups"]
+    of_parameters = optimizer["state"]
+    groups = optimizer["param_groups"]
     if not isinstance(of_parameters, dict) or not isinstance(groups, list):
         return False
     are_groups = all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)

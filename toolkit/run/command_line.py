@@ -52,7 +52,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
 
 
 def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
-    """Parses the settings, runs `main(config)` and returns the exit code of docs/design.md.
+    """Parse the settings, runs `main(config)` and returns the exit code of docs/design.md.
 
     A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
     the program and keeps its traceback.
@@ -91,7 +91,7 @@ def parse_config(
     default_config: Path | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Config:
-    """Reads `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`. Flags win over files wherever they
+    """Read `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`. Flags win over files wherever they
     stand; of several files and of several flags the last wins.
 
     Args:
@@ -107,13 +107,15 @@ def parse_config(
         BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
     """
     argv = _files_first(_in_full(sys.argv[1:] if argv is None else argv))
-    bundled, given = None, dict(_flags(argv))
+    bundled = None
+    given = dict(_flags(argv))
     if default_config is not None and "--config" not in given:
         bundled = _read_yaml(str(default_config))
         default = bundled.get("model", {}).get("architecture")
         # trained weights say themselves which model they are of
         if _chosen_architecture(argv, {}) in (None, default) and "--model.pretrained" not in given:
-            argv, bundled = ["--config", str(default_config), *argv], None
+            argv = ["--config", str(default_config), *argv]
+            bundled = None
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
     of_default = (bundled or {}).get("model", {}).get("architecture")
     groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
@@ -200,7 +202,7 @@ OF_ONE_DATA_SET = ("train", "shares", "val", "image_dir", "format", "name")
 
 
 def _with_other_data(argv: list[str], files: dict[str, dict]) -> list[str]:
-    """Drops what settings files say of another data set from the arguments, where `--data.path` names one."""
+    """Drop what settings files say of another data set from the arguments, where `--data.path` names one."""
     if "--data.path" not in dict(_flags(argv)):
         return argv
     replaced = {}
@@ -265,7 +267,9 @@ def _in_full(argv: Sequence[str]) -> list[str]:
 def _files_first(argv: Sequence[str]) -> list[str]:
     """The arguments with every `--config FILE`, as two words, before all flags, which would else be lost where a file
     follows them."""
-    files, rest, words = [], [], iter(argv)
+    files = []
+    rest = []
+    words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
         if flag == "--config" and (path := value if equals else next(words, None)) is not None:
@@ -321,7 +325,7 @@ def _nulls(argv: list[str]) -> dict[str, dict[str, object]]:
 
 
 def _read_yaml(path: str) -> dict:
-    """Reads the mapping in a settings file. Raises BadInput."""
+    """Read the mapping in a settings file. Raises BadInput."""
     content = read_yaml(Path(path), f"--config {path}")
     if not isinstance(content, dict) or not all(isinstance(group, dict) for group in content.values()):
         raise BadInput(f"--config {path}: expected groups of settings, such as `run:` with `name: mine` below it.")
@@ -345,9 +349,10 @@ def _given_keys(group: str, argv: list[str], files: dict[str, dict]) -> set[str]
 
 
 def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str], files: dict[str, dict]) -> None:
-    """Raises BadInput naming every flag and every key of a file that there is not, with the nearest one, and every
+    """Raise BadInput naming every flag and every key of a file that there is not, with the nearest one, and every
     value of a file that its setting cannot have."""
-    flags, model = list(parser._option_string_actions), groups.get("model")
+    flags = list(parser._option_string_actions)
+    model = groups.get("model")
     unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_item_of(flag, groups)]
     problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, flags)}" for flag in unknown]
     for path, content in files.items():
@@ -388,9 +393,10 @@ def _is_item_of(flag: str, groups: dict[str, type]) -> bool:
 
 
 def _elsewhere(flag: str, model: type[DetectorOptions] | None) -> str:
-    """Says whose setting a flag of the group `model` is, if it is one of another architecture of the script."""
+    """Say whose setting a flag of the group `model` is, if it is one of another architecture of the script."""
     if model is None or not flag.startswith("--model."):
         return ""
-    key, architecture = flag.removeprefix("--model.").partition(".")[0], model().architecture
+    key = flag.removeprefix("--model.").partition(".")[0]
+    architecture = model().architecture
     others = [name for name in _family(model) if key in {setting.name for setting in fields(options_class(name))}]
     return f" of {architecture}; it is one of {', '.join(others)}" if others else ""

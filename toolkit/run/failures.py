@@ -33,7 +33,7 @@ def as_sentences(then: str = GO_ON) -> Iterator[None]:
 
 
 def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[[str], None]) -> Any:
-    """What `function` returns; whatever it raises costs one line, and its traceback goes to `errors.log`."""
+    """Call `function` and return its result; an exception costs one line, and its traceback goes to `errors.log`."""
     try:
         return function()
     except Exception as error:  # noqa: BLE001  pictures, reports and trackers never end a training
@@ -44,7 +44,7 @@ def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[
 
 
 def note_traceback(folder: Path, what: str) -> None:
-    """Adds the exception under way to `errors.log`, if that can be written."""
+    """Add the exception under way to `errors.log`, if that can be written."""
     try:
         with open(folder / ERRORS, "a", encoding="utf-8", errors="replace") as file:
             file.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {what}\n{traceback.format_exc()}\n")

@@ -72,8 +72,11 @@ def prepare_run_folder(
 
 @contextmanager
 def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
-    """Where a start writes until everything was accepted: the run folder where no run has begun in it, else a folder
-    inside, gone at the end, so that a start which is refused changes nothing of an earlier one. See `keep_staged`."""
+    """Yield the folder that a start writes to until everything was accepted.
+
+    It is the run folder where no run has begun in it, else a folder inside, gone at the end, so that a start which is
+    refused changes nothing of an earlier one. See `keep_staged`.
+    """
     path = folder if is_new else folder / STAGING
     if is_main and path != folder:
         shutil.rmtree(path, ignore_errors=True)  # left by a start that was killed
@@ -86,7 +89,7 @@ def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
 
 
 def keep_staged(staged: Path, folder: Path) -> None:
-    """Moves what was staged into the run folder, over files of the same names."""
+    """Move what was staged into the run folder, over files of the same names."""
     for path in sorted(staged.iterdir()) if staged != folder else ():
         os.replace(path, folder / path.name)
 

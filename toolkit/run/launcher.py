@@ -72,7 +72,7 @@ def find_launch() -> Launch | None:
 
 
 def _launch_arguments(words: list[str]) -> list[str] | None:
-    """What follows `accelerate launch` in a command line, however it was called; None: it is another program."""
+    """Return the arguments after `accelerate launch` in a command line; None for a command line of another program."""
     for i, word in enumerate(words[:8]):
         name = Path(word).name.removesuffix(".exe").removesuffix(".py")
         if name in ("accelerate", "accelerate.commands.accelerate_cli", "accelerate_cli"):
@@ -107,14 +107,14 @@ def asked_precision(launch: Launch | None, environment: Mapping[str, str]) -> st
 
 
 def asked_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """What the launcher was told of `precision`, as `asked_precision`, and of `compile`, a backend of torch."""
+    """Return the settings given to the launcher: `precision`, see `asked_precision`, and `compile`, a backend."""
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     compile = None if backend in ("", "no") else backend
     return {"precision": asked_precision(find_launch(), environment), "compile": compile}
 
 
 def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
-    """Raises BadInput for all that the launcher was asked for and these scripts do not do."""
+    """Raise BadInput for all that the launcher was asked for and these scripts do not do."""
     asked: dict[str, list[str]] = {}
     for what, source in (*(_of_launch(launch) if launch is not None else ()), *_of_variables(environment)):
         asked.setdefault(what, []).append(source)
@@ -211,20 +211,23 @@ def settle(
             given["precision"] "auto" leaves it to the others, and then to `auto`.
         auto: precision, TF32 and why, by the hardware; called only if it decides.
     """
-    asked, tf32 = given["precision"], given["tf32"]
+    asked = given["precision"]
+    tf32 = given["tf32"]
     precision, by = _first("run.precision", None if asked == "auto" else asked, launched, began)
     if by == "the run so far" and tf32 is None:
         tf32 = began.get("tf32")
     if precision is None and asked == "auto":
         precision, able, why = auto()
-        by, tf32 = f"run.precision auto: {why}", able if tf32 is None else tf32
+        by = f"run.precision auto: {why}"
+        tf32 = able if tf32 is None else tf32
     compile, compile_by = _first("optim.compile", given["compile"], launched, began)
     return Settled(precision or "no", by, tf32, compile or False, compile_by)
 
 
 def _first(setting: str, given: object, launched: Mapping, began: Mapping) -> tuple[object, str]:
     key = setting.partition(".")[2]
-    by_launcher, before = launched.get(key), began.get(key)
+    by_launcher = launched.get(key)
+    before = began.get(key)
     if given is not None:
         unheard = f", not accelerate launch, which says {by_launcher}" if by_launcher not in (None, given) else ""
         return given, f"{setting}{unheard}"

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metric rows, console lines, progress bar, status, meters and epoch averages."""
+"""The reports of a run while it trains: metric rows, console lines, progress bar, status, meters and epoch averages."""
 
 import math
 import re
@@ -27,7 +27,7 @@ _LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")  # losses o
 
 @dataclass
 class Place:
-    """Where a run is: steps done, of how many, and how long it has been at it.
+    """The place of a run: steps done, of how many, and the time since it began.
 
     steps_per_epoch: of an epoch with batches of now. recut: steps more that the run would have made with these always.
     """
@@ -63,10 +63,14 @@ class Log:
     kept_in_rollback = True
 
     def __init__(self, is_main: bool, meters: str = "epoch_median", steps_per_epoch: int = 1, log_every: int = 10):
-        self.is_main, self.kind, self.steps_per_epoch, self.log_every = is_main, meters, steps_per_epoch, log_every
+        self.is_main = is_main
+        self.kind = meters
+        self.steps_per_epoch = steps_per_epoch
+        self.log_every = log_every
         self.meters, self.averages = make_meters(meters, steps_per_epoch), Averages()
         self.timer, self.graphs = StepTimer(), GraphCount()
-        self.epoch_s, self.epoch_steps = 0.0, 0
+        self.epoch_s = 0.0
+        self.epoch_steps = 0
         self.logged_epoch = -1  # of the last averages that were logged
         self.logged_steps = -1  # how many steps of that epoch they had
         self.writer: RunWriter | None = None
@@ -79,11 +83,13 @@ class Log:
         self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
 
     def start(self, writer: RunWriter, status: dict, step: int, total_steps: int, recut: int = 0) -> None:
-        """Takes the writer once it is known where the run goes on, and shows the bar; `status` gets every step.
+        """Take the writer once it is known where the run goes on, and shows the bar; `status` gets every step.
 
         recut: steps more that the run would have made if it had always had batches of now; epochs count by them.
         """
-        self.writer, self.status, self.recut = writer, status, recut
+        self.writer = writer
+        self.status = status
+        self.recut = recut
         status["step"] = step
         self._bar = progress(total_steps, step, self.is_main)
 
@@ -91,10 +97,11 @@ class Log:
         """A metric of the script's own, of one micro-batch or window: its mean, over all ranks that noted one, is in
         the rows, the averages of the epoch, the trackers and the bar. Reads a tensor on the host."""
         total, count = self.notes.get(name, (0.0, 0))
-        self.notes[name], self.has_notes = (total + float(value), count + 1), True
+        self.notes[name] = (total + float(value), count + 1)
+        self.has_notes = True
 
     def noted(self) -> dict[str, float]:
-        """Means of what all ranks noted in the window; a collective."""
+        """Return the means of what all ranks noted in the window; a collective."""
         totals: dict[str, tuple[float, int]] = {}
         for name, (total, count) in (item for notes in gather_objects(dict(self.notes)) for item in notes.items()):
             before, number = totals.get(name, (0.0, 0))
@@ -171,7 +178,8 @@ class Log:
         """The averages of the epoch that is over; the next one begins anew, as the meters of an epoch do."""
         means = self.averages.means()
         self.averages.clear()
-        self.epoch_s, self.epoch_steps = 0.0, 0
+        self.epoch_s = 0.0
+        self.epoch_steps = 0
         if self.kind.startswith("epoch_"):
             self.meters.clear()
         return means
@@ -179,8 +187,8 @@ class Log:
     def write(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
         """A row of metrics.jsonl and of the trackers.
 
-        One that cannot be written is no error here, where the main process alone would raise it: `trouble` says why,
-        the next step's reduction tells all processes, and they save and end together.
+        One that cannot be written is not an error here, where the main process alone would raise it: `trouble` says
+        why, the next step's reduction tells all processes, and they save and end together.
         """
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         try:
@@ -190,11 +198,11 @@ class Log:
             self.trouble = self.trouble or str(error)
 
     def attempt(self, what: str, function: Callable[[], Any]) -> Any:
-        """Calls something optional: an exception costs one line, see `toolkit.run.failures`."""
+        """Call something optional: an exception costs one line, see `toolkit.run.failures`."""
         return attempt(what, function, self.writer.folder, self.say)
 
     def say(self, text: str) -> None:
-        """Prints on the main process, above the progress bar where there is one."""
+        """Print on the main process, above the progress bar where there is one."""
         if self.is_main:
             self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
 
@@ -216,12 +224,12 @@ class Log:
         self._bar.update(position.step - self._bar.n)
 
     def raise_trouble(self) -> None:
-        """Raises BadInput on every rank if the main process could not write a row; a collective."""
+        """Raise BadInput on every rank if the main process could not write a row; a collective."""
         if trouble := broadcast_object(self.trouble):
             raise BadInput(trouble)
 
     def close(self, state: str = "done") -> None:
-        """Ends the bar, the rows and the trackers, which learn how the run ended: "done", "preempted" or "failed"."""
+        """End the bar, the rows and the trackers, which learn how the run ended: "done", "preempted" or "failed"."""
         if self._bar is not None:
             self._bar.close()
         if self.writer is not None:
@@ -242,11 +250,12 @@ class Log:
         }
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restores the state of a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.meters.load_state_dict(state["meters"])
         self.averages.load_state_dict(state["averages"])
         self._elapsed_before, self._began = state["elapsed_s"], time.monotonic()
-        self.epoch_s, self.epoch_steps = state["epoch_s"], state["epoch_steps"]
+        self.epoch_s = state["epoch_s"]
+        self.epoch_steps = state["epoch_steps"]
         self.logged_epoch = state["logged_epoch"]
         self.logged_steps = state["logged_steps"]
         self.has_notes = state["has_notes"]
@@ -287,7 +296,8 @@ def console_line(row: Mapping, smoothed: Mapping[str, object], position: Place) 
     def show(key: str, label: str, form: str, unit: str = "") -> str:
         return "" if row.get(key) is None else f"{label} {row[key]:{form}}{unit}"
 
-    eta, trained = row.get("time/eta_s"), [key.removeprefix("train/") for key in row if key.startswith("train/")]
+    eta = row.get("time/eta_s")
+    trained = [key.removeprefix("train/") for key in row if key.startswith("train/")]
     shown = [name for name in trained if name in smoothed]
     names = [name for name in shown if name.startswith("loss_") and not _LAYER.search(name)]
     losses = "  ".join(f"{name.removeprefix('loss_')} {smoothed[name]}" for name in names)

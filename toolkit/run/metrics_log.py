@@ -28,7 +28,7 @@ class MetricsLog:
             written. A count, because rows of one step may lie on both sides of it.
 
     Raises:
-        BadInput: the file cannot be written, or is no metrics.jsonl.
+        BadInput: the file cannot be written, or is not a metrics.jsonl.
     """
 
     def __init__(self, path: Path, keep_rows: int = 0):
@@ -62,9 +62,9 @@ class MetricsLog:
 
 
 def repair_rows(path: Path, rows: int, more: bool = False) -> list[str]:
-    """Makes `metrics.jsonl` readable again for a run that goes on from a checkpoint; the main process calls it.
+    """Make `metrics.jsonl` readable again for a run that goes on from a checkpoint; the main process calls it.
 
-    A damaged file is kept beside it as `metrics.jsonl.damaged`; a torn last line, which a kill leaves, is no damage.
+    A damaged file is kept beside it as `metrics.jsonl.damaged`; a torn last line, which a kill leaves, is not damage.
 
     Args:
         rows: how many the checkpoint counts.
@@ -125,7 +125,7 @@ def read_metrics(path: Path) -> list[dict]:
     A torn last line, which a kill leaves behind, is left out.
 
     Raises:
-        BadInput: another line is no JSON object with a `step`; names it.
+        BadInput: another line is not a JSON object with a `step`; names it.
     """
     with closing(GrowingMetrics(path)) as file:
         return file.new_rows()
@@ -140,10 +140,12 @@ class GrowingMetrics:
 
     def __init__(self, path: Path):
         self.path = Path(path)
-        self._file, self._bytes, self._lines = None, 0, 0
+        self._file = None
+        self._bytes = 0
+        self._lines = 0
 
     def new_rows(self) -> list[dict]:
-        """Rows as `read_metrics` gives them; empty when there is no such file. Raises BadInput as it does."""
+        """Yield rows as `read_metrics` gives them; empty when there is no such file. Raises BadInput as it does."""
         try:
             now = os.stat(self.path)
             same = self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), now)
@@ -154,7 +156,8 @@ class GrowingMetrics:
             return []
         self._file.seek(self._bytes)
         *lines, torn = self._file.read().split(b"\n")
-        first, self._lines = self._lines + 1, self._lines + len(lines)
+        first = self._lines + 1
+        self._lines = self._lines + len(lines)
         self._bytes = self._file.tell() - len(torn)
         return [self._row(number, line) for number, line in enumerate(lines, first) if line]
 

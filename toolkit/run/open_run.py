@@ -44,7 +44,7 @@ class Run:
 
 
 def open_run(path: Path, options_of: OptionsOf) -> Run:
-    """Opens a run folder (its best checkpoint, else its newest valid one) or one of its checkpoints.
+    """Open a run folder (its best checkpoint, else its newest valid one) or one of its checkpoints.
 
     The folder of a run of `run.eval_only` is opened with the weights that it evaluated.
 
@@ -67,7 +67,7 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
 
 
 def kind_of(source: str | Path) -> str:
-    """Determines what a path or name refers to; nothing else does.
+    """Determine what a path or name refers to; nothing else does.
 
     "run" (a run folder or checkpoint), "final" (a model that this toolkit saved), "transformers" (a model of
     transformers: its folder, or a name of the hub), "exported" (a file of scripts/export.py), "predictions" (a file of
@@ -96,7 +96,7 @@ def may_be_of_hub(name: str) -> bool:
 
 
 def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:
-    """Where the checkpoints are: a run of `run.eval_only` made none and stands for the one that it evaluated."""
+    """Return the folder of the checkpoints; a run of `run.eval_only` has none and stands for the one it evaluated."""
     run = config.get("run", {})
     resumed = Path(str(run.get("resume"))).expanduser()
     empty = not any((folder / "checkpoints").glob("step_*"))
@@ -182,7 +182,7 @@ def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
 
 
 def load_script(path: Path, name: str) -> ModuleType:
-    """Runs a Python file as the module of that name, wherever it lies."""
+    """Run a Python file as the module of that name, wherever it lies."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -164,8 +164,10 @@ class Plan:
             before: accumulation of before.
             keep_schedule: False: length and schedule are those of this command.
         """
-        sampler, now = self.sampler, self.accumulation
-        world_size, batch_size = sampler_before["world_size"], sampler_before["batch_size"]
+        sampler = self.sampler
+        now = self.accumulation
+        world_size = sampler_before["world_size"]
+        batch_size = sampler_before["batch_size"]
         images_before = _images_of_a_step(world_size * batch_size, *before)
         images_now = _images_of_a_step(sampler.world_size * sampler.batch_size, *now)
         if images_before == images_now and (keep_schedule or not self.recut):
@@ -244,8 +246,8 @@ class Plan:
 
 
 def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:
-    """What a run of `total_steps` optimizer steps never gets to, in words: the end of the "warm-up", all of an
-    "epoch"."""
+    """Return a warning for each thing that a run of `total_steps` optimizer steps does not reach, by its name: the end
+    of the "warm-up", all of an "epoch"."""
     warnings = {}
     if total_steps <= warmup_steps:
         warnings["warm-up"] = (
@@ -262,6 +264,6 @@ def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -
 
 
 def _images_of_a_step(images: int, accumulation_steps: int, after_epoch: int) -> tuple[int, ...]:
-    """Images of a full step; where accumulation begins later, also before it, and the epoch in which it begins."""
+    """Return the images of a full step; where accumulation begins later, also those before it, and its first epoch."""
     with_accumulation = images * accumulation_steps
     return (with_accumulation, images, after_epoch) if after_epoch else (with_accumulation,)

@@ -85,7 +85,7 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
 
 
 def _refuse_absent_gpus() -> None:
-    """Raises BadInput where Accelerate's launcher was told to use several GPUs and there is none, instead of training
+    """Raise BadInput where Accelerate's launcher was told to use several GPUs and there is none, instead of training
     on the CPU without a word."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if launched and not asked_for_cpu() and not torch.accelerator.is_available():
@@ -97,7 +97,7 @@ def _refuse_absent_gpus() -> None:
 
 
 def wait_at_most(minutes: float) -> None:
-    """Sets the timeout of collectives, after which a waiting process fails."""
+    """Set the timeout of collectives, after which a waiting process fails."""
     if dist.is_initialized():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that its name begins with an underline
@@ -109,7 +109,7 @@ def _first_line(error: Exception) -> str:
 
 
 def set_threads(threads: int | None, device: torch.device) -> None:
-    """Sets the CPU threads of this process: as given, or all cores if `accelerate launch`, not the user, set one."""
+    """Set the CPU threads of this process: as given, or all cores if `accelerate launch`, not the user, set one."""
     if threads is None:
         launch = find_launch()
         alone = launch is not None and not launch.chose_threads and os.environ.get("OMP_NUM_THREADS") == "1"
@@ -143,7 +143,7 @@ def prepare(
 
 
 def announce(world_size: int, folder: Path, messages: Iterable[str]) -> None:
-    """Prints the first lines of a run: its number of processes, where it writes and where it resumes from."""
+    """Print the first lines of a run: its number of processes, where it writes and where it resumes from."""
     print(f"processes: {world_size}, CPU threads of each: {torch.get_num_threads()}", flush=True)
     print(f"run folder: {folder}", *messages, sep="\n", flush=True)
     if world_size == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:

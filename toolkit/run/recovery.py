@@ -1,4 +1,4 @@
-"""What happens after the guard has refused a window or an update: report, undo, then stop, skip or roll back.
+"""The guard of a run, and the recovery after it has refused an update: report, undo, then stop, skip or roll back.
 
 `t` is a `toolkit.run.training.Training` throughout.
 """
@@ -45,7 +45,7 @@ class RunGuard(NanGuard):
         self._parts_of_state = state_in_parts(self._t)
 
     def next_part_looks_finite(self) -> Tensor:
-        """1.0 or 0.0, 0-dim, not read: whether a part of the state that the last update left looks finite, in turn."""
+        """Return 1.0 or 0.0, 0-dim, not read: whether the next part of the state of the last update looks finite."""
         return next(self._parts_of_state)
 
     def accepts(self, window: TrainingWindow, reduced: Mapping[str, float]) -> bool:
@@ -71,7 +71,8 @@ class RunGuard(NanGuard):
 
     def _decide_about(self, window: TrainingWindow, reduced: Mapping[str, float]) -> tuple[Action, list[str]]:
         """The action, and what `broken_state` found where anything looked suspicious."""
-        t, totals = self._t, window.totals
+        t = self._t
+        totals = window.totals
         losses = {name: reduced[name] for name in ("loss", *t.loss_weights.names)}
         norm = reduced["grad_norm"]
         scaler = t.accelerator.scaler
@@ -108,7 +109,7 @@ def gradients_finite(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
-    """Recovers the run from the current accumulation window, identically on all ranks.
+    """Recover the run from the current accumulation window, identically on all ranks.
 
     broken: what `broken_state` found.
 
@@ -175,7 +176,7 @@ def state_in_parts(t) -> Iterator[Tensor]:
 
 
 def broken_state(t, in_window: bool = False) -> list[str]:
-    """Describes what is not finite on any rank, identically on all ranks. Reads the whole state; a collective."""
+    """Describe what is not finite on any rank, identically on all ranks. Reads the whole state; a collective."""
     of_ranks = gather_objects(nonfinite(state_of(t, in_window)))
     return list(dict.fromkeys(name for names in of_ranks for name in names))
 
@@ -187,13 +188,13 @@ def _named_tensors(t, names: Sequence[str], in_window: bool) -> dict[str, Tensor
 
 
 def in_words(broken: Sequence[str]) -> str:
-    """Names the first non-finite tensors."""
+    """Name the first non-finite tensors."""
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return f"the last update left what is not finite: {', '.join(broken[:3])}{more}"
 
 
 def state_is_sound(t) -> bool:
-    """Checks the whole state before it is evaluated or saved, so that nothing non-finite is ever written.
+    """Check the whole state before it is evaluated or saved, so that nothing non-finite is ever written.
 
     Returns:
         False: it was not, and the run has gone back to the last good checkpoint.
@@ -228,7 +229,7 @@ def ranks_apart(t) -> str:
 
 
 def keep_start(t) -> None:
-    """Keeps the initial state on the CPU until the first checkpoint: no newer state is known to be finite."""
+    """Keep the initial state on the CPU until the first checkpoint: no newer state is known to be finite."""
     if t.saved_step >= 0:
         t.guard.start = None
     elif t.guard.start is None:
@@ -241,7 +242,7 @@ def keep_start(t) -> None:
 
 
 def _go_back(t) -> str:
-    """Ensures that the newest state known to be finite is saved; returns a sentence that says which one it is."""
+    """Ensure that the newest state known to be finite is saved; returns a sentence that says which one it is."""
     step = run_on_main(lambda: getattr(newest_valid(t.folder / "checkpoints")[0], "step", None))
     if step is not None:
         t.log.status["step"] = step
@@ -258,7 +259,7 @@ def _go_back(t) -> str:
 
 
 def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
-    """Writes the report of this rank, if something is broken on it; returns the message for the log.
+    """Write the report of this rank, if something is broken on it; returns the message for the log.
 
     broken, in_window: what `broken_state` found, and how it looked.
     """

@@ -41,7 +41,7 @@ def _write(t, content: dict, best: bool) -> None:
 
 
 def _keeping(t, best: bool) -> dict:
-    """Which checkpoints stay, as arguments of `save_checkpoint`."""
+    """Return the arguments of `save_checkpoint` that say which checkpoints stay."""
     return {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
 
 
@@ -91,7 +91,7 @@ def content_of_run(t) -> dict:
 
 
 def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
-    """Takes up everything a checkpoint holds; returns in words what will not be identical.
+    """Take up everything a checkpoint holds; returns sentences on what will not be identical.
 
     Args:
         checkpoint: verified by its manifest.
@@ -104,7 +104,8 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     Raises:
         BadInput: the checkpoint is of other classes or another model. The run folder is as it was.
     """
-    state, path = checkpoint.state, checkpoint.path
+    state = checkpoint.state
+    path = checkpoint.path
     names = [category["name"] for category in state["categories"]]
     if names != t.validation.table.class_names:
         raise BadInput(f"{path} is of the classes {names}, the data has {t.validation.table.class_names}")
@@ -154,7 +155,7 @@ _OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
 
 
 def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
-    """Raises BadInput, in a few lines and in terms of the settings, where weights or optimizer are of another model."""
+    """Raise BadInput, in a few lines and in terms of the settings, where weights or optimizer are of another model."""
     saved = checkpoint.tensors
     faults = _misfits(t.detector.state_dict(), saved["model"])
     if "loss_weights" in saved or any(True for _ in t.loss_weights.parameters()):
@@ -189,7 +190,7 @@ def _misfits(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list
 
 
 def _freeze(t, names: Sequence[str]) -> list[str]:
-    """Parameters that the script had frozen in its loop stay so."""
+    """Freeze the parameters that the script had frozen in its loop; return a note."""
     parameters = dict(t.detector.named_parameters())
     for name in names:
         parameters[name].requires_grad_(False)
@@ -197,7 +198,8 @@ def _freeze(t, names: Sequence[str]) -> list[str]:
 
 
 def _load_best(t, checkpoint: Checkpoint) -> list[str]:
-    saved, folder = checkpoint.of_part("best"), t.folder / "checkpoints"
+    saved = checkpoint.of_part("best")
+    folder = t.folder / "checkpoints"
     in_this_folder = run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve())
     if t.eval_only or in_this_folder:
         t.saved_step = t.step
@@ -208,7 +210,8 @@ def _load_best(t, checkpoint: Checkpoint) -> list[str]:
     step = t.best.step
     if t.best.value is None or t.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
         return []
-    t.best.value, t.best.step = None, -1
+    t.best.value = None
+    t.best.step = -1
     return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
 
 
@@ -227,7 +230,7 @@ def load_weights(t, checkpoint: Checkpoint) -> None:
 
 
 def infinite_buffers(detector) -> list[str]:
-    """Names in the state dict of buffers that hold infinities by design, such as masks: those of a new detector."""
+    """Return the names of buffers that hold infinities by design, such as masks: those of a new detector."""
     buffers = dict(detector.named_buffers())
     floats = [name for name in detector.state_dict() if name in buffers and buffers[name].is_floating_point()]
     return [name for name in floats if not bool(buffers[name].isfinite().all())]

@@ -70,7 +70,8 @@ def make_detector(s: Session, table: DetectionTable, start: Callable | None = No
 
     start: what builds it out of the training data, as `start_scene_graph`; None: it needs nothing but the classes.
     """
-    c, options = s.config.data, s.config.model
+    c = s.config.data
+    options = s.config.model
     seed_step(s.config.run.seed, 0, 0)
     if start is not None:
         detector = start(options, table, s.staging, checkpoint=s.checkpoint, say=s.say)
@@ -121,7 +122,8 @@ def end(s: Session, t: Training) -> None:
         if s.test_table is not None:
             evaluate_test_split(t, s.test_table, evaluation_loader(s, t.detector, s.test_table), s.config.eval)
     t.log.raise_trouble()
-    trained, hub = not s.config.run.eval_only, s.config.hub
+    trained = not s.config.run.eval_only
+    hub = s.config.hub
     run_on_main(lambda: t.log.attempt("the report", partial(_report, s, t, trained)))
     if trained:  # after the report, which completes the model card
         about = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
@@ -145,7 +147,10 @@ def _report(s: Session, t: Training, trained: bool) -> None:
 
 
 def _write_final(s: Session, t: Training) -> None:
-    c, folder, v, detector = s.config.data, s.folder / "final", t.validation, t.detector
+    c = s.config.data
+    folder = s.folder / "final"
+    v = t.validation
+    detector = t.detector
     size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
     with as_sentences():
         detector.save_final(folder, v.table.categories, size)

@@ -1,4 +1,4 @@
-"""Where a run begins or goes on: the checkpoint is taken up, and what is run is written down."""
+"""The beginning of a run: the checkpoint is taken up, and settings and environment are written down."""
 
 from dataclasses import asdict
 
@@ -25,12 +25,14 @@ from toolkit.step.memory import probe_memory
 
 
 def begin(s: Session, t: Training, table: DetectionTable) -> None:
-    """Takes up the checkpoint, writes down what is run, and evaluates where that is due. Refuses before it writes."""
-    run, checkpoint = s.config.run, s.checkpoint
+    """Take up the checkpoint, writes down what is run, and evaluates where that is due. Refuses before it writes."""
+    run = s.config.run
+    checkpoint = s.checkpoint
     settings, changed = _settings(s, t)
     check_metric(t)
     if run.probe_memory:
-        dataset, count = t.loader.dataset.dataset, s.config.data.batch_size_per_device
+        dataset = t.loader.dataset.dataset
+        count = s.config.data.batch_size_per_device
         probe_memory(t, pipeline.largest_batch(dataset, count, t.detector.stride, t.sampler.sizes))
     notes = load(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
     for note in (*changed, *notes):
@@ -62,7 +64,8 @@ def begin(s: Session, t: Training, table: DetectionTable) -> None:
 def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     """The settings in force, with the values that the model really used, and those that a resumed run has otherwise
     than before."""
-    settings, left = asdict(s.config), {*ABOUT_STARTING, "pretrained_backbone"}
+    settings = asdict(s.config)
+    left = {*ABOUT_STARTING, "pretrained_backbone"}
     used = t.detector.resolved_options().items()
     settings["model"] |= {key: value for key, value in used if key in settings["model"] and key not in left}
     if not s.stored:
@@ -77,7 +80,10 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
 
 
 def _repair_rows(s: Session) -> list[str]:
-    """Rows of this folder that the checkpoint counts and that are not there; another folder's are not looked for."""
+    """Repair the rows of this folder that the checkpoint counts and that are not there.
+
+    Those of another folder are not looked for.
+    """
     if s.checkpoint.path.resolve().parent != (s.folder / "checkpoints").resolve():
         return []
     rows = s.checkpoint.of_part("log")["writer"]["rows"]
@@ -85,7 +91,7 @@ def _repair_rows(s: Session) -> list[str]:
 
 
 def _record(s: Session, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:
-    """Says how large model and data are; writes `config.yaml`, `environment.json` and `status.json`.
+    """Say how large model and data are; writes `config.yaml`, `environment.json` and `status.json`.
 
     A later start keeps its settings in `config_2.yaml`, `config_3.yaml` and so on, with what is new in them.
     """

@@ -54,7 +54,9 @@ def build_training(
     weights = LossWeights(names, s.config.loss.weights, defaults).to(s.accelerator.device)
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
     _settle(s, detector)
-    c, run, optim = s.config, s.config.run, s.config.optim
+    c = s.config
+    run = s.config.run
+    optim = s.config.optim
     kept = c.eval.max_detections or detector.max_detections
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup)
     checkpoint_in_place(detector, optim.checkpointing, optim.compile)
@@ -76,7 +78,8 @@ def build_training(
 
 
 def evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:
-    c, images = s.config.data, s.config.eval.batch_size_per_device
+    c = s.config.data
+    images = s.config.eval.batch_size_per_device
     transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
     how = {"batch_size": images, "workers": c.workers, "stride": detector.stride, "pin": s.pins}
     return pipeline.validation_loader(table, transform, **how)
@@ -85,14 +88,17 @@ def evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> 
 def _loaders(
     s: Session, detector: Detector, table: DetectionTable, val_table: DetectionTable
 ) -> tuple[EpochSampler, DataLoader, DataLoader]:
-    c, how = s.config.data, {"seed": s.config.run.seed, "stride": detector.stride, "pin": s.pins}
+    c = s.config.data
+    how = {"seed": s.config.run.seed, "stride": detector.stride, "pin": s.pins}
     sampler, loader = pipeline.loader_of_settings(table, c, augmented=c.overfit_batches is None, **how)
     return sampler, loader, evaluation_loader(s, detector, val_table)
 
 
 def _settle(s: Session, detector: Detector) -> None:
-    """Puts what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and says who decided it."""
-    run, optim, device = s.config.run, s.config.optim, s.accelerator.device
+    """Put what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and says who decided it."""
+    run = s.config.run
+    optim = s.config.optim
+    device = s.accelerator.device
     was_killed = not s.stored and (s.folder / CONFIG).is_file()  # before it saved
     stored = settings_beside(s.folder, s.config, options_class) if was_killed else s.stored
     began = {**stored.get("run", {}), **stored.get("optim", {})}
@@ -152,7 +158,8 @@ def _pace(c: Any, per_epoch: int) -> Pace:
 
 def _plan(c: Any, sampler: EpochSampler, optimizer: torch.optim.Optimizer) -> Plan:
     """The plan of a fresh run with these settings."""
-    run, optim = c.run, c.optim
+    run = c.run
+    optim = c.optim
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)
     steps_per_epoch = max(1, round(all_steps / run.epochs))  # on average
     total_steps = all_steps

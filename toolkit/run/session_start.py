@@ -32,7 +32,7 @@ from toolkit.step.memory import naming_the_batch
 
 @dataclass
 class Session:
-    """What a run has before its data and model.
+    """The processes, folder and settings of a run before it has data and model.
 
     config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
     staging: folder that a start writes to until nothing was refused; see `toolkit.run.folder.staging`.
@@ -66,22 +66,24 @@ class Session:
         return self.accelerator.device.type == "cuda"
 
     def say(self, text: str) -> None:
-        """Prints on the main process."""
+        """Print on the main process."""
         self.accelerator.print(text, flush=True)
 
 
 @contextmanager
 def session(config: Any) -> Iterator[Session]:
-    """Processes, run folder, signals and status of a run while the block runs.
+    """Set up processes, run folder, signals and status of a run while the block runs.
 
     Raises:
         BadInput: settings that cannot be met, a run folder that cannot be used, a checkpoint that cannot be resumed.
     """
     if trial := agent_run_id():  # all trials of a sweep are started by one command
         config = replace(config, run=replace(config.run, name=f"{config.run.name}-{trial}"))
-    run, hub = config.run, config.hub
+    run = config.run
+    hub = config.hub
     tracker_names(run.tracker)
-    accelerator, seed = start_accelerator(run.precision), run.seed
+    accelerator = start_accelerator(run.precision)
+    seed = run.seed
     is_main = accelerator.is_main_process
     if hub.push is not None and not run.eval_only:
         run_on_main(lambda: index.tool("check_push")(hub.push))

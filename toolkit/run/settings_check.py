@@ -65,7 +65,8 @@ def key_faults(
             have settings of its own.
         elsewhere: the end of the sentence about a flag, `--group.key`, that is known in another place; else "".
     """
-    problems, missing = [], [name for name in kinds if name not in groups]
+    problems = []
+    missing = [name for name in kinds if name not in groups]
     for name, entries in groups.items():
         if name not in kinds:
             hint = _hint(str(name), list(kinds), missing, strict)
@@ -164,8 +165,9 @@ def _parsed(hint: Any, value: object) -> object:
 
 
 def in_words(hint: Any) -> str:
-    """What a type takes: "a whole number above 0 or null"."""
-    arguments, origin = get_args(hint), get_origin(hint)
+    """Describe the values of a type: "a whole number above 0 or null"."""
+    arguments = get_args(hint)
+    origin = get_origin(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (Union, types.UnionType):
@@ -179,7 +181,7 @@ def in_words(hint: Any) -> str:
 
 
 def _hint(word: str, choices: list[str], missing: Iterable[str], strict: bool) -> str | None:
-    """What was probably meant: one that is missing, else any. None: nothing is wrong with the word."""
+    """Return the name that was probably meant: one that is missing, else any; None if the word is right."""
     typed_wrong = difflib.get_close_matches(word, missing, n=1, cutoff=0.8)
     if typed_wrong:
         return f"; did you mean {typed_wrong[0]}?"

@@ -50,7 +50,7 @@ OptionsOf = Callable[[str], type | None]
 
 
 def save_config(settings: Mapping, path: Path, remarks: Iterable[str] = ()) -> None:
-    """Writes groups of settings as YAML that `--config` reads again, below remarks of a line each. Raises OSError."""
+    """Write groups of settings as YAML that `--config` reads again, below remarks of a line each. Raises OSError."""
     plain = json.loads(json.dumps(settings))  # tuples become lists
     head = "".join(f"# {' '.join(remark.split())}\n" for remark in remarks)
     write_text_atomic(path, head + yaml.safe_dump(plain, sort_keys=False))
@@ -64,7 +64,7 @@ def config_files(folder: Path) -> list[Path]:
 
 
 def next_config(folder: Path) -> Path:
-    """Where the next start of a run keeps its settings."""
+    """Return the path for the settings of the next start of a run."""
     earlier = config_files(folder)
     last = earlier[-1].stem.partition("_")[2] or "1" if earlier else "0"
     return Path(folder) / (CONFIG if last == "0" else f"config_{int(last) + 1}.yaml")
@@ -81,7 +81,7 @@ def newest_config(folder: Path) -> Path:
 
 
 def read_settings(path: Path) -> dict:
-    """Groups of settings as the file has them.
+    """Read groups of settings as the file has them.
 
     Raises:
         BadInput: the file is missing or no mapping with a group `model`.
@@ -101,7 +101,7 @@ def read_groups(path: Path) -> dict:
 
 
 def detector_options(settings: Mapping) -> dict:
-    """Keywords of `build_detector`: the settings of a model that are given, without those that say where it starts."""
+    """Return the keywords of `build_detector`: the settings of a model that are given, without those of its start."""
     return {key: value for key, value in settings.items() if value is not None and key not in ABOUT_STARTING}
 
 
@@ -136,7 +136,7 @@ def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = 
 def checked_settings(
     path: Path, kinds: Mapping[str, type], options_of: OptionsOf, needed: Iterable[str] = (), strict: bool = True
 ) -> dict:
-    """Groups of settings as the file of a run has them, once they are known to be what the command line would take.
+    """Return groups of settings as the file of a run has them, if the command line would take them.
 
     Args:
         kinds: the dataclasses of the groups beside `model`. needed: see `load_config_dict`. strict: see `key_faults`.
@@ -148,7 +148,8 @@ def checked_settings(
     """
     from toolkit.run.checkpoint_content import stale_run  # torch, for which settings alone need not wait
 
-    groups, where = read_groups(path), str(path)
+    groups = read_groups(path)
+    where = str(path)
     if not groups and needed:
         raise BadInput(f"{where}: it is empty; expected the settings of a run, a mapping of groups. {_REMEDY}")
     older_format = stale_run(path.parent)  # its settings had other names: not one of them is to blame

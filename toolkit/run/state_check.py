@@ -1,4 +1,4 @@
-"""What may stand at each place of a checkpoint's state.json, and a sentence for everything that does not belong there.
+"""The kinds of values in a checkpoint's state.json, and a sentence for every value of another kind.
 
 The hash of a file says that it is as it was written, not that a run can go on from it. A number of the wrong kind would
 be found in the middle of a later step, or never.
@@ -71,7 +71,10 @@ def whole(least: int, most: int = LARGEST) -> Kind:
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
-COUNT, POSITIVE, STEP = whole(0), whole(1), whole(-1)  # of a step -1: there is none yet
+# of a step -1: there is none yet
+COUNT = whole(0)
+POSITIVE = whole(1)
+STEP = whole(-1)
 NUMBER = Kind("a finite number", lambda value: _is_number(value) and math.isfinite(value))
 DURATION = Kind("a number from 0", lambda value: _is_number(value) and 0 <= value < math.inf)
 FACTOR = Kind("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf)

@@ -1,5 +1,7 @@
-"""What a run is doing, or how and why it ended (`status.json`), and the one process that may write to its folder
-(`.lock`)."""
+"""The status of a run: how far it is, or how and why it ended (`status.json`).
+
+Also the lock of its folder, which only one process may write to (`.lock`).
+"""
 
 import json
 import os
@@ -51,7 +53,7 @@ def state_of(error: BaseException) -> str:
 
 
 def read_status(folder: Path) -> dict:
-    """What `status.json` says, see `true_status`; empty when there is none or it is not readable."""
+    """Return the content of `status.json`, see `true_status`; empty when there is none or it is not readable."""
     return true_status(folder, read_json_object(Path(folder) / "status.json"))
 
 
@@ -92,7 +94,8 @@ def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:
     if state not in EXIT_CODES:
         raise ValueError(f"state {state!r} is none of {', '.join(EXIT_CODES)}")
     status = {"state": state, "exit_code": EXIT_CODES[state], "reason": reason, "time": now(), **extra}
-    path, content = Path(folder) / "status.json", replace_nonfinite(status)
+    path = Path(folder) / "status.json"
+    content = replace_nonfinite(status)
     try:
         write_json_atomic(path, content)
     except OSError:
@@ -101,7 +104,7 @@ def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:
 
 
 def _write_over(path: Path, text: str) -> bool:
-    """Overwrites the existing file in place, which needs no room on a full disk; whether that worked."""
+    """Overwrite the existing file in place, which needs no room on a full disk; whether that worked."""
     try:
         with open(path, "r+b") as file:
             file.write(text.encode().ljust(path.stat().st_size))  # whole at once; blanks over what was longer
@@ -133,12 +136,14 @@ class RunStatus:
     """
 
     def __init__(self, folder: Path, is_main: bool):
-        self.folder, self.is_main, self.details = folder, is_main, {}
+        self.folder = folder
+        self.is_main = is_main
+        self.details = {}
         # A folder in which an earlier run left its word keeps it until this one has really begun.
         self.begun = not holds_a_run(folder)
 
     def begin(self, trains: bool = True) -> None:
-        """Marks the run as begun: all checks have passed.
+        """Mark the run as begun: all checks have passed.
 
         trains: False: an evaluation alone; what ended the training of before stays in the file.
         """
@@ -155,7 +160,7 @@ class RunStatus:
 
 @contextmanager
 def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
-    """Keeps `status.json` true: running while the block runs, then done or why not; the main process writes.
+    """Keep `status.json` true: running while the block runs, then done or why not; the main process writes.
 
     A start that is refused before `begin` leaves the `status.json` of an earlier run in the folder as it is.
     """
@@ -188,14 +193,15 @@ class FolderLock:
     """
 
     def __init__(self):
-        self.note, self.keep = "", False
+        self.note = ""
+        self.keep = False
         self._path: Path | None = None
         self._found: bytes | None = None  # what another process left in the file
         self._lock: FileLock | None = None
         self._pid = 0
 
     def take(self, folder: Path) -> None:
-        """Takes the lock of a run folder.
+        """Take the lock of a run folder.
 
         Raises:
             BadInput: another process holds it; names its host, number and start. OSError: no right to write, no space.

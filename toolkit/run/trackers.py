@@ -1,4 +1,4 @@
-"""What a run tells the experiment trackers, and the class that each of them is.
+"""The facts of a run for experiment trackers, and the class of each tracker.
 
 They get plain values from `toolkit.run.writer`, which also catches their exceptions. A new one is a subclass of
 `Tracker` and a line in `toolkit.index.TRACKERS`.
@@ -18,7 +18,7 @@ from toolkit.data.table import DetectionTable
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a run before its first step.
+    """The facts about a run before its first step.
 
     config: the settings, nested. metric: the one for best, below `val/`, such as "bbox_AP".
     project, name, group, job_type, tags, notes: as `run.project` and the settings beside it.
@@ -49,7 +49,8 @@ def data_facts(tables: Mapping[str, DetectionTable]) -> dict[str, DataFacts]:
     """By split, as the tables are."""
     found = {}
     for split, table in tables.items():
-        uri, boxes = str(table.image_root or table.name), table.identity["boxes"]
+        uri = str(table.image_root or table.name)
+        boxes = table.identity["boxes"]
         found[split] = DataFacts(table.fingerprint, uri, len(table), boxes, len(table.categories))
     return found
 
@@ -70,7 +71,7 @@ class Tracker:
         self.notes: dict = {}
 
     def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
-        """Begins, or goes on with `run_id` and `notes`. is_new: it has nothing of this run. was_closed: it got all."""
+        """Begin, or goes on with `run_id` and `notes`. is_new: it has nothing of this run. was_closed: it got all."""
         raise NotImplementedError  # each tracker has its own
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -91,7 +92,7 @@ class Tracker:
 
 
 def flat(config: Mapping, prefix: str = "") -> dict:
-    """Nested settings as {"optim.lr": 1e-4}; what is no number or text becomes text, which every tracker takes."""
+    """Nested settings as {"optim.lr": 1e-4}; what is not a number or text becomes text, which every tracker takes."""
     found = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

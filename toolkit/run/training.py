@@ -280,7 +280,7 @@ class Training:
             self.log.say(f"step {self.step}: {text}")
 
     def counts_of(self, batch: Batch) -> dict[str, float]:
-        """What the losses of a micro-batch are divided by, by name; those of the script are "own images" and so on."""
+        """Count what the losses of a micro-batch are divided by; "own images", "own boxes": those of the script."""
         numbers = {"images": len(batch), "boxes": sum(len(target["labels"]) for target in batch.targets)}
         own = {f"own {kind}": numbers[kind] for kind in {*self.loss_weights.divided_by.values()}}
         return self.detector.denominators(batch.targets) | own
@@ -295,7 +295,8 @@ class Training:
         images = sum(self.sampler.samples_in_batch(i) for i in range(seen - window.batches_taken, seen))
         noted = self._noted(window)
         row = training_row(window.reduced, window.totals, self.optimizer.param_groups, noted)
-        epoch, total_steps = self.sampler.epoch, self.plan.total_steps
+        epoch = self.sampler.epoch
+        total_steps = self.plan.total_steps
         self.log.note_step(self.step, total_steps, epoch, row, images, noted, ends_epoch=self.epoch_is_over)
         notes = self.plan.note_step(self.step, window.totals["time_s"])
         self.log.set_length(self.plan.total_steps, notes)
@@ -307,7 +308,7 @@ class Training:
         self.set_rates()
 
     def _noted(self, window: TrainingWindow) -> dict[str, float]:
-        """What the script noted by `t.log.note`, over all ranks."""
+        """Return the means of what the script noted by `t.log.note`, over all ranks."""
         somebody_noted = window.totals["notes"] > 0
         if not somebody_noted and not (self.log.notes and self.accelerator.num_processes == 1):
             return {}

@@ -83,7 +83,9 @@ def evaluate(t) -> bool:
     modules = {"val/": t.detector}
     if t.ema.is_on:
         modules["val/ema/"] = t.ema.module
-    row, metrics, kept = {}, {}, {}
+    row = {}
+    metrics = {}
+    kept = {}
     for prefix, module in modules.items():
         broadcast_buffers(module)  # batch norms saw other images on other ranks; those of rank 0 count
         what = f"evaluation at step {t.step}"
@@ -98,7 +100,8 @@ def evaluate(t) -> bool:
         row |= {f"{prefix}{name}": value for name, value in {**metrics, **predictions.losses}.items()}
     better = note_metric(t, row)
     t.log.write(t.step, t.sampler.epoch, row | machine_figures())
-    show, keep = partial(_show, t, predictions.by_image, metrics, better), partial(_keep_predictions, t, better, **kept)
+    show = partial(_show, t, predictions.by_image, metrics, better)
+    keep = partial(_keep_predictions, t, better, **kept)
     run_on_main(lambda: t.log.attempt(f"showing the evaluation of step {t.step}", show))
     run_on_main(lambda: t.log.attempt(f"keeping the predictions of step {t.step}", keep))
     t.log.timer.start()
@@ -121,7 +124,7 @@ def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, d
 
 
 def note_metric(t, row: dict[str, float | None]) -> bool:
-    """Passes the metric for best of an evaluation row to `best` and the schedule; True if it is the best so far."""
+    """Pass the metric for best of an evaluation row to `best` and the schedule; True if it is the best so far."""
     t.last_row = dict(row)
     better = t.best.note(t.step, row)
     if t.step > 0 and t.plan.schedule.observe(t.best.larger_is_better(row)):
@@ -131,7 +134,7 @@ def note_metric(t, row: dict[str, float | None]) -> bool:
 
 
 def check_metric(t) -> None:
-    """Raises BadInput before step 0 when no evaluation can have the metric for best; a collective."""
+    """Raise BadInput before step 0 when no evaluation can have the metric for best; a collective."""
     evaluator = t.validation.evaluator
     empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
     nothing = dict.fromkeys(evaluator.image_ids, empty)
@@ -143,8 +146,9 @@ def check_metric(t) -> None:
 
 
 def warn_of_crowds(t) -> None:
-    """Says how many images have more objects than the detector can find, or than are kept of what it finds."""
-    limits, kept = dict(t.detector.object_limits), {"eval.max_detections": t.validation.max_detections}
+    """Say how many images have more objects than the detector can find, or than are kept of what it finds."""
+    limits = dict(t.detector.object_limits)
+    kept = {"eval.max_detections": t.validation.max_detections}
     is_graph = bool(getattr(t.detector, "predicates", ()))  # of which pairs are kept
     for name, wanted in (("training", limits), ("validation", limits if is_graph else limits | kept)):
         for note in crowded_notes(name, t.data[name], wanted):
@@ -254,7 +258,7 @@ def _forget_pictures(newest: Path, best: str) -> None:
 
 
 def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) -> dict[str, float | None]:
-    """Evaluates the detector, which holds the best weights after `finish`; every rank takes part.
+    """Evaluate the detector, which holds the best weights after `finish`; every rank takes part.
 
     Writes a row `test/...`, prints the table, and keeps the predictions in `report/test_predictions.json`.
 

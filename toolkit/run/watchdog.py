@@ -72,7 +72,10 @@ class _Watch:
     """The connections of this process, and the thread that listens to them."""
 
     def __init__(self, rank: int, world_size: int, record: Callable[[str, str], None], grace_s: float):
-        self.rank, self.world_size, self.record, self.grace_s = rank, world_size, record, grace_s
+        self.rank = rank
+        self.world_size = world_size
+        self.record = record
+        self.grace_s = grace_s
         self.peers: dict[socket.socket, int] = {}
         self.left: set[int] = set()
         self.first: dict | None = None  # {"rank", "state", "reason"} of what failed first, on another process
@@ -123,7 +126,7 @@ class _Watch:
     # ---- the main thread
 
     def cause_of(self, error: BaseException) -> Exception | None:
-        """What failed on another process and broke a collective here; None when `error` is this process's own."""
+        """Return the failure of another process that broke a collective here; None if `error` is this process's own."""
         is_own = isinstance(error, BadInput | StoppedByGuard | Preempted | KeyboardInterrupt | SystemExit)
         if not is_own and isinstance(error, RuntimeError | OSError) and _BROKEN_COLLECTIVE.search(str(error)):
             self.known.wait(WORD_S)
@@ -137,7 +140,7 @@ class _Watch:
         return None if self.first is None else _as_error(self.first)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others why this process ends."""
+        """Tell the others why this process ends."""
         state = state_of(error)
         defect = state == "failed" and not isinstance(error, FailedElsewhere)
         reason = f"{type(error).__name__}: {error}" if defect else str(error)
@@ -200,7 +203,7 @@ class _Watch:
 
 
 def _server(port: str, backlog: int) -> socket.socket:
-    """Raises BadInput when the port cannot be used."""
+    """Raise BadInput when the port cannot be used."""
     why = "expected a number from 1 to 65535"
     if port.isdecimal() and int(port) < 1 << 16:
         try:
@@ -223,10 +226,11 @@ class _Reader:
     """Lines of JSON out of a socket."""
 
     def __init__(self, peer: socket.socket):
-        self.peer, self.buffer = peer, b""
+        self.peer = peer
+        self.buffer = b""
 
     def read(self) -> list[dict]:
-        """What has come, waiting for one whole line at least; empty when the other side has closed."""
+        """Receive what has come, at least one whole line; empty when the other side has closed."""
         while b"\n" not in self.buffer:
             data = self.peer.recv(65536)
             if not data:

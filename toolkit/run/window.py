@@ -143,6 +143,6 @@ class TrainingWindow(Window):
 
 
 def shares_of_own_losses(counts: Mapping[str, float], denominators: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a mean over a micro-batch's images or boxes is multiplied by, to count as in one big batch."""
+    """Return the factors by which means over a micro-batch's images or boxes count as in one big batch."""
     kinds = [name.removeprefix("own ") for name in counts if name.startswith("own ")]
     return {kind: counts[f"own {kind}"] / denominators[f"own {kind}"] for kind in kinds}

@@ -52,7 +52,8 @@ class RunWriter:
         track_unscaled: bool = False,
     ):
         self.folder = Path(folder)
-        self._is_main, self._track_unscaled = is_main, track_unscaled
+        self._is_main = is_main
+        self._track_unscaled = track_unscaled
         self._feeds: list[_Feed] = []
         self._best = _BestNumbers((about or About()).metric)
         if not is_main:
@@ -143,10 +144,15 @@ class _Feed:
     """
 
     def __init__(self, name: str, folder: Path, save: Callable[[], None], state: Mapping | None):
-        self.tracker, self.folder, self.works = make_tracker(name), folder, True
-        self._save, self._is_new, state = save, state is None, state or {}
+        self.tracker = make_tracker(name)
+        self.folder = folder
+        self.works = True
+        self._save = save
+        self._is_new = state is None
+        state = state or {}
         self._sent = {kind: int(step) for kind, step in state.get("sent", {}).items()}  # kind of row -> last step
-        self._was_closed, self._closed = state.get("finished", False), False
+        self._was_closed = state.get("finished", False)
+        self._closed = False
         self.tracker.run_id, self.tracker.notes = state.get("run_id"), dict(state.get("notes", {}))
 
     def start(self, about: About, data: Mapping[str, DataFacts]) -> None:
@@ -195,10 +201,11 @@ class _BestNumbers:
     """The numbers of the best evaluation so far, those of single classes left out, as `best/...`."""
 
     def __init__(self, metric: str):
-        self._best, self._numbers = Best(metric), {}
+        self._best = Best(metric)
+        self._numbers = {}
 
     def after(self, row: Mapping) -> dict[str, float]:
-        """Them with this row taken into account; nothing for a row of training."""
+        """Return the best values with this row taken into account; nothing for a row of training."""
         metric = self._best.metric
         if f"val/{metric}" not in row:
             return {}
@@ -212,7 +219,7 @@ class _BestNumbers:
 
 
 def _known_trackers(folder: Path, resume_state: Mapping) -> dict[str, dict]:
-    """What the trackers of a run that goes on have of it: `tracker.json`, else what the checkpoint says."""
+    """Read what the trackers of a run that goes on have of it: from `tracker.json`, else from the checkpoint."""
     try:
         return json.loads((folder / "tracker.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
