@@ -57,7 +57,10 @@ def test_the_loss_of_the_first_page_is_the_one_of_the_recipes():
     """Which a test applies, trains and resumes; the lines around it are those of the script."""
     lines = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
     recipes, script = ((ROOT / name).read_text() for name in ("docs/change_the_loop.md", "scripts/train_detr.py"))
-    assert all(line in recipes if line[0] == "+" else line[1:] in script for line in lines if line != "@@")
+    assert all(line in recipes if line[:1] == "+" else line[1:] in script for line in lines if line != "@@")
+    loop = re.search(r"    for window in t.windows.*?(?=    return t.end_epoch)", script, re.DOTALL)[0]
+    shown = "\n".join(line[1:] for line in lines if line[:1] != "+")
+    assert shown.startswith(loop), "the whole loop"
 
 
 def test_every_page_is_in_the_contents():
