@@ -153,8 +153,14 @@ class Annotations:
         bits = self.whole[number]
         numbers = self.xywh[4 * number : 4 * number + 4]
         bbox = [int(value) if bits >> position & 1 else value for position, value in enumerate(numbers)]
-        entry = {"id": self.id[number], "image_id": image_id, "category_id": category_id, "bbox": bbox}
-        entry |= {"iscrowd": self.crowd[number], "area": self.area[number]}
+        entry = {
+            "id": self.id[number],
+            "image_id": image_id,
+            "category_id": category_id,
+            "bbox": bbox,
+            "iscrowd": self.crowd[number],
+            "area": self.area[number],
+        }
         if number in self.attribute_ids:
             entry["attribute_ids"] = self.attribute_ids[number]
         return entry

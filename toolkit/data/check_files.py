@@ -122,8 +122,7 @@ def check_image(
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
 ) -> list[Problem]:
-    """Return the problems of one image: it must be readable, complete, of the recorded upright size, and of the format
-    that its name says.
+    """Return the problems of one image: readable, complete, upright size as recorded, content as its name says.
 
     source: what the row was read from, for messages.
     """

@@ -144,8 +144,9 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
 def _images(
     annotations: Annotations, file: str, max_pixels: int | None, problems: list[Problem]
 ) -> tuple[dict[int | str, ImageRow], set]:
-    """Return (image id -> row, ids that cannot be used). Unusable images keep a row, so that their annotations are
-    checked.
+    """Return (image id -> row, ids that cannot be used).
+
+    Unusable images keep a row, so that their annotations are checked.
     """
     rows: dict[int | str, ImageRow] = {}
     unusable: set[int | str] = set()

@@ -154,7 +154,7 @@ class MixedDataset(DetectionDataset):
     def plan(self, plain_epochs: float, total_steps: int, steps_per_epoch: int, fixed_at_step: int | None = 0) -> None:
         """Set the number of mixed epochs; arguments and rule as in `mixed_epochs`.
 
-        Workers may be running, if none was asked yet for an epoch that this decides: the number is in shared memory.
+        The number is in shared memory, so workers may be running, but none may have begun an epoch that it affects.
         """
         self._mixed_epochs.fill_(mixed_epochs(plain_epochs, total_steps, steps_per_epoch, fixed_at_step))
 

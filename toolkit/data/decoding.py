@@ -90,8 +90,9 @@ def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAG
 
 
 def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
-    """Read size, format and notes from the header alone. Raises ImageError as `decode_image` does, except for
-    truncation.
+    """Read size, format and notes from the header alone.
+
+    Raises ImageError as `decode_image` does, except for truncation.
     """
     path = _place_of(source)
     if isinstance(source, Stored):

@@ -66,9 +66,7 @@ class Folder:
         return self.root / name
 
     def leads_out(self, name: str) -> bool:
-        """Return whether the name is a symbolic link to a file outside of this folder and of the folder that holds the
-        link.
-        """
+        """Return whether the name is a symbolic link to a file outside of this folder and of the link's own folder."""
         path = self.root / name
         if not os.path.islink(path):
             return False
@@ -325,9 +323,7 @@ def watched_of(root: Path | ImageSources, folders: Iterable[str] = ("",)) -> lis
 
 
 def digest_of(path: str | Path) -> str:
-    """Return a string that changes with the files of a folder, an archive, a file or a storage; "" if it does not
-    exist.
-    """
+    """Return a string that changes with the files of a folder, archive, file or storage; "" if it does not exist."""
     if "://" in str(path):
         return _storage(str(path)).digest()
     try:
@@ -388,8 +384,9 @@ def _open(spec: str) -> Folder | Archive | Storage | Shards:
 
 @functools.lru_cache(maxsize=16)
 def _members(path: str, digest: str) -> Mapping[str, tuple]:
-    """Return (size, packed size, offset, method, CRC) of each file of an archive; the digest is part of the cache's
-    key.
+    """Return (size, packed size, offset, method, CRC) of each file of an archive.
+
+    digest: of the archive; part of the cache's key.
     """
     if path.lower().endswith(COMPRESSED):
         raise BadInput(f"{path}: a compressed tar can only be read from its start; make a .tar or a .zip of it")

@@ -234,10 +234,9 @@ def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
 
 
 def _closest(sizes: np.ndarray, wanted: float) -> np.ndarray:
-    """Choose the groups, of these sizes, that in turn bring the sum of those taken closer to a number; return (G,)
-    bool.
+    """Choose the groups that in turn bring the sum of the sizes taken closer to a number; return (G,) bool.
 
-    At least one is taken, the smallest, and one is left.
+    sizes: (G,) of the groups. At least one group is taken, the smallest, and one is left.
     """
     is_taken = np.zeros(len(sizes), bool)
     held = 0
@@ -252,10 +251,10 @@ def _closest(sizes: np.ndarray, wanted: float) -> np.ndarray:
 
 
 def folds_of(signatures: ImageSignatures, folds: int) -> np.ndarray:
-    """Return (N,) int64: the fold of each image, from 0, with about as many images in each; a function of their bytes
-    alone.
+    """Return (N,) int64: the fold of each image, from 0, a function of the images' bytes alone.
 
-    Images that look alike are in one fold. Raises BadInput: a fold would be empty.
+    Folds have about the same number of images; images that look alike are in one fold. Raises BadInput: a fold would be
+    empty.
     """
     member, fractions = _places(signatures, f"1/{folds}")
     place = np.array([fractions[group] for group in member.tolist()])

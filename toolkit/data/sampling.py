@@ -32,8 +32,7 @@ class SampleKey(NamedTuple):
 def repeat_factors(
     labels: Sequence[np.ndarray], num_classes: int, threshold: float, setting: str = "repeat_factor"
 ) -> np.ndarray:
-    """Return (N,) float64, at least 1: how often each image is shown in an epoch (Gupta et al., LVIS, 2019, section
-    4.1).
+    """Return (N,) float64, at least 1: repeats of each image in an epoch (Gupta et al., LVIS, 2019, section 4.1).
 
     Args:
         labels: classes of the boxes (or predicates of the relations) of each image, (n,) int64 each.
@@ -56,9 +55,7 @@ def repeat_factors(
 
 
 def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
-    """Return the group (N,) int64 of each image (N, 2): 0 portrait, 1 landscape and squares, as torchvision's
-    references.
-    """
+    """Return (N,) int64: 0 for portrait images (N, 2), 1 for landscape and squares, as in torchvision's references."""
     return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
 
 
@@ -216,8 +213,9 @@ class EpochSampler:
         return int(np.searchsorted(self._ends, self.offset, side="right"))
 
     def samples_in_batch(self, i: int) -> int:
-        """Return the samples of all ranks in the epoch's i-th micro-batch, counted from the epoch's start even when
-        resumed.
+        """Return the samples of all ranks in the epoch's i-th micro-batch.
+
+        i counts from the epoch's start, also after resuming.
         """
         return int(self._ends[i] - (self._ends[i - 1] if i else 0))
 
@@ -263,8 +261,9 @@ class EpochSampler:
         return (now._keys(i) for i in range(now.next_batch, len(now)))
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state, JSON-able: seed, epoch, offset, world_size, batch_size, num_samples; `layout` and `sizes`:
-        the cut.
+        """Return the state, JSON-able.
+
+        It has seed, epoch, offset, world_size, batch_size and num_samples; `layout` and `sizes` describe the cut.
         """
         names = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
         layout = [list(segment) for segment in self._layout]
@@ -366,10 +365,10 @@ class EpochSampler:
 def _repeated(
     repeats: np.ndarray, strata: np.ndarray | None, count: int, seed: int, epoch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw (image, turn) of each of `count` samples of an epoch by systematic sampling: every image is off by one at
-    most.
+    """Draw (image, turn) of each of `count` samples of an epoch.
 
-    turn: how often the image is among the samples before.
+    Systematic sampling: the count of each image is off by at most one. turn: how often the image is among the samples
+    before.
     """
     rng = np.random.default_rng((seed, epoch, 2))
     images = rng.permutation(len(repeats))

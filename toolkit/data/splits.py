@@ -163,8 +163,9 @@ def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
 def hold_out(
     table: DetectionTable, share: float | Fold, cache_dir: str | Path | None = None
 ) -> tuple[DetectionTable, DetectionTable]:
-    """Return (rest, about `share` or this fold of a table), cached. Near duplicates stay together:
-    `data.near_duplicates`.
+    """Return (rest, about `share` or this fold of a table), cached.
+
+    Near duplicates stay together: `data.near_duplicates`.
     """
     is_fold = isinstance(share, Fold)
     amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
@@ -287,8 +288,7 @@ def _write_problems(table: DetectionTable, listing: Path | None) -> None:
 def open_all_splits(
     train: str, val: str | float, test: str | float | None, folder: Path, *checks: Callable, say: Say, **options
 ) -> tuple[DetectionTable, DetectionTable, DetectionTable | None]:
-    """Open training and validation data by `open_splits`, and the test data (None: there are none) with the same
-    classes.
+    """Open training and validation data by `open_splits`, and the test data with the same classes; None: no test data.
 
     Splits are looked for first, and `checks` are called. Failures there are reported at once, since reading images may
     take long; they are read all the same.

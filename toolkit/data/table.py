@@ -1,5 +1,4 @@
-"""The table that every data format becomes: cached as Arrow and held in memory, except embedded images, which stay on
-disk.
+"""The table that every data format becomes: cached as Arrow, held in memory; embedded images stay on disk.
 
 It is not memory-mapped: the kernel ends a process that reads a mapped file behind its end (SIGBUS), without a word, and
 another program may cut the file while a run of days goes on. Forked workers share the memory without copies.
@@ -180,8 +179,9 @@ class DetectionTable:
         return row
 
     def file_name(self, index: int) -> str:
-        """Return the file name of one image, without reading its whole row; of embedded images their position in the
-        source.
+        """Return the file name of one image, without reading its whole row.
+
+        For an embedded image it is its position in the source.
         """
         return self.rows["file_name"][int(index)].as_py()
 

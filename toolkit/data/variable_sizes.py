@@ -50,8 +50,6 @@ class VariableSizes:
         return max(1, batch_size * self.base_hw[0] * self.base_hw[1] // (size_hw[0] * size_hw[1]))
 
     def largest(self, batch_size: int) -> tuple[tuple[int, int], int]:
-        """Return the size with the most pixels in a batch, and its batch size; of several the one with the larger
-        images.
-        """
+        """Return the size with the most pixels in a batch, and its batch size; of several, the larger images."""
         pairs = [(size, self.batch_size(size, batch_size)) for size in self.sizes_hw]
         return max(pairs, key=lambda pair: (pair[0][0] * pair[0][1] * pair[1], pair[0]))

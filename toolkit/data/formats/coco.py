@@ -168,8 +168,9 @@ def write_coco(labelled: LabelledImages, path: str | Path) -> None:
 
 
 def unused(folder: Path) -> list[str]:
-    """Return the names of the COCO files of a folder that are not read: their split has another, or their names say
-    none.
+    """Return the names of the COCO files of a folder that are not read.
+
+    Their split has another file, or their names do not say a split.
     """
     used = {path.resolve() for path in _files(folder).values()}
     return [str(path.relative_to(folder)) for path in _candidates(folder) if path.resolve() not in used]

@@ -90,8 +90,9 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 
 def unused(folder: Path) -> list[str]:
-    """Return the names of the tables of boxes in a folder that are not read: their split has another, or is not in
-    their name.
+    """Return the names of the tables of boxes in a folder that are not read.
+
+    Their split has another table, or their names do not say a split.
     """
     return not_among((path for _, path in _candidates(folder)), (path for _, path in _tables(folder)), folder)
 
@@ -116,10 +117,10 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
 
 def write_csv(labelled: LabelledImages, path: Path) -> None:
-    """Write a row for each box, with the columns `SCORED` if boxes have scores; an image without boxes is a row without
-    numbers.
+    """Write a row for each box, with the columns `SCORED` if boxes have scores.
 
-    Names that a spreadsheet takes for a formula (`=1+1`) begin with an apostrophe, which `read` takes off again.
+    An image without boxes is a row without numbers. Names that a spreadsheet takes for a formula (`=1+1`) begin with an
+    apostrophe, which `read` removes again.
     """
     header = WRITTEN if labelled.boxes.scores is None else (*WRITTEN, *SCORED)
     path.parent.mkdir(parents=True, exist_ok=True)

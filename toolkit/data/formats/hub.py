@@ -178,8 +178,9 @@ def _load(name: str, split: str) -> datasets.Dataset:
 
 
 def columns_of(features: datasets.Features, name: str, description: str = "") -> Columns:
-    """Find the columns that are read in a data set of these features; description: its own, which may be JSON with
-    names.
+    """Find the columns that are read in a data set of these features.
+
+    description: its own, which may be JSON with names.
 
     Raises BadInput for a data set without images or objects, or with names that are not lists.
     """
@@ -213,8 +214,7 @@ def _items(feature: object) -> Mapping:
 
 
 def _told_names(name: str, description: str) -> dict:
-    """Return `categories` and `rel_categories` of the file beside the rows, in a folder or on the hub, or of the
-    description.
+    """Read `categories` and `rel_categories` from the file beside the rows, local or on the hub, or the description.
 
     Empty if neither names them.
     """

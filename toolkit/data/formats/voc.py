@@ -108,8 +108,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """Write `Annotations/*.xml`, `JPEGImages/`, `ImageSets/Main/<split>.txt`, and `labels.txt` with all class names in
-    order.
+    """Write `Annotations/*.xml`, `JPEGImages/`, `ImageSets/Main/<split>.txt`, and `labels.txt` with all class names.
 
     Annotated areas, ids, relations and attributes are not written: VOC cannot hold them. Corners keep every digit.
     """

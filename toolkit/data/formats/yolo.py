@@ -357,9 +357,7 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
 
 
 def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
-    """Read class names of a text file: that of the data set, else those of its splits, which must agree; [] without
-    one.
-    """
+    """Read class names of a text file: that of the data set, else those of its splits, which must agree; [] if none."""
     for file in _class_files(folder):
         names = _lines_of(file) if file.is_file() else []
         if names:

@@ -141,9 +141,7 @@ class _Poses:
 
 
 def _may_be_pose(numbers: Sequence[float]) -> bool:
-    """Return whether numbers can be a box (centre, size) and points in it, with or without a confidence and a track
-    behind.
-    """
+    """Return whether numbers can be a box (centre, size) and points in it, perhaps with a confidence and a track."""
     is_turned_box = len(numbers) in (8, 9) and _is_parallelogram(numbers)
     if is_turned_box or not _is_inside(_corners(numbers)):
         return False

@@ -44,8 +44,7 @@ def pair_hw(size: int | Sequence[int]) -> Size:
 
 
 def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None) -> Size:
-    """Return the size (h, w) after resizing the shorter side to `shorter`, or to less if the longer would pass
-    `max_longer`.
+    """Return the size (h, w) with the shorter side `shorter`, or less if the longer would pass `max_longer`.
 
     DETR's `get_size_with_aspect_ratio` to the letter (rounding of the limited side, truncation of the other), except
     that no side becomes 0 on extremely long images.
@@ -304,8 +303,9 @@ class ResizeCropResize:
 
 
 def _source_span(start: int, length: int, middle: int, source: int) -> tuple[int, int]:
-    """Map [start, start + length) of a side `middle` pixels long to (start, length) in whole pixels, at least one, of
-    `source`.
+    """Map a span of a side `middle` pixels long to whole pixels of the `source` side; return (start, length).
+
+    The length is at least one.
     """
     first = min(round(start * source / middle), source - 1)
     return first, max(round((start + length) * source / middle) - first, 1)
@@ -321,9 +321,7 @@ def detr_train_transform(
     crop_sizes: tuple[int, int] = (384, 600),
     flip_probability: float = 0.5,
 ) -> Transform:
-    """Make DETR's training recipe: flip, then either a resize, or a resize, a crop and a resize
-    (`make_coco_transforms`).
-    """
+    """Make DETR's training recipe: flip, then a resize, or a resize, a crop and a resize (`make_coco_transforms`)."""
     multi_scale = ResizeShorter(tuple(scales), max_longer)
     cropped = ResizeCropResize(ResizeShorter(tuple(first_scales)), RandomSizeCrop(*crop_sizes), multi_scale)
     return Compose((RandomFlip(flip_probability), RandomChoice((multi_scale, cropped))))

@@ -131,8 +131,7 @@ def _span(length: int, point: int, side: int, after: bool) -> tuple[int, int]:
 
 
 def mix_neighbours(samples: Sequence[Sample], share: float) -> list[Sample]:
-    """Mix `share` of each image with the rest of the one before it in the batch (of the first: the last), boxes of
-    both.
+    """Mix `share` of each image with the rest of the one before it, cyclically in the batch; boxes of both.
 
     samples: uint8 images (3, H, W) of one size, after all other transforms, and their targets.
     """

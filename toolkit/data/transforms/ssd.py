@@ -22,11 +22,11 @@ MAX_CANVAS_PIXELS = 4096 * 4096  # of `SeenRegion`: 48 MiB, where 4 times the si
 
 @dataclass(frozen=True)
 class PhotometricDistortion:
-    """Distortion of brightness, contrast, saturation and hue, each on half of the images (SSD, Liu et al. 2016, section
+    """Distortion of brightness, contrast, saturation and hue, each on half of the images (Liu et al. 2016, section
     2.2).
 
-    The ranges are torchvision's; contrast comes first or last, as likely. uint8 saturates at 0 and 255. hue is in
-    turns.
+    The ranges are torchvision's; contrast comes first or last, with equal probability. uint8 saturates at 0 and 255.
+    hue is in turns.
     """
 
     brightness: tuple[float, float] = (0.875, 1.125)
@@ -92,9 +92,7 @@ class SeenRegion:
 def draw_seen(
     image: Tensor, target: Target, zoom_out: float, iou_crop: bool, generator: torch.Generator
 ) -> tuple[Region, Target]:
-    """Draw the region visible after zooming out (above 1) and the crop; return it and the target without boxes outside
-    it.
-    """
+    """Draw the region visible after zooming out (above 1) and the crop; drop boxes outside it."""
     region = (0, 0, *image.shape[-2:])
     if zoom_out > 1:
         region = draw_zoom_out(region[2:], zoom_out, generator)
