@@ -69,7 +69,7 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     it counts repeatedly in training and recall, as published numbers have it.
 
     Args:
-        max_image_pixels: images that are said to be larger cannot be used; None: decided by the image files.
+        max_image_pixels: images recorded as larger cannot be used; None: decided by the image files.
 
     Raises:
         BadInput: the boxes are in another format than [x, y, width, height], so that nothing can be used; image ids of

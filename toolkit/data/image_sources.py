@@ -428,7 +428,7 @@ def _unpacked(data: bytes, size: int, method: int) -> bytes:
     if method == zipfile.ZIP_STORED:
         return data
     try:
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # more than it said is not unpacked
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # one byte beyond the size at most
     except zlib.error as error:
         raise OSError(errno.EIO, f"damaged: {error}") from error
 

@@ -433,7 +433,7 @@ def epochs_after(sampler: EpochSampler, step: float, *accumulation: int) -> floa
     epoch = 0
     steps = max(1, sampler.steps_of_epoch(epoch, *accumulation))
     while step >= steps:
-        step -= steps
+        step = step - steps
         epoch += 1
         steps = max(1, sampler.steps_of_epoch(epoch, *accumulation))
     return epoch + step / steps

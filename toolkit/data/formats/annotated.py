@@ -101,7 +101,7 @@ def split_of(name: str) -> str | None:
 
 
 def split_in_name(name: str) -> str | None:
-    """Return train, val or test if one of these words, or another name of theirs, stands in a name.
+    """Return train, val or test if one of these words, or a synonym, occurs in a name.
 
     `custom_train.json` is of train, `test_labels.csv` and `testset` of test. A name with several of the words says
     nothing; but one that says test, and does not say train, is of test (`test-dev`), so that it never trains.

@@ -153,7 +153,7 @@ def listed_names(annotation_file: Path) -> Iterator[str]:
         for _, item in items_of(annotation_file, ("images",)):
             if isinstance(item, dict) and isinstance(item.get("file_name"), str):
                 yield item["file_name"]
-    except (BadInput, OSError):  # said where that split is read
+    except (BadInput, OSError):  # reported when that split is read
         return
 
 

@@ -115,7 +115,7 @@ def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *
 
 
 def losses(table: DetectionTable, format: str) -> list[str]:
-    """Describe what a format cannot represent of a table."""
+    """Describe which content of a table a format cannot represent."""
     crowds = int(table.boxes().iscrowd.sum())
     lost = []
     if format == "yolo" and crowds:

@@ -14,7 +14,7 @@ def settings_of(folder: Path) -> tuple[Path | None, dict]:
         try:
             content = _load_yaml(path.read_text(encoding="utf-8-sig"))
         except (yaml.YAMLError, UnicodeDecodeError):
-            continue  # said by `unread`
+            continue  # reported by `unread`
         if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
             return path, content
     return None, {}
