@@ -74,10 +74,9 @@ class AnnotationIndex:
 def check_boxes(
     annotations: Annotations, file: str, rows: Mapping, labels: Mapping, attributes: Mapping, problems: list[Problem]
 ) -> tuple[Boxes, AnnotationIndex]:
-    """Return the boxes of all images in `rows`, in their order, and the index of the annotations.
+    """Return the boxes of all images in `rows` (by id), in their order, and the index of the annotations.
 
-    rows: images by id. labels, attributes: label of each category id, row of each attribute id; without attributes
-    `attribute_ids` is an unknown key.
+    labels: label of each category id. attributes: row of each attribute id; if empty, `attribute_ids` is not read.
     """
     a = annotations
     images = list(rows)

@@ -233,7 +233,7 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def digits(numbers: Sequence[float]) -> list[str]:
-    """Format each number with as many digits as a float32 has."""
+    """Return each number as text with as many digits as a float32 has."""
     return [f"{number:.9g}" for number in numbers]
 
 

@@ -88,7 +88,7 @@ def split_in(folder: RecognisedFolder, split: str) -> str:
         wanted = next((name for name in ("trainval", ALL) if name in folder.splits), wanted)
     if wanted not in folder.splits:
         advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
-        raise BadInput(f"{folder}; there is no split {split!r}{advice}")
+        raise BadInput(f"{folder}; it has no split {split!r}{advice}")
     return wanted
 
 

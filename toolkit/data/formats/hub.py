@@ -154,7 +154,7 @@ def _in_words(name: str, failure: str) -> Iterator[None]:
     except ConnectionError as error:
         remedy = "give a local folder (save_to_disk or Parquet) as --data.name, or load it once with network and set"
         raise BadInput(
-            f"{name}: the hub cannot be reached, and there is no copy on this machine; {remedy} HF_HUB_OFFLINE=1 "
+            f"{name}: the hub cannot be reached, and this machine has no copy; {remedy} HF_HUB_OFFLINE=1 "
             f"({error})"
         ) from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
@@ -253,7 +253,7 @@ def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple
         names = named or [{"id": value, "name": str(value)} for value in codes.values if value is not None]
         setattr(annotations, "categories" if kind == "classes" else "predicates", list(names))
         if named is None and (kind == "classes" or names):
-            why = f"the labels are not a ClassLabel, and there is no {NAMES_FILE}"
+            why = f"the labels are not a ClassLabel, and the data have no {NAMES_FILE}"
             notes.append(Problem("warning", source, None, None, f"{why}; {kind} are called by their values"))
     return annotations, notes
 
