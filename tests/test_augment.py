@@ -69,7 +69,7 @@ def test_exact_geometry(x, y, width, height, seed):
     (["RandomHorizontalFlp"], "did you mean RandomHorizontalFlip"),
     ([{"RandomZoomOut": {"fil": 0}}], "fil"),
     ([{"RandomRotation": {"degrees": "far"}}], "entry 1"),
-    (["Normalize"], "no transform"),
+    (["Normalize"], "is not a transform"),
     ([{"RandomHorizontalFlip": {}, "Pad": {}}], "one name"),
     ([{"RandomHorizontalFlip": [0.5]}], "by name"),
     ([{"RandomApply": {"transforms": ["Nothing"]}}], "Nothing"),

@@ -84,7 +84,7 @@ def test_labels_without_names(tmp_path):
     make(ROWS, label=datasets.Value("string")).save_to_disk(tmp_path / "set")
     table = opened(tmp_path)
     assert table.categories == (Category("0", "0"), Category("1", "1"))
-    assert "no ClassLabel" in table.problems[0].message
+    assert "not a ClassLabel" in table.problems[0].message
 
 
 def test_defects_are_listed_and_dropped(tmp_path):
@@ -164,5 +164,5 @@ def test_relations_without_names_or_with_other_keys_are_told(tmp_path):
         opened(sgg_benchmark(tmp_path / "unknown", [RELATION | {"predicate_id": 9}]))
     wrong = sgg_benchmark(tmp_path / "wrong", [RELATION])
     (wrong / "set" / "categories.json").write_text('{"categories": 3}')
-    with pytest.raises(BadInput, match="categories.json: `categories` is no list"):
+    with pytest.raises(BadInput, match="categories.json: `categories` is not a list"):
         opened(wrong)

@@ -68,7 +68,7 @@ def test_a_pair_is_height_and_width_everywhere(recipe):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"image_size": [64, 0], "multi_scale": [[64]]}, [r"\[64, 0\] is no size", r"\[64\] is no size"]),
+        ({"image_size": [64, 0], "multi_scale": [[64]]}, [r"\[64, 0\] is not a size", r"\[64\] is not a size"]),
         ({"image_size": [384, 640], "multi_scale": [320, 480]}, ["other aspects", r"\[\[248, 413\], \[372, 620\]\]"]),
         ({"image_size": 640, "multi_scale": [[384, 640]]}, ["other aspects", r"\[\[496, 496\]\]"]),
     ],

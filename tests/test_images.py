@@ -215,7 +215,7 @@ def test_a_data_set_with_such_images_names_them(tmp_path):
 
     said = raised_by(read)
     for words in ("it is a pipe", "13000 x 13000 pixels are more than data.max_image_pixels 100000000", "too long",
-                  "`width` is 1e+300", "no Unicode"):  # fmt: skip
+                  "`width` is 1e+300", "not Unicode"):  # fmt: skip
         assert words in said
     assert len(read(on_error="drop")) == 1 and len(read(on_error="drop", check_images=False)) == 3
     assert read(on_error="drop").class_names == [r"a\ud800"]

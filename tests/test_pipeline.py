@@ -263,7 +263,7 @@ def test_without_mixing_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(t
         (train_transform, {"recipe": "detr", "scales": [80, 0]}, r"data.scales is \[80, 0\]"),
         (training_sizes, {"recipe": "detr", "scales": [80], "multi_scale": [64]}, "data.multi_scale .*data.scales"),
         (training_sizes, {"recipe": "detr", "scales": [80], "mosaic": 0.5}, "data.mosaic .*data.scales.*mosaic to 0"),
-        (training_sizes, {"recipe": "ssd", "multi_scale": [64, -1]}, "-1 is no size of images .*data.multi_scale"),
+        (training_sizes, {"recipe": "ssd", "multi_scale": [64, -1]}, "-1 is not a size of images .*data.multi_scale"),
         (training_sizes, {"recipe": "ssd", "multi_scale_every": 0}, "data.multi_scale_every 0"),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_name_that_says_a_side_says_the_other_one_in_a_mirrored_picture():
     assert found.tolist() == [1, 0, 2, -1, 5, 4, 6]
     known = (found >= 0).nonzero()[:, 0]
     assert torch.equal(found[found[known]], known), "mirrored twice is as before"
-    with pytest.raises(BadInput, match="north of.*no predicates of the data"):
+    with pytest.raises(BadInput, match="north of.*not predicates of the data"):
         mirrored_predicates(SIDED, {"north of": "south of"})
 
 

@@ -42,7 +42,7 @@ CASES = {
     "scales for a model of one size": (["--data.scales", "[64,96]"], ["data.scales", "one size"]),
     "size that would be padded": (["--data.image_size", "98"], ["98 px", "multiples of 32, such as 96"]),
     "pair that would be padded": (["--data.image_size", "[100, 64]"], ["100 x 64 px", "such as [96, 64]"]),
-    "no size": (["--data.image_size", "[64, 64, 3]"], ["[64, 64, 3] is no size of", "[height, width]"]),
+    "no size": (["--data.image_size", "[64, 64, 3]"], ["[64, 64, 3] is not a size of", "[height, width]"]),
     "defective data": (["--data.train", str(DIRTY / "annotations" / "instances.json")], ["image 2)", "image 28)"]),
     "name too long": (["--run.name", "x" * 300], ["File name too long", "Give a shorter --run.name"]),
     "checkpoint with too long a name": (["--run.resume", "{tmp}/" + "x" * 300], ["too long"]),

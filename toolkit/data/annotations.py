@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-FLOATS, NUMBERS = {float}, {int, float}
+FLOATS = {float}
+NUMBERS = {int, float}
 MOST = 2**53  # whole numbers below it have a float64
-NO_ID, LARGEST_ID = -(2**63), 2**63 - 1
-NAMED, TRIPLET = ("id", "image_id", "category_id"), ("subject_id", "object_id", "predicate_id")
+NO_ID = -(2**63)
+LARGEST_ID = 2**63 - 1
+NAMED = ("id", "image_id", "category_id")
+TRIPLET = ("subject_id", "object_id", "predicate_id")
 LARGEST_AREA = 3e38  # the table's are float32
 
 
@@ -29,13 +32,16 @@ class ImageRow(NamedTuple):
 
 
 def slashed(row: ImageRow) -> ImageRow:
-    """The row with "/" between the folders of its file, which any system opens; on Windows some write backslashes."""
+    """Return the row with "/" between the folders of its file name, which every system can open.
+
+    Some tools on Windows write backslashes.
+    """
     name = row.file_name
     return row._replace(file_name=name.replace("\\", "/")) if isinstance(name, str) and "\\" in name else row
 
 
 class Codes:
-    """Maps ids of any type to consecutive integers from 0, in order of first appearance."""
+    """Mapping of ids of any type to consecutive integers from 0, in order of first appearance."""
 
     def __init__(self):
         self.values: list[int | str] = []
@@ -48,17 +54,23 @@ class Codes:
         return code
 
     def find(self, wanted: Mapping) -> np.ndarray:
-        """(codes,) int64: the value of `wanted` for each id, -1 where it has none."""
+        """Return (codes,) int64: the value of `wanted` for each id, -1 for an id that it lacks."""
         return np.array([wanted.get(value, -1) for value in self.values], np.int64).reshape(-1)
 
 
 class Annotations:
-    """Columns that grow entry by entry.
+    """Annotation columns that grow entry by entry.
 
-    images: `ImageRow` each, in order; odd_images: entries without a usable id, by their number.
-    id: int64; image, category: numbers of `image_ids` and `category_ids`; xywh: four float64 each, `whole` with a bit
-    for each of them that the file writes without a point; area: NaN where there is none; crowd. attribute_ids: of
-    entries that have any. odd: by number, as the file has them.
+    images: an `ImageRow` for each, in order
+    odd_images: entries without a usable id, by their number
+    id: int64
+    image, category: numbers of `image_ids` and `category_ids`
+    xywh: four float64 each
+    whole: four bits for each box, set if the file writes the number without a decimal point
+    area: NaN if missing
+    crowd: flag of crowd regions
+    attribute_ids: of the entries that have any
+    odd: entries that do not fit the columns, by number, as the file has them
     """
 
     def __init__(self, categories: list | None = None):
@@ -67,7 +79,8 @@ class Annotations:
         self.attributes: list = []
         self.images: list[ImageRow] = []
         self.odd_images: dict[int, object] = {}
-        self.image_ids, self.category_ids = Codes(), Codes()
+        self.image_ids = Codes()
+        self.category_ids = Codes()
         self.id, self.image, self.category, self.xywh = map(array, "qiid")
         self.whole, self.area, self.crowd = map(array, "Bdb")
         self.attribute_ids: dict[int, list] = {}
@@ -78,7 +91,7 @@ class Annotations:
         return len(self.id)
 
     def add_image(self, entry: object) -> None:
-        """An entry of COCO's `images`."""
+        """Add an entry of COCO's `images`."""
         if isinstance(entry, dict) and is_id(entry.get("id")):
             row = ImageRow(*(entry.get(key) for key in ("id", "file_name", "width", "height")))
         else:
@@ -89,7 +102,7 @@ class Annotations:
     def add_box(
         self, id_: int, image_id: int | str, category_id: int | str, xywh: Sequence[float], crowd=False, area=np.nan
     ) -> None:
-        """A box of four numbers, of an image and a category with usable ids."""
+        """Add a box of four numbers. The ids of its image and its category must be usable."""
         self.id.append(id_)
         self.image.append(self.image_ids(image_id))
         self.category.append(self.category_ids(category_id))
@@ -100,7 +113,7 @@ class Annotations:
         self.crowd.append(crowd)
 
     def add_all(self, entries: list) -> None:
-        """Entries of COCO's `annotations`: all at once where each fits, as in most files; else one by one."""
+        """Add entries of COCO's `annotations`: all at once if every one fits, as in most files, else one by one."""
         try:
             columns = _columns(entries)
         except (KeyError, TypeError, AttributeError, OverflowError):
@@ -120,7 +133,7 @@ class Annotations:
         self.crowd.extend(crowds)
 
     def add(self, entry: object) -> None:
-        """An entry of COCO's `annotations`."""
+        """Add an entry of COCO's `annotations`."""
         if not _fits(entry):
             self.odd[len(self)] = entry
             self.add_box(0, None, None, (0.0, 0.0, 1.0, 1.0))
@@ -132,26 +145,39 @@ class Annotations:
         self.add_box(*(entry[key] for key in NAMED), entry["bbox"], entry.get("iscrowd", 0), area)
 
     def entry(self, number: int) -> object:
-        """The entry of a row as in the file, without unused keys."""
+        """Return an entry as the file has it, without unused keys."""
         if number in self.odd:
             return self.odd[number]
         image_id = self.image_ids.values[self.image[number]]
         category_id = self.category_ids.values[self.category[number]]
-        bits, numbers = self.whole[number], self.xywh[4 * number : 4 * number + 4]
+        bits = self.whole[number]
+        numbers = self.xywh[4 * number : 4 * number + 4]
         bbox = [int(value) if bits >> position & 1 else value for position, value in enumerate(numbers)]
-        entry = {"id": self.id[number], "image_id": image_id, "category_id": category_id, "bbox": bbox}
-        entry |= {"iscrowd": self.crowd[number], "area": self.area[number]}
+        entry = {
+            "id": self.id[number],
+            "image_id": image_id,
+            "category_id": category_id,
+            "bbox": bbox,
+            "iscrowd": self.crowd[number],
+            "area": self.area[number],
+        }
         if number in self.attribute_ids:
             entry["attribute_ids"] = self.attribute_ids[number]
         return entry
 
 
 class RelationColumns:
-    """Relations of a file. id: NO_ID where the entry has none; subject, object: ids of annotations; predicate, image:
-    numbers of `predicate_ids` and `image_ids`, the latter -1 where the entry names none; odd as in `Annotations`."""
+    """Columns of the relations in a file.
+
+    id: NO_ID if the entry has none
+    subject, object: ids of annotations
+    predicate, image: numbers of `predicate_ids` and `image_ids`; image is -1 if the entry names none
+    odd: as in `Annotations`
+    """
 
     def __init__(self):
-        self.predicate_ids, self.image_ids = Codes(), Codes()
+        self.predicate_ids = Codes()
+        self.image_ids = Codes()
         self.id, self.subject, self.object, self.predicate, self.image = map(array, "qqqii")
         self.odd: dict[int, object] = {}
 
@@ -159,7 +185,7 @@ class RelationColumns:
         return len(self.subject)
 
     def add(self, entry: object) -> None:
-        """An entry of `rel_annotations`."""
+        """Add an entry of `rel_annotations`."""
         ends = isinstance(entry, dict) and all(_is_number(entry.get(key)) for key in TRIPLET[:2])
         ends = ends and is_id(entry.get("predicate_id"))
         fits = ends and ("id" not in entry or _is_number(entry["id"]))
@@ -174,7 +200,7 @@ class RelationColumns:
         self.image.append(self.image_ids(entry["image_id"]) if "image_id" in entry else -1)
 
     def add_triplet(self, entry: object) -> None:
-        """An entry of `relations`: a row [subject id, object id, predicate id]."""
+        """Add an entry of `relations`: a row [subject id, object id, predicate id]."""
         named = isinstance(entry, list) and len(entry) == 3
         self.add(dict(zip(TRIPLET, entry, strict=True)) if named else entry)
 
@@ -184,7 +210,7 @@ class RelationColumns:
             self.add(other.entry(number))
 
     def entry(self, number: int) -> object:
-        """The entry of a row as the file has it."""
+        """Return an entry as the file has it."""
         if number in self.odd:
             return self.odd[number]
         predicate_id = self.predicate_ids.values[self.predicate[number]]
@@ -195,29 +221,31 @@ class RelationColumns:
 
 
 def is_id(value: object) -> bool:
-    """Whether a value can be the id of an image or a class: a whole number, or text that a file can hold."""
+    """Return whether a value can be the id of an image or a class: a whole number, or text that a file can hold."""
     if type(value) is str:
         return value != "" and is_unicode(value)
     return type(value) is int
 
 
 def is_unicode(text: str) -> bool:
-    """False for text with halves of surrogate pairs, which no file and no table can hold."""
+    """Return False for text with halves of surrogate pairs, which neither files nor tables can hold."""
     return text.encode(errors="ignore").decode() == text
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a whole number of 64 bits; the smallest of them stands for "none"."""
+    """Return whether a value is a whole number of 64 bits; the smallest one is reserved for "none"."""
     return type(value) is int and NO_ID < value <= LARGEST_ID
 
 
 def _columns(entries: list[dict]) -> tuple | None:
-    """(ids, image ids, category ids, numbers of the boxes, areas, crowds) of entries that all fit; None: some may not.
+    """Return the columns of entries that all fit, or None if some may not fit.
 
-    Raises KeyError, TypeError, AttributeError or OverflowError for some that do not.
+    The columns are ids, image ids, category ids, numbers of the boxes, areas and crowd flags. Raises KeyError,
+    TypeError, AttributeError or OverflowError for some entries that do not fit.
     """
     ids, image_ids, category_ids, boxes = ([entry[key] for entry in entries] for key in (*NAMED, "bbox"))
-    crowds, areas = [entry.get("iscrowd", 0) for entry in entries], [entry.get("area", math.nan) for entry in entries]
+    crowds = [entry.get("iscrowd", 0) for entry in entries]
+    areas = [entry.get("area", math.nan) for entry in entries]
     if any(set(map(type, column)) != {int} for column in (ids, image_ids, category_ids, crowds)):
         return None
     if min(ids) <= NO_ID or max(ids) > LARGEST_ID or min(crowds) < 0 or max(crowds) > 1:
@@ -235,7 +263,8 @@ def _columns(entries: list[dict]) -> tuple | None:
 def _fits(entry: object) -> bool:
     if type(entry) is not dict or not _is_number(entry.get("id")):
         return False
-    bbox, crowd = entry.get("bbox"), entry.get("iscrowd", 0)
+    bbox = entry.get("bbox")
+    crowd = entry.get("iscrowd", 0)
     if type(bbox) is not list or len(bbox) != 4 or type(crowd) is not int or not 0 <= crowd <= 1:
         return False
     if not is_id(entry.get("image_id")) or not is_id(entry.get("category_id")):

@@ -1,4 +1,4 @@
-"""Collates samples into padded uint8 batches in worker processes, and copies them to a GPU ahead of their step.
+"""Collation of samples into padded uint8 batches in worker processes, and their copies to a GPU ahead of the step.
 
 Normalisation happens on the device.
 
@@ -26,17 +26,18 @@ from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 
 NAMED_IMAGES = 8  # of the batch of a worker that was killed
-_open: "weakref.WeakSet[_Batches]" = weakref.WeakSet()  # those that have workers in this process
+_open: "weakref.WeakSet[_Batches]" = weakref.WeakSet()  # batches with workers in this process
 _running: weakref.WeakSet = weakref.WeakSet()  # torch's iterators over them
 
 
 def collate(samples: Sequence[tuple[Tensor, Target]], stride: int = 1) -> Batch:
-    """Pads images (uint8 (3, h, w)) on the right and below with zeros to the largest height and width among them.
+    """Pad images (uint8 (3, h, w)) on the right and below with zeros to the largest height and width among them.
 
     stride: height and width of the batch are rounded up to a multiple of it. No samples make a batch of B = 0, one
     stride high and wide.
     """
-    images, targets = [image for image, _ in samples], [target for _, target in samples]
+    images = [image for image, _ in samples]
+    targets = [target for _, target in samples]
     sizes = torch.tensor([image.shape[-2:] for image in images], dtype=torch.int64).reshape(-1, 2)
     largest = sizes.amax(0).tolist() if images else (1, 1)
     height, width = (-(-side // stride) * stride for side in largest)
@@ -50,13 +51,13 @@ def collate(samples: Sequence[tuple[Tensor, Target]], stride: int = 1) -> Batch:
 def make_loader(
     dataset: Dataset, sampler: EpochSampler | EvalSampler, workers: int = 0, stride: int = 1, pin: bool = False
 ) -> DataLoader:
-    """Loader over the sampler's batches, in the sampler's order.
+    """Make a loader of the sampler's batches, in the sampler's order.
 
     workers: processes (0: load in this one); they stay alive between epochs and use one thread each.
     pin: batches arrive in page-locked memory, for asynchronous copies to a GPU.
 
     A sample that raises BadInput in a worker raises the same BadInput here, naming file and image id; a worker that is
-    killed raises what `naming_killed_workers` says.
+    killed raises BadInput, see `naming_killed_workers`.
     """
     return _Loader(
         _Batches(dataset, stride, workers),
@@ -72,24 +73,26 @@ def make_loader(
 
 
 def windows(loader: Iterable[Batch], accumulation_steps: int) -> Iterator[list[Batch]]:
-    """The micro-batches of one optimizer step at a time; the epoch's last window may be shorter."""
+    """Yield the micro-batches of one optimizer step at a time; the epoch's last window may be shorter."""
     batches = iter(loader)
     while window := list(islice(batches, accumulation_steps)):
         yield window
 
 
 class _Batches(Dataset):
-    """Whole batches by their keys. BadInput becomes the item: raised in a worker it would arrive as a traceback."""
+    """Whole batches by their keys. A BadInput is returned as the item; raised in a worker it would be a traceback."""
 
     def __init__(self, dataset: Dataset, stride: int, workers: int):
-        self.dataset, self.stride = dataset, stride
+        self.dataset = dataset
+        self.stride = stride
         # of each worker: its process, and the first images of its last batch, -1 after them
         self.at_work = torch.full((workers, 1 + NAMED_IMAGES), -1).share_memory_()
         if workers:
             _open.add(self)
 
     def __getitem__(self, keys: list[SampleKey]) -> Batch | BadInput:
-        if (worker := get_worker_info()) is not None:
+        worker = get_worker_info()
+        if worker is not None:
             images = [key.index for key in keys[:NAMED_IMAGES]]
             noted = [os.getpid(), *images, *[-1] * (NAMED_IMAGES - len(images))]
             self.at_work[worker.id] = torch.tensor(noted)
@@ -123,14 +126,17 @@ def _raised(items: Iterator[Batch | BadInput], place: str) -> Iterator[Batch]:
 
 @contextmanager
 def naming_killed_workers() -> Iterator[None]:
-    """Turns torch's error about a worker that was killed, which can come up anywhere in the main thread, into a
-    sentence. Raises BadInput with the worker, the images of its last batch, and what to lower. The other workers end:
-    torch would raise once more with each that is killed, whatever the main thread is then doing."""
+    """Turn torch's error about a killed worker, which may come up anywhere in the main thread, into a sentence.
+
+    Raises BadInput with the worker, the images of its last batch, and what to lower. The other workers are shut down:
+    otherwise torch would raise once more for each that is killed, whatever the main thread is doing by then.
+    """
     try:
         yield
     except RuntimeError as error:
         killed = error.__cause__ if "exited unexpectedly" in str(error) and error.__cause__ else error
-        if not (match := re.match(r"DataLoader worker \(pid(?:\(s\))? (\d+)", str(killed))):
+        match = re.match(r"DataLoader worker \(pid(?:\(s\))? (\d+)", str(killed))
+        if not match:
             raise
         for iterator in _running:
             with suppress(RuntimeError):
@@ -153,7 +159,8 @@ def _last_batch(batches: _Batches, process: int) -> str:
 
 
 class Prefetcher:
-    """Copies the next window on a stream of its own; on other devices than CUDA it leaves everything where it is."""
+    """Prefetcher that copies the next window on a stream of its own; on devices other than CUDA the data stay in place.
+    """
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
@@ -165,7 +172,8 @@ class Prefetcher:
         if self.stream is None:
             yield from windows
             return
-        waiting, self._sent = None, {}
+        waiting = None
+        self._sent = {}
         for window in windows:
             with torch.cuda.stream(self.stream):
                 moved = [batch.to(self.device, non_blocking=True) for batch in window]
@@ -178,7 +186,7 @@ class Prefetcher:
             yield waiting
 
     def arrived(self, batch: Batch) -> Batch:
-        """The batch on the device, ready for the stream that computes."""
+        """Return the batch on the device, ready for the stream that computes."""
         if id(batch) not in self._sent:
             return batch.to(self.device, non_blocking=True)
         _, moved, copied = self._sent.pop(id(batch))

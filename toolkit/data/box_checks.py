@@ -21,11 +21,16 @@ LARGEST_COORDINATE = 1e15  # pixels; sums and products of such ones stay finite
 
 
 class AnnotationIndex:
-    """Finds annotations by id after the check: kept ones by `id` (ascending), with the index of their image and their
-    `row` among its boxes; dropped ones with the id of their image. Relations alone ask for it."""
+    """Index of annotations by id after the check; only relations need it.
+
+    Kept annotations are listed by ascending `id`, with the index of their image and their `row` among its boxes;
+    dropped ones by id, with the id of their image.
+    """
 
     def __init__(self, images: list[int | str], boxes: Boxes, dropped: dict[int, object]):
-        self.images, self.boxes, self.dropped = images, boxes, dropped
+        self.images = images
+        self.boxes = boxes
+        self.dropped = dropped
 
     @functools.cached_property
     def _order(self) -> np.ndarray:
@@ -44,19 +49,20 @@ class AnnotationIndex:
         return self._order - self.boxes.offsets[self.image]
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """(N,) position of each in `id`; -1: not kept."""
+        """Return the position (N,) of each id in `id`; -1 if it is not kept."""
         if not len(self.id):
             return np.full(len(ids), -1)
         at = np.searchsorted(self.id, ids).clip(max=len(self.id) - 1)
         return np.where(self.id[at] == ids, at, -1)
 
     def at(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(images, rows) of kept annotations."""
+        """Return (images, rows) of kept annotations."""
         rows = self.rows_of(np.array(ids, np.int64))
         return self.image[rows], self.row[rows]
 
     def of(self, id_: object) -> tuple[object, int] | None:
-        """(image id, row among its boxes) of an annotation, -1 for a dropped one; None: there is none."""
+        """Return (image id, row among its boxes) of an annotation, row -1 if it was dropped; None if it does not exist.
+        """
         if not isinstance(id_, int):
             return None
         if id_ in self.dropped:
@@ -68,16 +74,17 @@ class AnnotationIndex:
 def check_boxes(
     annotations: Annotations, file: str, rows: Mapping, labels: Mapping, attributes: Mapping, problems: list[Problem]
 ) -> tuple[Boxes, AnnotationIndex]:
-    """Boxes of all `rows`, the images by id, in their order, and the index of the annotations.
+    """Return the boxes of all images in `rows` (by id), in their order, and the index of the annotations.
 
-    labels, attributes: label of each category id, row of each attribute id; no attributes: `attribute_ids` is an
-    unknown key.
+    labels: label of each category id. attributes: row of each attribute id; if empty, `attribute_ids` is not read.
     """
-    a, images = annotations, list(rows)
+    a = annotations
+    images = list(rows)
     position = {image_id: at for at, image_id in enumerate(images)}
     image = a.image_ids.find(position)[np.array(a.image, np.int32)]
     label = a.category_ids.find(labels)[np.array(a.category, np.int32)]
-    xywh, ids = np.frombuffer(a.xywh).reshape(-1, 4), np.array(a.id, np.int64)  # xywh: a view, by far the largest
+    xywh = np.frombuffer(a.xywh).reshape(-1, 4)  # a view, since it is by far the largest
+    ids = np.array(a.id, np.int64)
     xyxy, suspicious = _inside(xywh, image, list(rows.values()))
     odd = np.zeros(len(a), bool)
     odd[list(a.odd)] = True
@@ -85,18 +92,20 @@ def check_boxes(
     repeated = np.array([id_ for id_ in times if fits_int64(id_)], np.int64)
     suspicious |= odd | (image < 0) | (label < 0) | np.isin(ids, repeated)
     suspicious[[n for n, of in a.attribute_ids.items() if _attribute_faults({"attribute_ids": of}, attributes)]] = True
-    area = np.array(a.area, np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):  # of suspicious ones
-        area = np.where(np.isnan(area), (xyxy[:, 2] - xyxy[:, 0]) * (xyxy[:, 3] - xyxy[:, 1]), area)
+    area = _areas(a, xyxy)
     crowd = np.array(a.crowd, np.int8) > 0
-    kept, dropped, dropped_per_image = np.ones(len(a), bool), {}, Counter()
+    kept = np.ones(len(a), bool)
+    dropped = {}
+    dropped_per_image = Counter()
     for number in np.flatnonzero(suspicious).tolist():
         entry = a.entry(number)
         if not isinstance(entry, dict):
             kept[number] = False
-            problems.append(Problem("error", file, None, None, f"annotation entry {number}: {entry!r} is no object"))
+            message = f"annotation entry {number}: {entry!r} is not an object"
+            problems.append(Problem("error", file, None, None, message))
             continue
-        id_, image_id = entry.get("id"), entry.get("image_id")
+        id_ = entry.get("id")
+        image_id = entry.get("image_id")
         row = rows.get(image_id) if is_id(image_id) else None
         box_and_area, faults, repairs = _judge(entry, number, row, times, labels, attributes)
         name = row.file_name if row and isinstance(row.file_name, str) else file
@@ -109,13 +118,14 @@ def check_boxes(
             if row is not None:
                 dropped_per_image[image_id] += 1
         else:
-            (xyxy[number], area[number]), label[number] = box_and_area, labels[entry["category_id"]]
-            ids[number], image[number], crowd[number] = id_, position[image_id], entry.get("iscrowd", 0)
+            xyxy[number], area[number] = box_and_area
+            label[number] = labels[entry["category_id"]]
+            ids[number] = id_
+            image[number] = position[image_id]
+            crowd[number] = entry.get("iscrowd", 0)
     filled = np.bincount(image[kept], minlength=len(images))
-    for image_id, count in dropped_per_image.items():
-        if not filled[position[image_id]]:
-            message = f"none of its {count} annotations is usable; with on_error drop it becomes a background image"
-            problems.append(Problem("warning", str(rows[image_id].file_name), image_id, None, message))
+    emptied = {image_id: n for image_id, n in dropped_per_image.items() if not filled[position[image_id]]}
+    problems.extend(_emptied_image(rows[image_id], image_id, count) for image_id, count in emptied.items())
     order = np.flatnonzero(kept)[np.argsort(image[kept], kind="stable")]
     offsets = offsets_of(filled)
     extra = {"attributes": _attributes(a, order, attributes)} if attributes else {}
@@ -124,9 +134,10 @@ def check_boxes(
 
 
 def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
-    """(boxes xyxy clipped to their images, mask of those that `_box` must examine)."""
+    """Return the boxes, xyxy, clipped to their images, and a mask of those that `_box` must examine."""
     sizes = np.array([[row.width, row.height] if has_size(row) else [math.inf] * 2 for row in rows] or [[0, 0]], float)
-    size, inner = sizes[image], xywh.copy()  # large files: changed in place
+    size = sizes[image]
+    inner = xywh.copy()  # changed in place, to save memory with large files
     low, high = inner[:, :2], inner[:, 2:]
     with np.errstate(invalid="ignore", over="ignore"):
         high += low
@@ -137,8 +148,21 @@ def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[
     return inner, suspicious | (high <= low).any(axis=1)
 
 
+def _areas(annotations: Annotations, xyxy: np.ndarray) -> np.ndarray:
+    """Return (N,) float64: the annotated areas; those of the boxes if they are missing."""
+    area = np.array(annotations.area, np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):  # of suspicious ones
+        return np.where(np.isnan(area), (xyxy[:, 2] - xyxy[:, 0]) * (xyxy[:, 3] - xyxy[:, 1]), area)
+
+
+def _emptied_image(row: ImageRow, image_id: int | str, count: int) -> Problem:
+    """Return a warning for an image that lost all its annotations."""
+    message = f"none of its {count} annotations is usable; with on_error drop it becomes a background image"
+    return Problem("warning", str(row.file_name), image_id, None, message)
+
+
 def _times(ids: np.ndarray, odd: Mapping[int, object]) -> dict[int, int]:
-    """Number of uses of each id that is used more than once, or by an odd entry."""
+    """Count the uses of each id that is used more than once, or by an odd entry."""
     given = (entry.get("id") for entry in odd.values() if isinstance(entry, dict))
     of_odd = Counter(id_ for id_ in given if isinstance(id_, int))
     unique, times = np.unique(ids, return_counts=True)
@@ -149,7 +173,7 @@ def _times(ids: np.ndarray, odd: Mapping[int, object]) -> dict[int, int]:
 def _judge(
     entry: Mapping, number: int, row: ImageRow | None, times: Mapping, labels: Mapping, attributes: Mapping
 ) -> tuple[tuple | None, list[str], list[str]]:
-    """(box xyxy and its area, faults, repairs) of a suspicious entry, which can be used if it has no faults."""
+    """Return (box xyxy and its area, faults, repairs) of a suspicious entry, which is usable if it has no faults."""
     box, faults, repairs = _box(entry.get("bbox"), row) if "bbox" in entry else (None, ["`bbox` missing"], [])
     faults += _annotation_faults(entry, number, times, labels, row is not None)
     faults += _attribute_faults(entry, attributes)
@@ -157,9 +181,14 @@ def _judge(
 
 
 def _annotation_faults(entry: Mapping, number: int, times: Mapping, labels: Mapping, has_image: bool) -> list[str]:
-    """What is wrong with an annotation, its box apart. times: of the ids that are used more than once."""
+    """Describe the faults of an annotation other than those of its box.
+
+    times: number of uses of the ids that are used more than once.
+    """
     faults = []
-    id_, image_id, category = entry.get("id"), entry.get("image_id"), entry.get("category_id")
+    id_ = entry.get("id")
+    image_id = entry.get("image_id")
+    category = entry.get("category_id")
     if not isinstance(id_, int) or isinstance(id_, bool):
         faults.append(f"annotation entry {number}: {wrong_id(entry, 'id').replace(' or a string', '')}")
     elif not fits_int64(id_):
@@ -179,7 +208,10 @@ def _annotation_faults(entry: Mapping, number: int, times: Mapping, labels: Mapp
 
 
 def _attribute_faults(entry: Mapping, attributes: Mapping) -> list[str]:
-    """attributes: row of each id; none: the document has no attributes, and `attribute_ids` is an unknown key."""
+    """Describe the faults of the attributes of an annotation.
+
+    attributes: row of each id; empty if the document has no attributes: `attribute_ids` is then an unknown key.
+    """
     ids = entry.get("attribute_ids", [])
     if not attributes:
         return []
@@ -189,7 +221,8 @@ def _attribute_faults(entry: Mapping, attributes: Mapping) -> list[str]:
 
 
 def _attributes(annotations: Annotations, order: np.ndarray, attributes: Mapping) -> np.ndarray:
-    """(N, A) int64 ids from 1 of the boxes in this order, filled up with 0 to one length of at least 1."""
+    """Return (N, A) int64 attribute ids from 1 of the boxes in this order, padded with 0 to one length of at least 1.
+    """
     odd = {number: entry for number, entry in annotations.odd.items() if isinstance(entry, dict)}
     given = annotations.attribute_ids | {number: entry.get("attribute_ids", ()) for number, entry in odd.items()}
     lists = [list(dict.fromkeys(given.get(number, ()))) for number in order.tolist()]
@@ -200,13 +233,13 @@ def _attributes(annotations: Annotations, order: np.ndarray, attributes: Mapping
 
 
 def _box(bbox: object, row: ImageRow | None) -> tuple[tuple[float, ...] | None, list[str], list[str]]:
-    """(xyxy inside the image, faults, repairs) of a COCO [x, y, width, height]."""
+    """Return (xyxy inside the image, faults, repairs) of a COCO box [x, y, width, height]."""
     if not isinstance(bbox, list | tuple):
         return None, [f"bbox is {bbox!r}; expected 4 numbers"], []
     if len(bbox) != 4:
         return None, [f"bbox needs 4 numbers, it has {len(bbox)}"], []
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in bbox):
-        return None, [f"bbox {bbox!r} holds something that is no number"], []
+        return None, [f"bbox {bbox!r} holds something that is not a number"], []
     x, y, w, h = bbox
     # compared, not converted: a number of 400 digits has no float
     if not all(-LARGEST_COORDINATE < value < LARGEST_COORDINATE for value in bbox):
@@ -230,18 +263,19 @@ def _box(bbox: object, row: ImageRow | None) -> tuple[tuple[float, ...] | None, 
 
 
 def has_size(row: ImageRow) -> bool:
-    """Whether an image has a width and a height that can be used."""
+    """Return whether an image has a usable width and height."""
     return is_side(row.width) and is_side(row.height)
 
 
 def is_side(value: object) -> bool:
-    """Whether `value` is a number of pixels, as large as a 32-bit one at most."""
+    """Return whether `value` is a positive whole number of pixels, at most `LARGEST_SIDE`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 < value <= LARGEST_SIDE and not value % 1
 
 
 def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
-    """The annotation's own area (of the mask, in COCO); the box's where there is none or it was the clipped box's."""
+    """Return the annotated area (of the mask, in COCO), or the box's if it is missing or was that of the unclipped box.
+    """
     area = entry.get("area")
     usable = isinstance(area, int | float) and not isinstance(area, bool) and 0 < area < LARGEST_AREA
     if usable and not (clipped and math.isclose(area, entry["bbox"][2] * entry["bbox"][3], rel_tol=1e-6)):
@@ -250,6 +284,7 @@ def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
 
 
 def wrong_id(record: Mapping, key: str) -> str:
+    """Describe a missing or wrong id."""
     if key not in record:
         return f"`{key}` missing"
     return f"`{key}` is {record[key]!r}; expected an integer or a string"
@@ -262,19 +297,24 @@ def fits_int64(id_: int | str) -> bool:
 def check_relations(
     relations: RelationColumns, file: str, index: AnnotationIndex, predicates: Mapping, problems: list[Problem]
 ) -> Relations:
-    """Relations between kept boxes. One whose subject or object was dropped goes with it: that error is listed already.
+    """Return the relations between kept boxes.
+
+    A relation whose subject or object was dropped is dropped too: that error is listed already.
 
     predicates: label of each predicate id.
     """
-    r, count = relations, len(index.images)
+    r = relations
+    count = len(index.images)
     if not len(r):
         return Relations.none(count)
-    subject_ids, object_ids = np.array(r.subject, np.int64), np.array(r.object, np.int64)
+    subject_ids = np.array(r.subject, np.int64)
+    object_ids = np.array(r.object, np.int64)
     label = r.predicate_ids.find(predicates)[np.array(r.predicate, np.int32)]
     stated = r.image_ids.find({id_: at for at, id_ in enumerate(index.images)})
     stated = np.append(stated, -2)[np.array(r.image, np.int32)]  # -2: the entry names no image
     ends = np.stack([index.rows_of(subject_ids), index.rows_of(object_ids)])
-    image, row = np.append(index.image, -1)[ends], np.append(index.row, -1)[ends]
+    image = np.append(index.image, -1)[ends]
+    row = np.append(index.row, -1)[ends]
     odd = np.zeros(len(r), bool)
     odd[list(r.odd)] = True
     good = (ends >= 0).all(axis=0) & (label >= 0) & (image[0] == image[1]) & (row[0] != row[1])
@@ -284,7 +324,8 @@ def check_relations(
     first_of = np.full(len(r), -1)
     first_of[good] = np.flatnonzero(good)[first[group.reshape(-1)]]
     suspicious = odd | ~good | (first_of != np.arange(len(r)))
-    kept, seen = ~suspicious, set()
+    kept = ~suspicious
+    seen = set()
     for number in np.flatnonzero(suspicious).tolist():
         entry = r.entry(number)
         image_id = _relation_faults(entry, number, file, index, predicates, problems)
@@ -295,7 +336,8 @@ def check_relations(
             message = f"relation {list(triplet)} (subject, object, predicate) is listed again; kept"
             problems.append(Problem("warning", file, image_id, None, message))
         kept[number] = True
-        (image[:, number], row[:, number]), label[number] = index.at(triplet[:2]), predicates[triplet[2]]
+        image[:, number], row[:, number] = index.at(triplet[:2])
+        label[number] = predicates[triplet[2]]
         seen.add(triplet)
     order = np.flatnonzero(kept)[np.argsort(image[0][kept], kind="stable")]
     offsets = offsets_of(np.bincount(image[0][order], minlength=count))
@@ -305,7 +347,7 @@ def check_relations(
 def _relation_faults(
     entry: object, number: int, file: str, index: AnnotationIndex, predicates: Mapping, problems: list[Problem]
 ) -> object:
-    """The image id of a relation that can be used; None: it has faults, or lost an end with a dropped box."""
+    """Return the image id of a usable relation; None if it has faults, or lost an end with a dropped box."""
     if not isinstance(entry, dict):
         fault = f"{entry!r} is neither an object nor [subject id, object id, predicate id]"
         problems.append(Problem("error", file, None, None, f"relation entry {number}: {fault}"))

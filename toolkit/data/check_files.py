@@ -1,4 +1,5 @@
-"""Checks the image files of a data set against its records: present, safe to open, complete, of the recorded size."""
+"""Checks of the image files of a data set against its records: present, safe to open, complete, of the recorded size.
+"""
 
 import os
 import sys
@@ -35,7 +36,7 @@ def check_image_files(
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
 ) -> tuple[list[Problem], dict[str, str]]:
-    """Checks every row's file in a thread pool, and names the image files beside them that are not in `listed`.
+    """Check every row's file in a thread pool, and report the image files beside them that are not in `listed`.
 
     check_images: "full" decodes each, "header" reads size and end marker, True takes full up to FULL_CHECK_LIMIT.
     max_pixels: an image with more of them cannot be used. source: what the rows were read from, for messages.
@@ -58,7 +59,7 @@ def check_image_files(
 
 
 def depth(check_images: bool | str, count: int, image_root: Path | ImageSources) -> tuple[bool, list[Problem]]:
-    """Whether each of `count` images is decoded, and a note where their number alone forbids it."""
+    """Return whether each of `count` images is decoded, and a note if there are too many for that."""
     full = check_images == "full" or (check_images is True and count <= FULL_CHECK_LIMIT)
     message = f"{count} images: headers and end markers checked, pixels not decoded"
     return full, [Problem("note", str(image_root), None, None, message)] * (check_images is True and not full)
@@ -67,11 +68,12 @@ def depth(check_images: bool | str, count: int, image_root: Path | ImageSources)
 def image_checker(
     image_root: Path | ImageSources, full: bool, max_pixels: int = MAX_IMAGE_PIXELS, source: str = "JSON"
 ) -> Callable[[ImageRow], list[Problem]]:
-    """Returns the check of one row's file: it exists, once, and passes `check_image`."""
+    """Return the check of one row's file: it exists, once, and passes `check_image`."""
     parts = parts_of(image_root)
 
     def check(row: ImageRow) -> list[Problem]:
-        name, problems = row.file_name, []
+        name = row.file_name
+        problems = []
         holders = parts if len(parts) == 1 else [part for part in parts if part.holds(name)]
         if len(holders) > 1:
             where = " and in ".join(map(str, holders))
@@ -85,7 +87,8 @@ def image_checker(
 
 
 def waits_for(image_root: Path | ImageSources) -> int | None:
-    """Number of threads for checking: many for remote storage, whose latency dominates; None: one per core."""
+    """Return the number of threads for checking: many for remote storage, whose latency dominates; None: one per core.
+    """
     return REMOTE_THREADS if any(part.remote for part in parts_of(image_root)) else None
 
 
@@ -97,8 +100,10 @@ def with_good_files(
     listed: Set[str] = frozenset(),
     source: str = "JSON",
 ) -> tuple[Checked, dict[str, str]]:
-    """Drops images whose files have errors and adds the problems of the files; also returns what a cache of the table
-    depends on, as `check_image_files` gives it. Nothing is looked at if `check_images` is False or there are no images.
+    """Drop images whose files have errors, and add the problems of the files.
+
+    Also returns what a cache of the table depends on, as `check_image_files` gives it. The files are not looked at if
+    `check_images` is False or the list of images is empty.
 
     listed: further known file names. source: what the records were read from, for messages.
     """
@@ -117,7 +122,7 @@ def check_image(
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
 ) -> list[Problem]:
-    """Problems of one image: readable, whole, upright size as recorded, content as its name says.
+    """Return the problems of one image: readable, complete, upright size as recorded, content as its name says.
 
     source: what the row was read from, for messages.
     """
@@ -148,8 +153,11 @@ def _problem(row: ImageRow, severity: str, message: str) -> Problem:
 
 
 def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: int | None = None) -> list:
-    """`check` of every row, in order, by `threads`, else one for each core; a progress bar when it takes long. Where
-    there is no terminal, it is a line for every `AT_ONCE` rows. A stalled disk is told of."""
+    """Apply `check` to every row in threads, and return the results in order.
+
+    A progress bar is shown if it takes long; without a terminal, a line for every `AT_ONCE` rows. A stalled disk is
+    reported. threads: their number; None: one for each core.
+    """
 
     def results(pool: ThreadPoolExecutor) -> Iterator[list]:
         for start in range(0, len(rows), AT_ONCE):  # the pool keeps an object for each row that it was given
@@ -169,7 +177,8 @@ def find_image_root(annotation_file: Path, file_names: Iterable[str], of_split: 
 
     Raises BadInput saying which were tried.
     """
-    here, stem = annotation_file.parent, annotation_file.stem
+    here = annotation_file.parent
+    stem = annotation_file.stem
     split = stem.rsplit("_", 1)[-1]  # instances_val2017 -> val2017
     beside = [here.parent / name for name in (stem, split, "images", "JPEGImages", f"images/{stem}", f"images/{split}")]
     candidates = list(dict.fromkeys([here, here / "images", here.parent, *beside, *of_split]))
@@ -191,7 +200,7 @@ def _ends(file: Path | bytes, marker: bytes, reach: int) -> bool:
 
 
 def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> list[Problem]:
-    """One note that says how many images are links to files elsewhere, which are read like all others."""
+    """Return one note that says how many images are links to files elsewhere, which are read like all others."""
     parts = parts_of(image_root)
 
     def linked(row: ImageRow) -> list[str]:
@@ -207,7 +216,8 @@ def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> 
 
 
 def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], listed: Set[str]) -> list[Problem]:
-    """Image files beside listed ones that no record names: one warning each, or one for all when there are many."""
+    """Return a warning for each image file beside listed ones that is not in any record; one for all if there are many.
+    """
     listed = {os.path.normpath(name) for name in listed}
     names = [name for name in image_names(image_root, folders) if name not in listed]
     if len(names) <= UNLISTED_NAMED:
@@ -217,6 +227,6 @@ def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], list
 
 
 def image_names(image_root: Path | ImageSources, folders: Iterable[str]) -> Iterator[str]:
-    """Names of the files in these folders of a root that have an image extension."""
+    """Yield the names of the files in these folders of a root that have an image extension."""
     names = (name for folder in folders for part in parts_of(image_root) for name in part.names(folder))
     return (name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)

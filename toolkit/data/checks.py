@@ -1,4 +1,4 @@
-"""Checks annotations before the first step, and reports every defect at once, in words."""
+"""Checks of annotations before the first step, which report every defect at once in plain sentences."""
 
 import math
 import re
@@ -17,11 +17,11 @@ from toolkit.data.table import Category, Problem
 EVIDENCE = 10  # boxes that must leave their image as they are; fewer may be slips
 TIMES_BETTER = 10  # boxes that leave their image as they are, for each that does in the other format
 OVERSHOOT = 0.1  # of its own side that a box must be outside to count, and
-PIXELS = 2.0  # at least so many pixels: rounding and padding are no evidence
+PIXELS = 2.0  # at least so many pixels: rounding and padding do not count as evidence
 LARGEST_FRACTION = 1.01  # of boxes in fractions of the image, rounding included
 MOST = 0.99  # of the boxes must be fractions; a few may be slips
-SMALLEST_SIDE = 16  # pixels of an image in which boxes of one pixel are no objects
-LARGEST = 1e9  # pixels; what is beyond is no number of pixels
+SMALLEST_SIDE = 16  # pixels of an image in which boxes of one pixel are not objects
+LARGEST = 1e9  # pixels; larger values are not numbers of pixels
 NAMES = {
     "xyxy": ("corners [x1, y1, x2, y2]", ("x1", "y1", "x2 - x1", "y2 - y1")),
     "cxcywh": ("centre and size [cx, cy, width, height]", ("cx - width / 2", "cy - height / 2", "width", "height")),
@@ -49,11 +49,11 @@ class Checked:
     listed: set[str]
 
     def columns(self) -> dict:
-        """The arguments of `write_table`."""
+        """Return the arguments of `write_table`."""
         return {name: value for name, value in vars(self).items() if name != "listed"}
 
     def without(self, image_ids: Set) -> "Checked":
-        """Drop the images with these ids."""
+        """Return the rest without the images with these ids."""
         if not image_ids:
             return self
         kept = np.array([row.image_id not in image_ids for row in self.images], bool)
@@ -62,14 +62,14 @@ class Checked:
 
 
 def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> Checked:
-    """Checks what a reader yields, whatever its format.
+    """Check the annotations that a reader yields, whatever its format.
 
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
     out and reported; a repaired one is reported as a warning. A relation that is listed again is kept with a warning:
     it counts repeatedly in training and recall, as published numbers have it.
 
     Args:
-        max_image_pixels: images that are said to be larger cannot be used; None: decided by the image files.
+        max_image_pixels: images recorded as larger cannot be used; None: decided by the image files.
 
     Raises:
         BadInput: the boxes are in another format than [x, y, width, height], so that nothing can be used; image ids of
@@ -79,7 +79,8 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     annotations.images = [slashed(row) for row in annotations.images]
     categories, labels = _categories(annotations.categories, file, "category", problems)
     rows, unusable = _images(annotations, file, max_image_pixels, problems)
-    if wrong := format_fault(annotations, rows):
+    wrong = format_fault(annotations, rows)
+    if wrong:
         raise BadInput(f"{file}: {wrong}")
     attributes, attribute_rows = _categories(annotations.attributes, file, "attribute", problems)
     boxes, index = check_boxes(annotations, file, rows, labels, attribute_rows, problems)
@@ -98,7 +99,7 @@ def _narrow(boxes: Boxes) -> Boxes:
 
 
 def unsafe_file_name(file_name: str) -> bool:
-    """True for a name that could leave the image folder: absolute, of any system, or with `..` in it."""
+    """Return whether a name could leave the image folder: absolute, on any system, or with `..` in it."""
     if not _SUSPICIOUS.search(file_name):  # parsing paths is slow
         return False
     parts = (*PurePosixPath(file_name).parts, *PureWindowsPath(file_name).parts)
@@ -107,7 +108,7 @@ def unsafe_file_name(file_name: str) -> bool:
 
 
 def _categories(entries: list, file: str, what: str, problems: list[Problem]) -> tuple[tuple[Category, ...], dict]:
-    """(categories in the order of their ids, original id -> row)."""
+    """Return (categories in the order of their ids, original id -> row)."""
 
     def report(severity: str, message: str) -> None:
         problems.append(Problem(severity, file, None, None, message))
@@ -124,12 +125,13 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
             # a half of a surrogate pair, which no file can hold, becomes its number
             names[entry["id"]] = name = entry["name"].encode("utf-8", "backslashreplace").decode()
             if name != entry["name"]:
-                report("warning", f"{what} {entry['id']}: name {entry['name']!r} is no Unicode; it is called {name!r}")
+                report("warning", f"{what} {entry['id']}: name {entry['name']!r} is not Unicode; it is called {name!r}")
         elif entry["name"] == names[entry["id"]]:
             report("warning", f"{what} id {entry['id']} listed twice under one name; taken once")
         else:
             report("error", f"{what} id {entry['id']} used twice: {names[entry['id']]!r} and {entry['name']!r}")
-    categories, seen = [], set()
+    categories = []
+    seen = set()
     for id_, name in sorted(names.items(), key=lambda item: (isinstance(item[0], str), item[0])):
         if name in seen:
             name = f"{name} ({id_})"
@@ -142,7 +144,10 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
 def _images(
     annotations: Annotations, file: str, max_pixels: int | None, problems: list[Problem]
 ) -> tuple[dict[int | str, ImageRow], set]:
-    """(image id -> row, ids that cannot be used). Unusable ones keep a row, so that their annotations are checked."""
+    """Return (image id -> row, ids that cannot be used).
+
+    Unusable images keep a row, so that their annotations are checked.
+    """
     rows: dict[int | str, ImageRow] = {}
     unusable: set[int | str] = set()
     used_names: dict[str, int | str] = {}
@@ -152,10 +157,11 @@ def _images(
     for number, row in enumerate(annotations.images):
         if row.image_id is None:
             entry = annotations.odd_images[number]
-            fault = wrong_id(entry, "id") if isinstance(entry, dict) else f"{entry!r} is no object"
+            fault = wrong_id(entry, "id") if isinstance(entry, dict) else f"{entry!r} is not an object"
             problems.append(Problem("error", file, None, None, f"image entry {number}: {fault}"))
             continue
-        image_id, name = row.image_id, row.file_name
+        image_id = row.image_id
+        name = row.file_name
         faults = _image_faults(row, max_pixels)
         if not fits_int64(image_id):
             faults.append(f"image id {image_id} does not fit into 64 bits; write it as a string")
@@ -184,7 +190,7 @@ def _image_faults(row: ImageRow, max_pixels: int | None) -> list[str]:
     if not isinstance(name, str) or not name:
         faults.append("`file_name` missing" if name is None else f"`file_name` is {name!r}; expected a path")
     elif not is_unicode(name):
-        faults.append(f"`file_name` is {name!r}, which is no Unicode; rename the file")
+        faults.append(f"`file_name` is {name!r}, which is not Unicode; rename the file")
     elif unsafe_file_name(name):
         faults.append("unsafe file_name: it leaves the image folder; refused before opening")
     for key, value in (("width", width), ("height", height)):
@@ -198,7 +204,7 @@ def _image_faults(row: ImageRow, max_pixels: int | None) -> list[str]:
 
 
 def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow]) -> str | None:
-    """One sentence about a wrong format of all boxes and its remedy; None: nothing is wrong, or too few boxes.
+    """Describe a wrong format of all boxes and its remedy in one sentence; None: nothing is wrong, or too few boxes.
 
     Corners, centres or fractions are noticed where COCO's [x, y, width, height] is expected. One box is ambiguous: [10,
     10, 40, 50] is valid in every format. Many are not: in the wrong format some leave their image, in the right one
@@ -214,7 +220,7 @@ def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow])
     if large.sum() >= EVIDENCE and small.sum() >= MOST * large.sum():
         fractions = boxes[large]
         if (fractions % 1 == 0).all(axis=1).sum() < 0.5 * len(fractions):
-            return _fractions(fractions)  # no number exceeds 1 and most are no whole ones, as no objects in pixels are
+            return _fractions(fractions)  # no number exceeds 1, and most are not whole: not objects in pixels
     doubtful = _outside(boxes, "xywh", sizes)
     if doubtful < EVIDENCE:
         return None
@@ -247,7 +253,7 @@ def _fractions(boxes: np.ndarray) -> str:
 
 
 def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) -> tuple[np.ndarray, np.ndarray]:
-    """(N, 4) numbers as the file has them and (N, 2) width and height of their images, of all that can be read."""
+    """Return (N, 4) numbers as the file has them and (N, 2) width and height of their images, of all readable boxes."""
     sizes_by_id = {id_: (row.width, row.height) for id_, row in images.items() if _is_size(row)}
     sizes = np.array([sizes_by_id.get(id_, (math.nan, math.nan)) for id_ in annotations.image_ids.values], np.float64)
     sizes = sizes.reshape(-1, 2)[np.array(annotations.image, np.int32)]
@@ -259,13 +265,14 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
         readable = isinstance(bbox, list | tuple) and len(bbox) == 4 and not entry.get("iscrowd")
         kept[number] = readable and isinstance(image_id, int | str) and image_id in sizes_by_id
         if kept[number]:
-            boxes[number], sizes[number] = [_number(value) for value in bbox], sizes_by_id[image_id]
+            boxes[number] = [_number(value) for value in bbox]
+            sizes[number] = sizes_by_id[image_id]
     kept &= (np.abs(boxes) < LARGEST).all(axis=1)
     return (boxes, sizes) if kept.all() else (boxes[kept], sizes[kept])
 
 
 def _number(value: object) -> float:
-    """NaN for what is no number of pixels; validation names it."""
+    """Return a value as float; NaN if it is not a number of pixels, which validation reports."""
     plain = isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
     return float(value) if plain else math.nan
 
@@ -275,7 +282,7 @@ def _is_size(row: ImageRow) -> bool:
 
 
 def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float = PIXELS) -> int:
-    """How many boxes of that format are without extent, or outside their image by more than a slip."""
+    """Count the boxes that, read in a format, have no extent or leave their image by more than a slip."""
     low, high = boxes[:, :2], boxes[:, 2:]
     if read_as == "xywh":
         high = low + high

@@ -1,4 +1,4 @@
-"""Turns rows of the table into augmented samples, as a deterministic function of (seed, epoch, index).
+"""Data sets that turn rows of the table into augmented samples, a deterministic function of (seed, epoch, index).
 
 Samples may be made of several images, by mixup and mosaic, up to a given epoch.
 """
@@ -22,7 +22,7 @@ ALL_EPOCHS = 2**62
 
 
 def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.Generator:
-    """A generator that depends on these numbers only; 64 bits of a hash, so neighbours have nothing in common.
+    """Return a generator seeded by these numbers alone: by 64 bits of their hash, so that neighbours are independent.
 
     turn: 0, or how often the image came before in this epoch.
     """
@@ -32,18 +32,24 @@ def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.
 
 
 def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
-    """The target of a table row, for its image of `size_hw` as decoded.
+    """Return the target of a table row, for its image of `size_hw` as decoded.
 
     image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32; iscrowd (N,) int64; relations (R, 3)
-    int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). Of tables with attributes also attributes
-    (N, A) int64, ids from 1, 0 after the last.
+    int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). For tables with attributes also attributes
+    (N, A) int64: ids from 1, padded with 0.
     """
     objects = {name: torch.from_numpy(values) for name, values in row["objects"].items()}
     ends = [row["relations"][name] for name in ("subject", "object", "predicate")]
-    target = {"image_id": row["image_id"], "boxes": objects["bbox"], "labels": objects["category"]}
-    target |= {"area": objects["area"], "iscrowd": objects["iscrowd"]}
-    target["relations"] = torch.from_numpy(np.stack(ends, axis=1))
-    target["orig_size"], target["size"] = torch.tensor(size_hw), torch.tensor(size_hw)
+    target = {
+        "image_id": row["image_id"],
+        "boxes": objects["bbox"],
+        "labels": objects["category"],
+        "area": objects["area"],
+        "iscrowd": objects["iscrowd"],
+        "relations": torch.from_numpy(np.stack(ends, axis=1)),
+        "orig_size": torch.tensor(size_hw),
+        "size": torch.tensor(size_hw),
+    }
     if "attributes" in objects:
         target["attributes"] = objects["attributes"]
     return target
@@ -53,7 +59,7 @@ class DetectionDataset(torch.utils.data.Dataset):
     """Samples of a table: `dataset[SampleKey(epoch, index)]` is (image uint8 (3, H, W), target).
 
     Args:
-        table: the images and their boxes. Where its sets do not label all classes, targets have `labelled` (classes,)
+        table: the images and their boxes. If its sets do not label all classes, targets have `labelled` (classes,)
             bool.
         transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`; one more
             argument, the size (h, w) wanted, for keys that carry one (`toolkit.data.variable_sizes`).
@@ -74,7 +80,9 @@ class DetectionDataset(torch.utils.data.Dataset):
         mirrored: Mapping[str, str] | None = None,
     ):
         self._mirrored = mirrored_predicates(table.predicates, mirrored) if table.predicates or mirrored else None
-        self.table, self.transform, self.seed = table, transform, seed
+        self.table = table
+        self.transform = transform
+        self.seed = seed
         self._cache = [self._decode(table.row(i)) for i in range(len(table))] if cache_images else None
 
     def __len__(self) -> int:
@@ -114,14 +122,14 @@ class MixedDataset(DetectionDataset):
         mixup: every sample is mixed with another image, by a share from Beta(1.5, 1.5); boxes carry theirs (`mixup`).
         mosaic: probability that a sample is a mosaic of its image and three others, on a canvas of the size that its
             key carries.
-        batch_mixup, copy_blend: probabilities of `mix_batch`, which `finish` gives whole batches to.
+        batch_mixup, copy_blend: probabilities of `mix_batch`, which `finish` applies to whole batches.
         plain: the transform of the last epochs; None: `transform` as well.
-        plain_hw: size of the images of the last epochs, where keys carry one; None: as the key says.
+        plain_hw: size of the images of the last epochs, if keys carry one; None: as the key says.
 
     The last epochs, as `plan` says, are plain: not mixed, their samples exactly those of `DetectionDataset`. In a mixed
-    epoch each sample draws whether it is a mosaic, also where that is never so: the transform's draws then follow.
+    epoch each sample draws whether it is a mosaic, even if `mosaic` is 0, and the transform's draws follow.
 
-    Raises BadInput: `mosaic` is no probability.
+    Raises BadInput: `mosaic` is not a probability.
     """
 
     def __init__(
@@ -130,19 +138,23 @@ class MixedDataset(DetectionDataset):
         if not 0 <= mosaic <= 1:
             raise BadInput(f"data.mosaic is {mosaic}; expected a probability from 0 to 1")
         super().__init__(*args, **options)
-        self.mixup, self.mosaic, self.plain, self.plain_hw = mixup, mosaic, plain, plain_hw
-        self.batch_mixup, self.copy_blend = batch_mixup, copy_blend
+        self.mixup = mixup
+        self.mosaic = mosaic
+        self.plain = plain
+        self.plain_hw = plain_hw
+        self.batch_mixup = batch_mixup
+        self.copy_blend = copy_blend
         self._mixed_epochs = torch.tensor(ALL_EPOCHS).share_memory_()
 
     @property
     def has_plain_epochs(self) -> bool:
-        """Whether the last epochs differ from the others, so that `plan` must be called."""
+        """True if the last epochs differ from the others, so that `plan` must be called."""
         return any((self.mixup, self.mosaic, self.batch_mixup, self.copy_blend, self.plain, self.plain_hw))
 
     def plan(self, plain_epochs: float, total_steps: int, steps_per_epoch: int, fixed_at_step: int | None = 0) -> None:
         """Set the number of mixed epochs; arguments and rule as in `mixed_epochs`.
 
-        Workers may be running, if none was asked yet for an epoch that this decides: the number is in shared memory.
+        The number is in shared memory, so workers may be running, but none may have begun an epoch that it affects.
         """
         self._mixed_epochs.fill_(mixed_epochs(plain_epochs, total_steps, steps_per_epoch, fixed_at_step))
 
@@ -156,7 +168,7 @@ class MixedDataset(DetectionDataset):
         return self._augmented(image, target, size_hw, generator, self.plain or self.transform)
 
     def finish(self, samples: list[Sample], keys: Sequence[SampleKey]) -> list[Sample]:
-        """The samples of a batch mixed with each other, in mixed epochs: a function of the seed and the first key."""
+        """Mix the samples of a batch with each other, in mixed epochs; a function of the seed and the first key."""
         first = keys[0] if keys else None
         if first is None or not (self.batch_mixup or self.copy_blend) or first.epoch >= int(self._mixed_epochs):
             return samples
@@ -175,7 +187,7 @@ class MixedDataset(DetectionDataset):
         return image, target
 
     def _other(self, index: int, generator: torch.Generator) -> int:
-        """The index of another image, drawn uniformly; `index` itself if there is only one."""
+        """Draw the index of another image uniformly; `index` itself if there is only one."""
         step = int(torch.randint(1, max(2, len(self)), (), generator=generator))
         return (index + step) % len(self)
 
@@ -185,7 +197,7 @@ class MixedDataset(DetectionDataset):
 
 
 def mixed_epochs(plain_epochs: float, total_steps: int, steps_per_epoch: int, fixed_at_step: int | None = 0) -> int:
-    """How many epochs, from the first, are mixed.
+    """Return how many epochs, counted from the first, are mixed.
 
     Args:
         plain_epochs: last epochs that are not; below 1: that share of the run's epochs.

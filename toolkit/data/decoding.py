@@ -1,4 +1,4 @@
-"""Decodes image files into upright 8-bit RGB tensors, or raises an error that says why a file cannot be decoded."""
+"""Decoding of image files into upright 8-bit RGB tensors, or an error that says why a file cannot be decoded."""
 
 import io
 import os
@@ -30,7 +30,7 @@ EXTENSIONS = {
     "WEBP": {".webp"},
     "PPM": {".ppm", ".pgm", ".pbm", ".pnm"},
 }
-# What Pillow's readers let out of broken files; OSError, which tells more of the cause, apart.
+# Exceptions of Pillow's readers for broken files; OSError, which says more of the cause, is handled separately.
 BROKEN = (SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError)
 BROKEN += (struct.error, Image.DecompressionBombError)
 IMAGE_SUFFIXES = frozenset().union(*EXTENSIONS.values())
@@ -40,15 +40,24 @@ Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit lets twice as much pass, and
 
 
 class ImageError(Exception):
-    """An image that cannot be decoded. `reason`: in words; `path`: the file, None for bytes."""
+    """Error for an image that cannot be decoded.
+
+    reason: a sentence; path: the file, None for bytes.
+    """
 
     def __init__(self, reason: str, path: Path | Stored | None = None):
-        self.reason, self.path = reason, path
+        self.reason = reason
+        self.path = path
         super().__init__(reason if path is None else f"{path}: {reason}")
 
 
 class ImageProbe(NamedTuple):
-    """size_hw: of the upright image in pixels; notes: what decoding will change; format: as Pillow names it."""
+    """Properties of an image read from its header.
+
+    size_hw: of the upright image in pixels
+    notes: changes that decoding will make
+    format: as Pillow names it
+    """
 
     size_hw: tuple[int, int]
     notes: tuple[str, ...]
@@ -56,20 +65,21 @@ class ImageProbe(NamedTuple):
 
 
 def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> torch.Tensor:
-    """An image file, or its bytes, as uint8 (3, H, W) RGB, EXIF orientation applied.
+    """Decode an image file, or its bytes, to uint8 (3, H, W) RGB with EXIF orientation applied.
 
     Strides are those of (H, W, 3) memory, which both decoders give and torchvision resizes fastest.
 
     JPEG (grey and CMYK too) goes through torchvision, the rest through Pillow. 16-bit grey is scaled (65535 -> 255),
-    not clipped; alpha is dropped, the colour under it kept. Raises ImageError for a file that is missing, empty, no
-    image, or not whole: a truncated image is never filled up with grey. So does, before anything is decoded, what says
-    that it has more than `max_pixels`, and what is no file at all, such as a pipe that nobody writes to.
+    not clipped; alpha is dropped, the colour under it kept. Raises ImageError for a file that is missing, empty, not an
+    image, or incomplete: a truncated image is never filled up with grey. Also raised, before anything is decoded, for
+    an image whose header gives more than `max_pixels`, and for a path that is not a file, such as a pipe without a
+    writer.
     """
     path, data = read_file(source, max_pixels)
     if data[:3] == JPEG_START and _orientation_is_in_exif(data):
         _check_pixels(_jpeg_size(data), max_pixels, path)
         try:
-            # torchvision refuses truncated data, and rotates by EXIF only when told to
+            # torchvision refuses truncated data, and rotates by EXIF only on request
             encoded = torch.frombuffer(data, dtype=torch.uint8)
             return decode_jpeg(encoded, ImageReadMode.RGB, apply_exif_orientation=True)
         except RuntimeError as error:
@@ -80,7 +90,10 @@ def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAG
 
 
 def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
-    """Size, format and notes from the header alone. Raises ImageError as `decode_image` does, truncation excepted."""
+    """Read size, format and notes from the header alone.
+
+    Raises ImageError as `decode_image` does, except for truncation.
+    """
     path = _place_of(source)
     if isinstance(source, Stored):
         source = bytes(read_file(source, max_pixels)[1])
@@ -104,14 +117,14 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
 
 
 def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.BufferedReader:
-    """A file of at most the size that an image of `max_pixels` needs, open for reading.
+    """Open a file for reading; its size must be at most what an image of `max_pixels` needs.
 
-    Raises ImageError for what is no regular file, and for a larger one; OSError.
+    Raises ImageError for a path that is not a regular file, and for a larger file; OSError.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "special file")
-        raise ImageError(f"no image file: it is a {kind}", Path(path))
+        raise ImageError(f"not an image file: it is a {kind}", Path(path))
     _check_bytes(status.st_size, max_pixels, Path(path))
     return open(path, "rb")
 
@@ -119,7 +132,7 @@ def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.Buffer
 def read_file(
     source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> tuple[Path | Stored | None, bytearray]:
-    """(where it is, the whole file), or (None, bytes that were given).
+    """Read a whole file; return (its place, its content), or (None, content) if bytes were given.
 
     Raises ImageError as `open_file`, and for an empty or unreadable one.
     """
@@ -148,7 +161,8 @@ def _place_of(source: Path | str | bytes | Stored) -> Path | Stored | None:
 
 
 def _check_bytes(size: int, max_pixels: int, path: Path | Stored) -> None:
-    if size > (most := 16 * max_pixels + 2**26):  # bytes of a pixel at the very most, and metadata
+    most = 16 * max_pixels + 2**26  # bytes of a pixel at the very most, and metadata
+    if size > most:
         limit = f"more than the {most} of any image of data.max_image_pixels {max_pixels}"
         raise ImageError(f"the file has {size} bytes, {limit}", path)
 
@@ -159,7 +173,7 @@ def _check_pixels(size: tuple[int, int], max_pixels: int, path: Path | Stored | 
 
 
 def _jpeg_segments(data: bytearray) -> Iterator[tuple[int, int]]:
-    """(marker, position) of each segment of a JPEG up to where its pixels begin."""
+    """Yield (marker, position) of each segment of a JPEG up to the start of its pixels."""
     at = 2
     while at + 9 <= len(data):
         marker = data[at + 1]
@@ -174,7 +188,7 @@ def _jpeg_segments(data: bytearray) -> Iterator[tuple[int, int]]:
 
 
 def _jpeg_size(data: bytearray) -> tuple[int, int]:
-    """Width and height that the frame header of a JPEG says; 0 where there is none before the pixels."""
+    """Return the width and height in the frame header of a JPEG; 0 if there is none before the pixels."""
     for marker, at in _jpeg_segments(data):
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = struct.unpack_from(">HH", data, at + 5)
@@ -183,8 +197,10 @@ def _jpeg_size(data: bytearray) -> tuple[int, int]:
 
 
 def _orientation_is_in_exif(data: bytearray) -> bool:
-    """Whether torchvision finds the orientation of a JPEG: it looks at the first APP1 segment only, and not at XMP,
-    where Pillow looks too."""
+    """Return whether torchvision finds the orientation of a JPEG.
+
+    It looks only at the first APP1 segment, and not at XMP, which Pillow reads too.
+    """
     if XMP_ORIENTATION in data:
         return False
     first = next((at for marker, at in _jpeg_segments(data) if marker == APP1), None)
@@ -202,11 +218,12 @@ def _decode_with_pillow(data: bytearray, path: Path | Stored | None, max_pixels:
 def pixels_of(
     image: Image.Image, path: Path | Stored | None = None, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> torch.Tensor:
-    """A picture of Pillow as uint8 (3, H, W) RGB, upright: the one rule for files and for pictures in memory.
+    """Return a Pillow image as uint8 (3, H, W) RGB, upright: the one rule for files and for images in memory.
 
     16-bit grey is scaled (65535 -> 255), not clipped; alpha is dropped, the colour under it kept. Raises ImageError for
-    pixels that have no such form: floating point, and whole numbers beyond 16 bits. So does a picture of more than
-    `max_pixels`, before anything is decoded, and one whose file, which Pillow reads only now, is cut off or damaged.
+    pixels that have no such form: floating point, and whole numbers beyond 16 bits. Also raised for an image of more
+    than `max_pixels`, before anything is decoded, and for one whose file, which Pillow reads only now, is truncated or
+    damaged.
     """
     _check_pixels(image.size, max_pixels, path)
     with _told_as_image_errors(None, path):
@@ -216,7 +233,7 @@ def pixels_of(
 
 @contextmanager
 def _told_as_image_errors(data: bytes | bytearray | None, path: Path | Stored | None) -> Iterator[None]:
-    """Raises ImageError for whatever Pillow raises of a damaged file.
+    """Raise ImageError for whatever Pillow raises for a damaged file.
 
     data: the file, to say how it begins; None: Pillow has opened it, so that it is an image.
     """
@@ -231,7 +248,7 @@ def _told_as_image_errors(data: bytes | bytearray | None, path: Path | Stored | 
 
 
 def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
-    """(H, W, 3) uint8."""
+    """Convert to (H, W, 3) uint8."""
     if image.mode.startswith("I"):  # "I;16", "I;16B", or "I" holding 16 bits
         grey = np.asarray(image).astype(np.int64)
         if grey.size and not 0 <= grey.min() <= grey.max() <= 65535:

@@ -1,4 +1,4 @@
-"""Where image files are stored: one or several folders, zip and tar archives, object storage, or Parquet files.
+"""Places that hold image files: one or several folders, zip and tar archives, object storage, or Parquet files.
 
 A single folder is a `Path`; anything else is an `ImageSources`. For both, `root / file_name` is what `decode_image`
 takes: the path of a file, or a `Stored` one. Archives and storage are listed once per process; each read opens the
@@ -32,7 +32,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, lengths
 
 @dataclass(frozen=True)
 class Stored:
-    """A file that has no path of its own. size: bytes; stamp: changes when the content does."""
+    """A file without a path of its own. size: bytes; stamp: changes when the content does."""
 
     container: "Archive | Storage | ImageSources | Shards"
     name: str
@@ -40,7 +40,7 @@ class Stored:
     stamp: str = ""
 
     def read_bytes(self) -> bytes:
-        """The content. Raises OSError."""
+        """Read the content. Raises OSError."""
         return self.container.read(self.name)
 
     def __str__(self) -> str:
@@ -66,14 +66,14 @@ class Folder:
         return self.root / name
 
     def leads_out(self, name: str) -> bool:
-        """Whether the name is a symbolic link to a file outside of this folder and of the one that it stands in."""
+        """Return whether the name is a symbolic link to a file outside of this folder and of the link's own folder."""
         path = self.root / name
         if not os.path.islink(path):
             return False
         return not _inside(path, self.real) and not _inside(path, os.path.realpath(path.parent))
 
     def names(self, folder: str) -> Iterator[str]:
-        """The files directly in a folder of this one; links that lead nowhere too, so that they are told as faults."""
+        """Yield the files directly in a folder of this one; broken links too, so that they are reported as faults."""
         try:
             with os.scandir(self.root / folder) as entries:
                 files = [entry.name for entry in entries if _is_file(entry) or _is_broken_link(entry)]
@@ -82,12 +82,15 @@ class Folder:
         yield from sorted(os.path.normpath(os.path.join(folder, name)) for name in files)
 
     def watched(self, folders: Iterable[str]) -> list[str]:
-        """Paths whose `digest_of` changes when something in these folders does."""
+        """Return paths whose `digest_of` changes when the content of these folders does."""
         return [str(self.root / folder) for folder in folders]
 
 
 class _Listed:
-    """Files by name, listed when the place is opened: name -> what `_fetch` needs, the size first, and a stamp last."""
+    """Files by name, listed when the place is opened.
+
+    entries: name -> the input of `_fetch`, which begins with the size and ends with a stamp.
+    """
 
     remote = False
     watch = ""  # path whose `digest_of` changes with the content
@@ -110,7 +113,7 @@ class _Listed:
         return (name for name in sorted(self.entries) if os.path.dirname(name) == folder)
 
     def read(self, name: str) -> bytes:
-        """Raises OSError, FileNotFoundError where there is no such file."""
+        """Read a file. Raises OSError, FileNotFoundError if it does not exist."""
         entry = self.entries.get(os.path.normpath(name))
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, f"image file not found in {self}", str(self))
@@ -126,7 +129,9 @@ class Archive(_Listed):
 
     def __init__(self, path: Path, inner: str, members: Mapping[str, tuple]):
         start = f"{inner}/" if inner else ""
-        self.path, self.inner, self.watch = path, inner, str(path)
+        self.path = path
+        self.inner = inner
+        self.watch = str(path)
         self.entries = {name.removeprefix(start): entry for name, entry in members.items() if name.startswith(start)}
 
     def __str__(self) -> str:
@@ -191,7 +196,8 @@ class Shards(_Listed):
     remote = False  # many threads would read one row group many times
 
     def __init__(self, column: str, root: str):
-        self.column, self.root = column, root
+        self.column = column
+        self.root = root
 
     def __str__(self) -> str:
         return f"parquet:{self.column}:{self.root}"
@@ -203,7 +209,7 @@ class Shards(_Listed):
         return Stored(self, name)
 
     def read(self, name: str) -> bytes:
-        """The encoded image. Raises OSError."""
+        """Read the encoded image. Raises OSError."""
         file, group, row = name.rsplit("/", 2)
         try:
             images = _row_group(os.getpid(), f"{self.root}/{file}", int(group), self.column)
@@ -221,21 +227,24 @@ _storage = functools.lru_cache(maxsize=16)(Storage)  # listed once
 
 
 def open_shard(url: str) -> pq.ParquetFile:
-    """A Parquet file by its path or URL."""
+    """Open a Parquet file by its path or URL."""
     system, path = fsspec.core.url_to_fs(url)
     return pq.ParquetFile(system.open(path, "rb"))
 
 
 @functools.lru_cache(maxsize=MIXED_BLOCKS)
 def _row_group(process: int, url: str, group: int, column: str) -> pa.Array:
-    """The bytes of the images of a row group. process: forked ones share no open file."""
+    """Return the bytes of the images of a row group.
+
+    process: part of the cache's key, since forked processes share no open file.
+    """
     with open_shard(url) as file:
         images = file.read_row_group(group, columns=[column]).column(column).combine_chunks()
     return images.field("bytes") if pa.types.is_struct(images.type) else images
 
 
 class ImageSources:
-    """Several places, or one that is no folder, in the order in which a file is looked for."""
+    """Several places, or one that is not a folder, in the order in which a file is looked for."""
 
     def __init__(self, parts: Sequence[Folder | Archive | Storage | Shards]):
         self.parts = tuple(parts)
@@ -247,14 +256,14 @@ class ImageSources:
         return Stored(self, name) if holder is None else holder.source(name)
 
     def read(self, name: str) -> bytes:
-        """Of a file that none of the places holds. Raises FileNotFoundError."""
+        """Raise FileNotFoundError: none of the places holds the file."""
         raise FileNotFoundError(errno.ENOENT, f"image file not found in any of {self}", str(self))
 
     def resolve(self) -> "ImageSources":
         return self
 
     def specs(self) -> list[str]:
-        """Strings from which `open_sources` opens the same places again."""
+        """Return strings from which `open_sources` opens the same places again."""
         return [str(part) for part in self.parts]
 
     def __str__(self) -> str:
@@ -270,11 +279,11 @@ class ImageSources:
 def open_sources(
     image_dir: str | Path | Sequence[str | Path] | ImageSources | None, must_exist: bool = True
 ) -> Path | ImageSources | None:
-    """The root of images as `data.image_dir` says it; None stays None.
+    """Open the root of images that `data.image_dir` gives; None stays None.
 
     image_dir: a folder; `x.zip` or `x.tar`, or a folder in it (`x.zip/train2017`); a URL that fsspec knows
         (`s3://bucket/folder`); or several of these. What is open already stays as it is.
-    must_exist: of a single folder; False where images are not looked at.
+    must_exist: of a single folder; False if images are not looked at.
 
     Raises BadInput naming each that is not there or cannot be read.
     """
@@ -292,29 +301,29 @@ def open_sources(
 
 
 def parts_of(root: Path | ImageSources) -> tuple[Folder | Archive | Storage | Shards, ...]:
-    """The places of a root, one by one."""
+    """Return the places of a root, one by one."""
     return root.parts if isinstance(root, ImageSources) else (Folder(root),)
 
 
 def is_there(source: Path | Stored) -> bool:
-    """Whether `root / file_name` is a file that can be opened."""
+    """Return whether `root / file_name` is a file that can be opened."""
     if isinstance(source, Stored):
         return not isinstance(source.container, ImageSources) and source.container.holds(source.name)
     return os.path.exists(source)  # Path's own raises for too long a name
 
 
 def size_of(source: Path | Stored) -> int:
-    """Bytes of a file."""
+    """Return the bytes of a file."""
     return source.size if isinstance(source, Stored) else source.stat().st_size
 
 
 def watched_of(root: Path | ImageSources, folders: Iterable[str] = ("",)) -> list[str]:
-    """Paths whose `digest_of` changes when images in these folders of the root do."""
+    """Return paths whose `digest_of` changes when images in these folders of the root do."""
     return [path for part in parts_of(root) for path in part.watched(folders)]
 
 
 def digest_of(path: str | Path) -> str:
-    """A string that changes with the files of a folder, an archive, a file or a storage; "" if it does not exist."""
+    """Return a string that changes with the files of a folder, archive, file or storage; "" if it does not exist."""
     if "://" in str(path):
         return _storage(str(path)).digest()
     try:
@@ -329,7 +338,7 @@ def digest_of(path: str | Path) -> str:
 
 
 def _is_file(entry: os.DirEntry) -> bool:
-    """Whether this is a file, or a link to one."""
+    """Return whether this is a file, or a link to one."""
     try:
         return entry.is_file()
     except OSError:  # a link to itself
@@ -341,10 +350,10 @@ def _is_broken_link(entry: os.DirEntry) -> bool:
 
 
 def _state_of(status: os.stat_result) -> tuple[int, int, int]:
-    """Size, time of modification, and time of the last change of a file.
+    """Return the size, time of modification, and time of the last change of a file.
 
     The last one cannot be set back: labels that were edited to the same size by a tool that keeps the time, such as
-    `rsync -t` or `touch -r`, have another one. What is not seen is a disk that changes a file by itself.
+    `rsync -t` or `touch -r`, have another one. A disk that changes a file by itself is not noticed.
     """
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -375,7 +384,10 @@ def _open(spec: str) -> Folder | Archive | Storage | Shards:
 
 @functools.lru_cache(maxsize=16)
 def _members(path: str, digest: str) -> Mapping[str, tuple]:
-    """(size, packed size, offset, method, CRC) of each file of an archive; the digest is there for the cache."""
+    """Return (size, packed size, offset, method, CRC) of each file of an archive.
+
+    digest: of the archive; part of the cache's key.
+    """
     if path.lower().endswith(COMPRESSED):
         raise BadInput(f"{path}: a compressed tar can only be read from its start; make a .tar or a .zip of it")
     try:
@@ -416,18 +428,18 @@ def _unpacked(data: bytes, size: int, method: int) -> bytes:
     if method == zipfile.ZIP_STORED:
         return data
     try:
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # more than it said is not unpacked
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # one byte beyond the size at most
     except zlib.error as error:
         raise OSError(errno.EIO, f"damaged: {error}") from error
 
 
 def _stamp(info: Mapping) -> str:
-    """Metadata of a file that change with its content."""
+    """Return the metadata of a file that change with its content."""
     keys = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
     return " ".join(str(info[key]) for key in keys if key in info)
 
 
 def _inside(path: Path, real_root: str) -> bool:
-    """Whether a path, its symbolic links followed, is in a folder."""
+    """Return whether a path, its symbolic links followed, is in a folder."""
     real = os.path.realpath(path)
     return real == real_root or real.startswith(real_root.rstrip(os.sep) + os.sep)

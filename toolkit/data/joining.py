@@ -1,4 +1,4 @@
-"""Several data sets as one table: classes joined by name, unique ids, and for each image the set that it is of."""
+"""Several data sets as one table: classes joined by name, unique ids, and for each image the set that it belongs to."""
 
 import dataclasses
 import hashlib
@@ -22,12 +22,12 @@ Paired = list[tuple[str | Path | None, str]]  # (data.path, data.train) of each 
 
 
 def is_several(*values: object) -> bool:
-    """Whether one of these, `data.path` and `data.train` or `data.val`, names several data sets."""
+    """Return whether one of these, `data.path` and `data.train` or `data.val`, names several data sets."""
     return any(isinstance(value, list | tuple) for value in values)
 
 
 def paired(path: str | Path | Sequence | None, source: str | Sequence) -> Paired:
-    """The folder and the split or file of each data set: one of two that are given once holds for all.
+    """Return the folder and the split or file of each data set; one that is given once holds for all.
 
     Raises BadInput: the two lists differ in length, a list is empty, or a set is named twice.
     """
@@ -39,23 +39,24 @@ def paired(path: str | Path | Sequence | None, source: str | Sequence) -> Paired
             "both, or one of them once"
         )
     sets = list(zip(*(column * count if len(column) == 1 else column for column in columns), strict=True))
-    if twice := [str(folder or name) for (folder, name), times in Counter(sets).items() if times > 1]:
+    twice = [str(folder or name) for (folder, name), times in Counter(sets).items() if times > 1]
+    if twice:
         raise BadInput(f"{name}: named twice; data.shares says how often a data set is drawn" for name in twice)
     return sets
 
 
 def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted: str, cache_dir) -> DetectionTable:
-    """One cached table of the images of all sets, in their order, without attributes.
+    """Open one cached table of the images of all sets, in their order, without attributes.
 
-    Relations are kept where all sets list the same predicates, in whatever order: in data that do not list a predicate,
-    its relations may be there, and only their annotation is missing. Else relations are left out.
+    Relations are kept if all sets list the same predicates, in whatever order, and left out otherwise: in data that do
+    not list a predicate, its relations may exist, and only their annotation is missing.
 
-    Image ids stay as they are if no two images have the same one; else all become text, `<name of the set>:<id>`. Box
-    ids stay likewise, else they are numbered from 1.
+    Image ids are kept if they are unique; else all become text, `<name of the set>:<id>`. Box ids are kept if they are
+    unique; else they are numbered from 1.
 
     Args:
         open_one: opens a set, as `open_one(source, path=path)`.
-        unlisted: "unknown" or "background": what a class that a set does not list is in its images.
+        unlisted: "unknown" or "background": how a class that a set does not list counts in its images.
 
     Raises BadInput: the faults of all sets, classes or image folders that cannot be joined.
     """
@@ -65,24 +66,28 @@ def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted:
 
 
 def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
-    """Validation or test data in the classes and predicates of joined training data, found by name; as they are if they
-    have the same.
+    """Return validation or test data in the classes and predicates of joined training data, matched by name.
+
+    The table is returned as it is if it has the same.
 
     Raises BadInput: a class that the training data lack.
     """
     has_same_predicates = tuple(table.predicates) == tuple(train.predicates)
     if not train.sets or (table.class_names == train.class_names and has_same_predicates):
         return table
-    if unknown := [name for name in table.class_names if name not in train.class_names]:
+    unknown = [name for name in table.class_names if name not in train.class_names]
+    if unknown:
         raise BadInput(f"{table.name}: classes {unknown} are in no training set; those have {train.class_names}")
-    # Other predicates than in training stay as they are: those who need them compare and name both.
+    # Predicates that differ from training stay as they are: the callers that need them compare and name both.
     predicates = _joined_predicates([table], train.predicates) or tuple(table.predicates)
     return _joined([table], [table.name], train.categories, predicates, unlisted, cache_dir)
 
 
 def counts_of(table: DetectionTable) -> dict:
-    """JSON: numbers of images and boxes, and in `sets` those of each set of a joined table."""
-    boxes, of_image, counts = table.num_boxes(), table.set_of_image(), {}
+    """Return, JSON-able, the numbers of images and boxes, and in `sets` those of each set of a joined table."""
+    boxes = table.num_boxes()
+    of_image = table.set_of_image()
+    counts = {}
     if table.sets:
         parts = ((one.name, of_image == number) for number, one in enumerate(table.sets))
         counts["sets"] = {name: {"images": int(rows.sum()), "boxes": int(boxes[rows].sum())} for name, rows in parts}
@@ -90,7 +95,7 @@ def counts_of(table: DetectionTable) -> dict:
 
 
 def notes_of(table: DetectionTable) -> list[str]:
-    """A line for each set of a joined table: images, boxes, and the classes that it does not label."""
+    """Return a line for each set of a joined table: images, boxes, and the classes that it does not label."""
     lines = []
     for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
         unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
@@ -101,7 +106,7 @@ def notes_of(table: DetectionTable) -> list[str]:
 
 
 def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: np.ndarray | None) -> np.ndarray:
-    """(len,) how often each image is drawn in an epoch, so that each set has its share of the samples.
+    """Return (len,): how often each image is drawn in an epoch, so that each set has its share of the samples.
 
     An epoch keeps its length, so an image of a large set may be drawn less than once in it.
 
@@ -122,7 +127,7 @@ def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: 
 
 
 def _short_names(sets: Paired) -> list[str]:
-    """What tells the sets apart: their paths without what these have in common at both ends."""
+    """Return names that distinguish the sets: their paths without what these have in common at both ends."""
     full = [Path(str(source)) if folder is None else Path(folder, str(source)) for folder, source in sets]
     parts = [path.with_suffix("").parts if path.suffix == ".json" else path.parts for path in full]
     while len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
@@ -135,8 +140,11 @@ def _short_names(sets: Paired) -> list[str]:
 
 
 def _joined_classes(tables: Sequence[DetectionTable]) -> tuple[Category, ...]:
-    """The classes of the first table, then those that each further one adds. Ids stay where no two sets disagree, else
-    they are numbered from 1. Raises BadInput with all names that differ only in case, spaces, "_" and "-"."""
+    """Return the classes of the first table, then those that each further one adds.
+
+    Ids are kept if the sets agree on them, else they are numbered from 1. Raises BadInput with all names that differ
+    only in case, spaces, "_" and "-".
+    """
     ids: dict[str, list] = {}
     for category in chain.from_iterable(table.categories for table in tables):
         ids.setdefault(category.name, []).append(category.id)
@@ -158,7 +166,7 @@ def _joined_classes(tables: Sequence[DetectionTable]) -> tuple[Category, ...]:
 
 
 def _joined_predicates(tables: Sequence[DetectionTable], wanted: Sequence[str]) -> tuple[str, ...]:
-    """The predicates in the wanted order if every table lists the same ones, each once; else ()."""
+    """Return the predicates in the wanted order if every table lists the same ones, each once; else ()."""
     names = sorted(set(wanted))
     agree = all(sorted(table.predicates) == names for table in tables)
     return tuple(wanted) if agree else ()
@@ -167,11 +175,13 @@ def _joined_predicates(tables: Sequence[DetectionTable], wanted: Sequence[str]) 
 def _joined(
     tables, names, categories: tuple[Category, ...], predicates: tuple[str, ...], unlisted: str, cache_dir
 ) -> DetectionTable:
-    """`open_joined` of tables, whose classes and predicates are found in `categories` and `predicates` by name.
+    """Join tables as `open_joined` does; `categories` and `predicates` are matched by name.
 
     Without `predicates` the relations are left out.
     """
-    (root, files), sets, of_images = _root_of(tables, names), [], []
+    root, files = _root_of(tables, names)
+    sets = []
+    of_images = []
     for table, name in zip(tables, names, strict=True):
         rows = [[category.name for category in categories].index(known) for known in table.class_names]
         of_images.append(table.set_of_image() + len(sets))
@@ -186,8 +196,14 @@ def _joined(
     else:
         rows, boxes = _joined_rows(tables, names, files, [category.name for category in categories])
         encoded = (table.row(index)["image"] for table in tables for index in range(len(table)))
-        options = {"cache_file": cache_file, "categories": categories, "image_root": root, "sets": sets}
-        options |= {"set_of_image": np.concatenate(of_images), "encoded": encoded if root is None else None}
+        options = {
+            "cache_file": cache_file,
+            "categories": categories,
+            "image_root": root,
+            "sets": sets,
+            "set_of_image": np.concatenate(of_images),
+            "encoded": encoded if root is None else None,
+        }
         relations = _joined_relations(tables, predicates) if predicates else None
         joined = write_table(rows, boxes, relations, predicates=predicates, **options)
     problems = [problem for table in tables for problem in table.problems]
@@ -196,7 +212,7 @@ def _joined(
 
 
 def _joined_relations(tables: Sequence[DetectionTable], predicates: Sequence[str]) -> Relations:
-    """The relations of all tables, whose predicates are found in `predicates` by name."""
+    """Return the relations of all tables; their predicates are matched by name with `predicates`."""
     parts = [table.relations() for table in tables]
     columns = {"subject": [], "object": [], "predicate": []}
     for table, part in zip(tables, parts, strict=True):
@@ -217,7 +233,8 @@ def _joined_rows(tables, names, files, class_names: Sequence[str]) -> tuple[list
         for part, name, of_table in zip(labelled, names, files, strict=True)
         for row, file in zip(part.images, of_table, strict=True)
     ]
-    parts, columns = [part.boxes for part in labelled], {}
+    parts = [part.boxes for part in labelled]
+    columns = {}
     for column in ("xyxy", "area", "iscrowd", "ids"):
         columns[column] = np.concatenate([getattr(part, column) for part in parts])
     if len(np.unique(columns["ids"])) < len(columns["ids"]):
@@ -231,8 +248,9 @@ def _joined_rows(tables, names, files, class_names: Sequence[str]) -> tuple[list
 def _root_of(
     tables: Sequence[DetectionTable], names: Sequence[str]
 ) -> tuple[Path | ImageSources | None, list[list[str]]]:
-    """The root that the images of all tables have in common, and the names that they have there."""
-    roots, files = [table.image_root for table in tables], [table.rows["file_name"].to_pylist() for table in tables]
+    """Return the common root of the images of all tables, and their names below it."""
+    roots = [table.image_root for table in tables]
+    files = [table.rows["file_name"].to_pylist() for table in tables]
     if all(root is None for root in roots):
         return None, files
     if any(root is None or isinstance(parts_of(root)[0], Shards) for root in roots):

@@ -1,11 +1,10 @@
-"""Finds identical and near-duplicate images, by their bytes and by their appearance, and splits data without
-separating them.
+"""Search for identical and near-duplicate images, by bytes and by appearance, and splits that do not separate them.
 
-An image's signature is a digest of its encoded bytes and a thumbnail of 16 x 16 grey values. Two images look alike
-when 54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails, without
-their mean, have a correlation of 0.97. Frames of one video a moment apart do; other views of one thing do not.
-Up to 20,000 images all pairs are compared; of more, those whose signs agree in one of seven parts, which finds all
-pairs with up to 6 signs that differ and 94 % of those with 9.
+An image's signature is a digest of its encoded bytes and a thumbnail of 16 x 16 grey values. Two images look alike if
+54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails, without their
+mean, have a correlation of 0.97. Frames of one video a moment apart do; other views of one thing do not. Up to 20,000
+images all pairs are compared; above that, those whose signs agree in one of seven parts, which finds all pairs with up
+to 6 signs that differ and 94 % of those with 9.
 
 N pictures of one fixed camera are N² / 2 pairs. Above a million only a subset with the same meaning is kept: for each
 image one partner in each split, and a spanning forest of the groups.
@@ -42,12 +41,15 @@ BANDS = 7  # of the signs
 ALL_PAIRS = 20_000  # images
 MOST_PAIRS = 1_000_000
 VERSION = 4
-MISSED = 0.1  # of the share that is to be held out, by which what is held out may differ from it
+MISSED = 0.1  # tolerated deviation from the share to be held out, relative to it
 
 
 @dataclass(frozen=True)
 class ImageSignatures:
-    """Of N images: digests (N,) bytes of 16, thumbnails (N, 16, 16) uint8; one that cannot be decoded is black."""
+    """Signatures of N images.
+
+    digests: (N,) bytes of 16; thumbnails: (N, 16, 16) uint8, black for an image that cannot be decoded.
+    """
 
     digests: np.ndarray
     thumbnails: np.ndarray
@@ -57,7 +59,7 @@ class ImageSignatures:
 
 
 def thumbnail_of(image: torch.Tensor) -> np.ndarray:
-    """(16, 16) uint8: mean grey values of the cells of an image uint8 (3, H, W)."""
+    """Return (16, 16) uint8: mean grey values of the cells of an image uint8 (3, H, W)."""
     height, width = image.shape[-2:]
     step = max(1, min(height, width) // 128)  # a sample of the pixels is enough for a mean
     grey = image[:, ::step, ::step].float().mean(0)
@@ -66,7 +68,7 @@ def thumbnail_of(image: torch.Tensor) -> np.ndarray:
 
 
 def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) -> ImageSignatures:
-    """Digests and thumbnails of a table's images, decoded in parallel once and cached by the table's content.
+    """Return digests and thumbnails of a table's images, decoded in parallel once and cached by the table's content.
 
     The cache holds while no file changed its size or time.
     """
@@ -75,7 +77,8 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     for name in table.rows["file_name"].to_pylist() if root is not None else ():
         key.update(_stamp(root / name).encode(errors="surrogateescape"))
     file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
-    if (known := _read_signatures(file, len(table))) is not None:
+    known = _read_signatures(file, len(table))
+    if known is not None:
         return known
 
     def read(index: int) -> list[tuple[str, bytes]]:
@@ -94,12 +97,12 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
 
 
 def _read_signatures(file: Path, count: int) -> ImageSignatures | None:
-    """The cached signatures of `count` images; None: there are none, or the file is damaged, which is said."""
+    """Read the cached signatures of `count` images; None if there are none, or the file is damaged, which is logged."""
     try:
         return _signatures_in(file, count)
     except FileNotFoundError:
         return None
-    # Not a closed list: what zip and NumPy raise for content that nobody wrote.
+    # Not a complete list: exceptions of zip and NumPy for arbitrary content.
     except (OSError, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
         fault = type(error).__name__
     except (SyntaxError, TypeError, zipfile.BadZipFile, zlib.error, struct.error, MemoryError, OverflowError) as error:
@@ -109,7 +112,7 @@ def _read_signatures(file: Path, count: int) -> ImageSignatures | None:
 
 
 def _signatures_in(file: Path, count: int) -> ImageSignatures:
-    """The signatures in a cache file. Raises ValueError where they are not those of `count` images.
+    """Read the signatures in a cache file. Raises ValueError if they are not those of `count` images.
 
     The members of an `.npz` have checksums, which reading them compares.
     """
@@ -122,7 +125,7 @@ def _signatures_in(file: Path, count: int) -> ImageSignatures:
 
 
 def same_files(signatures: ImageSignatures) -> list[list[int]]:
-    """Groups, of two or more, of images with the same bytes."""
+    """Return groups, of two or more, of images with the same bytes."""
     _, inverse, counts = np.unique(signatures.digests, return_inverse=True, return_counts=True)
     order = np.argsort(inverse, kind="stable")
     starts = np.cumsum(counts) - counts
@@ -130,7 +133,7 @@ def same_files(signatures: ImageSignatures) -> list[list[int]]:
 
 
 def alike_pairs(signatures: ImageSignatures, splits: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """Pairs (i < j) of images that look alike.
+    """Return pairs (i < j) of images that look alike.
 
     Of images with the same bytes only the first one is compared with others; each of the rest is paired with it, so
     that thousands of copies are thousands of pairs and not millions.
@@ -147,10 +150,13 @@ def alike_pairs(signatures: ImageSignatures, splits: np.ndarray | None = None) -
 
 
 class _Pairs:
-    """Collects pairs of images; above `MOST_PAIRS` only the subset that the module's docstring describes."""
+    """Collector of pairs of images; above `MOST_PAIRS` it keeps the subset that the module's docstring describes."""
 
     def __init__(self, splits: np.ndarray):
-        self.splits, self._chunks, self._new, self._thinned = splits, [np.empty((0, 2), np.int64)], 0, False
+        self.splits = splits
+        self._chunks = [np.empty((0, 2), np.int64)]
+        self._new = 0
+        self._thinned = False
 
     def add(self, i: np.ndarray, j: np.ndarray) -> None:
         self._chunks.append(np.stack([np.minimum(i, j), np.maximum(i, j)], axis=1))
@@ -159,14 +165,14 @@ class _Pairs:
             self._thin()
 
     def adds(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """(P,) bool: whether a pair adds anything to those kept so far."""
+        """Return (P,) bool: whether a pair adds anything to those kept so far."""
         if not self._thinned:
             return np.ones(len(i), bool)
         news = self._unpaired[self.splits[j], i] | self._unpaired[self.splits[i], j]
         return news | (self._group[i] != self._group[j])
 
     def pairs(self) -> np.ndarray:
-        """(P, 2) int64, the smaller index first."""
+        """Return (P, 2) int64, the smaller index first."""
         if self._thinned:
             self._thin()
         return np.concatenate(self._chunks)
@@ -174,7 +180,8 @@ class _Pairs:
     def _thin(self) -> None:
         from scipy.sparse.csgraph import minimum_spanning_tree
 
-        pairs, count = np.concatenate(self._chunks), len(self.splits)
+        pairs = np.concatenate(self._chunks)
+        count = len(self.splits)
         first = np.full((self.splits.max() + 1, count), count)  # of each image in each split its first partner
         for image, partner in (pairs.T, pairs.T[::-1]):
             np.minimum.at(first, (self.splits[partner], image), partner)
@@ -183,11 +190,13 @@ class _Pairs:
         forest = minimum_spanning_tree(_graph(count, pairs))
         self._group = groups(count, pairs)
         kept = np.sort(np.concatenate([partners, np.stack(forest.nonzero(), axis=1)]), axis=1)
-        self._chunks, self._new, self._thinned = [np.unique(kept, axis=0)], 0, True
+        self._chunks = [np.unique(kept, axis=0)]
+        self._new = 0
+        self._thinned = True
 
 
 def groups(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(count,) int64: the smallest index of the connected component of each image."""
+    """Return (count,) int64: the smallest index of the connected component of each image."""
     from scipy.sparse.csgraph import connected_components
 
     group = connected_components(_graph(count, np.array(pairs, np.int64).reshape(-1, 2)), directed=False)[1]
@@ -201,7 +210,7 @@ def _graph(count: int, pairs: np.ndarray):
 
 
 def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
-    """(N,) bool: which images are held out, about `share` of them, a function of the images' bytes alone.
+    """Choose the images to hold out, about `share` of them, as a function of the images' bytes alone; return (N,) bool.
 
     Each group of images that look alike is held out or not as a whole. Groups are taken in the order of a number in
     [0, 1) that their digests give them: those below `share`; or, where this misses the share by more than a tenth of
@@ -225,9 +234,9 @@ def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
 
 
 def _closest(sizes: np.ndarray, wanted: float) -> np.ndarray:
-    """(G,) bool: the groups, of these sizes, that in turn bring the sum of those taken closer to a number.
+    """Choose the groups that in turn bring the sum of the sizes taken closer to a number; return (G,) bool.
 
-    At least one is taken, the smallest, and one is left.
+    sizes: (G,) of the groups. At least one group is taken, the smallest, and one is left.
     """
     is_taken = np.zeros(len(sizes), bool)
     held = 0
@@ -242,9 +251,10 @@ def _closest(sizes: np.ndarray, wanted: float) -> np.ndarray:
 
 
 def folds_of(signatures: ImageSignatures, folds: int) -> np.ndarray:
-    """(N,) int64: the fold from 0 of each image, about as many images in each, a function of the images' bytes alone.
+    """Return (N,) int64: the fold of each image, from 0, a function of the images' bytes alone.
 
-    Images that look alike are in one fold. Raises BadInput: a fold would be empty.
+    Folds have about the same number of images; images that look alike are in one fold. Raises BadInput: a fold would be
+    empty.
     """
     member, fractions = _places(signatures, f"1/{folds}")
     place = np.array([fractions[group] for group in member.tolist()])
@@ -253,7 +263,8 @@ def folds_of(signatures: ImageSignatures, folds: int) -> np.ndarray:
     sizes = np.diff(np.r_[starts, len(member)])
     fold = np.empty(len(member), np.int64)
     fold[order] = np.repeat((starts + sizes / 2) * folds // len(member), sizes)
-    if empty := sorted({*range(folds)} - {*fold.tolist()}):
+    empty = sorted({*range(folds)} - {*fold.tolist()})
+    if empty:
         raise BadInput(
             f"data.val 1/{folds}: fold {empty[0] + 1} would be empty, because {len(signatures)} images make only "
             f"{len(fractions)} groups that do not look alike; ask for fewer folds"
@@ -262,7 +273,7 @@ def folds_of(signatures: ImageSignatures, folds: int) -> np.ndarray:
 
 
 def _places(signatures: ImageSignatures, val: object) -> tuple[np.ndarray, dict[int, float]]:
-    """The group (N,) of each image, and for each group a number in [0, 1)."""
+    """Return the group (N,) of each image, and for each group a number in [0, 1)."""
     member = groups(len(signatures), alike_pairs(signatures))
     least: dict[int, bytes] = {}
     for index, group in enumerate(member.tolist()):
@@ -277,13 +288,15 @@ def _places(signatures: ImageSignatures, val: object) -> tuple[np.ndarray, dict[
 
 
 def _fraction(digest: bytes) -> float:
-    """A number in [0, 1) that a digest decides, evenly spread whatever digests are given."""
+    """Map a digest to a number in [0, 1), evenly spread for any digests."""
     return int.from_bytes(hashlib.blake2b(digest, digest_size=6).digest()) / 2**48
 
 
 def _digest_and_thumbnail(source: Path | Stored | bytes) -> tuple[str, bytes]:
-    """The thumbnail as bytes: an array of it would lie among the decoded images, and keep the memory of each from being
-    used again."""
+    """Return the digest of an image, and its thumbnail as bytes.
+
+    Not as an array, which would lie among the decoded images and keep the memory of each from being reused.
+    """
     try:
         data = source if isinstance(source, bytes) else source.read_bytes()
         return hashlib.blake2b(data, digest_size=16).hexdigest(), thumbnail_of(decode_image(bytes(data))).tobytes()
@@ -299,22 +312,24 @@ def _stamp(source: Path | Stored) -> str:
 
 
 def _signs(thumbnails: np.ndarray) -> np.ndarray:
-    """(N,) uint64: is each of 8 x 8 cells brighter than the next in its row (the last: than the first)."""
+    """Return (N,) uint64: whether each of 8 x 8 cells is brighter than the next in its row (the last: than the first).
+    """
     cells = thumbnails.reshape(-1, 8, 2, 8, 2).astype(np.int32).sum((2, 4))
     brighter = (cells > np.roll(cells, -1, axis=2)).reshape(-1, 64)
     return np.packbits(brighter, axis=1).view(np.uint64)[:, 0]
 
 
 def _normed(thumbnails: np.ndarray) -> np.ndarray:
-    """(N, 256) float32 without mean and of length 1; zeros for even pictures."""
+    """Return (N, 256) float32 without mean and of length 1; zeros for uniform pictures."""
     flat = thumbnails.reshape(len(thumbnails), -1).astype(np.float32)
     flat -= flat.mean(1, keepdims=True)
     return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-6)
 
 
 def _candidates(thumbnails: np.ndarray, kept: _Pairs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Index arrays (i, j) of the pairs that look alike, some of them repeatedly or the other way round."""
-    signs, normed = _signs(thumbnails), _normed(thumbnails)
+    """Yield index arrays (i, j) of the pairs that look alike, some of them repeatedly or the other way round."""
+    signs = _signs(thumbnails)
+    normed = _normed(thumbnails)
     # two even pictures have no correlation: they are alike when they have the same grey
     even = np.abs(normed).sum(1) == 0
     grey = np.where(even, thumbnails[:, 0, 0].astype(np.int64), -1 - np.arange(len(thumbnails)))
@@ -335,7 +350,7 @@ def _candidates(thumbnails: np.ndarray, kept: _Pairs) -> Iterator[tuple[np.ndarr
 
 
 def _same_parts(signs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Index arrays (i, j) of the pairs whose signs agree in one of the parts."""
+    """Yield index arrays (i, j) of the pairs whose signs agree in one of the parts."""
     bits = -(-64 // BANDS)
     for band in range(BANDS):
         part = (signs >> np.uint64(band * bits)) & np.uint64((1 << bits) - 1)

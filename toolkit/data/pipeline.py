@@ -1,4 +1,4 @@
-"""From the name of a split to its batches, as the `data` settings of every script describe them."""
+"""Data pipeline from the name of a split to its batches, as the `data` settings of every script describe it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,8 +40,11 @@ ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixe
 
 
 def check_one_size(stride: int, sizes: Sequence[ImageSize], scales: Sequence[int]) -> None:
-    """For detectors that ignore padding: raises BadInput for `scales`, or a size in pixels that is no multiple of
-    `stride`, whose images the loader would pad."""
+    """Check the image sizes of a detector that ignores padding.
+
+    Raises BadInput for `scales`, and for a size in pixels that is not a multiple of `stride`, whose images the loader
+    would pad.
+    """
     faults = ["the detector needs images of one size: leave data.scales empty, set data.image_size"] if scales else []
     for size in (size for size in sizes if any(side % stride for side in pair_hw(size))):
         near = [max(1, round(side / stride)) * stride for side in pair_hw(size)]
@@ -53,9 +56,9 @@ def check_one_size(stride: int, sizes: Sequence[ImageSize], scales: Sequence[int
 
 
 def train_transform(c: Any) -> Transform:
-    """Training augmentation, `(image, target, generator[, size_hw]) -> (image, target)`; see docs/data.md.
+    """Make the training augmentation, `(image, target, generator[, size_hw]) -> (image, target)`; see docs/data.md.
 
-    The recipe says whose definition and order of photometric, zoom_out and iou_crop, and whose interpolation. detr:
+    The recipe decides the definition and order of photometric, zoom_out and iou_crop, and the interpolation. detr:
     zoom out, crop, flip, resize, colours; ssd: the same in one resize, then flip and colours; yolov3: colours, zoom
     out, crop, resize, flip. The ssd and yolov3 recipes must be called with a size, as the keys of `training_sizes`
     carry it. Transforms of `augment` come before all of these.
@@ -63,7 +66,7 @@ def train_transform(c: Any) -> Transform:
     Args:
         c: settings with the names of `toolkit.run.settings.DataConfig`.
 
-    Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
+    Raises BadInput naming each setting of `data` that is invalid, or does not fit another.
     """
     _check_transform(c)
     if c.augment:
@@ -87,16 +90,17 @@ def train_transform(c: Any) -> Transform:
 
 
 def training_sizes(c: Any) -> VariableSizes | None:
-    """The sizes that training images get, batch by batch; None: every image as the transform alone decides.
+    """Return the sizes of training images, batch by batch; None: the transform alone decides the size of every image.
 
     The recipes ssd and yolov3, and mosaics, always have a size.
 
     Args:
         c: settings with the names of `toolkit.run.settings.DataConfig`.
 
-    Raises BadInput naming each setting of `data` that cannot be, or cannot go with another.
+    Raises BadInput naming each setting of `data` that is invalid, or does not fit another.
     """
-    faults, sizes_hw = [], []
+    faults = []
+    sizes_hw = []
     for size in (c.image_size, *c.multi_scale):
         try:
             sizes_hw.append(pair_hw(size))
@@ -122,7 +126,7 @@ def training_sizes(c: Any) -> VariableSizes | None:
 
 
 def _aspects_apart(base_hw: tuple[int, int], *several_hw: tuple[int, int]) -> list[str]:
-    """A sentence if some sizes have another aspect than the first, to which validation images are resized."""
+    """Return a sentence if some sizes have another aspect than the first, to which validation images are resized."""
     height, width = base_hw
     apart = [(h * width) / (w * height) for h, w in several_hw]
     if not any(max(ratio, 1 / ratio) > ASPECTS_APART for ratio in apart):
@@ -135,12 +139,12 @@ def _aspects_apart(base_hw: tuple[int, int], *several_hw: tuple[int, int]) -> li
 
 
 def val_transform(image_size: ImageSize, scales: list[int], max_size: int) -> Transform:
-    """The deterministic transform of validation images."""
+    """Make the deterministic transform of validation images."""
     return ResizeShorter((scales[-1],), max_size) if scales else exact_transform(image_size)
 
 
 def processor_size(image_size: ImageSize, scales: list[int], max_size: int) -> dict[str, int]:
-    """The size of validation images in pixels, in the format of transformers' image processors."""
+    """Return the size of validation images in pixels, in the format of transformers' image processors."""
     if scales:
         return {"shortest_edge": scales[-1], "longest_edge": max_size}
     return dict(zip(("height", "width"), pair_hw(image_size), strict=True))
@@ -149,9 +153,9 @@ def processor_size(image_size: ImageSize, scales: list[int], max_size: int) -> d
 def loader_of_settings(
     table: DetectionTable, c: Any, *, seed: int, stride: int, augmented: bool = True, pin: bool = False
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
-    """This rank's sampler and loader of the training data.
+    """Make this rank's sampler and loader of the training data.
 
-    Where images are mixed, or differ in the last epochs, `loader.dataset.dataset` is a `MixedDataset`; call its `plan`
+    If images are mixed, or differ in the last epochs, `loader.dataset.dataset` is a `MixedDataset`; call its `plan`
     before every epoch.
 
     Args:
@@ -159,13 +163,15 @@ def loader_of_settings(
         augmented: False: images as in validation, each once in an epoch.
         pin: as in `make_loader`.
 
-    Raises BadInput: settings of `data` that cannot be, or cannot go with another.
+    Raises BadInput: settings of `data` that are invalid, or do not fit each other.
     """
     if augmented:
-        transform, sizes = train_transform(c), training_sizes(c)
+        transform = train_transform(c)
+        sizes = training_sizes(c)
         _check_last_epochs(c)
     else:
-        transform, sizes = val_transform(c.image_size, c.scales, c.max_size), None
+        transform = val_transform(c.image_size, c.scales, c.max_size)
+        sizes = None
     blocks = blocks_of(table)
     if blocks is not None:
         _check_streamed(c, augmented)
@@ -190,7 +196,8 @@ def _check_streamed(c: Any, augmented: bool) -> None:
     if augmented:
         pixels = c.multi_scale and c.multi_scale_pixels
         everywhere |= {"mixup": c.mixup, "mosaic": c.mosaic, "multi_scale_pixels": pixels}
-    if chosen := [name for name, given in everywhere.items() if given]:
+    chosen = [name for name, given in everywhere.items() if given]
+    if chosen:
         raise BadInput(
             f"data.{name} takes images from anywhere in the data, which data.streaming reads by row groups; leave one "
             "of the two out"
@@ -244,7 +251,7 @@ def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> 
 def validation_loader(
     table: DetectionTable, transform: Transform, *, batch_size: int, workers: int, stride: int, pin: bool = False
 ) -> torch.utils.data.DataLoader:
-    """This rank's loader of the validation data; `pin` as in `make_loader`."""
+    """Make this rank's loader of the validation data; `pin` as in `make_loader`."""
     sampler = EvalSampler(len(table), batch_size, *world())
     return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=pin)
 
@@ -272,7 +279,7 @@ def _check_transform(c: Any) -> None:
 
 
 def blocks_of(table: DetectionTable) -> np.ndarray | None:
-    """(len,) int64: number of the row group of each image; None where images are not read by row groups."""
+    """Return (len,) int64: the number of each image's row group; None if images are not read by row groups."""
     root = table.image_root
     if not isinstance(root, ImageSources) or not isinstance(root.parts[0], Shards):
         return None
@@ -281,10 +288,11 @@ def blocks_of(table: DetectionTable) -> np.ndarray | None:
 
 
 def largest_batch(dataset: DetectionDataset, count: int, stride: int, sizes: VariableSizes | None = None) -> Batch:
-    """The `count` training images that need most memory, half by their boxes, half by their pixels, as epoch 0 augments
-    them.
+    """Collate the `count` training images that need most memory, as epoch 0 augments them.
 
-    sizes: of batches whose sizes vary, which say how many images there are then.
+    Half are chosen by their boxes, half by their pixels.
+
+    sizes: of batches whose sizes vary; they determine the number of images.
     """
     size_hw = None
     if sizes is not None:

@@ -13,14 +13,14 @@ import numpy as np
 from toolkit.base.errors import BadInput
 from toolkit.data.variable_sizes import VariableSizes
 
-MIXED_BLOCKS = 4  # whose samples are shuffled together, where samples are read by blocks
+MIXED_BLOCKS = 4  # blocks whose samples are shuffled together, if samples are read by blocks
 
 
 class SampleKey(NamedTuple):
-    """The key of a sample. It carries the epoch, so that persistent workers need no update.
+    """Key of a sample. It carries the epoch, so that persistent workers need no update.
 
-    size_hw: the size that the batch's images have, where it varies; None: the transform knows.
-    turn: how often this image was asked for in this epoch before, where images are repeated.
+    size_hw: the size of the batch's images, if it varies; None: the transform decides.
+    turn: how often this image came before in this epoch, if images are repeated.
     """
 
     epoch: int
@@ -32,15 +32,15 @@ class SampleKey(NamedTuple):
 def repeat_factors(
     labels: Sequence[np.ndarray], num_classes: int, threshold: float, setting: str = "repeat_factor"
 ) -> np.ndarray:
-    """(N,) float64, at least 1: how often each image is shown in an epoch (Gupta et al., LVIS, 2019, section 4.1).
+    """Return (N,) float64, at least 1: repeats of each image in an epoch (Gupta et al., LVIS, 2019, section 4.1).
 
     Args:
         labels: classes of the boxes (or predicates of the relations) of each image, (n,) int64 each.
         threshold: a class that is in a share f of the images has the factor max(1, sqrt(threshold / f)); an image has
             the largest of its classes' factors.
-        setting: what the threshold is called.
+        setting: name of the threshold, for messages.
 
-    Raises BadInput: the threshold is no share.
+    Raises BadInput: the threshold is not a share.
     """
     if not 0 <= threshold <= 1:
         raise BadInput(
@@ -55,22 +55,22 @@ def repeat_factors(
 
 
 def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
-    """Group (N,) int64 of each image (N, 2): 0 portrait, 1 landscape and squares, as torchvision's references do."""
+    """Return (N,) int64: 0 for portrait images (N, 2), 1 for landscape and squares, as in torchvision's references."""
     return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
 
 
 def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """[start, stop) of this rank's share of `count` consecutive samples; 5 over 2 ranks are 3 and 2."""
+    """Return [start, stop) of this rank's share of `count` consecutive samples; 5 over 2 ranks are 3 and 2."""
     share, extra = divmod(count, world_size)
     start = rank * share + min(rank, extra)
     return start, start + share + (rank < extra)
 
 
 def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.ndarray:
-    """(B,) int64: the end of each global micro-batch of `count` samples: full ones, then the remainder.
+    """Return (B,) int64: the end of each global micro-batch of `count` samples: full ones, then the remainder.
 
-    full_sizes: of every batch, or of one after the other. Left-overs too few to give every rank one join the batch
-    before. Fewer samples than ranks make no batch at all.
+    full_sizes: the size of every batch, or of one after the other. If fewer samples than ranks are left over, they join
+    the batch before. Fewer samples than ranks in all make no batch.
     """
     ends = np.cumsum(np.full(count // full_sizes, full_sizes) if isinstance(full_sizes, int) else full_sizes)
     ends = ends[ends <= count]
@@ -81,9 +81,9 @@ def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.
 
 
 def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.ndarray:
-    """`order` rearranged so that each `global_batch` consecutive samples are of one group, as early as they complete.
+    """Rearrange `order` so that each `global_batch` consecutive samples are of one group, as early as they complete.
 
-    What is left over of each group comes last, sorted by group, so that only a few batches are mixed.
+    The left-over samples of each group come last, sorted by group, so that only a few batches are mixed.
     """
     waiting: dict[int, list[int]] = {}
     arranged: list[int] = []
@@ -97,14 +97,14 @@ def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.
 
 
 def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A random order of samples, by their blocks (n,), in which those of `MIXED_BLOCKS` blocks at a time are mixed."""
+    """Draw a random order of samples, by their blocks (n,); samples of `MIXED_BLOCKS` blocks at a time are mixed."""
     names, block = np.unique(blocks, return_inverse=True)
     pool = rng.permutation(len(names))[block] // MIXED_BLOCKS
     return np.lexsort((rng.permutation(len(blocks)), pool))
 
 
 def rank_runs(order: np.ndarray, batch_size: int, world_size: int) -> np.ndarray:
-    """`order` rearranged so that each rank walks through one contiguous part of it.
+    """Rearrange `order` so that each rank walks through one contiguous part of it.
 
     Global micro-batches are cut out of the result as `batch_ends` says, and each is shared by `split_evenly`.
     """
@@ -137,13 +137,13 @@ class EpochSampler:
         groups: (num_samples,) int; global micro-batches are then of one group (aspect ratios), left-overs mixed.
             The order then depends on `world_size * batch_size_per_device` too.
         shuffle: False keeps the dataset's order.
-        sizes: the images' size varies from micro-batch to micro-batch, and the number of images with it where it says
-            so; the keys then carry the size.
+        sizes: the images' size varies from micro-batch to micro-batch, and with it the number of images if `sizes`
+            says so; the keys then carry the size.
         repeats: (num_samples,) how often each image is shown in an epoch, on average (`repeat_factors`). An epoch then
             has round(sum) samples, each image so often or once more or less, which is drawn anew in every epoch.
         strata: (num_samples,) int; each of these groups then has its part of the repeats in every epoch, off by at most
             one sample. None: all are one group.
-        blocks: (num_samples,) int: which samples are read together, as those of a row group of a Parquet file. The
+        blocks: (num_samples,) int; samples of one block, such as a row group of a Parquet file, are read together. The
             order is then that of `block_order`, and each rank has blocks of its own (`rank_runs`), so that the order
             depends on `world_size * batch_size_per_device` too.
 
@@ -168,16 +168,23 @@ class EpochSampler:
             raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
         if repeats is not None:
             num_samples = int(round(float(np.sum(repeats))))
-        self.repeats, self.blocks, self.strata = repeats, blocks, strata
+        self.repeats = repeats
+        self.blocks = blocks
+        self.strata = strata
         _check_sizes(num_samples, batch_size_per_device, world_size)
-        self.seed, self.groups, self.shuffle, self.sizes = seed, groups, shuffle, sizes
+        self.seed = seed
+        self.groups = groups
+        self.shuffle = shuffle
+        self.sizes = sizes
         if groups is not None and self._count_varies:
             raise BadInput(
                 "batches of like aspect ratio cannot have a number of images that follows their size: set "
                 "data.group_by_aspect_ratio or data.multi_scale_pixels to false"
             )
-        self.num_samples, self.batch_size = num_samples, batch_size_per_device
-        self.rank, self.world_size = rank, world_size
+        self.num_samples = num_samples
+        self.batch_size = batch_size_per_device
+        self.rank = rank
+        self.world_size = world_size
         self.epoch = 0
         self._start(offset=0, layout=[])
 
@@ -190,13 +197,13 @@ class EpochSampler:
             self._start(offset=0, layout=[])
 
     def advance(self, n_samples: int) -> None:
-        """Training has consumed this many more samples, counted over all ranks."""
+        """Record that training has consumed this many more samples, counted over all ranks."""
         if not 0 <= n_samples <= self.num_samples - self.offset:
             raise ValueError(f"advance({n_samples}) at offset {self.offset} of {self.num_samples} samples")
         self.offset += n_samples
 
     def advance_batches(self, n_batches: int) -> None:
-        """Training has consumed this many more global micro-batches."""
+        """Record that training has consumed this many more global micro-batches."""
         first = self.next_batch
         self.advance(sum(self.samples_in_batch(i) for i in range(first, first + n_batches)))
 
@@ -206,17 +213,20 @@ class EpochSampler:
         return int(np.searchsorted(self._ends, self.offset, side="right"))
 
     def samples_in_batch(self, i: int) -> int:
-        """Samples of all ranks in the epoch's i-th micro-batch (i counts from the epoch's start, also when resumed)."""
+        """Return the samples of all ranks in the epoch's i-th micro-batch.
+
+        i counts from the epoch's start, also after resuming.
+        """
         return int(self._ends[i] - (self._ends[i - 1] if i else 0))
 
     def __len__(self) -> int:
-        """Micro-batches in the whole epoch."""
+        """Return the number of micro-batches in the whole epoch."""
         return len(self._ends)
 
     def steps_of_epoch(self, epoch: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
-        """Optimizer steps of an epoch that is not cut short; see `toolkit.data.sampling.accumulation_at`.
+        """Return the optimizer steps of an epoch that is not cut short; see `toolkit.data.sampling.accumulation_at`.
 
-        Where the number of images follows their size, an epoch has as many micro-batches as its sizes make of it.
+        If the number of images follows their size, the number of micro-batches depends on the sizes drawn in the epoch.
         """
         drawn = self.sizes.draw(self.seed, epoch, self.num_samples + 1) if self._count_varies else None
         count = len(self._batch_ends(self.num_samples, drawn, self.world_size, self.batch_size))
@@ -227,35 +237,40 @@ class EpochSampler:
         return self.sizes is not None and self.sizes.base_hw is not None
 
     def _batch_ends(self, count: int, drawn: list | None, world_size: int, batch_size: int) -> np.ndarray:
-        """`batch_ends` of batches whose images have the sizes `drawn`."""
+        """Return `batch_ends` of batches whose images have the sizes `drawn`."""
         if not self._count_varies:
             return batch_ends(count, world_size * batch_size, world_size)
         images = [self.sizes.batch_size(size_hw, batch_size) for size_hw in drawn]
         return batch_ends(count, world_size * np.array(images), world_size)
 
     def steps_in(self, epochs: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
-        """Optimizer steps of so many epochs from the first one on; see `steps_of_epoch`."""
+        """Return the optimizer steps of so many epochs from the first one on; see `steps_of_epoch`."""
         return sum(self.steps_of_epoch(epoch, accumulation_steps, accumulate_after_epoch) for epoch in range(epochs))
 
     def cut_as(self, world_size: int, batch_size: int) -> "EpochSampler":
-        """The same data at the start of the first epoch, for other ranks and batches."""
+        """Return the same data at the start of the first epoch, for other ranks and batches."""
         other = copy.copy(self)
-        other.world_size, other.batch_size, other.epoch = world_size, batch_size, 0
+        other.world_size = world_size
+        other.batch_size = batch_size
+        other.epoch = 0
         other._start(offset=0, layout=[])
         return other
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        now = copy.copy(self)  # what runs ahead must not notice `advance` or `set_epoch`
+        now = copy.copy(self)  # an iteration that runs ahead must not notice `advance` or `set_epoch`
         return (now._keys(i) for i in range(now.next_batch, len(now)))
 
     def state_dict(self) -> dict[str, object]:
-        """JSON-able: seed, epoch, offset, world_size, batch_size, num_samples; `layout` and `sizes`: how it is cut."""
+        """Return the state, JSON-able.
+
+        It has seed, epoch, offset, world_size, batch_size and num_samples; `layout` and `sizes` describe the cut.
+        """
         names = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
         layout = [list(segment) for segment in self._layout]
         return {name: getattr(self, name) for name in names} | {"layout": layout, "sizes": repr(self.sizes)}
 
     def load_state_dict(self, state: dict[str, object]) -> list[str]:
-        """Restore a saved state; returns a message for each way in which the run cannot stay identical.
+        """Restore a saved state; return a message for each way in which the run cannot stay identical.
 
         The same ranks and batch size go on exactly. Others go on with the same remaining samples in the same order
         (with groups: regrouped), cut into the new batches. Raises BadInput when the state is of another dataset.
@@ -271,8 +286,10 @@ class EpochSampler:
             notes.append(f"data order continues with the checkpoint's seed {state['seed']}, not {self.seed}")
         if state["sizes"] != repr(self.sizes):
             notes.append(f"image sizes now follow {self.sizes}, in the checkpoint {state['sizes']}")
-        self.seed, self.epoch = state["seed"], state["epoch"]
-        before, now = (state["world_size"], state["batch_size"]), (self.world_size, self.batch_size)
+        self.seed = state["seed"]
+        self.epoch = state["epoch"]
+        before = (state["world_size"], state["batch_size"])
+        now = (self.world_size, self.batch_size)
         layout = [tuple(segment) for segment in state["layout"]]
         self._start(state["offset"], layout)
         if before != now:
@@ -300,7 +317,8 @@ class EpochSampler:
         """Lay the current epoch out in segments, each (first sample, world_size, batch_size)."""
         self.offset = offset
         self._layout = layout or [(0, self.world_size, self.batch_size)]
-        self._images, self._turns = np.arange(self.num_samples), np.zeros(self.num_samples, np.int64)
+        self._images = np.arange(self.num_samples)
+        self._turns = np.zeros(self.num_samples, np.int64)
         if self.repeats is not None:
             self._images, self._turns = _repeated(
                 self.repeats, self.strata, self.num_samples, self.seed, self.epoch
@@ -313,16 +331,18 @@ class EpochSampler:
         for start, world_size, batch_size in self._layout:
             if groups is not None:
                 order = np.concatenate([order[:start], group_order(order[start:], groups, world_size * batch_size)])
-            if position is not None:  # what is left, in the first order again, is shared among these ranks
+            if position is not None:  # the samples left, in the first order again, are shared among these ranks
                 left = order[start:][np.argsort(position[order[start:]])]
                 order = np.concatenate([order[:start], rank_runs(left, batch_size, world_size)])
             ends = [end for end in ends if end < start] + [start] * (start > 0)
             left_sizes = drawn and drawn[len(ends) :]
             ends += (start + self._batch_ends(self.num_samples - start, left_sizes, world_size, batch_size)).tolist()
-        self._order, self._ends, self._drawn = order, np.array(ends, dtype=np.int64), drawn
+        self._order = order
+        self._ends = np.array(ends, dtype=np.int64)
+        self._drawn = drawn
 
     def _first_order(self) -> np.ndarray:
-        """(num_samples,) of the current epoch, before it is cut for ranks and groups."""
+        """Return the order (num_samples,) of the current epoch, before it is cut for ranks and groups."""
         if not self.shuffle:
             return np.arange(self.num_samples)
         rng = np.random.default_rng((self.seed, self.epoch))
@@ -331,21 +351,24 @@ class EpochSampler:
         return block_order(self.blocks[self._images], rng)
 
     def _keys(self, i: int) -> list[SampleKey]:
-        """This rank's part of the epoch's i-th global micro-batch."""
-        count, size_hw = self.samples_in_batch(i), self._drawn[i] if self._drawn else None
+        """Return this rank's part of the epoch's i-th global micro-batch."""
+        count = self.samples_in_batch(i)
+        size_hw = self._drawn[i] if self._drawn else None
         first = int(self._ends[i]) - count
         start, stop = split_evenly(count, self.rank, self.world_size)
         mine = self._order[first + start : first + stop]
-        images, turns = self._images[mine].tolist(), self._turns[mine].tolist()
+        images = self._images[mine].tolist()
+        turns = self._turns[mine].tolist()
         return [SampleKey(self.epoch, image, size_hw, turn) for image, turn in zip(images, turns, strict=True)]
 
 
 def _repeated(
     repeats: np.ndarray, strata: np.ndarray | None, count: int, seed: int, epoch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(image, turn) of each of `count` samples of an epoch: systematic sampling, so no image is off by more than one.
+    """Draw (image, turn) of each of `count` samples of an epoch.
 
-    turn: how often the image is among the samples before.
+    Systematic sampling: the count of each image is off by at most one. turn: how often the image is among the samples
+    before.
     """
     rng = np.random.default_rng((seed, epoch, 2))
     images = rng.permutation(len(repeats))
@@ -360,14 +383,17 @@ def _repeated(
 class EvalSampler:
     """Batch sampler of one rank for evaluation: every sample once over all ranks, in order.
 
-    Every rank yields the same number of batches, so that collectives match; where samples run out some are empty lists.
+    Every rank yields the same number of batches, so that collectives match; some are empty when samples run out.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):
         if num_samples < 1 or batch_size < 1:
             got = f"got {num_samples} images in batches of {batch_size}"
             raise BadInput(f"evaluation needs at least one image and one image per batch, {got}")
-        self.num_samples, self.batch_size, self.rank, self.world_size = num_samples, batch_size, rank, world_size
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
 
     def __len__(self) -> int:
         return -(-self.num_samples // (self.batch_size * self.world_size))
@@ -395,7 +421,7 @@ def _check_sizes(num_samples: int, batch_size: int, world_size: int) -> None:
 
 
 def accumulation_at(epoch: int, accumulation_steps: int, after_epoch: int) -> int:
-    """Micro-batches of one optimizer step in an epoch: 1 before the epoch `after_epoch` (counted from 0).
+    """Return the micro-batches of one optimizer step in an epoch: 1 before the epoch `after_epoch` (counted from 0).
 
     In the epoch `after_epoch` itself accumulation has begun, as in CVNets since its version 0.2.
     """
@@ -403,19 +429,23 @@ def accumulation_at(epoch: int, accumulation_steps: int, after_epoch: int) -> in
 
 
 def epochs_after(sampler: EpochSampler, step: float, *accumulation: int) -> float:
-    """Epochs that a run of this cut from its start has seen after `step` optimizer steps."""
+    """Return the epochs that a run with this cut from its start has seen after `step` optimizer steps."""
     epoch = 0
-    while step >= (steps := max(1, sampler.steps_of_epoch(epoch, *accumulation))):
-        step, epoch = step - steps, epoch + 1
+    steps = max(1, sampler.steps_of_epoch(epoch, *accumulation))
+    while step >= steps:
+        step = step - steps
+        epoch += 1
+        steps = max(1, sampler.steps_of_epoch(epoch, *accumulation))
     return epoch + step / steps
 
 
 def steps_ahead(sampler: EpochSampler, epochs: float, *accumulation: int) -> float:
-    """Optimizer steps from where the sampler stands to the place `epochs` in the data, such as 3.5.
+    """Return the optimizer steps from the sampler's position to the place `epochs` in the data, such as 3.5.
 
     accumulation: steps, and the first epoch that has them; see `accumulation_at`.
     """
-    here, end = sampler.epoch + sampler.offset / sampler.num_samples, sampler.epoch + 1
+    here = sampler.epoch + sampler.offset / sampler.num_samples
+    end = sampler.epoch + 1
     left = -(-(len(sampler) - sampler.next_batch) // accumulation_at(sampler.epoch, *accumulation))
     if epochs < end:
         return left * max(0.0, epochs - here) / (end - here) if end > here else 0.0

@@ -30,7 +30,7 @@ from toolkit.data.table_cache import cache_root
 
 logger = logging.getLogger(__name__)
 
-FILES = "files.json"  # in the cache: what the files of the data set are known by
+FILES = "files.json"  # in the cache: sizes and digests of the files of the data set
 VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
 CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
@@ -47,7 +47,7 @@ NESTED = 0.15  # how often a shape is put on the middle of an earlier, larger on
 
 
 def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tuple[np.ndarray, list[dict], list[tuple]]:
-    """One picture, a function of its arguments alone.
+    """Draw one picture, a function of its arguments alone.
 
     Returns uint8 (image_size, image_size, 3); objects {category: 0-based, texture: row of ATTRIBUTES, bbox: xywh of the
     visible pixels, area: number of visible pixels}; relations (subject, object, predicate), rows of the objects and of
@@ -56,7 +56,9 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
     rng = np.random.default_rng([seed, SPLITS.index(split), index])
     canvas = _background(rng, image_size)
     owner = np.full((image_size, image_size), -1, np.int8)  # which object shows at each pixel
-    full_areas, kinds, circles = [], [], []  # of each shape; of a circle the centre x and y, and the radius
+    full_areas = []
+    kinds = []
+    circles = []  # centre x and y, and the radius, of the circle of each shape
     for _ in range(int(rng.integers(1, MAX_OBJECTS + 1))):
         for _ in range(PLACEMENTS):
             category = int(rng.integers(len(CLASSES)))
@@ -78,7 +80,7 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
 def make_shapes(
     out: Path | str, train_images: int = 1000, val_images: int = 200, image_size: int = 128, seed: int = 0
 ) -> None:
-    """Writes the data set to `out`. Raises BadInput when `out` holds something already or a number makes no sense."""
+    """Write the data set to `out`. Raises BadInput if `out` is not empty or a number makes no sense."""
     out = Path(out).expanduser()
     if train_images < 1 or val_images < 1 or image_size < 32 or seed < 0:
         raise BadInput(
@@ -99,7 +101,8 @@ def ensure_shapes(
     image_size: int = 128,
     seed: int = 0,
 ) -> Path:
-    """The data set's folder in the cache, made on the first call (seconds). Safe with several processes at once."""
+    """Return the data set's folder in the cache, made on the first call (seconds). Safe with several processes at once.
+    """
     root = cache_root(cache_dir)
     folder = root / f"shapes-v{VERSION}-{train_images}-{val_images}-{image_size}px-seed{seed}"
     if folder.exists() and _is_whole(folder):
@@ -128,7 +131,7 @@ def ensure_shapes(
 
 
 def _state_of(folder: Path) -> dict[str, str | int]:
-    """The size of each picture, and a digest of each annotation file, by their paths in the folder."""
+    """Return the size of each picture, and a digest of each annotation file, by their paths in the folder."""
     state: dict[str, str | int] = {}
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -141,7 +144,7 @@ def _state_of(folder: Path) -> dict[str, str | int]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the files of the data set are those that were written."""
+    """Return whether the files of the data set are those that were written."""
     try:
         return json.loads((folder / FILES).read_text(encoding="utf-8")) == _state_of(folder)
     except (OSError, ValueError, RecursionError):
@@ -149,20 +152,37 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) -> None:
-    images, annotations, relations = [], [], []
+    images = []
+    annotations = []
+    relations = []
     (out / split).mkdir()
     for index in tqdm(range(count), f"drawing {split}", delay=2, leave=False, disable=None):
         pixels, objects, triples = draw_scene(seed, split, index, image_size)
-        name, image_id, first = f"{index:06d}.jpg", index + 1, len(annotations) + 1
+        name = f"{index:06d}.jpg"
+        image_id = index + 1
+        first = len(annotations) + 1
         Image.fromarray(pixels).save(out / split / name, quality=92)
         images.append({"id": image_id, "file_name": name, "width": image_size, "height": image_size})
         for row, item in enumerate(objects):
-            entry = {"id": first + row, "image_id": image_id, "category_id": item["category"] + 1}
-            entry |= {"bbox": item["bbox"], "area": item["area"], "iscrowd": 0, "attribute_ids": [item["texture"] + 1]}
+            entry = {
+                "id": first + row,
+                "image_id": image_id,
+                "category_id": item["category"] + 1,
+                "bbox": item["bbox"],
+                "area": item["area"],
+                "iscrowd": 0,
+                "attribute_ids": [item["texture"] + 1],
+            }
             annotations.append(entry)
         for subject, object_, predicate in triples:
-            entry = {"id": len(relations) + 1, "image_id": image_id, "subject_id": first + subject}
-            relations.append(entry | {"object_id": first + object_, "predicate_id": predicate + 1})
+            entry = {
+                "id": len(relations) + 1,
+                "image_id": image_id,
+                "subject_id": first + subject,
+                "object_id": first + object_,
+                "predicate_id": predicate + 1,
+            }
+            relations.append(entry)
     document = {
         "info": {"description": f"textured shapes v{VERSION}, {split}, seed {seed}"},
         "images": images,
@@ -180,7 +200,7 @@ def _numbered(names: Sequence[str]) -> list[dict]:
 
 
 def _background(rng: np.random.Generator, size: int) -> np.ndarray:
-    """(size, size, 3) float32: a gradient between two muted colours under smooth blotches."""
+    """Draw (size, size, 3) float32: a gradient between two muted colours under smooth blotches."""
     value = rng.uniform(0.25, 0.8)
     first, second = (_colour(rng, (0.05, 0.45), (value - 0.12, value + 0.12)) for _ in range(2))
     angle = rng.uniform(0, 2 * np.pi)
@@ -193,7 +213,7 @@ def _background(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def _smooth_noise(rng: np.random.Generator, size: int, cells: int) -> np.ndarray:
-    """(size, size): normal noise on a cells x cells grid, interpolated."""
+    """Draw (size, size): normal noise on a cells x cells grid, interpolated."""
     position = np.linspace(0, cells - 1, size)
     low = np.minimum(position.astype(int), cells - 2)
     part = position - low
@@ -209,7 +229,7 @@ def _colour(rng: np.random.Generator, saturation: tuple, value: tuple) -> np.nda
 
 
 def _place(rng: np.random.Generator, size: int, circles: list) -> tuple[float, float, float]:
-    """(centre x, centre y, radius in pixels), sometimes within an earlier shape that has the room."""
+    """Draw (centre x, centre y, radius in pixels), sometimes within an earlier shape that has the room."""
     smallest = RADIUS[0] * size
     hosts = [circle for circle in circles if circle[2] > 2 * smallest]
     if hosts and rng.uniform() < NESTED:
@@ -225,8 +245,9 @@ def _place(rng: np.random.Generator, size: int, circles: list) -> tuple[float, f
 def _cover(
     rng: np.random.Generator, name: str, size: int, centre_x: float, centre_y: float, radius: float
 ) -> tuple[np.ndarray, tuple]:
-    """(coverage of each pixel 0..1, (u, v, distance inside, radius)): the shape at a random angle."""
-    angle, radius = rng.uniform(0, 2 * np.pi), radius * STRETCH.get(name, 1.0)
+    """Draw the shape at a random angle: (coverage of each pixel 0..1, (u, v, distance inside, radius))."""
+    angle = rng.uniform(0, 2 * np.pi)
+    radius = radius * STRETCH.get(name, 1.0)
     y, x = np.mgrid[0:size, 0:size].astype(np.float32) + 0.5
     x, y = x - np.float32(centre_x), y - np.float32(centre_y)
     u = (np.cos(angle) * x + np.sin(angle) * y).astype(np.float32)
@@ -236,7 +257,7 @@ def _cover(
 
 
 def _distance_inside(name: str, u: np.ndarray, v: np.ndarray, radius: float) -> np.ndarray:
-    """Pixels from the outline, positive inside (exact on the straight edges, which is all that is needed)."""
+    """Return pixels from the outline, positive inside (exact on the straight edges, where it is needed)."""
     if name == "circle":
         return 0.9 * radius - np.hypot(u, v)
     if name == "square":
@@ -259,7 +280,7 @@ def _all_visible(owner: np.ndarray, mask: np.ndarray, full_areas: list[int]) -> 
 
 
 def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, local: tuple, typical: str) -> str:
-    """Blends a shape with a dark rim and a texture, mostly that of its class, into `canvas`; returns the texture."""
+    """Blend a shape with a dark rim and a texture, mostly that of its class, into `canvas`; return the texture."""
     u, v, inside, radius = local
     under = canvas[coverage > 0.5].mean(axis=0)
     colours = [_colour(rng, (0.35, 1.0), (0.35, 1.0)) for _ in range(8)]
@@ -290,7 +311,7 @@ def _visible(mask: np.ndarray) -> dict:
 
 
 def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
-    """One spatial predicate for each ordered pair that touches or lies in one line; "larger than" besides."""
+    """Return one spatial predicate for each ordered pair that touches or lies in one line, and "larger than"."""
     boxes = np.array([item["bbox"] for item in objects], float)
     low, high = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]
     centre = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Opens the splits of a data set by name on every rank, and checks that their classes agree."""
+"""Splits of a data set, opened by name on every rank, and checks that their classes agree."""
 
 import dataclasses
 import os
@@ -22,9 +22,9 @@ from toolkit.data.table_cache import cache_root, open_table, write_selection
 
 Say = Callable[[str], None]
 MOSTLY = 0.95  # share of images without an object that is asked about
-FEW_IMAGES = 20  # of which a few more or less say nothing
+FEW_IMAGES = 20  # below this, a few images more or less say nothing
 NAMED = 120  # characters of the first problem of a kind
-# Severities of problems, and what one and several are called.
+# Severities of problems, and their names in singular and plural.
 COUNTED = (
     ("error", "record left out", "records left out"),
     ("warning", "warning", "warnings"),
@@ -50,15 +50,16 @@ READING.append("unlisted_classes")
 def open_split(
     source: str | float, *, say: Say, listing: Path | None = None, part_of: str = "train", **reading
 ) -> DetectionTable:
-    """`open_dataset` on every rank, one of each machine first, so that one validates and the others open the cache.
+    """Call `open_dataset` on every rank, one of each machine first: that one validates, and the others open the cache.
 
     Args:
         source: as `open_dataset`; or a share or fold of `part_of` (see `share_of`), which `hold_out` holds out of it.
         say: called with a line or two about the split, on every rank; `accelerator.print` prints them once.
-        listing: file that the main process writes what was left out or repaired to, one problem a line.
+        listing: file to which the main process writes the problems (left out or repaired), one a line.
         reading: options of `open_dataset`.
     """
-    share, cache_dir = share_of(source), reading.get("cache_dir")
+    share = share_of(source)
+    cache_dir = reading.get("cache_dir")
     opening = partial(open_dataset, part_of if share else source, **reading)
     if share:
         return _opened(lambda: hold_out(opening(), share, cache_dir)[1], f"{share} of {part_of}", say, None)
@@ -85,14 +86,15 @@ def check_splits(
         all_faults(*(partial(split_in, folder, source) for source in named))
     elif name is None:
         files = [Path(source).expanduser() for source in named if source.lower().endswith(".json")]
-        if missing := [file for file in files if not file.exists()]:
+        missing = [file for file in files if not file.exists()]
+        if missing:
             raise BadInput(f"{file}: no such annotation file" for file in missing)
 
 
 def open_splits(
     train: str, val: str | float, folder: Path, *, say: Say, max_train_images=None, overfit_images: int = 0, **reading
 ) -> tuple[DetectionTable, DetectionTable]:
-    """Training and validation data with the same classes; what was wrong with them is listed in `folder`.
+    """Open training and validation data with the same classes; their problems are listed in `folder`.
 
     Args:
         val: as `train`, or a share or fold of the training data, which is held out of it (`hold_out`).
@@ -104,12 +106,14 @@ def open_splits(
     Raises BadInput: the data cannot be read, with the faults of both; or the two do not have the same classes in the
         same order.
     """
-    if path := reading.get("path"):
+    path = reading.get("path")
+    if path:
         for one in path if is_several(path) else [path]:
             say(str(recognise(one, _folder_format(reading.get("format", "auto")))))
     listings = [folder / f"data_problems_{name}.txt" for name in ("train", "val")]
     opening = partial(open_split, train, say=say, listing=listings[0], **reading)
-    if share := share_of(val):
+    share = share_of(val)
+    if share:
         whole = opening()
         first_on_each_machine(lambda: hold_out(whole, share, reading.get("cache_dir")))
         table, val_table = hold_out(whole, share, reading.get("cache_dir"))
@@ -126,10 +130,11 @@ def open_splits(
 
 
 def share_of(source: str | float) -> float | Fold | None:
-    """The share that `data.val` says, as a number, in percent or as a fold (2/5); None: it names a split or a file."""
+    """Parse `data.val` as a share, a number or percentage, or as a fold (2/5); None: it names a split or a file."""
     text = "" if is_several(source) else str(source).strip()
     expected = "a split, a file, a share of the training data between 0 and 1 (0.2 or 20%), or a fold (1/5 to 5/5)"
-    if fold := re.fullmatch(r"(\d{1,4})/(\d{1,4})", text):
+    fold = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    if fold:
         share = Fold(int(fold[1]), int(fold[2]))
         if not 1 <= share.number <= share.of or share.of < 2:
             raise BadInput(f"data.val is {source}; expected {expected}")
@@ -145,7 +150,7 @@ def share_of(source: str | float) -> float | Fold | None:
 
 
 def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
-    """Says how many of the images were held out, with a warning where that is far from the share that was asked for."""
+    """Say how many of the images were held out, with a warning if that is far from the share that was asked for."""
     share = 1 / share.of if isinstance(share, Fold) else share
     text = f"validation: {held} of these {images} images ({held / images:.0%}, asked for: {share:.0%}), held out by "
     text += f"their content; training: {images - held}"
@@ -158,7 +163,10 @@ def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
 def hold_out(
     table: DetectionTable, share: float | Fold, cache_dir: str | Path | None = None
 ) -> tuple[DetectionTable, DetectionTable]:
-    """(rest, about `share` or this fold of a table), cached. Near duplicates stay together: `data.near_duplicates`."""
+    """Return (rest, about `share` or this fold of a table), cached.
+
+    Near duplicates stay together: `data.near_duplicates`.
+    """
     is_fold = isinstance(share, Fold)
     amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
     name = f"{table.fingerprint}-{amount}-{{}}-{VERSION}.json"
@@ -178,7 +186,8 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
     first_on_each_machine(opening)
     table = opening()
     run_on_main(lambda: _write_problems(table, listing))
-    boxes, classes = table.num_boxes(), len(table.categories)
+    boxes = table.num_boxes()
+    classes = len(table.categories)
     without = (boxes == 0).sum()
     source = table.name if is_several(source) or table.sets else source
     say(f"{source}: {len(table)} images ({without} without objects), {boxes.sum()} boxes, {classes} classes")
@@ -227,7 +236,8 @@ def mostly_empty(table: DetectionTable) -> str:
 
 def check_not_empty(table: DetectionTable, is_allowed: bool) -> None:
     """Raise BadInput if hardly an image of the training data has an object, unless that is allowed."""
-    if not is_allowed and (fault := mostly_empty(table)):
+    fault = "" if is_allowed else mostly_empty(table)
+    if fault:
         raise BadInput(
             f"{table.name}: {fault}. Were the labels found? `python scripts/check_data.py` shows what is read; if it "
             "is meant, set --data.allow_mostly_empty true"
@@ -235,9 +245,9 @@ def check_not_empty(table: DetectionTable, is_allowed: bool) -> None:
 
 
 def shared_images(first: DetectionTable, second: DetectionTable) -> int:
-    """Number of images of the second split whose files the first has too.
+    """Return the number of images of the second split whose files the first has too.
 
-    Of images that lie in the data themselves, and have no files, only whole splits are compared.
+    If images are embedded in the data, and have no files, only whole splits are compared.
     """
     if first.image_root is None or second.image_root is None:
         return len(second) if first.fingerprint == second.fingerprint else 0
@@ -259,8 +269,9 @@ def overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str
 
 
 def check_same_classes(train: DetectionTable, other: DetectionTable, name: str = "validation data") -> None:
-    """Raises BadInput when training and other data do not have the same classes in the same order."""
-    train_names, other_names = train.class_names, other.class_names
+    """Raise BadInput if training and other data do not have the same classes in the same order."""
+    train_names = train.class_names
+    other_names = other.class_names
     if train_names != other_names:
         raise BadInput(
             f"training data has {len(train_names)} classes {train_names}, {name} {len(other_names)} {other_names}: "
@@ -277,9 +288,9 @@ def _write_problems(table: DetectionTable, listing: Path | None) -> None:
 def open_all_splits(
     train: str, val: str | float, test: str | float | None, folder: Path, *checks: Callable, say: Say, **options
 ) -> tuple[DetectionTable, DetectionTable, DetectionTable | None]:
-    """`open_splits`, and the test data (None: there are none) with the same classes.
+    """Open training and validation data by `open_splits`, and the test data with the same classes; None: no test data.
 
-    Splits are looked for first, and `checks` are called. What fails there is said at once, since reading images may
+    Splits are looked for first, and `checks` are called. Failures there are reported at once, since reading images may
     take long; they are read all the same.
 
     Raises BadInput with the faults of all of it.
@@ -308,12 +319,13 @@ def open_all_splits(
 
 
 def _warn_of_overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str], say: Say) -> None:
-    if text := overlap(first, second, names):
+    text = overlap(first, second, names)
+    if text:
         say(f"warning: {text}: what is measured on them says nothing about other images")
 
 
 def _in_classes_of(train: DetectionTable, other: DetectionTable, reading: dict) -> DetectionTable:
-    """`with_classes_of` on every rank, one of each machine first."""
+    """Call `with_classes_of` on every rank, one of each machine first."""
     in_classes = partial(
         with_classes_of, other, train, reading.get("unlisted_classes", "unknown"), reading.get("cache_dir")
     )

@@ -1,4 +1,4 @@
-"""The table that every data format becomes: Arrow, cached, and in memory but for embedded images, which stay on disk.
+"""The table that every data format becomes: cached as Arrow, held in memory; embedded images stay on disk.
 
 It is not memory-mapped: the kernel ends a process that reads a mapped file behind its end (SIGBUS), without a word, and
 another program may cut the file while a run of days goes on. Forked workers share the memory without copies.
@@ -58,7 +58,7 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        """One line, whatever names and values of the data are in it."""
+        """Return one line, whatever names and values of the data are in it."""
         given = {"image": self.image_id, "annotation": self.annotation_id}
         ids = ", ".join(f"{name} {shown(id_)}" for name, id_ in given.items() if id_ is not None)
         where = shown(self.file, 300) + (f" ({ids})" if ids else "")
@@ -67,8 +67,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class JoinedSet:
-    """One of the data sets that a table joins. classes: rows of `categories` that it labels; in its images the others
-    are unknown."""
+    """One of the data sets that a table joins.
+
+    classes: rows of `categories` that it labels; in its images the others are unknown.
+    """
 
     name: str
     classes: tuple[int, ...]
@@ -76,7 +78,7 @@ class JoinedSet:
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images with their boxes, annotated or found, as columns: what the writer of a format takes.
+    """Images with their boxes, annotated or found, as columns: the input of the writer of a format.
 
     boxes, relations: of the images, in their order; labels are rows of `categories`, predicates of `predicates`. With
     `attributes` there is `boxes.extra["attributes"]`, ids from 1 and 0 after the last.
@@ -90,12 +92,12 @@ class LabelledImages:
     attributes: Sequence[str] = ()
 
     def renamed(self, file_names: Sequence[str]) -> "LabelledImages":
-        """The same with other names for the image files."""
+        """Return the same with other names for the image files."""
         images = [row._replace(file_name=name) for row, name in zip(self.images, file_names, strict=True)]
         return dataclasses.replace(self, images=images)
 
     def by_image(self) -> Iterator[tuple[ImageRow, list[tuple[int, list[float], float | None, bool]]]]:
-        """Every image with the label, xyxy, score (None: annotated) and crowd flag of each of its boxes."""
+        """Yield every image with the label, xyxy, score (None: annotated) and crowd flag of each of its boxes."""
         boxes = self.boxes
         columns = boxes.labels, boxes.xyxy, boxes.scores, boxes.iscrowd
         for index, row in enumerate(self.images):
@@ -109,17 +111,18 @@ class LabelledImages:
 class DetectionTable:
     """Images with their boxes, one row per image.
 
-    arrow_file: what `datasets.Dataset.from_file` opens too; the table is its first `count` images, or all.
+    arrow_file: an Arrow stream, which `datasets.Dataset.from_file` opens too; the table is its first `count` images,
+        or all.
     rows: columns `image_id` (int64 or string), `file_name`, `width`, `height`,
         `objects {id, bbox (xyxy float32, absolute), category (0-based), area, iscrowd}` and
-        `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). Where there are
-        `attributes`, `objects` has that column too: ids from 1, a fixed number for each object, 0 after the last.
-    attributes: names in the order of their ids; none: the data name none, and there is no such column.
-    image_root: what `file_name` is relative to (`toolkit.data.image_sources`); None when the images are embedded.
-    problems: what validation found and repaired or dropped.
+        `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). With `attributes`,
+        `objects` has that column too: ids from 1, a fixed number for each object, padded with 0.
+    attributes: names in the order of their ids; empty: the data name none, and that column is missing.
+    image_root: the root of `file_name` (`toolkit.data.image_sources`); None when the images are embedded.
+    problems: the defects that validation found, and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
     max_image_pixels: of an image, for `decode_image`.
-    sets: that the table joins (`toolkit.data.joining`), where there are several; `rows` then has a column `set`.
+    sets: those that the table joins (`toolkit.data.joining`), if there are several; `rows` then has a column `set`.
     """
 
     arrow_file: Path
@@ -160,11 +163,11 @@ class DetectionTable:
         return len(self.rows)
 
     def row(self, index: int) -> dict:
-        """One image: the columns of `rows` with `objects` and `relations` as dicts of own (writable) NumPy arrays, and
-        `image`, its encoded bytes, where images are embedded.
+        """Return one image: the columns of `rows`, and `image`, its encoded bytes, if images are embedded.
 
-        `bbox` is (N, 4) float32, `area` float32, everything else int64, `attributes` (where there are any) (N, A).
-        Raises IndexError outside 0 <= index < len. BadInput: an embedded image that the file no longer has.
+        `objects` and `relations` are dicts of own (writable) NumPy arrays. `bbox` is (N, 4) float32, `area` float32,
+        everything else int64, `attributes` (if the data have any) (N, A). Raises IndexError outside 0 <= index < len,
+        and BadInput for an embedded image that the file no longer has.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a table of {len(self)} images")
@@ -176,19 +179,22 @@ class DetectionTable:
         return row
 
     def file_name(self, index: int) -> str:
-        """File name of one image, without reading its whole row; for embedded images their position in the source."""
+        """Return the file name of one image, without reading its whole row.
+
+        For an embedded image it is its position in the source.
+        """
         return self.rows["file_name"][int(index)].as_py()
 
     def image_name(self, index: int) -> str:
-        """One image for people: "street/0001.jpg (id 17)"."""
+        """Return one image's name for messages: "street/0001.jpg (id 17)"."""
         return f"{self.file_name(index)} (id {self.rows['image_id'][int(index)].as_py()})"
 
     def image_source(self, row: Mapping) -> Path | Stored | bytes:
-        """What `decode_image` takes for a row: the encoded bytes, or where the image file is."""
+        """Return the input of `decode_image` for a row: the encoded bytes, or the place of the image file."""
         return row["image"] if self.image_root is None else self.image_root / row["file_name"]
 
     def decode_image(self, row: Mapping) -> Tensor:
-        """The image of a row, uint8 (3, H, W), of the size that its boxes were read for.
+        """Decode the image of a row, uint8 (3, H, W), of the size that its boxes were read for.
 
         Raises ImageError: it cannot be decoded, or another picture has taken its place since, which its boxes do not
         fit.
@@ -206,31 +212,31 @@ class DetectionTable:
         return image
 
     def image_ids(self) -> np.ndarray:
-        """(len,) int64, or object (str) when the ids are strings."""
+        """Return (len,) int64, or object (str) if the ids are strings."""
         return np.concatenate([batch.image_ids() for batch in self._batches])
 
     def sizes_hw(self) -> np.ndarray:
-        """(len, 2) int64: height and width in pixels."""
+        """Return (len, 2) int64: height and width in pixels."""
         return np.concatenate([batch.sizes_hw for batch in self._batches])
 
     def num_boxes(self) -> np.ndarray:
-        """(len,) int64: objects per image, crowd regions included."""
+        """Return (len,) int64: objects per image, crowd regions included."""
         return np.concatenate([np.diff(batch.objects["id"][0]) for batch in self._batches]).astype(np.int64)
 
     def set_of_image(self) -> np.ndarray:
-        """(len,) int64: the row of `sets` that each image is of; zeros without sets."""
+        """Return (len,) int64: the row of `sets` that each image belongs to; zeros without sets."""
         if not self.sets:
             return np.zeros(len(self), np.int64)
         return np.concatenate([batch.set_of_image for batch in self._batches])
 
     @functools.cached_property
     def labelled_classes(self) -> np.ndarray | None:
-        """(sets, classes) bool: the classes that each set labels; None where all label all."""
+        """(sets, classes) bool: the classes that each set labels; None if all sets label all."""
         mask = np.array([[row in one.classes for row in range(len(self.categories))] for one in self.sets], bool)
         return None if mask.all() else mask
 
     def boxes(self) -> Boxes:
-        """All annotated boxes, straight from Arrow: no Python object for a box."""
+        """Return all annotated boxes, straight from Arrow: without a Python object for each box."""
         offsets, flat = _joined([batch.objects for batch in self._batches])
         return Boxes(
             offsets,
@@ -244,17 +250,17 @@ class DetectionTable:
         )
 
     def relations(self) -> Relations:
-        """All annotated relations, straight from Arrow."""
+        """Return all annotated relations, straight from Arrow."""
         offsets, ends = _joined([batch.relations for batch in self._batches])
         return Relations(offsets, **ends)
 
     def labelled(self) -> LabelledImages:
-        """All that the table holds but the images themselves, as columns."""
+        """Return all that the table holds except the images themselves, as columns."""
         columns = self.boxes(), self.categories, self.relations(), self.predicates, self.attributes
         return LabelledImages(self.image_rows(), *columns)
 
     def image_rows(self) -> list[ImageRow]:
-        """Id, file name and size of every image."""
+        """Return id, file name and size of every image."""
         columns = (self.rows.column(name).to_pylist() for name in ImageRow._fields)
         return [ImageRow(*row) for row in zip(*columns, strict=True)]
 
@@ -265,11 +271,14 @@ class DetectionTable:
         return {"fingerprint": self.fingerprint, "file": self.arrow_file.name, "images": len(self), "boxes": boxes}
 
     def changed_since(self, before: Mapping) -> str:
-        """Describe how this table differs from the one whose `identity` was `before`; "" if it does not. Images are
-        compared one by one where that one is still in the cache."""
+        """Describe how this table differs from the one whose `identity` was `before`; "" if it does not.
+
+        Images are compared one by one if that table is still in the cache.
+        """
         if before["fingerprint"] == self.fingerprint:
             return ""
-        now, earlier = self.identity, self.arrow_file.parent / str(before["file"])
+        now = self.identity
+        earlier = self.arrow_file.parent / str(before["file"])
         counts = "{images:,} images with {boxes:,} boxes"
         counts = f"{counts.format(**before)} then, {counts.format(**now)} now"
         if not earlier.is_file():
@@ -285,7 +294,7 @@ class DetectionTable:
         return f"{counts}; {what}"
 
     def annotations_by_image(self) -> dict[int | str, bytes]:
-        """Boxes, labels and crowd regions of every image, as bytes to compare."""
+        """Return boxes, labels and crowd regions of every image, as bytes to compare."""
         boxes = self.boxes()
         columns = np.concatenate([boxes.xyxy, boxes.labels[:, None], boxes.iscrowd[:, None]], axis=1)
         of_images = np.split(columns, boxes.offsets[1:-1])
@@ -296,7 +305,7 @@ class DetectionTable:
         return [category.name for category in self.categories]
 
     def head(self, count: int) -> "DetectionTable":
-        """The first `count` images."""
+        """Return a table of the first `count` images."""
         if count >= len(self):
             return self
         return dataclasses.replace(self, count=count, fingerprint=f"{self.fingerprint}-head{count}")
@@ -311,7 +320,7 @@ class DetectionTable:
         return [0, *np.cumsum([batch.num_rows for batch in self._batches]).tolist()[:-1]]
 
     def __getstate__(self) -> dict:
-        """Pickled for a spawned worker without rows and views, which it opens itself."""
+        """Return the state without rows and views; a spawned worker opens these itself."""
         opened = ("rows", "_content", "_batches", "_starts")
         return {key: value for key, value in self.__dict__.items() if key not in opened}
 
@@ -323,11 +332,13 @@ class _EmbeddedImages:
     """
 
     def __init__(self, path: Path, starts: np.ndarray, sizes: np.ndarray):
-        self.path, self.starts, self.sizes = path, starts, sizes
+        self.path = path
+        self.starts = starts
+        self.sizes = sizes
         self.file = open(path, "rb")  # noqa: SIM115 - as long as the table
 
     def read(self, index: int) -> bytes:
-        """Raises BadInput: the file ends before."""
+        """Read one image. Raises BadInput: the file ends before."""
         size = int(self.sizes[index])
         # Not `seek` and `read`: threads and forked workers share the position of an open file.
         content = os.pread(self.file.fileno(), size, int(self.starts[index]))
@@ -337,12 +348,12 @@ class _EmbeddedImages:
 
 
 def _read_all(content: pa.Buffer) -> pa.Table:
-    """The rows of an Arrow stream, which stay in the memory of the buffer."""
+    """Read the rows of an Arrow stream, which stay in the memory of the buffer."""
     return pa.ipc.open_stream(content).read_all()
 
 
 def _without_images(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, _EmbeddedImages | None]:
-    """The rows of a file without the column of images, copied to memory; and the images, None where it has none.
+    """Copy the rows of a file without the column of images to memory; return them and the images, None if it has none.
 
     content: of the whole file, mapped.
     """
@@ -380,12 +391,14 @@ class _Batch:
     """
 
     def __init__(self, batch: pa.RecordBatch):
-        self.num_rows, self.batch = batch.num_rows, batch
+        self.num_rows = batch.num_rows
+        self.batch = batch
         ids = batch.column("image_id")
         self.int_ids = np.from_dlpack(ids) if pa.types.is_integer(ids.type) else None
         self.set_of_image = np.from_dlpack(batch.column("set")) if "set" in batch.schema.names else None
         self.sizes_hw = np.stack([np.from_dlpack(batch.column(name)) for name in ("height", "width")], 1)
-        self.objects, self.relations = _list_views(batch.column("objects")), _list_views(batch.column("relations"))
+        self.objects = _list_views(batch.column("objects"))
+        self.relations = _list_views(batch.column("relations"))
 
     def image_ids(self) -> np.ndarray:
         if self.int_ids is not None:
@@ -404,7 +417,7 @@ class _Batch:
 
 
 def _list_views(column: pa.StructArray) -> Views:
-    """(offsets, values) of each list column as views on the batch; lists of A become rows of an (N, A) array."""
+    """Return (offsets, values) of each list column as views on the batch; lists of A become rows of an (N, A) array."""
     views = {}
     for struct_field in column.type:
         lists = column.field(struct_field.name)
@@ -416,14 +429,16 @@ def _list_views(column: pa.StructArray) -> Views:
 
 
 def _cut(views: Views, start: int, stop: int) -> dict[str, np.ndarray]:
-    """What the lists of images start to stop hold, floats as float32 and whole numbers as int64, in arrays of our own:
-    ones that a transform may write to."""
+    """Copy the lists of images start to stop into arrays that a transform may write to.
+
+    Floats become float32, whole numbers int64.
+    """
     cut = {name: values[offsets[start] : offsets[stop]] for name, (offsets, values) in views.items()}
     return {name: part.copy() if part.dtype == np.float32 else part.astype(np.int64) for name, part in cut.items()}
 
 
 def _joined(batches: Sequence[Views]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(offsets (I + 1,), values by name) of all images of these batches."""
+    """Return (offsets (I + 1,), values by name) of all images of these batches."""
     first = next(iter(batches[0]))
     offsets = offsets_of(np.concatenate([np.diff(views[first][0]) for views in batches]))
     parts = [_cut(views, 0, -1) for views in batches]

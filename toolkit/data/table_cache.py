@@ -24,14 +24,14 @@ from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Categ
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 7  # raise it when the columns or what a reader makes of a file change: older caches are then read anew
+TABLE_VERSION = 7  # raise it when the columns or the output of a reader change: older caches are then read anew
 WHOLE_BYTES = 2**30  # of an Arrow file, up to which all of it is compared with what was written, in a second
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """`cache_dir`, else $DETECTION_TOOLKIT_CACHE, else ~/.cache/detection-toolkit."""
+    """Return `cache_dir`, else $DETECTION_TOOLKIT_CACHE, else ~/.cache/detection-toolkit."""
     chosen = cache_dir or os.environ.get("DETECTION_TOOLKIT_CACHE") or "~/.cache/detection-toolkit"
     try:
         return Path(chosen).expanduser()
@@ -49,13 +49,13 @@ def cached_table(
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     empty: str = "not one usable image",
 ) -> DetectionTable:
-    """The table that `key` identifies, from the cache while its source files are unchanged; otherwise rebuilt.
+    """Return the table that `key` identifies, from the cache while its source files are unchanged; otherwise rebuilt.
 
     Args:
-        key: format, options and places in words, and bytes such as digests of files.
+        key: format, options and places as text, and bytes such as digests of files.
         write: writes the table (`write_table`) to the cache file that it is given.
         name: of the table, and the file that messages name.
-        empty: what to say of a table without images.
+        empty: message for a table without images.
 
     Raises:
         BadInput: errors in the data with `on_error` "raise"; no images; what `write` raises.
@@ -77,11 +77,11 @@ def cached_table(
 
 
 def file_digest(file: Path) -> bytes:
-    """Hash of the content of an annotation file. Raises BadInput."""
+    """Hash the content of an annotation file. Raises BadInput."""
     try:
         mode = os.stat(file).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for, a device read without end
-            raise BadInput(f"{file}: no file, but a pipe or a device; it is read twice, so give a file")
+            raise BadInput(f"{file}: not a file but a pipe or a device; it is read twice, so give a file")
         with open(file, "rb") as stream:
             return hashlib.file_digest(stream, hashlib.blake2b).digest()
     except FileNotFoundError as error:
@@ -91,7 +91,7 @@ def file_digest(file: Path) -> bytes:
 
 
 def settle(problems: list[Problem], on_error: str, file: str) -> None:
-    """Raises BadInput listing every error when `on_error` is "raise"; logs how many there were when it is "drop"."""
+    """Raise BadInput listing every error if `on_error` is "raise"; log how many there were if it is "drop"."""
     errors = [problem for problem in problems if problem.severity == "error"]
     warned = sum(problem.severity == "warning" for problem in problems)
     if errors and on_error == "raise":
@@ -120,14 +120,14 @@ def write_table(
     sets: Sequence[JoinedSet] = (),
     set_of_image: np.ndarray | None = None,
 ) -> DetectionTable:
-    """Writes columns as an Arrow stream and opens it again.
+    """Write columns as an Arrow stream and open it again.
 
     Two files: an Arrow stream named after its content, and `cache_file` (JSON: classes, problems, name of the Arrow
     file), which is put in place last and in one step. A reader never meets half a table; of two writers one wins.
 
     Args:
         boxes, relations: of the images, in their order; `boxes.extra["attributes"]` (N, A) with `attributes`.
-        encoded: the images themselves, where the table is to hold them.
+        encoded: the encoded images, if the table is to hold them.
         checked: digests of places (`toolkit.data.image_sources.digest_of`) that tell whether the cache is valid.
         sets, set_of_image: of a joined table, (images,) rows of `sets`.
     """
@@ -142,7 +142,7 @@ def write_table(
 
 @contextlib.contextmanager
 def _temporary(cache_file: Path) -> Iterator[Path]:
-    """A file beside `cache_file` that is gone afterwards; a disk that cannot be written is BadInput."""
+    """Yield a file beside `cache_file` that is removed afterwards; raise BadInput for a disk that cannot be written."""
     temporary = None
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def _temporary(cache_file: Path) -> Iterator[Path]:
 
 
 def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: Path, name: str) -> DetectionTable:
-    """Some rows of a table, ascending, as a cached table of their own. Raises BadInput as `write_table`."""
+    """Write some rows of a table, ascending, as a cached table of their own. Raises BadInput as `write_table`."""
     import datasets  # here: once for a selection, and every start would wait for it
 
     chosen = np.asarray(indices, dtype=np.int64)
@@ -180,7 +180,7 @@ def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: P
 
 
 def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]) -> DetectionTable:
-    """Puts the table, whose Arrow file is temporary, in its place."""
+    """Put the table, whose Arrow file is temporary, in its place."""
     root = table.image_root
     info = {
         "categories": [[category.id, category.name] for category in table.categories],
@@ -209,7 +209,7 @@ def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]
 
 
 def _fingerprint_of(arrow_file: Path, info: Mapping) -> str:
-    """A digest of the rows and of the names of classes, predicates and attributes."""
+    """Return a digest of the rows and of the names of classes, predicates and attributes."""
     names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
     with open(arrow_file, "rb") as stream:
         digest = hashlib.file_digest(stream, hashlib.blake2b)
@@ -218,7 +218,7 @@ def _fingerprint_of(arrow_file: Path, info: Mapping) -> str:
 
 
 def _digest_of_columns(arrow_file: Path) -> str:
-    """A digest of every column but the images themselves.
+    """Return a digest of every column except the images themselves.
 
     For tables with embedded images: these are gigabytes, and a damaged one is found when it is decoded.
     """
@@ -236,17 +236,17 @@ def _digest_of_columns(arrow_file: Path) -> str:
 
 
 def _digest_of_info(info: Mapping) -> str:
-    """A digest of everything in the JSON file of a table."""
+    """Return a digest of everything in the JSON file of a table."""
     content = {key: value for key, value in info.items() if key != "digest"}
     text = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None:
-    """The cached table and its `checked`, or None when there is none of this version, or it is damaged.
+    """Open the cached table; return it and its `checked`, or None if none of this version exists, or it is damaged.
 
-    Own files deserve no more trust than those of strangers: a disk, a power cut or another program may have changed
-    them, and one bit is another box. What is damaged is said in one line, and the caller makes it anew.
+    The cache is not trusted more than other files: a disk, a power cut or another program may have changed it, and one
+    wrong bit is another box. Damage is reported in one line, and the caller makes the table anew.
     """
     try:
         text = cache_file.read_text(encoding="utf-8")
@@ -259,7 +259,7 @@ def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None
         fault = _fault_of(cache_file, info)
         table = None if fault else _from_info(cache_file, info)
         checked = dict(info["checked"])
-    # Not a closed list: what JSON, Arrow and the constructors raise for content that nobody wrote.
+    # Not a complete list: exceptions of JSON, Arrow and the constructors for arbitrary content.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, BadInput) as error:
         fault = type(error).__name__
     except (pa.ArrowException, NotImplementedError, MemoryError) as error:
@@ -271,7 +271,7 @@ def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None
 
 
 def _fault_of(cache_file: Path, info: Mapping) -> str:
-    """What is not as it was written; "" if nothing is."""
+    """Describe what differs from what was written; "" if nothing does."""
     if info["digest"] != _digest_of_info(info):
         return "its description was changed"
     arrow_file = cache_file.with_name(info["arrow"])
@@ -287,12 +287,13 @@ def _fault_of(cache_file: Path, info: Mapping) -> str:
 
 
 def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
+    root = info["image_root"]
     return DetectionTable(
         arrow_file=cache_file.with_name(info["arrow"]),
         categories=tuple(Category(*category) for category in info["categories"]),
         predicates=tuple(info["predicates"]),
         attributes=tuple(info["attributes"]),
-        image_root=open_sources(root) if isinstance(root := info["image_root"], list) else root and Path(root),
+        image_root=open_sources(root) if isinstance(root, list) else root and Path(root),
         problems=[Problem(*problem) for problem in info["problems"]],
         name=info["name"],
         fingerprint=info["fingerprint"],
@@ -325,8 +326,14 @@ def _write_stream(
     string_ids = bool(images) and isinstance(images[0].image_id, str)
     columns = 0 if attributes is None else attributes.shape[1]
     schema = _schema(string_ids, encoded is not None, columns, set_of_image is not None)
-    objects = {"id": boxes.ids, "bbox": boxes.xyxy, "category": boxes.labels, "area": boxes.area}
-    objects |= {"iscrowd": boxes.iscrowd, "attributes": attributes}
+    objects = {
+        "id": boxes.ids,
+        "bbox": boxes.xyxy,
+        "category": boxes.labels,
+        "area": boxes.area,
+        "iscrowd": boxes.iscrowd,
+        "attributes": attributes,
+    }
     ends = {name: getattr(relations, name) for name in RELATION_TYPES}
     encoded = iter(encoded) if encoded is not None else None
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
@@ -348,8 +355,9 @@ def _write_stream(
 
 
 def _some(encoded: Iterator[bytes]) -> list[bytes]:
-    """The next images of one record batch."""
-    held, size = [], 0
+    """Return the next images of one record batch."""
+    held = []
+    size = 0
     for image in encoded:
         held.append(image)
         size += len(image)
@@ -359,11 +367,13 @@ def _some(encoded: Iterator[bytes]) -> list[bytes]:
 
 
 def _lists(struct: pa.StructType, offsets: np.ndarray, columns: Mapping[str, np.ndarray]) -> pa.StructArray:
-    """Rows offsets[0]:offsets[-1] of the columns, as lists of each image."""
-    rows, within = slice(int(offsets[0]), int(offsets[-1])), pa.array(offsets - offsets[0], pa.int32())
+    """Return rows offsets[0]:offsets[-1] of the columns, as lists of each image."""
+    rows = slice(int(offsets[0]), int(offsets[-1]))
+    within = pa.array(offsets - offsets[0], pa.int32())
     lists = []
     for struct_field in struct:
-        values, kind = columns[struct_field.name][rows], struct_field.type.value_type
+        values = columns[struct_field.name][rows]
+        kind = struct_field.type.value_type
         if pa.types.is_fixed_size_list(kind):
             flat = values.astype(kind.value_type.to_pandas_dtype()).reshape(-1)
             inner = pa.FixedSizeListArray.from_arrays(pa.array(flat, kind.value_type), type=kind)
@@ -374,7 +384,7 @@ def _lists(struct: pa.StructType, offsets: np.ndarray, columns: Mapping[str, np.
 
 
 def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Relations]:
-    """Images, boxes and relations of rows as `DetectionTable.row` gives them, for `write_table`."""
+    """Return images, boxes and relations of rows as `DetectionTable.row` gives them, for `write_table`."""
 
     def joined(group: str, name: str, dtype: type, *shape: int) -> np.ndarray:
         parts = [np.asarray(row[group][name], dtype).reshape(-1, *shape) for row in rows]
@@ -397,6 +407,6 @@ def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Rel
 
 
 def write_rows(rows: Sequence[Mapping], **options) -> DetectionTable:
-    """`write_table` of rows; those with `image`, its encoded bytes, are embedded."""
+    """Write rows with `write_table`; those with `image`, its encoded bytes, are embedded."""
     encoded = [row["image"] for row in rows] if rows and "image" in rows[0] else None
     return write_table(*columns_of_rows(rows), encoded=encoded, **options)

@@ -13,7 +13,7 @@ from toolkit.base.errors import BadInput
 
 @dataclass(frozen=True)
 class VariableSizes:
-    """Draws the image size of an epoch's i-th global micro-batch, uniformly from the sizes.
+    """Sampler of the image size of an epoch's i-th global micro-batch, drawn uniformly from the sizes.
 
         sampler = EpochSampler(..., sizes=VariableSizes(((320, 320), (416, 416)), every=10))
         dataset = DetectionDataset(table, ThenResize(transform), seed)   # transform(image, target, generator, size_hw)
@@ -38,18 +38,18 @@ class VariableSizes:
             )
 
     def draw(self, seed: int, epoch: int, count: int) -> list[tuple[int, int]]:
-        """(h, w) of the first `count` micro-batches of an epoch; more of them begin with the same ones."""
+        """Draw (h, w) of the first `count` micro-batches of an epoch; a larger count begins with the same sizes."""
         draws = np.random.default_rng((seed, epoch, 1)).random(-(-count // self.every))
         chosen = np.repeat((draws * len(self.sizes_hw)).astype(int), self.every)[:count]
         return [self.sizes_hw[i] for i in chosen]
 
     def batch_size(self, size_hw: tuple[int, int], batch_size: int) -> int:
-        """Images of a batch of this size, where `batch_size` is the configured one."""
+        """Return the images of a batch of this size, where `batch_size` is the configured one."""
         if self.base_hw is None:
             return batch_size
         return max(1, batch_size * self.base_hw[0] * self.base_hw[1] // (size_hw[0] * size_hw[1]))
 
     def largest(self, batch_size: int) -> tuple[tuple[int, int], int]:
-        """The size, and its batch size, with the most pixels in a batch; the larger images where several have."""
+        """Return the size with the most pixels in a batch, and its batch size; of several, the larger images."""
         pairs = [(size, self.batch_size(size, batch_size)) for size in self.sizes_hw]
         return max(pairs, key=lambda pair: (pair[0][0] * pair[0][1] * pair[1], pair[0]))

@@ -31,7 +31,7 @@ def open_dataset(
     keep_images_without_relations: bool = False,
     unlisted_classes: str = "unknown",
 ) -> DetectionTable:
-    """Opens one split, validated and cached; of several sources or folders one table that joins them.
+    """Open one split, validated and cached; of several sources or folders one table that joins them.
 
     source: a COCO annotation file; "train" or "val" of the bundled shapes with format="shapes"; with `name` (a hub
         data set or a local `datasets` folder) the split's name. With format="visual_genome" (`name` is the folder of
@@ -45,20 +45,28 @@ def open_dataset(
     on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
     streaming: leave the images in the Parquet files of a `datasets` data set; see `open_hub`.
     keep_images_without_relations: train on those of Visual Genome too, see `load_graphs`; other formats keep all.
-    unlisted_classes: of several: what a class that is not in a set's own list is in its images, "unknown" or
+    unlisted_classes: of several: how a class that is not in a set's own list counts in its images, "unknown" or
         "background".
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
     if format not in FORMATS:
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
+    options = {
+        "on_error": on_error,
+        "cache_dir": cache_dir,
+        "check_images": check_images,
+        "max_image_pixels": max_image_pixels,
+    }
     if is_several(path, source):
-        options = {"image_dir": image_dir, "format": format, "name": name, "on_error": on_error, "cache_dir": cache_dir}
-        options |= {"check_images": check_images, "max_image_pixels": max_image_pixels, "streaming": streaming}
+        options["image_dir"] = image_dir
+        options["format"] = format
+        options["name"] = name
+        options["streaming"] = streaming
         options["keep_images_without_relations"] = keep_images_without_relations
         return open_joined(paired(path, source), partial(open_dataset, **options), unlisted_classes, cache_dir)
     source = str(source)
-    options = {"on_error": on_error, "cache_dir": cache_dir, "check_images": check_images}
-    options |= {"max_image_pixels": max_image_pixels} | ({"streaming": True} if streaming else {})
+    if streaming:
+        options["streaming"] = True
     if path is not None:
         kind = "auto" if format == "shapes" else format
         return open_folder(path, source, format=kind, image_dir=image_dir, **options)
@@ -80,14 +88,19 @@ def open_dataset(
         open_split = index.load(index.READERS[format])
         return open_split(source, image_dir, format, name, **options)
     if format == "shapes":
-        if source not in SPLITS or name is not None:
-            asked = repr(source) if name is None else f"data set {name!r}"
-            others = f"--data.format {', '.join(other for other in FORMATS if other != 'shapes')}"
-            remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
-            raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
-        folder = ensure_shapes(cache_dir)
-        return read_coco(folder / "annotations" / f"{source}.json", folder / source, cache_dir=cache_dir)
+        return _open_shapes(source, name, cache_dir)
     return read_coco(source, image_dir, **options)
+
+
+def _open_shapes(split: str, name: str | None, cache_dir: str | Path | None) -> DetectionTable:
+    """Open a split of the bundled shapes; `name` must be None."""
+    if split not in SPLITS or name is not None:
+        asked = repr(split) if name is None else f"data set {name!r}"
+        others = f"--data.format {', '.join(other for other in FORMATS if other != 'shapes')}"
+        remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
+        raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
+    folder = ensure_shapes(cache_dir)
+    return read_coco(folder / "annotations" / f"{split}.json", folder / split, cache_dir=cache_dir)
 
 
 def _is_folder(source: str) -> bool:

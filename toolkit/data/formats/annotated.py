@@ -23,7 +23,7 @@ from toolkit.data.image_sources import ImageSources, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 
-# What folders and files of a split are called.
+# Names of folders and files by the split that they say.
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev", "eval", "evaluation", "minival"),
@@ -74,9 +74,9 @@ class Listing:
     def add(
         self, index: int, name: str, xyxy: Sequence[float], source: str, ignored: bool = False, shares: bool = False
     ) -> None:
-        """A box of the image at `place`.
+        """Add a box of the image at `index`.
 
-        name: of its class. xyxy: in pixels; shares: in fractions of the image. source: file it stands in, for messages.
+        name: of its class. xyxy: in pixels; shares: in fractions of the image. source: its file, for messages.
         ignored: VOC's `difficult`, COCO's crowds.
         """
         image = self.images[index]
@@ -94,14 +94,14 @@ class Listing:
 
 
 def split_of(name: str) -> str | None:
-    """train, val or test, where a file or folder is called like one of them; the ending does not count."""
+    """Return train, val or test if a file or folder is called like one of them; the ending does not count."""
     stem = Path(name).stem.lower().removeprefix("instances_").removesuffix("_annotations")
     stem = stem.rstrip("0123456789").rstrip("-_ ") or stem
     return next((split for split, names in SPLIT_NAMES.items() if stem in names), None)
 
 
 def split_in_name(name: str) -> str | None:
-    """Return train, val or test where one of these words, or another name of theirs, stands in a name.
+    """Return train, val or test if one of these words, or a synonym, occurs in a name.
 
     `custom_train.json` is of train, `test_labels.csv` and `testset` of test. A name with several of the words says
     nothing; but one that says test, and does not say train, is of test (`test-dev`), so that it never trains.
@@ -119,17 +119,18 @@ def called_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def folders_of_splits(*parents: Path) -> dict[str, list[Path]]:
-    """The folders in these whose names say a split, by split, in the order in which they are tried."""
+    """Return the folders in these whose names say a split, by split, in the order in which they are tried."""
     found: dict[str, list[Path]] = {}
     for parent in parents:
         for folder in called_first(folders_in(parent)):
-            if split := split_in_name(folder.name):
+            split = split_in_name(folder.name)
+            if split:
                 found.setdefault(split, []).append(folder)
     return found
 
 
 def folders_in(parent: Path) -> list[Path]:
-    """The folders in a folder, sorted; none where it cannot be read."""
+    """Return the folders in a folder, sorted; none if it cannot be read."""
     try:
         with os.scandir(parent) as entries:
             return sorted(parent / entry.name for entry in entries if os.path.isdir(entry.path))
@@ -138,7 +139,7 @@ def folders_in(parent: Path) -> list[Path]:
 
 
 def not_among(candidates: Iterable[Path], used: Iterable[Path], folder: Path) -> list[str]:
-    """Names, relative to a folder, of the candidates that are none of those used, nor in one, nor around one."""
+    """Return names, relative to a folder, of the candidates that are not used, nor in a used one, nor around one."""
     resolved = [path.resolve() for path in used]
     left = []
     for candidate in candidates:
@@ -149,13 +150,13 @@ def not_among(candidates: Iterable[Path], used: Iterable[Path], folder: Path) ->
 
 
 def ordered(splits: Iterable[str]) -> tuple[str, ...]:
-    """Names of splits: train, val, test, then the others."""
+    """Sort names of splits: train, val, test, then the others."""
     order = list(SPLIT_NAMES)
     return tuple(sorted(set(splits), key=lambda name: (order.index(name) if name in order else len(order), name)))
 
 
 def images_in(root: Path | ImageSources) -> list[str]:
-    """Names of the image files directly in a root, sorted; none where it is not there."""
+    """Return the names of the image files directly in a root, sorted; none if the root does not exist."""
     return sorted(image_names(root, [""]))
 
 
@@ -170,11 +171,12 @@ def open_annotated(
     max_image_pixels: int,
     **cached,
 ) -> DetectionTable:
-    """The table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
+    """Open the table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
 
-    image_dir: where its images are looked for; None: where `listing` finds them.
-    The same checks, problems and options as of `read_coco`; but a box without width or height, which a click in an
+    The checks, problems and options are those of `read_coco`, but a box without width or height, which a click in an
     annotation tool leaves behind, is left out with a warning. Raises BadInput.
+
+    image_dir: folder of its images; None: `listing` finds them.
     """
     name = f"{folder} ({split})"
 
@@ -183,7 +185,7 @@ def open_annotated(
         if not contents.images:
             raise BadInput([f"{name}: no images", *map(str, contents.problems)])
         valid = check(contents.annotations, name, max_image_pixels)
-        # reported once, as the file's fault: that an unreadable image is too large is no other one
+        # reported once, as the file's fault: that an unreadable image is too large is not a fault of its own
         unread = {problem.image_id for problem in contents.problems if problem.severity == "error"} - {None}
         faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
         valid = replace(valid, problems=contents.problems + faults)
@@ -191,8 +193,8 @@ def open_annotated(
             valid, contents.image_root, check_images, max_image_pixels, contents.listed, "annotations"
         )
         checked = {str(path): digest_of(path) for path in contents.watched} | digests
-        target = {"cache_file": cache_file, "image_root": contents.image_root.resolve()}
-        return write_table(**good.columns(), **target, name=name, checked=checked)
+        root = contents.image_root.resolve()
+        return write_table(**good.columns(), cache_file=cache_file, image_root=root, name=name, checked=checked)
 
     where = f"in {image_dir.resolve()}" if image_dir else ""
     key = [kind, split, check_images, folder.resolve(), where]
@@ -200,16 +202,19 @@ def open_annotated(
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
-    """Names in alphabetical order with ids from 1."""
+    """Return names in alphabetical order with ids from 1."""
     return list(enumerate(sorted(set(names)), start=1))
 
 
 def copy_images(table: DetectionTable, folder: Path, link: bool, names: Sequence[str] | None = None) -> Sequence[str]:
-    """The encoded images of a table as files in a folder, called as `names` are, else as the table names them; returns
-    the names. link: hard links where the system can."""
+    """Write the encoded images of a table as files to a folder; return their names.
+
+    names: of the files; by default those of the table. link: hard links if the system supports them.
+    """
     names = names or file_names(table)
     for index, name in enumerate(names):
-        source, target = table.image_source(table.row(index)), folder / name
+        source = table.image_source(table.row(index))
+        target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if not isinstance(source, Path):
             target.write_bytes(read_file(source, table.max_image_pixels)[1])
@@ -228,12 +233,12 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def digits(numbers: Sequence[float]) -> list[str]:
-    """As many digits of each number as a float32 has."""
+    """Return each number as text with as many digits as a float32 has."""
     return [f"{number:.9g}" for number in numbers]
 
 
 def file_names(table: DetectionTable) -> list[str]:
-    """A name for the image file of every row, all different, with the suffix of its content where it has none."""
+    """Return a name for the image file of every row, all different; a missing suffix is added by the file's content."""
     names = table.rows.column("file_name").to_pylist()
     for index, name in enumerate(names):
         if os.path.splitext(name)[1].lower() not in IMAGE_SUFFIXES:  # "row 3" of a `datasets` data set
@@ -242,7 +247,7 @@ def file_names(table: DetectionTable) -> list[str]:
 
 
 def names_by_content(table: DetectionTable) -> list[str]:
-    """As `file_names`; but a suffix of another image format than the content's becomes the content's."""
+    """Return `file_names` with suffixes of another image format than the content's replaced by the content's."""
     names = file_names(table)
     for index, name in enumerate(names):
         stem, suffix = os.path.splitext(name)

@@ -1,5 +1,7 @@
-"""COCO: annotation files, read item by item into columns whatever their size, and written; folders with one for each
-split: `annotations/instances_*.json`, or `_annotations.coco.json` in each split."""
+"""COCO: annotation files of any size, read item by item into columns, and written.
+
+A folder has a file for each split: `annotations/instances_*.json`, or `_annotations.coco.json` in each split.
+"""
 
 import dataclasses
 import json
@@ -33,7 +35,7 @@ from toolkit.data.table import DetectionTable, LabelledImages, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 
 TITLE = "COCO"
-HEAD = 4096  # bytes that a COCO file must show one of its keys in
+HEAD = 4096  # one of COCO's keys must appear in the first or last so many bytes
 OTHER_TASKS = ("captions", "person_keypoints", "stuff", "panoptic", "image_info", "results")
 ANNOTATION_WORDS = ("annotations", "annotation", "annos", "anno", "anns", "ann", "labels", "label", "coco", "json")
 AT_ONCE = 2048  # annotations that wait for their columns
@@ -43,12 +45,12 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Names of the splits of a folder of COCO files; None: there are none."""
+    """Return the names of the splits of a folder of COCO files; None if it has none."""
     return ordered(_files(folder)) or None
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """One split, by `read_coco`; the folder of the images is looked for near the annotation file."""
+    """Read one split by `read_coco`; the folder of the images is looked for near the annotation file."""
     files = _files(folder)
     siblings = [file for name, file in files.items() if name != split]
     return read_coco(files[split], image_dir, siblings=siblings, **options)
@@ -57,7 +59,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
 def write(
     table: DetectionTable, folder: Path, split: str, *, link: bool = False, names: Sequence[str] | None = None
 ) -> None:
-    """`annotations/<split>.json` and the images in `<split>/`; nothing that a table holds is lost.
+    """Write `annotations/<split>.json` and the images in `<split>/`, without loss of anything that a table holds.
 
     names: of the image files, by default those of the table.
     """
@@ -76,9 +78,9 @@ def read_coco(
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     siblings: Sequence[Path] = (),
 ) -> DetectionTable:
-    """Reads a COCO `instances` file (polygons and masks are not kept) into a DetectionTable.
+    """Read a COCO `instances` file (polygons and masks are not kept) into a DetectionTable.
 
-    image_dir: what `file_name` is relative to, as `open_sources` takes it; None looks near the annotation file.
+    image_dir: the root of `file_name`, as `open_sources` takes it; None looks near the annotation file.
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
     check_images: True, "full" (decode each), "header", or False (the files are not looked at).
     max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
@@ -112,12 +114,18 @@ def read_coco(
 
 
 def read_annotations(file: Path) -> Annotations:
-    """The content of a COCO file in columns: 66 bytes for each box. Raises BadInput for what is no such file."""
+    """Read the content of a COCO file in columns: 66 bytes for each box. Raises BadInput for any other file."""
     lists: dict[str, object] = {}
-    annotations, triplets = Annotations(), RelationColumns()
-    add = {"images": annotations.add_image, "categories": annotations.categories.append}
-    add |= {"rel_annotations": annotations.relations.add, "rel_categories": annotations.predicates.append}
-    add |= {"relations": triplets.add_triplet, "attribute_categories": annotations.attributes.append}
+    annotations = Annotations()
+    triplets = RelationColumns()
+    add = {
+        "images": annotations.add_image,
+        "categories": annotations.categories.append,
+        "rel_annotations": annotations.relations.add,
+        "rel_categories": annotations.predicates.append,
+        "relations": triplets.add_triplet,
+        "attribute_categories": annotations.attributes.append,
+    }
     waiting: list = []  # annotations
     for key, item in stream_lists(file):
         if isinstance(item, Whole):
@@ -139,17 +147,18 @@ def read_annotations(file: Path) -> Annotations:
 
 
 def listed_names(annotation_file: Path) -> Iterator[str]:
-    """File names of the images of a COCO file; entries that are no names, and files that are not COCO, are skipped."""
+    """Yield the file names of the images of a COCO file; entries without one, and files that are not COCO, are skipped.
+    """
     try:
         for _, item in items_of(annotation_file, ("images",)):
             if isinstance(item, dict) and isinstance(item.get("file_name"), str):
                 yield item["file_name"]
-    except (BadInput, OSError):  # said where that split is read
+    except (BadInput, OSError):  # reported when that split is read
         return
 
 
 def write_coco(labelled: LabelledImages, path: str | Path) -> None:
-    """Writes a COCO file with the original ids of images and categories, every number to its last bit.
+    """Write a COCO file with the original ids of images and categories, every number to its last bit.
 
     Annotated boxes become a file of images, annotations, categories, relations and attributes; boxes with scores COCO's
     list of results, `{image_id, category_id, bbox [x, y, width, height], score}`, a line for each image.
@@ -159,13 +168,17 @@ def write_coco(labelled: LabelledImages, path: str | Path) -> None:
 
 
 def unused(folder: Path) -> list[str]:
-    """Names of the COCO files of a folder that are not read: their split has another, or no name says it."""
+    """Return the names of the COCO files of a folder that are not read.
+
+    Their split has another file, or their names do not say a split.
+    """
     used = {path.resolve() for path in _files(folder).values()}
     return [str(path.relative_to(folder)) for path in _candidates(folder) if path.resolve() not in used]
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """The COCO files of a folder: in `annotations`, the folder itself, the folders of splits, and others named so."""
+    """List the COCO files of a folder: in `annotations`, the folder itself, the folders of splits, and others named so.
+    """
     if not folder.is_dir():
         return []
     of_splits = sorted(chain.from_iterable(folders_of_splits(folder).values()))
@@ -178,7 +191,8 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _other_folders(folder: Path) -> list[Path]:
-    """Folders in a folder that are called like one of annotations, such as `labels`; not those with labels of YOLO."""
+    """List folders in a folder that are called like one of annotations, such as `labels`, but not those of YOLO labels.
+    """
     named = [inner for inner in folders_in(folder) if _says_annotations(inner.name) and inner.name != "annotations"]
     return [inner for inner in named if split_in_name(inner.name) is None and next(inner.glob("*.txt"), None) is None]
 
@@ -188,11 +202,11 @@ def _says_annotations(name: str) -> bool:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The annotation file of each split.
+    """Return the annotation file of each split.
 
-    Of several for one split the one in `annotations` counts, then the one that is called like it, then the first, and
-    last those in other folders of annotations. Where
-    none is called train, the only one whose name says no split trains.
+    Of several for one split the first in this order counts: those in `annotations`, those that are called like it, the
+    others, and last those in other folders of annotations. If none is called train, the only file whose name says no
+    split is the training data.
     """
     if folder.is_file():
         return {split_in_name(folder.name) or ALL: folder} if _is_coco(folder) else {}
@@ -213,7 +227,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _folders_of_split(file: Path) -> list[Path]:
-    """Folders near an annotation file whose names say its split: `train2017` for `annotations/train.json`."""
+    """Return folders near an annotation file whose names say its split: `train2017` for `annotations/train.json`."""
     split = split_in_name(file.name)
     if split is None:
         return []
@@ -223,7 +237,7 @@ def _folders_of_split(file: Path) -> list[Path]:
 
 
 def _is_coco(path: Path) -> bool:
-    """Whether a JSON file begins like an object with COCO's lists; a large file is not read for it.
+    """Return whether a JSON file begins like an object with COCO's lists, without reading the whole of a large file.
 
     A file that is read whole must have images: Label Studio's `notes.json`, beside YOLO labels, has categories alone.
     """
@@ -236,13 +250,14 @@ def _is_coco(path: Path) -> bool:
         return False
     text = head.lstrip(b"\xef\xbb\xbf \r\n\t")
     keys = [b'"images"', b'"annotations"']
-    if len(head) == HEAD:  # what is in the middle of a large file is not known
+    if len(head) == HEAD:  # the middle of a large file is not read
         keys += [b'"categories"', b'"info"', b'"licenses"']
     return text.startswith(b"{") and any(key in head + tail for key in keys)
 
 
 def _document(labelled: LabelledImages) -> dict:
-    boxes, image_ids = labelled.boxes, np.array([row.image_id for row in labelled.images], object)
+    boxes = labelled.boxes
+    image_ids = np.array([row.image_id for row in labelled.images], object)
     category_ids = np.array([category.id for category in labelled.categories], object)
     keys = "id", "image_id", "category_id", "bbox", "area", "iscrowd"
     ids = boxes.ids, image_ids[boxes.image_index], category_ids[boxes.labels]
@@ -268,7 +283,8 @@ def _document(labelled: LabelledImages) -> dict:
 
 def _relations(boxes: Boxes, relations: Relations, image_ids: np.ndarray) -> list[dict]:
     images = np.arange(len(image_ids)).repeat(np.diff(relations.offsets))
-    first, keys = boxes.offsets[images], ("id", "image_id", "subject_id", "object_id", "predicate_id")
+    first = boxes.offsets[images]
+    keys = ("id", "image_id", "subject_id", "object_id", "predicate_id")
     ends = boxes.ids[first + relations.subject], boxes.ids[first + relations.object]
     columns = np.arange(1, len(relations) + 1), image_ids[images], *ends, relations.predicate + 1
     return [dict(zip(keys, values, strict=True)) for values in zip(*(c.tolist() for c in columns), strict=True)]
@@ -279,7 +295,8 @@ def _numbered(names: Sequence[str]) -> list[dict]:
 
 
 def _results(labelled: LabelledImages) -> str:
-    ids, lines = [category.id for category in labelled.categories], []
+    ids = [category.id for category in labelled.categories]
+    lines = []
     for row, boxes in labelled.by_image():
         entries = [
             {"image_id": row.image_id, "category_id": ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1], "score": score}

@@ -46,10 +46,10 @@ COLUMNS = {
     "split": "split set subset partition fold".split(),
     "ignored": "iscrowd difficult ignore isgroupof".split(),
 }
-HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # as keras-retinanet has it
+HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # the order of keras-retinanet
 WRITTEN = (*HEADERLESS, "width", "height", "iscrowd")
 SCORED = ("score", "image_id", "category_id")  # further columns of predictions
-# What a spreadsheet would compute instead of showing it. We write an apostrophe before it, which makes it a text.
+# Text that a spreadsheet would compute instead of showing it. An apostrophe is written before it, to make it text.
 FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 WHOLE = re.compile(r"-?\d+(\.0+)?")
 IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
@@ -75,7 +75,7 @@ class _Row(NamedTuple):
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Names of the splits of a folder of CSV files, or of one file; None: there is no table of boxes.
+    """Return the names of the splits of a folder of CSV files, or of one file; None if there are no tables of boxes.
 
     Known are files whose names say a split, a CSV file in the folder of each split, and one CSV file, with a column
     `split` or without.
@@ -90,22 +90,25 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 
 def unused(folder: Path) -> list[str]:
-    """Names of the tables of boxes in a folder that are not read: their split has another, or no name says it."""
+    """Return the names of the tables of boxes in a folder that are not read.
+
+    Their split has another table, or their names do not say a split.
+    """
     return not_among((path for _, path in _candidates(folder)), (path for _, path in _tables(folder)), folder)
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
+    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
-    Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. Where
-    all coordinates are at most 1 and one is no whole number they are fractions of the image. Classes are the names of
+    Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. If all
+    coordinates are at most 1 and not all are whole numbers, they are fractions of the image. Classes are the names of
     all splits in alphabetical order.
     """
     return open_annotated("csv", folder, split, lambda: _listing(folder, split, image_dir), image_dir, **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """`<split>.csv` and `images/<split>/`; an image without objects is a row without numbers.
+    """Write `<split>.csv` and `images/<split>/`; an image without objects is a row without numbers.
 
     Annotated areas, ids, relations and attributes are not written: the table has no columns for them.
     """
@@ -114,9 +117,10 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
 
 def write_csv(labelled: LabelledImages, path: Path) -> None:
-    """A row for each box, with `SCORED` too where it has a score; an image without boxes is a row without numbers.
+    """Write a row for each box, with the columns `SCORED` if boxes have scores.
 
-    Names that a spreadsheet takes for a formula (`=1+1`) begin with an apostrophe, which `read` takes off again.
+    An image without boxes is a row without numbers. Names that a spreadsheet takes for a formula (`=1+1`) begin with an
+    apostrophe, which `read` removes again.
     """
     header = WRITTEN if labelled.boxes.scores is None else (*WRITTEN, *SCORED)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +135,8 @@ def write_csv(labelled: LabelledImages, path: Path) -> None:
                 "image_id": image.image_id,
             }
             for label, xyxy, score, crowd in boxes:
-                category, corners = labelled.categories[label], dict(zip(HEADERLESS[1:5], digits(xyxy), strict=True))
+                category = labelled.categories[label]
+                corners = dict(zip(HEADERLESS[1:5], digits(xyxy), strict=True))
                 of_box = {"label": category.name, "iscrowd": int(crowd), "score": score, "category_id": category.id}
                 out.writerow(_as_texts(about | of_box) | corners)
             if not boxes:
@@ -148,7 +153,8 @@ def _as_meant(word: str) -> str:
 
 
 def _candidates(folder: Path) -> list[tuple[str | None, Path]]:
-    """(split, file) of the CSV files that hold boxes, in a folder and in those of splits; None: no name says it."""
+    """List (split, file) of the CSV files with boxes, in a folder and in those of splits; split None: not in the name.
+    """
     if folder.is_file():
         return [(None, folder)] if _columns_of(folder) else []
     tables = [(split_in_name(path.name), path) for path in called_first(folder.glob("*.csv")) if _columns_of(path)]
@@ -159,10 +165,11 @@ def _candidates(folder: Path) -> list[tuple[str | None, Path]]:
 
 
 def _tables(folder: Path) -> list[tuple[str | None, Path]]:
-    """(split, file) of the tables that are read; the split is None where the rows say it, or nothing does.
+    """List (split, file) of the tables that are read; the split is None if the rows say it, or nothing does.
 
-    Of several for one split the one that is called like it counts, then the first; those whose names differ from it in
-    a number alone are further parts of it. Where none is called train, the only one whose name says no split trains.
+    Of several for one split, the one that is called like it counts, then the first; files whose names differ from it in
+    a number alone are further parts of it. If none is called train, the only one whose name says no split is the
+    training data.
     """
     candidates = _candidates(folder)
     tables = []
@@ -183,7 +190,7 @@ def _unnumbered(path: Path) -> Path:
 
 
 def _columns_of(path: Path) -> dict[str, int] | None:
-    """Column positions by their meaning; None: this is no table of boxes."""
+    """Return column positions by their meaning; None if this is not a table of boxes."""
     try:
         with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
             first = next(csv.reader(file, _dialect(file)), [])
@@ -216,7 +223,9 @@ def _dialect(file) -> type[csv.Dialect] | csv.Dialect:
         dialect = csv.Sniffer().sniff(head, ",;\t")
     except csv.Error:
         return csv.excel
-    dialect.quotechar, dialect.doublequote = '"', True  # not what it makes of apostrophes in names
+    # overrides what the sniffer concludes from apostrophes in names
+    dialect.quotechar = '"'
+    dialect.doublequote = True
     return dialect
 
 
@@ -229,7 +238,7 @@ def _number(word: str) -> bool:
 
 
 def _side(word: str) -> int | None:
-    """A side in pixels; None where there is no such number, and the image is asked."""
+    """Return a side in pixels; None if the word is not such a number, and the image is read instead."""
     side = float(word) if _number(word) else 0.0
     return int(side) or None if abs(side) < 2**31 else None
 
@@ -237,7 +246,7 @@ def _side(word: str) -> int | None:
 def _load(path: Path) -> list[_Row]:
     columns = _columns_of(path)
     if columns is None:
-        raise BadInput(f"{path}: no table of boxes; expected columns image, x1, y1, x2, y2, label, told by their names")
+        raise BadInput(f"{path}: not a table of boxes; expected columns named image, x1, y1, x2, y2, label")
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file, _dialect(file))
         try:
@@ -264,7 +273,9 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     named = split_in_name(folder.name) if folder.is_file() else split
     root = image_dir or _folder_of(given) or _image_root(here, named, chosen[0].path.parent, given)
     names, problems = _names_in(root, chosen)
-    sizes, boxes, shares = {}, [], _are_fractions(chosen)
+    sizes = {}
+    boxes = []
+    shares = _are_fractions(chosen)
     for row in chosen:
         name = names[row.values["image"]]
         sizes.setdefault(name, [_side(row.values.get(key, "")) for key in ("width", "height")])
@@ -303,14 +314,16 @@ def _write_classes_alike(rows: Sequence[_Row]) -> None:
 
 
 def _folder_of(names: Sequence[str]) -> Path | None:
-    """The folder of images that are all given by absolute paths, as predict.py writes them; None if none is there."""
+    """Return the folder of images that are all given by absolute paths, as predict.py writes them; None if none exists.
+    """
     if not all(map(os.path.isabs, names)) or not any(map(os.path.isfile, names)):
         return None
     return Path(os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names]))
 
 
 def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str, str], list[Problem]]:
-    """(name of a file in `root` for each image as rows give it, a problem for two images that become one file)."""
+    """Return (name of a file in `root` for each image as rows give it, a problem for two images that become one file).
+    """
     names: dict[str, str] = {}
     first_of: dict[str, str] = {}  # the image that became a file
     problems = []
@@ -331,20 +344,20 @@ def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str
 
 
 def _below(root: Path | ImageSources, name: str) -> str:
-    """A path relative to the folder of the images, where it is an absolute one of a file in that folder."""
+    """Return a path relative to the folder of the images if it is an absolute one of a file in that folder."""
     if isinstance(root, Path) and os.path.isabs(name) and Path(name).is_relative_to(os.path.abspath(root)):
         return str(Path(name).relative_to(os.path.abspath(root)))
     return name
 
 
 def _are_fractions(rows: Sequence[_Row]) -> bool:
-    """Whether all coordinates are from 0 to 1, and not all of them whole."""
+    """Return whether all coordinates are from 0 to 1, and not all of them whole."""
     values = [float(word) for row in rows for word in row.corners if _number(word)]
     return bool(values) and all(0 <= value <= 1 for value in values) and any(value % 1 for value in values)
 
 
 def _found_name(root: Path | ImageSources, name: str) -> str:
-    """The name with a suffix, where the table omits it, or its last parts, where its folder does not exist here."""
+    """Return the name with a suffix if the table omits it, or its last parts if its folder does not exist here."""
     parts = name.split("/")
     stems = (name, *("/".join(parts[-count:]) for count in (3, 2, 1)))
     names = (stem + suffix for suffix in ("", ".jpg", ".jpeg", ".png") for stem in stems)

@@ -1,4 +1,4 @@
-"""Recognises the format and the splits of a folder as an annotation tool leaves it."""
+"""Recognition of the format and the splits of a folder as an annotation tool leaves it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from toolkit.data.formats.annotated import ALL, split_of
 from toolkit.data.image_sources import open_sources
 from toolkit.data.table import DetectionTable
 
-# In the order in which they are tried: the surest signs first. Names as `data.format` has them.
+# Formats in the order in which they are tried: the surest signs first. Names as `data.format` has them.
 FOLDERS: dict[str, ModuleType] = {"hub": hub_folder, "voc": voc, "coco": coco, "yolo": yolo, "csv": csv}
 NAMED = 5  # files that are not used, in one line
 NOT_STREAMED = (
@@ -22,8 +22,12 @@ NOT_STREAMED = (
 
 @dataclass(frozen=True)
 class RecognisedFolder:
-    """The format and the splits of a folder, the formats that it could be read as too, files that are not read, and
-    splits that it names and that are not there."""
+    """The format and the splits of a folder.
+
+    others: further formats that it could be read as.
+    unused: files that are not read.
+    missing: splits that it names but that do not exist.
+    """
 
     path: Path
     format: str
@@ -45,11 +49,11 @@ class RecognisedFolder:
 
 
 def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
-    """The format and the splits of a folder (or of a single annotation file).
+    """Recognise the format and the splits of a folder (or of a single annotation file).
 
     format: "auto" takes the first format of `FOLDERS` that recognises it; a name takes that one.
 
-    Raises BadInput: no such folder, or it is none of the formats, with what was looked for.
+    Raises BadInput: the folder does not exist or has none of the formats; the message says what was looked for.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -57,7 +61,8 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         path = path.parent  # data.yaml
     tried = FOLDERS if format == "auto" else {format: FOLDERS[format]} if format in FOLDERS else {}
-    matches = {name: splits for name, module in tried.items() if (splits := module.recognise(path))}
+    matches = {name: module.recognise(path) for name, module in tried.items()}
+    matches = {name: splits for name, splits in matches.items() if splits}
     if not matches and "yolo" in tried and yolo.labels_alone(path):
         matches = {"yolo": (ALL,)}
     if not matches:
@@ -77,13 +82,13 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
 
 
 def split_in(folder: RecognisedFolder, split: str) -> str:
-    """The name that a folder has for a split. Raises BadInput: it has none."""
+    """Return the name that a folder has for a split. Raises BadInput if it does not have the split."""
     wanted = split_of(split) or split
     if wanted not in folder.splits and wanted == "train":
         wanted = next((name for name in ("trainval", ALL) if name in folder.splits), wanted)
     if wanted not in folder.splits:
         advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
-        raise BadInput(f"{folder}; there is no split {split!r}{advice}")
+        raise BadInput(f"{folder}; it has no split {split!r}{advice}")
     return wanted
 
 
@@ -91,11 +96,11 @@ def open_folder(
     path: str | Path, split: str, *, format: str = "auto", image_dir: str | Path | Sequence[str] | None = None,
     **options
 ) -> DetectionTable:
-    """One split of a folder; `valid` and `validation` are `val`.
+    """Open one split of a folder; `valid` and `validation` are `val`.
 
     Training data is the split `train`, else `trainval`, else all there is. Options as `open_dataset`.
 
-    Raises BadInput: as `recognise`, or there is no such split.
+    Raises BadInput: as `recognise`, or the split does not exist.
     """
     recognised = recognise(path, format)
     wanted = split_in(recognised, split)
@@ -105,12 +110,12 @@ def open_folder(
 
 
 def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
-    """Writes a split as one of `FOLDERS`, images included; link: as hard links where the system can."""
+    """Write a split as one of `FOLDERS`, images included; link: as hard links if the system supports them."""
     FOLDERS[format].write(table, Path(folder), split, link=link)
 
 
 def losses(table: DetectionTable, format: str) -> list[str]:
-    """Describe what a format cannot represent of a table."""
+    """Describe which content of a table a format cannot represent."""
     crowds = int(table.boxes().iscrowd.sum())
     lost = []
     if format == "yolo" and crowds:

@@ -1,5 +1,7 @@
-"""Data sets of the `datasets` library, from the hub or a local folder, with the usual `objects` column: copied into the
-cached table, or with the images streamed from their Parquet files."""
+"""Data sets of the `datasets` library, from the hub or a local folder, with the usual `objects` column.
+
+They are copied into the cached table, or the images are streamed from their Parquet files.
+"""
 
 import dataclasses
 import json
@@ -36,7 +38,7 @@ Make = Callable[[Path], DetectionTable]  # writes the table to the cache file th
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Where a data set keeps what we need: names of columns, and of keys in `objects` (None: it has none).
+    """The names of the columns that are read, and of the keys in `objects` (None: it has none).
 
     categories, predicates: {"id", "name"} of classes and predicates; None: only their ids are known.
     relations: whether there are any.
@@ -53,14 +55,14 @@ class Columns:
 def open_hub(
     name: str, split: str, *, check_images: bool | str, max_image_pixels: int, streaming: bool = False, **cached
 ) -> DetectionTable:
-    """Reads a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
+    """Read a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
 
     Expected: an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd]}`; `image_id`, `width`
     and `height` are used when there. Class names come from the ClassLabel feature; in SGG-Benchmark's layout they are
     in `categories.json` beside the data, with those of the column `relations {subject_id, object_id, predicate_id}`.
     The encoded images are copied into the cached table. Validation and options as in `read_coco`.
 
-    streaming: of Parquet files; the images are read there when they are asked for. None is looked at before, so
+    streaming: of Parquet files; the images are read there when they are asked for. They are not looked at before, so
         `width`, `height` and class names (ClassLabel) are needed, and `check_images` has no effect.
 
     Raises BadInput, without network too.
@@ -75,7 +77,7 @@ def open_hub(
 
 
 def _copied(name: str, split: str, source: str, check_images: bool | str, max_pixels: int) -> tuple[list, Make]:
-    """What the cache goes by, and what makes the table, of data whose images are copied."""
+    """Return the key of the cache and the function that makes the table, for data whose images are copied."""
     rows = _load(name, split)
     columns = columns_of(rows.features, name, rows.info.description)
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
@@ -100,8 +102,10 @@ def _copied(name: str, split: str, source: str, check_images: bool | str, max_pi
 def _look(
     rows: datasets.Dataset, image_column: str, annotations: Annotations, full: bool | None, max_pixels: int, index: int
 ) -> list[Problem]:
-    """Problems of an image, whose size is filled in where the row lacks it. full: whether it is decoded; None: it is
-    not checked."""
+    """Return the problems of an image, and fill in its size if the row lacks it.
+
+    full: whether it is decoded; None: it is not checked.
+    """
     image = annotations.images[index]
     try:
         data = _encoded(rows[index][image_column], max_pixels)
@@ -116,7 +120,8 @@ def _look(
 
 
 def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list, Make]:
-    """What the cache goes by, and what makes the table, of data whose images stay in their Parquet files."""
+    """Return the key of the cache and the function that makes the table, for data whose images stay in Parquet files.
+    """
     files = _files(name, split)
     root = os.path.commonpath([os.path.dirname(file) for file in files]) if "://" not in files[0] else _shared(files)
     with open_shard(files[0]) as first:
@@ -143,13 +148,13 @@ def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list
 
 @contextmanager
 def _in_words(name: str, failure: str) -> Iterator[None]:
-    """Turns what `datasets` raises into BadInput: the data are neither on this machine nor to be had, or `failure`."""
+    """Turn what `datasets` raises into BadInput: the data are neither local nor on the hub, or `failure`."""
     try:
         yield
     except ConnectionError as error:
         remedy = "give a local folder (save_to_disk or Parquet) as --data.name, or load it once with network and set"
         raise BadInput(
-            f"{name}: the hub cannot be reached, and there is no copy on this machine; {remedy} HF_HUB_OFFLINE=1 "
+            f"{name}: the hub cannot be reached, and this machine has no copy; {remedy} HF_HUB_OFFLINE=1 "
             f"({error})"
         ) from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
@@ -173,9 +178,11 @@ def _load(name: str, split: str) -> datasets.Dataset:
 
 
 def columns_of(features: datasets.Features, name: str, description: str = "") -> Columns:
-    """Where a data set of these features keeps what we need; description: its own, which may be JSON with names.
+    """Find the columns that are read in a data set of these features.
 
-    Raises BadInput for one without images or objects, or with names that are no lists.
+    description: its own, which may be JSON with names.
+
+    Raises BadInput for a data set without images or objects, or with names that are not lists.
     """
     available = f"the columns are {', '.join(features)}"
     images = [key for key, feature in features.items() if isinstance(feature, datasets.Image)]
@@ -192,23 +199,25 @@ def columns_of(features: datasets.Features, name: str, description: str = "") ->
     known = numbered(label.names) if isinstance(label, datasets.ClassLabel) else None
     triplet = _items(features["relations"]) if "relations" in features else {}
     relations = set(TRIPLET) <= set(triplet)
-    told = _told_names(name, description) if known is None or relations else {}
+    named = _told_names(name, description) if known is None or relations else {}
     image = "image" if "image" in images else images[0]
     id_key = next((key for key in ID_KEYS if key in feature), None)
-    predicates = told.get("rel_categories") if relations else ()
-    return Columns(image, category, id_key, known or told.get("categories"), predicates, relations)
+    predicates = named.get("rel_categories") if relations else ()
+    return Columns(image, category, id_key, known or named.get("categories"), predicates, relations)
 
 
 def _items(feature: object) -> Mapping:
-    """The features of List({...}) or {...: List(...)}; none of other ones."""
+    """Return the features of List({...}) or {...: List(...)}; empty for others."""
     feature = getattr(feature, "feature", feature)
     feature = feature[0] if isinstance(feature, list) else feature
     return feature if isinstance(feature, Mapping) else {}
 
 
 def _told_names(name: str, description: str) -> dict:
-    """`categories` and `rel_categories` of the file beside the rows, in a folder or on the hub, or of the description;
-    none where neither names them."""
+    """Read `categories` and `rel_categories` from the file beside the rows, local or on the hub, or the description.
+
+    Empty if neither names them.
+    """
     file = Path(name).expanduser() / NAMES_FILE
     if not file.parent.is_dir():
         try:
@@ -216,44 +225,46 @@ def _told_names(name: str, description: str) -> dict:
         except (OSError, ValueError, EntryNotFoundError):  # it has none, or the hub cannot be reached
             file = None
     if file is not None and file.is_file():
-        told = read_json(file)
-        if wrong := [key for key in ("categories", "rel_categories") if not isinstance(told.get(key, []), list)]:
-            raise BadInput(f"{file}: `{wrong[0]}` is no list; expected [{{id, name}}, ...]")
-        return told
+        content = read_json(file)
+        wrong = [key for key in ("categories", "rel_categories") if not isinstance(content.get(key, []), list)]
+        if wrong:
+            raise BadInput(f"{file}: `{wrong[0]}` is not a list; expected [{{id, name}}, ...]")
+        return content
     try:
         return json.loads(description)
-    except ValueError:  # a description in words
+    except ValueError:  # a description in prose
         return {}
 
 
 def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple[Annotations, list[Problem]]:
-    """The split in columns. Sizes that it lacks are None."""
+    """Return the split in columns, with sizes None if it lacks them, and notes."""
     annotations = Annotations()
     for index, row in enumerate(rows.remove_columns(columns.image)):  # no image bytes in this pass
         add_row(annotations, row, f"row {index}", columns)
-    notes, relations = [], annotations.relations
+    notes = []
+    relations = annotations.relations
     if "relations" in rows.features and not columns.relations:
         unread = f"column `relations` without the keys {', '.join(TRIPLET)}; not read"
         notes.append(Problem("warning", source, None, None, unread))
-    for kind, told, codes in (
+    for kind, named, codes in (
         ("classes", columns.categories, annotations.category_ids),
         ("predicates", columns.predicates, relations.predicate_ids),
     ):
-        names = told or [{"id": value, "name": str(value)} for value in codes.values if value is not None]
+        names = named or [{"id": value, "name": str(value)} for value in codes.values if value is not None]
         setattr(annotations, "categories" if kind == "classes" else "predicates", list(names))
-        if told is None and (kind == "classes" or names):
-            why = f"the labels are no ClassLabel, and there is no {NAMES_FILE}"
+        if named is None and (kind == "classes" or names):
+            why = f"the labels are not a ClassLabel, and the data have no {NAMES_FILE}"
             notes.append(Problem("warning", source, None, None, f"{why}; {kind} are called by their values"))
     return annotations, notes
 
 
 def numbered(names: Sequence[str]) -> list[dict]:
-    """Classes from 0 as categories of COCO."""
+    """Return classes from 0 as categories of COCO."""
     return [{"id": label, "name": name} for label, name in enumerate(names)]
 
 
 def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Columns) -> None:
-    """A row of a data set, whose `objects` and `relations` are a dict of lists or a list of dicts."""
+    """Add a row of a data set, whose `objects` and `relations` are a dict of lists or a list of dicts."""
     image_id = len(annotations.images) if row.get("image_id") is None else row["image_id"]
     size = {key: row.get(key) for key in ("width", "height")}
     annotations.add_image({"id": image_id, "file_name": file_name} | size)
@@ -272,7 +283,7 @@ def _listed(items: Mapping | Sequence[dict] | None) -> Sequence[dict]:
 
 
 def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
-    """The encoded bytes of an undecoded image column. Raises ImageError."""
+    """Return the encoded bytes of an undecoded image column. Raises ImageError."""
     if image is None:
         raise ImageError("no image in this row")
     if image.get("bytes") is not None:
@@ -281,32 +292,33 @@ def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
 
 
 def _files(name: str, split: str) -> list[str]:
-    """Paths or URLs of the Parquet files of a split."""
+    """Return paths or URLs of the Parquet files of a split."""
     with _in_words(name, "cannot be opened"):
         data_files = datasets.load_dataset_builder(name).config.data_files or {}
     if split not in data_files:
         raise BadInput(f"{name}: no split {split!r}; choose from {', '.join(map(str, data_files)) or 'none'}")
     files = [str(file) for file in data_files[split]]
-    if others := [file for file in files if not file.endswith(".parquet")]:
-        wrong = f"data.streaming reads Parquet files, and {others[0]} is none"
+    others = [file for file in files if not file.endswith(".parquet")]
+    if others:
+        wrong = f"data.streaming reads Parquet files, and {others[0]} is not one"
         raise BadInput(f"{name}: {wrong}; leave it out, or write the data by {CONVERT}")
     return files
 
 
 def _shared(urls: list[str]) -> str:
-    """The URL of the folder that all files are below."""
+    """Return the URL of the folder that all files are below."""
     return os.path.commonprefix([f"{url.rpartition('/')[0]}/" for url in urls]).rpartition("/")[0]
 
 
 def _state(file: str) -> str:
-    """What changes when a file does."""
+    """Return a string that changes when a file does."""
     system, path = fsspec.core.url_to_fs(file)
     info = system.info(path)
     return f"{file} {info.get('size')} {info.get('mtime')} {info.get('ETag', info.get('etag'))}"
 
 
 def _parts(files: list[str], root: str, columns: Columns) -> Iterator[tuple[str, list[dict]]]:
-    """(`<file>/<row group>`, its rows without images) of each row group."""
+    """Yield (`<file>/<row group>`, its rows without images) of each row group."""
     for url in files:
         with open_shard(url) as file:
             wanted = ("image_id", "width", "height", "objects", "relations")

@@ -15,44 +15,54 @@ TITLE = "datasets"
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Names of the splits of a local `datasets` folder; None: it is none."""
+    """Return the names of the splits of a local `datasets` folder; None if it is not one."""
     names = _names(folder)
     return ordered(split_of(name) or name for name in names) if names else None
 
 
 def unused(folder: Path) -> list[str]:
-    """Names of the splits that another one stands before: `dev` where there is `validation`."""
+    """Return the names of splits that another one takes precedence over: `dev` if there is `validation`."""
     names = _names(folder)
     return [name for name in names if _own_name(names, split_of(name) or name) != name]
 
 
 def _own_name(names: list[str], split: str) -> str:
-    """What a folder calls a split; of several names the split's own, then the first."""
+    """Return the folder's name of a split; of several names the split's own, then the first."""
     alike = [name for name in names if name == split or split_of(name) == split]
     return split if split in alike or not alike else alike[0]
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """One split; `image_dir` is ignored, since the images are in the data."""
+    """Read one split; `image_dir` is ignored, since the images are in the data."""
     from toolkit.data.formats.hub import open_hub
 
     return open_hub(str(folder), _own_name(_names(folder), split), **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """`data/<split>-*.parquet` with the encoded images in it, in files of about 500 MB.
+    """Write `data/<split>-*.parquet` with the encoded images in it, in files of about 500 MB.
 
-    Category ids, relations and attributes are not written: there are no columns for them.
+    Category ids, relations and attributes are not written: the format has no columns for them.
     """
     import datasets
 
-    value, several = datasets.Value, datasets.List
-    objects = {"id": several(value("int64")), "bbox": several(several(value("float32"), length=4))}
-    objects |= {"category": several(datasets.ClassLabel(names=table.class_names))}
-    objects |= {"area": several(value("float32")), "iscrowd": several(value("bool"))}
-    image_id = value("string" if table.image_ids().dtype == object else "int64")
-    columns = {"image_id": image_id, "image": datasets.Image(), "width": value("int64"), "height": value("int64")}
-    features = datasets.Features(columns | {"objects": objects})
+    value = datasets.Value
+    several = datasets.List
+    objects = {
+        "id": several(value("int64")),
+        "bbox": several(several(value("float32"), length=4)),
+        "category": several(datasets.ClassLabel(names=table.class_names)),
+        "area": several(value("float32")),
+        "iscrowd": several(value("bool")),
+    }
+    columns = {
+        "image_id": value("string" if table.image_ids().dtype == object else "int64"),
+        "image": datasets.Image(),
+        "width": value("int64"),
+        "height": value("int64"),
+        "objects": objects,
+    }
+    features = datasets.Features(columns)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     labelled = table.labelled()
     parts = max(1, -(-_bytes(table) // 500_000_000))
@@ -65,10 +75,16 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
 def _rows(table: DetectionTable, labelled: LabelledImages, first: int, last: int) -> Iterator[dict]:
     boxes = labelled.boxes
-    columns = {"id": boxes.ids, "bbox": boxes.xywh, "category": boxes.labels, "area": boxes.area}
-    columns["iscrowd"] = boxes.iscrowd
+    columns = {
+        "id": boxes.ids,
+        "bbox": boxes.xywh,
+        "category": boxes.labels,
+        "area": boxes.area,
+        "iscrowd": boxes.iscrowd,
+    }
     for index in range(first, last):
-        image, part = labelled.images[index], boxes.of_image(index)
+        image = labelled.images[index]
+        part = boxes.of_image(index)
         source = table.image_source(table.row(index))
         data = source if isinstance(source, bytes) else source.read_bytes()
         about = {"image_id": image.image_id, "width": image.width, "height": image.height}
@@ -82,7 +98,7 @@ def _bytes(table: DetectionTable) -> int:
 
 
 def _names(folder: Path) -> list[str]:
-    """Names of the splits as the folder has them."""
+    """Return the names of the splits as the folder has them."""
     if not folder.is_dir():
         return []
     if (folder / "dataset_dict.json").exists():

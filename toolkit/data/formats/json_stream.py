@@ -1,4 +1,4 @@
-"""Iterates over the items of lists in a large JSON object, with memory for a window of text instead of the file.
+"""Iteration over the items of lists in a large JSON object, with memory for a window of text instead of the file.
 
 Python's own scanner reads each item, so numbers, NaN and strings are what `json.loads` gives.
 """
@@ -20,10 +20,10 @@ KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "tru
 
 
 def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object]]:
-    """(key, item) for each item of each list that the object at the top of a file has.
+    """Yield (key, item) for each item of each list in the top-level object of a file.
 
-    An empty list, and what is no list, comes in one piece as (key, `Whole(value)`). A byte order mark is skipped.
-    Raises BadInput naming line and column.
+    An empty list, and a value that is not a list, comes in one piece as (key, `Whole(value)`). A byte order mark is
+    skipped. Raises BadInput naming line and column.
     """
     with open(path, "rb") as file:
         text = _Text(path, file, window)
@@ -52,7 +52,7 @@ def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object
 
 @dataclass(frozen=True)
 class Whole:
-    """A top-level value without items: an empty list, or no list."""
+    """A top-level value without items: an empty list, or a value that is not a list."""
 
     value: object
 
@@ -81,7 +81,7 @@ def _items(text: "_Text") -> Iterator[object]:
 
 
 def _inside(text: "_Text") -> Iterator[object]:
-    """The next items that lie in the window with what follows each of them: most, at little cost."""
+    """Yield the next items that lie in the window with what follows each of them: most items, at little cost."""
     while True:
         try:
             value, end = _DECODER.scan_once(text.text, text.at)
@@ -98,9 +98,16 @@ class _Text:
     """A window on a file's text, from `at` on; `lines` and `column` are those of the window's start."""
 
     def __init__(self, path: Path, file, window: int):
-        self.path, self.file, self.window = path, file, window
+        self.path = path
+        self.file = file
+        self.window = window
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self.text, self.at, self.lines, self.column, self.ended, self.read = "", 0, 1, 1, False, 0
+        self.text = ""
+        self.at = 0
+        self.lines = 1
+        self.column = 1
+        self.ended = False
+        self.read = 0
 
     def is_empty(self) -> bool:
         """Consume white space; True at the end of the file."""
@@ -159,11 +166,12 @@ class _Text:
             raise BadInput(f"{self.path}: not UTF-8 text (byte {self.read + error.start})") from error
         self.read += len(data)
         self.ended = not data
-        self.text, self.at = self.text[self.at :] + fresh, 0
+        self.text = self.text[self.at :] + fresh
+        self.at = 0
         return bool(data)
 
     def _position(self) -> tuple[int, int]:
-        """Line and column of what comes next, from 1."""
+        """Return line and column of what comes next, from 1."""
         consumed = self.text[: self.at]
         breaks = consumed.count("\n")
         return self.lines + breaks, len(consumed) - consumed.rfind("\n") if breaks else self.column + len(consumed)

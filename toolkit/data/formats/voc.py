@@ -39,7 +39,7 @@ CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
 class _Parsed(NamedTuple):
-    """An XML file: image and its size (None: not said), boxes as `Listing.add` takes them."""
+    """The content of an XML file: image and its size (None: not given), boxes as `Listing.add` takes them."""
 
     file_name: str
     width: int | None
@@ -48,14 +48,15 @@ class _Parsed(NamedTuple):
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Names of the splits of a folder of VOC annotations; None: it is none.
+    """Return the names of the splits of a folder of VOC annotations; None if it is not one.
 
     Known are `ImageSets/Main/<split>.txt` beside `Annotations` and `JPEGImages`, a folder for each split with the XML
     files in it or in a folder of their own, one folder without splits, and several years below `VOCdevkit`.
 
     Raises BadInput: some of several years are split and some are not.
     """
-    by_year = {year: splits for year in _data_sets(folder) if (splits := _splits(year))}
+    by_year = {year: _splits(year) for year in _data_sets(folder)}
+    by_year = {year: splits for year, splits in by_year.items() if splits}
     if (ALL,) in by_year.values() and len(set(by_year.values())) > 1:
         kinds = {year: "not split" if splits == (ALL,) else "split" for year, splits in by_year.items()}
         years = ", ".join(f"{year} ({kind})" for year, kind in kinds.items())
@@ -71,8 +72,9 @@ def together(folder: Path) -> str:
 
 
 def folders_with_annotations(folder: Path) -> list[Path]:
-    """Folders, up to four below `folder`, whose XML files are VOC annotations."""
-    matches, level = [], [folder]
+    """Find folders, up to four levels below `folder`, whose XML files are VOC annotations."""
+    matches = []
+    level = [folder]
     for _ in range(5):
         matches += [directory for directory in level if _has_xml(directory)]
         level = [inner for directory in level for inner in folders_in(directory)][:1000]
@@ -80,7 +82,7 @@ def folders_with_annotations(folder: Path) -> list[Path]:
 
 
 def unused(folder: Path) -> list[str]:
-    """Names of the lists and folders of splits that are not read. A list of a class is part of another."""
+    """Return the names of the lists and folders of splits that are not read. A list of a class is part of another."""
     names = []
     for data_set in _data_sets(folder):
         lists = [path for path in _lists(data_set) if not _is_of_class(path)]
@@ -92,12 +94,13 @@ def unused(folder: Path) -> list[str]:
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
+    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     Boxes are taken as they stand, xmin to xmax and ymin to ymax, as annotation tools write them; in files of the VOC
     challenges themselves (`<database>The VOC...`) pixels count from 1 and xmax belongs to the box, so that xmin and
     ymin are lowered by 1. `difficult` objects are ignored in evaluation, like COCO's crowds. Classes are the names of
-    all splits in alphabetical order, or those of `labels.txt`. A split of several years is that of all that have it.
+    all splits in alphabetical order, or those of `labels.txt`. For several years, the split is that of all that have
+    it.
     """
     data_sets = _data_sets(folder)
     root = data_sets[0] if len(data_sets) == 1 else folder
@@ -105,7 +108,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """`Annotations/*.xml`, `JPEGImages/`, `ImageSets/Main/<split>.txt`, and `labels.txt` with all class names in order.
+    """Write `Annotations/*.xml`, `JPEGImages/`, `ImageSets/Main/<split>.txt`, and `labels.txt` with all class names.
 
     Annotated areas, ids, relations and attributes are not written: VOC cannot hold them. Corners keep every digit.
     """
@@ -121,12 +124,13 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
 
 def write_voc(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
-    """An XML file for each image, called as `names` are; an object with a score has it as `<score>`.
+    """Write an XML file for each image, called as `names` are; an object with a score has it as `<score>`.
 
     Corners are written as `read` takes them: pixels from 0.
     """
     for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
-        root, path = ElementTree.Element("annotation"), PurePosixPath(in_utf_8(image.file_name))
+        root = ElementTree.Element("annotation")
+        path = PurePosixPath(in_utf_8(image.file_name))
         _add(root, {"folder": path.parent.name, "filename": path.name})
         _add(ElementTree.SubElement(root, "size"), {"width": image.width, "height": image.height, "depth": 3})
         for label, xyxy, score, crowd in boxes:
@@ -146,7 +150,7 @@ def _add(element: ElementTree.Element, texts: Mapping[str, object]) -> None:
 
 
 def _data_sets(folder: Path) -> list[Path]:
-    """The folders of the years of a `VOCdevkit`, wherever it lies; `folder` itself where there are none."""
+    """Return the folders of the years of a `VOCdevkit`, wherever it lies; `folder` itself if there are none."""
     inner = [directory for directory in folders_in(folder) if directory.name.startswith("VOC")]
     if not inner or _has_xml(folder / "Annotations"):
         return [folder]
@@ -155,7 +159,7 @@ def _data_sets(folder: Path) -> list[Path]:
 
 
 def _has_xml(folder: Path) -> bool:
-    """Whether the first XML file in a folder is a VOC annotation."""
+    """Return whether the first XML file in a folder is a VOC annotation."""
     for path in _xml_files(folder):
         try:
             return ElementTree.parse(path).getroot().tag == "annotation"
@@ -172,14 +176,14 @@ def _xml_files(folder: Path) -> Iterator[Path]:
 
 
 def _xml_below(folder: Path) -> Iterator[Path]:
-    """The XML files of a folder and of those in it, as predictions for folders of images are written."""
+    """Yield the XML files of a folder and of its subfolders, as predictions for folders of images are written."""
     for inner in folders_below(folder):
         if not any(part.startswith(".") for part in inner.relative_to(folder).parts):
             yield from _xml_files(inner)
 
 
 def _annotations(folder: Path) -> Path | None:
-    """The folder of the XML files of a data set or a split: one of the usual names, else the only one that has any."""
+    """Find the folder of the XML files of a data set or a split: one of the usual names, else the only one with any."""
     for name in ANNOTATION_FOLDERS:
         if _has_xml(folder / name):
             return folder / name
@@ -192,20 +196,24 @@ def _annotations(folder: Path) -> Path | None:
 
 
 def _splits(folder: Path) -> tuple[str, ...] | None:
-    """Names of the splits of one data set."""
+    """Return the names of the splits of one data set."""
     return ordered(_annotation_folders(folder)) or None
 
 
 def _annotation_folders(folder: Path) -> dict[str, Path]:
-    """The folder of the XML files of each split of one data set; the same for all where lists choose from it."""
-    if sets := _image_sets(folder):
+    """Return the folder of the XML files of each split of one data set; the same for all if lists choose from it."""
+    sets = _image_sets(folder)
+    if sets:
         return dict.fromkeys(sets, folder / "Annotations")
     named = {}
     for split, folders in _folders_of_splits(folder).items():
-        having = [xml for inner in folders if (xml := _annotations(inner))]
+        having = [xml for xml in map(_annotations, folders) if xml]
         if having:
             named[split] = having[0]
-    return named or ({ALL: xml} if (xml := _annotations(folder)) else {})
+    if named:
+        return named
+    xml = _annotations(folder)
+    return {ALL: xml} if xml else {}
 
 
 def _folders_of_splits(folder: Path) -> dict[str, list[Path]]:
@@ -213,7 +221,7 @@ def _folders_of_splits(folder: Path) -> dict[str, list[Path]]:
 
 
 def _image_sets(folder: Path) -> dict[str, Path]:
-    """The list of each split; of several the one that is called like it, then the first."""
+    """Return the list of each split; of several the one that is called like it, then the first."""
     if not _has_xml(folder / "Annotations"):
         return {}
     named: dict[str, Path] = {}
@@ -225,7 +233,7 @@ def _image_sets(folder: Path) -> dict[str, Path]:
 
 
 def _lists(folder: Path) -> list[Path]:
-    """The lists of images of a data set: those of `ImageSets/Main`, or of `ImageSets` where there are none."""
+    """Find the lists of images of a data set: those of `ImageSets/Main`, or of `ImageSets` if there are none."""
     sets = folder / "ImageSets"
     for directory in (sets / "Main", sets):
         lists = called_first(directory.glob("*.txt")) if directory.is_dir() else []
@@ -235,13 +243,13 @@ def _lists(folder: Path) -> list[Path]:
 
 
 def _is_of_class(path: Path) -> bool:
-    """Whether a list is one of a class, with 1 or -1 behind each image."""
+    """Return whether a list is one of a class, with 1 or -1 behind each image."""
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         return len(file.readline().split()) > 1
 
 
 def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | ImageSources | None) -> Listing:
-    """A split of all data sets that have it; classes are those of all of them."""
+    """List a split of all data sets that have it; the classes are those of all of them."""
     xml_folders = {data_set: _annotation_folders(data_set) for data_set in data_sets}
     folders = dict.fromkeys(chain.from_iterable(by_split.values() for by_split in xml_folders.values()))
     parsed = {directory: _parse_all(directory) for directory in folders}
@@ -269,17 +277,20 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
 
 
 def _folders_of(parsed: Mapping[Path, dict]) -> list[Path]:
-    """The folders in those of XML files that have some too."""
+    """Return the subfolders of folders of XML files that have XML files too."""
     inner = [folder / os.path.dirname(stem) for folder, entries in parsed.items() for stem in entries]
     return [folder for folder in dict.fromkeys(inner) if folder not in parsed]
 
 
 def _part(folder: Path, split: str, xml_folder: Path, parsed: dict, image_dir: Path | ImageSources | None) -> tuple:
-    """(root of the images, images, watched, listed, problems) of the split of one data set.
+    """Return (root of the images, images, watched, listed, problems) of the split of one data set.
 
-    xml_folder: of its XML files. parsed: what the files of all these folders say.
+    xml_folder: of its XML files. parsed: the content of the files of all these folders.
     """
-    sets, images, problems, entries = _image_sets(folder), [], [], parsed[xml_folder]
+    sets = _image_sets(folder)
+    images = []
+    problems = []
+    entries = parsed[xml_folder]
     if sets:
         entries, problems = _chosen(entries, sets[split], xml_folder.name, split)
     folders = list(dict.fromkeys(["", *map(os.path.dirname, entries)]))
@@ -302,7 +313,7 @@ def _part(folder: Path, split: str, xml_folder: Path, parsed: dict, image_dir: P
 
 
 def _image_of(stem: str, file_name: str, present: Set[str], stems_of: Mapping[str, str]) -> str:
-    """The image of an XML file: as it says, else one called like the file, in a folder like the file's, else above.
+    """Find the image of an XML file: the name in the file, else one called like the file, in its folder, else above.
 
     A tool may have renamed the files, or left the suffix away.
     """
@@ -318,8 +329,9 @@ def _image_of(stem: str, file_name: str, present: Set[str], stems_of: Mapping[st
 
 
 def _chosen(entries: dict, file: Path, folder_name: str, split: str) -> tuple[dict, list[Problem]]:
-    """The entries that a list of stems names, and a problem for each that is missing."""
-    chosen, problems = {}, []
+    """Return the entries that a list of stems names, and a problem for each that is missing."""
+    chosen = {}
+    problems = []
     for line in filter(None, map(str.strip, file.read_text(encoding="utf-8-sig").splitlines())):
         stem = line if line in entries else line.rsplit(None, 1)[0]  # the lists of a class have 1 or -1 behind
         if stem in entries:
@@ -331,9 +343,9 @@ def _chosen(entries: dict, file: Path, folder_name: str, split: str) -> tuple[di
 
 
 def _parse_all(folder: Path) -> dict[str, _Parsed | str]:
-    """Every XML file of a folder by its path without the suffix: its content, or why it cannot be read.
+    """Parse every XML file of a folder; return by its path without the suffix the content, or why it cannot be read.
 
-    Files of folders in it are read where they are annotations.
+    Files in subfolders are read if they are annotations.
     """
 
     def parse(path: Path) -> list:
@@ -353,7 +365,7 @@ def _parse_all(folder: Path) -> dict[str, _Parsed | str]:
 
 
 def _side(root: ElementTree.Element, tag: str) -> int | None:
-    """The width or height that <size> says, in pixels; None where it says none. Raises ValueError for no number."""
+    """Read the width or height in <size>, in pixels; None if it is empty. Raises ValueError if it is not a number."""
     text = (root.findtext(f"size/{tag}") or "").strip()
     if not text:
         return None
@@ -369,7 +381,8 @@ def _parse(path: Path) -> _Parsed:
     lowered = 1.0 if (root.findtext("source/database") or "").startswith("The VOC") else 0.0
     boxes = []
     for number, entry in enumerate(root.iter("object"), start=1):
-        name, corners = entry.findtext("name"), [entry.findtext(f"bndbox/{tag}") for tag in CORNERS]
+        name = entry.findtext("name")
+        corners = [entry.findtext(f"bndbox/{tag}") for tag in CORNERS]
         if name is None or not name.strip():
             raise ValueError(f"object {number} has no <name>")
         try:
@@ -384,9 +397,9 @@ def _parse(path: Path) -> _Parsed:
 
 
 def _image_root(folder: Path, xml_folder: Path, split: str, folders: Sequence[str]) -> Path:
-    """The folder of the images: beside the XML files, or in a folder of their own.
+    """Find the folder of the images: beside the XML files, or in a folder of their own.
 
-    folders: of it, in which images may lie.
+    folders: its subfolders in which images may lie.
     """
     near = [xml_folder, xml_folder.parent] if xml_folder.parent != folder.parent else [xml_folder]
     candidates = [at / name for at in near for name in (*IMAGE_FOLDERS, f"images/{split}", f"images/{xml_folder.name}")]
@@ -399,7 +412,8 @@ def _image_root(folder: Path, xml_folder: Path, split: str, folders: Sequence[st
 
 
 def _classes(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]], list[Problem]]:
-    """The classes of the first file that lists all names, else the names, sorted; a warning for each that does not."""
+    """Return the classes of the first file that lists all names, else the sorted names; a warning for each other file.
+    """
     problems = []
     for file in files:
         lines = file.read_text(encoding="utf-8-sig").splitlines()

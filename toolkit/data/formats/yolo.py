@@ -36,7 +36,7 @@ MAX_CLASSES = 100_000
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Names of the splits of a YOLO folder; None: it is none.
+    """Return the names of the splits of a YOLO folder; None if it is not one.
 
     Known are `data.yaml` (any YAML file with `names` and `train` or `val`), whose splits are folders, lists of folders
     or text files that list images; and without it `train/images` with `train/labels`, `images/train` with
@@ -51,7 +51,10 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 
 def missing(folder: Path) -> list[str]:
-    """Splits that data.yaml names and that are not there, with what it names; on other computers they may be."""
+    """List the splits that data.yaml names but that do not exist here, with the paths that it gives.
+
+    They may exist on another computer.
+    """
     file, settings = settings_of(folder)
     gone = {split: _missing_of(folder, settings, split) for split in SPLIT_NAMES if _entry(settings, split)}
     return [f"{split} ({file.name} names {', '.join(map(str, paths))})" for split, paths in gone.items() if paths]
@@ -62,7 +65,7 @@ def _missing_of(folder: Path, settings: dict, split: str) -> list[Path]:
 
 
 def unused(folder: Path) -> list[str]:
-    """Names of the folders of images that look like a split and are not read: the YAML file names others."""
+    """Return the names of the image folders that look like a split and are not read: the YAML file names others."""
     _, settings = settings_of(folder)
     if settings:
         splits = [split for split in SPLIT_NAMES if _entry(settings, split)]
@@ -76,7 +79,7 @@ def unused(folder: Path) -> list[str]:
 
 
 def labels_alone(folder: Path) -> Path | None:
-    """The folder of label files whose images lie elsewhere, as predict.py writes it; None: there is none."""
+    """Find the folder of label files whose images lie elsewhere, as predict.py writes it; None if there is none."""
     labels = folder / LABEL_FOLDER
     if labels.is_dir() and any(map(_is_label_folder, folders_below(labels))):
         return labels
@@ -85,17 +88,17 @@ def labels_alone(folder: Path) -> Path | None:
 
 
 def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """One split; options as in `toolkit.data.formats.annotated.open_annotated`.
+    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
 
     The text file of an image lies where its path says `labels` instead of `images`, or beside it; of labels alone, the
-    images are those of `image_dir`, with the same names. An image without a text file has no objects. What the numbers
-    of a line are, `Rows` decides. Classes keep their numbers from 0.
+    images are those of `image_dir`, with the same names. An image without a text file has no objects. `Rows` decides
+    what the numbers of a line are. Classes keep their numbers from 0.
     """
     return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), image_dir, **options)
 
 
 def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """`images/<split>/`, `labels/<split>/*.txt` and `data.yaml`; the numbers have every digit they need.
+    """Write `images/<split>/`, `labels/<split>/*.txt` and `data.yaml`; the numbers have every digit they need.
 
     Crowd regions, annotated areas, ids, relations and attributes are not written: YOLO cannot hold them.
     """
@@ -108,7 +111,7 @@ def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False
 
 
 def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
-    """A text file for each image, called as `names` are; of boxes with scores a line ends with the score."""
+    """Write a text file for each image, called as `names` are; for boxes with scores a line ends with the score."""
     for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
         lines = []
         for label, (x1, y1, x2, y2), score, crowd in boxes:
@@ -122,7 +125,7 @@ def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> 
 
 
 def _label_name(name: str) -> str:
-    """What images have in common that share a file of labels, also where the case of letters does not count."""
+    """Return what images that share a file of labels have in common, ignoring the case of letters."""
     return without_suffix(name).lower()
 
 
@@ -131,7 +134,8 @@ def _entry(settings: dict, split: str):
 
 
 def _located(folder: Path, settings: dict, split: str) -> list[Path]:
-    """Folders and lists of a split. Paths are relative to `path`, or, as some exports have it, wrong by a `../`."""
+    """Return folders and lists of a split. Paths are relative to `path`, or, as some exports have it, wrong by a `../`.
+    """
     entry = _entry(settings, split)
     paths = []
     for text in entry if isinstance(entry, list) else [entry]:
@@ -144,7 +148,10 @@ def _located(folder: Path, settings: dict, split: str) -> list[Path]:
 
 
 def _ends(path: str) -> list[str]:
-    """The last parts of a path, which may be one on another computer; not `images` of `valid/images`: all images."""
+    """Return the last parts of a path, which may be one on another computer.
+
+    Not `images` of `valid/images`, which would be all images.
+    """
     parts = Path(path).parts
     counts = (3, 2) if len(parts) > 1 and split_of(parts[-2]) else (3, 2, 1)
     return ["/".join(parts[-count:]) for count in counts]
@@ -157,14 +164,15 @@ def _is_of_split(path: Path) -> bool:
 
 
 def _plain_folders(folder: Path, split: str) -> Path | None:
-    """The folder of a split's images, where there is no YAML file but there are label files."""
+    """Return the folder of a split's images if there are label files but no YAML file."""
     return next(_all_plain_folders(folder, split), None)
 
 
 def _all_plain_folders(folder: Path, split: str) -> Iterator[Path]:
-    """Folders of images with their labels whose names say this split; the first is read."""
+    """Yield folders of images with their labels whose names say this split; the first is read."""
     if split == ALL:
-        inside, of_images = [folder], [folder / "images"]
+        inside = [folder]
+        of_images = [folder / "images"]
     else:
         inside = folders_of_splits(folder).get(split, [])
         of_images = folders_of_splits(folder / "images").get(split, [])
@@ -177,7 +185,8 @@ def _all_plain_folders(folder: Path, split: str) -> Iterator[Path]:
 
 
 def _is_label_folder(folder: Path) -> bool:
-    """Whether one of the first text files has lines of a class and numbers; a `README.txt` may lie beside them."""
+    """Return whether one of the first text files has lines of a class and numbers; a `README.txt` may lie beside them.
+    """
     if not folder.is_dir():
         return False
     with_text = (path for path in sorted(folder.glob("*.txt")) if path.name not in CLASS_FILES and path.stat().st_size)
@@ -189,7 +198,7 @@ def _is_label_folder(folder: Path) -> bool:
 
 
 def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Path], Path | None]:
-    """(folders and lists of the images of a split, the folder of their labels where these have a folder of their own).
+    """Return (folders and lists of the images of a split, the folder of their labels if it is separate).
 
     Raises BadInput: the images are not in `image_dir`, or not known.
     """
@@ -208,9 +217,10 @@ def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Pat
 
 
 def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Path], list[Path], dict]:
-    """(image files of a split, folders and lists to watch, what the YAML file says)."""
+    """Return (image files of a split, folders and lists to watch, content of the YAML file)."""
     file, settings = settings_of(folder)
-    files, watched = [], [file] if file else []
+    files = []
+    watched = [file] if file else []
     for source in sources:
         if source.is_file():
             lines = source.read_text(encoding="utf-8-sig").splitlines()
@@ -227,13 +237,13 @@ def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Pat
 
 
 def _listed(line: str, file: Path, folder: Path) -> Path:
-    """An image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
+    """Find an image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
     candidates = [base / tail for tail in (line, *_ends(line)) for base in (file.parent, folder)]
     return next((path for path in candidates if path.is_file()), candidates[0])
 
 
 def _labels_of(image: Path) -> list[Path]:
-    """Where the text file of an image may lie."""
+    """Return the paths at which the text file of an image may lie."""
     parts = list(image.with_suffix(".txt").parts)
     candidates = []
     if "images" in parts:
@@ -287,7 +297,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
 
 
 def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tuple[list[tuple[str, tuple]], list[str]]:
-    """((class name, xyxy in fractions) of each line, what is wrong with the others)."""
+    """Return ((class name, xyxy in fractions) of each line, the faults of the others)."""
     parsed = []
     faults = []
     for number, line in enumerate(lines, start=1):
@@ -311,7 +321,7 @@ def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tupl
 
 
 def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[list[str], list[Problem]]:
-    """Class names in order: of the YAML file, or of a text file; without either, their numbers."""
+    """Return class names in order: of the YAML file, or of a text file; without either, their numbers."""
     given = settings.get("names")
     if isinstance(given, dict):
         try:
@@ -322,7 +332,8 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
     if given:
         if not isinstance(given, list):
             raise BadInput(f"{folder}: `names` of the YAML file is {given!r}; expected a list of names")
-        if odd := [name for name in given if not isinstance(name, str)]:
+        odd = [name for name in given if not isinstance(name, str)]
+        if odd:
             raise BadInput(f"{folder}: `names` of the YAML file: {odd[0]!r} is not a name")
         count = settings.get("nc")
         if count is None or count == len(given):
@@ -331,7 +342,8 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
         return given, [Problem("warning", str(folder), None, None, message)]
     images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
     label_folders = [labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")]
-    if listed := _listed_names(folder, label_folders):
+    listed = _listed_names(folder, label_folders)
+    if listed:
         return listed, []
     everywhere = [path for at in dict.fromkeys(label_folders) for path in sorted(at.glob("*.txt"))]
     unread = (path for path in everywhere if path not in lines and path.name not in CLASS_FILES)
@@ -345,9 +357,10 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
 
 
 def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
-    """Class names of a text file: that of the data set, else those of its splits, which must agree; [] without one."""
+    """Read class names of a text file: that of the data set, else those of its splits, which must agree; [] if none."""
     for file in _class_files(folder):
-        if file.is_file() and (names := _lines_of(file)):
+        names = _lines_of(file) if file.is_file() else []
+        if names:
             return names
     of_splits = [directory / name for directory in dict.fromkeys(label_folders) for name in CLASS_FILES]
     by_file = {file: _lines_of(file) for file in of_splits if file.is_file()}
@@ -358,12 +371,12 @@ def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
 
 
 def _class_files(folder: Path) -> list[Path]:
-    """Where a text file with the class names of a data set may lie."""
+    """Return the paths at which a text file with the class names of a data set may lie."""
     return [directory / name for directory in (folder, folder / LABEL_FOLDER) for name in CLASS_FILES]
 
 
 def _lines_of(file: Path) -> list[str]:
-    """Lines of a text file that are not empty."""
+    """Read the lines of a text file that are not empty."""
     lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()]
 

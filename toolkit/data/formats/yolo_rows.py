@@ -1,13 +1,13 @@
-"""What the numbers in a line of YOLO's label files are: a box, a polygon or key points, and what follows them.
+"""Meaning of the numbers in a line of YOLO's label files: a box, a polygon or key points, and what follows them.
 
-Lines do not say it. It is decided by all lines of a split; what could be two things is a fault, since a guess would be
-other boxes, in silence.
+A line does not say it. It is decided by all lines of a split; numbers that could mean two things are a fault, since a
+wrong guess would give other boxes without a warning.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 
-UNSAID = object()  # `kpt_shape` where data.yaml says nothing of it
+UNSAID = object()  # `kpt_shape` if data.yaml does not mention it
 VISIBILITY = (0, 1, 2)  # of key points: not labelled, hidden, visible
 SAY = "say so by `kpt_shape: [points, 2 or 3]` in data.yaml, or by `kpt_shape: null` that these are polygons"
 ROTATED = (
@@ -17,16 +17,16 @@ ROTATED = (
 
 
 class Rows:
-    """What the numbers behind the class of a line are, decided by all lines of a split.
+    """Meaning of the numbers behind the class of a line, decided by all lines of a split.
 
     4: a box. 5: a box and its confidence or track, as predictions have it. 6: a box, its confidence and a track; or a
-    triangle, in data that have larger polygons too, or where the box would leave the image. From 8 on, even: a
-    polygon, with its confidence and a track where all lines can end so. Odd: a polygon and its confidence or track.
+    triangle, in data that have larger polygons too, or if the box would leave the image. From 8 on, even: a polygon,
+    with its confidence and a track if all lines can end so. Odd: a polygon and its confidence or track.
     With `kpt_shape` in data.yaml: a box and key points.
 
     Args:
-        files: lines of all label files. shape: `kpt_shape` of data.yaml; None where it says that there are no key
-            points, `UNSAID` where it does not say.
+        files: lines of all label files. shape: `kpt_shape` of data.yaml; None: it says that there are no key points;
+            `UNSAID`: it does not say.
     """
 
     def __init__(self, files: Iterable[Sequence[str]], shape: object = UNSAID):
@@ -117,10 +117,10 @@ class Rows:
 
 
 class _Poses:
-    """Which lines of 7 and more numbers can be boxes with key points.
+    """Test which lines of 7 and more numbers can be boxes with key points.
 
-    Where points have a visibility, which is 0, 1 or 2, all lines of as many numbers tell. Else all lines must look like
-    this and have as many numbers each, which polygons seldom have: one of them may look like points by chance.
+    If points have a visibility, which is 0, 1 or 2, all lines with the same count of numbers decide. Else all lines
+    must look like this and have the same count, which polygons seldom have: one of them may look like points by chance.
     """
 
     def __init__(self):
@@ -128,7 +128,7 @@ class _Poses:
         self._are_sure: dict[int, bool] = {}  # by the count of numbers
 
     def add(self, numbers: Sequence[float]) -> None:
-        """Look at one line."""
+        """Add the numbers of one line."""
         count = len(numbers)
         self._are_sure[count] = self._are_sure.get(count, True) and _are_points(numbers[4:], 3, numbers, VISIBILITY)
         self._all_may_be = self._all_may_be and _may_be_pose(numbers)
@@ -141,7 +141,7 @@ class _Poses:
 
 
 def _may_be_pose(numbers: Sequence[float]) -> bool:
-    """Whether numbers can be a box (centre, size) and points in it, with a confidence and a track behind or without."""
+    """Return whether numbers can be a box (centre, size) and points in it, perhaps with a confidence and a track."""
     is_turned_box = len(numbers) in (8, 9) and _is_parallelogram(numbers)
     if is_turned_box or not _is_inside(_corners(numbers)):
         return False
@@ -155,7 +155,7 @@ def _may_be_pose(numbers: Sequence[float]) -> bool:
 
 
 def _are_points(numbers: Sequence[float], step: int, box: Sequence[float], visibility: Sequence[float] = ()) -> bool:
-    """Whether numbers can be key points in a box (centre, size).
+    """Return whether numbers can be key points in a box (centre, size).
 
     step: numbers of each point; the third is a visibility, one of those that are given, else also a confidence.
     """
@@ -172,55 +172,56 @@ def _are_points(numbers: Sequence[float], step: int, box: Sequence[float], visib
 
 
 def _may_end_in_track(numbers: Sequence[float]) -> bool:
-    """Whether the last two numbers can be a confidence and the number of a track."""
+    """Return whether the last two numbers can be a confidence and the number of a track."""
     return 0 <= numbers[-2] <= 1 and _is_track(numbers[-1])
 
 
 def _is_track(number: float) -> bool:
-    """Whether a number can be that of a track, which are counted from 0 or 1."""
+    """Return whether a number can be that of a track, which are counted from 0 or 1."""
     return number >= 0 and number % 1 == 0
 
 
 def _is_share_or_track(number: float) -> bool:
-    """Whether a number behind a box can be its confidence or its track; of 32 bits a 1 may be a little more."""
+    """Return whether a number behind a box can be its confidence or its track; in 32 bits a 1 may be slightly larger.
+    """
     return 0 <= number <= 1.0001 or _is_track(number)
 
 
 def _is_parallelogram(numbers: Sequence[float]) -> bool:
-    """Whether four corners are those of a rectangle, turned or not."""
+    """Return whether four corners are those of a rectangle, turned or not."""
     x1, y1, x2, y2, x3, y3, x4, y4 = numbers[:8]
     return abs(x1 + x3 - x2 - x4) < 0.02 and abs(y1 + y3 - y2 - y4) < 0.02
 
 
 def _box_or_polygon(numbers: Sequence[float]) -> tuple[float, float, float, float]:
-    """The box of four numbers, or around a polygon."""
+    """Return the box of four numbers, or the one around a polygon."""
     return _corners(numbers) if len(numbers) == 4 else _around(numbers)
 
 
 def _corners(numbers: Sequence[float]) -> tuple[float, float, float, float]:
-    """The corners of a box that is given by centre and size."""
+    """Return the corners of a box that is given by centre and size."""
     cx, cy, width, height = numbers[:4]
     return cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2
 
 
 def _is_inside(xyxy: Sequence[float]) -> bool:
-    """Whether a box in fractions lies in its image, but for rounding."""
+    """Return whether a box in fractions lies in its image, up to rounding."""
     return all(-0.01 <= value <= 1.01 for value in xyxy)
 
 
 def _around(numbers: Sequence[float]) -> tuple[float, float, float, float]:
-    """The box around a polygon."""
+    """Return the box around a polygon."""
     return min(numbers[0::2]), min(numbers[1::2]), max(numbers[0::2]), max(numbers[1::2])
 
 
 def numbers_of(line: str) -> list[float]:
-    """The numbers of a line, the class first; empty where one of its words is not a number."""
+    """Parse the numbers of a line, the class first; empty if one of its words is not a number."""
     words = line.split()
     return list(map(float, words)) if all(map(is_number, words)) else []
 
 
 def is_number(word: str) -> bool:
-    """Whether a word is a finite number."""
+    """Return whether a word is a finite number."""
     try:
         return math.isfinite(float(word))
     except ValueError:

@@ -9,25 +9,25 @@ from toolkit.data.table import Problem
 
 
 def settings_of(folder: Path) -> tuple[Path | None, dict]:
-    """The YAML file that names classes and splits, and what it says; None and {} where there is none."""
+    """Return the YAML file that names classes and splits, and its content; None and {} if there is none."""
     for path in _yaml_files(folder):
         try:
             content = _load_yaml(path.read_text(encoding="utf-8-sig"))
         except (yaml.YAMLError, UnicodeDecodeError):
-            continue  # said by `unread`
+            continue  # reported by `unread`
         if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
             return path, content
     return None, {}
 
 
 def _yaml_files(folder: Path) -> list[Path]:
-    """The YAML files of a folder, data.yaml first."""
+    """Return the YAML files of a folder, data.yaml first."""
     paths = (*folder.glob("*.yaml"), *folder.glob("*.yml")) if folder.is_dir() else ()
     return sorted(paths, key=lambda path: (path.stem != "data", path.name))
 
 
 def unread(folder: Path) -> list[Problem]:
-    """An error for a data.yaml that cannot be read: without it classes would be numbered."""
+    """Return an error for a data.yaml that cannot be read: without it classes would be numbered."""
     problems = []
     for path in _yaml_files(folder):
         try:
@@ -48,7 +48,7 @@ _NamesAsWritten.yaml_implicit_resolvers = {}
 
 
 def _load_yaml(text: str) -> object:
-    """The content of a YAML file, with class names as they are written.
+    """Parse a YAML file, with class names as they are written.
 
     Raises yaml.YAMLError.
     """

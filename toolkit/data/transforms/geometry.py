@@ -1,4 +1,4 @@
-"""Resizes, flips and crops an image together with its target, as in DETR's training recipe; uint8 in, uint8 out.
+"""Resizing, flipping and cropping of an image together with its target, as in DETR's training recipe; uint8 in and out.
 
 A transform is any callable `(image, target, generator) -> (image, target)`:
 
@@ -33,18 +33,18 @@ UNKNOWN = -1  # predicate that has no name in a mirrored picture
 
 
 def pair_hw(size: int | Sequence[int]) -> Size:
-    """(h, w) of a size in pixels: the side of a square, or [h, w]. Raises BadInput for anything else."""
+    """Return (h, w) of a size in pixels: the side of a square, or [h, w]. Raises BadInput for anything else."""
     size_hw = (size, size) if isinstance(size, int) else tuple(size)
     if len(size_hw) != 2 or min(size_hw) < 1:
         raise BadInput(
-            f"{size} is no size of images (data.image_size, data.multi_scale, --image-size): expected a side or "
+            f"{size} is not a size of images (data.image_size, data.multi_scale, --image-size): expected a side or "
             "[height, width], in pixels of at least 1"
         )
     return size_hw
 
 
 def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None) -> Size:
-    """Size (h, w) after resizing the shorter side to `shorter`, or to less where the longer would pass `max_longer`.
+    """Return the size (h, w) with the shorter side `shorter`, or less if the longer would pass `max_longer`.
 
     DETR's `get_size_with_aspect_ratio` to the letter (rounding of the limited side, truncation of the other), except
     that no side becomes 0 on extremely long images.
@@ -65,37 +65,40 @@ def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None
 
 
 def keep_boxes(target: Target, keep: Tensor) -> Target:
-    """Target with only the boxes where `keep` (N,) bool; relations that lose an end go, the others are re-indexed."""
+    """Keep only the boxes where `keep` (N,) bool; relations that lose an end are dropped, the others are re-indexed."""
     if bool(keep.all()):
         return target
     target = {**target, **{name: target[name][keep] for name in PER_BOX_FIELDS if name in target}}
     if "relations" in target:
-        new_index, relations = keep.cumsum(0) - 1, target["relations"]
+        new_index = keep.cumsum(0) - 1
+        relations = target["relations"]
         relations = relations[keep[relations[:, :2]].all(1)]
         target["relations"] = torch.cat([new_index[relations[:, :2]], relations[:, 2:]], dim=1)
     return target
 
 
 def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
-    """Boxes and areas scaled from an image of `old_hw` to one of `new_hw`; `size` set."""
+    """Scale boxes and areas from an image of `old_hw` to one of `new_hw`, and set `size`."""
     y, x = new_hw[0] / old_hw[0], new_hw[1] / old_hw[1]
-    boxes, area = target["boxes"] * torch.tensor([x, y, x, y]), target["area"] * (x * y)
+    boxes = target["boxes"] * torch.tensor([x, y, x, y])
+    area = target["area"] * (x * y)
     return {**target, "boxes": boxes, "area": area, "size": torch.tensor(new_hw)}
 
 
 def clipped(boxes: Tensor, height: int, width: int) -> Tensor:
-    """(N, 4) float32 xyxy boxes clipped to an image of this size."""
+    """Clip (N, 4) float32 xyxy boxes to an image of this size."""
     return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=torch.float32))
 
 
 def recheck_boxes(image: Tensor, target: Target) -> Target:
-    """What every target passes after augmentation, whatever the transform was.
+    """Check and clip the boxes of a target after augmentation, whatever the transform was.
 
     Boxes are clipped to the image (rounding may leave them a hair outside) and dropped when that leaves no width or
     height. Raises ValueError, naming the image, for what no data can cause: non-finite boxes, per-box fields of
     different lengths, or a `size` that is not the image's.
     """
-    size_hw, boxes = tuple(image.shape[-2:]), target["boxes"]
+    size_hw = tuple(image.shape[-2:])
+    boxes = target["boxes"]
     lengths = {name: len(target[name]) for name in PER_BOX_FIELDS if name in target}
     if tuple(target["size"].tolist()) != size_hw or len(set(lengths.values())) > 1:
         raise ValueError(
@@ -109,20 +112,21 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
 
 
 def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = None) -> Tensor:
-    """(P,) int64: which predicate each becomes in a mirrored picture; `UNKNOWN`: there is no name for it.
+    """Return (P,) int64: the predicate that each becomes in a mirrored picture; `UNKNOWN` if it has no name there.
 
     A name that says left or right becomes the one that says the other side; all others stay.
 
     Args:
         names: of the predicates, in the order of their labels.
-        pairs: what further ones become, such as {"west of": "east of"}, and back.
+        pairs: further ones and their mirrored names, such as {"west of": "east of"}, in both directions.
 
     Raises:
-        BadInput: pairs of names that are none.
+        BadInput: pairs of names that are not predicates.
     """
     pairs = dict(pairs or {})
-    if strange := sorted({*pairs, *pairs.values()} - set(names)):
-        words = f"{', '.join(strange)}: no predicates of the data, which has {', '.join(names)}"
+    strange = sorted({*pairs, *pairs.values()} - set(names))
+    if strange:
+        words = f"{', '.join(strange)}: not predicates of the data, which has {', '.join(names)}"
         raise BadInput(f"data.mirrored_predicates: {words}")
     pairs |= {other: name for name, other in pairs.items()}
     rows = {name: row for row, name in enumerate(names)}
@@ -138,7 +142,7 @@ def _other_side(word: re.Match) -> str:
 
 
 def resize(image: Tensor, target: Target, size_hw: Size) -> Sample:
-    """Antialiased bilinear resize to exactly `size_hw`."""
+    """Resize to exactly `size_hw`, bilinear with antialiasing."""
     target = resize_target(target, tuple(image.shape[-2:]), size_hw)
     # The uint8 kernel is three times faster on channels-last memory; a crop or an odd decoder may have lost that.
     image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
@@ -146,9 +150,13 @@ def resize(image: Tensor, target: Target, size_hw: Size) -> Sample:
 
 
 def flip(image: Tensor, target: Target) -> Sample:
-    """Mirrored left to right, and relations with it, by `mirrored_predicates` of the target where it has them; as they
-    are if one of the relations has no name in a mirrored picture."""
-    if (mirrored := target.get("mirrored_predicates")) is not None:
+    """Mirror left to right.
+
+    Relations follow by `mirrored_predicates` of the target, if it has them; the sample is returned as it is if one of
+    the relations has no name in a mirrored picture.
+    """
+    mirrored = target.get("mirrored_predicates")
+    if mirrored is not None:
         relations = target["relations"]
         predicates = mirrored[relations[:, 2]]
         if (predicates == UNKNOWN).any():
@@ -161,8 +169,11 @@ def flip(image: Tensor, target: Target) -> Sample:
 
 
 def crop(image: Tensor, target: Target, region: Region) -> Sample:
-    """The region of the image, as a view of its memory; boxes are moved and clipped to it, and go where no width or
-    height is left. As in DETR the area becomes the clipped box's, also for boxes that the crop does not cut."""
+    """Crop to a region, as a view of the image's memory.
+
+    Boxes are moved and clipped to it, and dropped if no width or height is left. As in DETR the area becomes the
+    clipped box's, also for boxes that the crop does not cut.
+    """
     top, left, height, width = region
     boxes = target["boxes"] - torch.tensor([left, top, left, top], dtype=torch.float32)
     boxes = clipped(boxes, height, width)
@@ -175,13 +186,13 @@ def crop(image: Tensor, target: Target, region: Region) -> Sample:
 
 
 def draw_int(low: int, high: int, generator: torch.Generator) -> int:
-    """A whole number from [low, high], both included."""
+    """Draw a whole number from [low, high], both included."""
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
 @dataclass(frozen=True)
 class Compose:
-    """One transform after the other."""
+    """Sequence of transforms, applied one after the other."""
 
     transforms: Sequence[Transform]
 
@@ -193,7 +204,7 @@ class Compose:
 
 @dataclass(frozen=True)
 class RandomChoice:
-    """One of the branches, each as likely as the others (DETR's `RandomSelect` for two)."""
+    """Random choice of one of the branches with equal probability (DETR's `RandomSelect` for two)."""
 
     branches: Sequence[Transform]
 
@@ -203,7 +214,7 @@ class RandomChoice:
 
 @dataclass(frozen=True)
 class RandomFlip:
-    """Mirrored left to right with the given probability."""
+    """Mirroring left to right with the given probability."""
 
     probability: float = 0.5
 
@@ -215,13 +226,14 @@ class RandomFlip:
 
 @dataclass(frozen=True)
 class ResizeShorter:
-    """Shorter side to one of `scales` (pixels), the longer side at most `max_longer`, aspect ratio kept."""
+    """Resize of the shorter side to one of `scales` (pixels), the longer side at most `max_longer`, aspect ratio kept.
+    """
 
     scales: Sequence[int]
     max_longer: int | None = None
 
     def draw(self, size_hw: Size, generator: torch.Generator) -> Size:
-        """The (h, w) to resize to."""
+        """Draw the (h, w) to resize to."""
         scale = self.scales[draw_int(0, len(self.scales) - 1, generator)]
         return shorter_side_size(size_hw, scale, self.max_longer)
 
@@ -233,7 +245,7 @@ class ResizeShorter:
 class ThenResize:
     """`before`, a resize to exactly the batch's size, `after`; for batches of varying size.
 
-    size_hw: the size where the batch has none of its own (the keys of its samples carry none).
+    size_hw: the size if the batch has none of its own (the keys of its samples carry none).
     """
 
     before: Transform = Compose(())
@@ -249,13 +261,13 @@ class ThenResize:
 
 @dataclass(frozen=True)
 class RandomSizeCrop:
-    """A region with sides drawn from [min_size, max_size] pixels, or the image's side where that is smaller."""
+    """Crop with sides drawn from [min_size, max_size] pixels, or the image's side if that is smaller."""
 
     min_size: int
     max_size: int
 
     def draw(self, size_hw: Size, generator: torch.Generator) -> Region:
-        """The region to cut from an image of `size_hw`; drawn in DETR's order: width, height, top, left."""
+        """Draw the region to cut from an image of `size_hw`; in DETR's order: width, height, top, left."""
         height, width = size_hw
         crop_width = draw_int(min(self.min_size, width), min(self.max_size, width), generator)
         crop_height = draw_int(min(self.min_size, height), min(self.max_size, height), generator)
@@ -291,7 +303,10 @@ class ResizeCropResize:
 
 
 def _source_span(start: int, length: int, middle: int, source: int) -> tuple[int, int]:
-    """[start, start + length) of a side `middle` pixels long, as whole pixels (at least one) of the `source` side."""
+    """Map a span of a side `middle` pixels long to whole pixels of the `source` side; return (start, length).
+
+    The length is at least one.
+    """
     first = min(round(start * source / middle), source - 1)
     return first, max(round((start + length) * source / middle) - first, 1)
 
@@ -306,14 +321,14 @@ def detr_train_transform(
     crop_sizes: tuple[int, int] = (384, 600),
     flip_probability: float = 0.5,
 ) -> Transform:
-    """DETR's training recipe: flip, then either a resize, or a resize, a crop and a resize (`make_coco_transforms`)."""
+    """Make DETR's training recipe: flip, then a resize, or a resize, a crop and a resize (`make_coco_transforms`)."""
     multi_scale = ResizeShorter(tuple(scales), max_longer)
     cropped = ResizeCropResize(ResizeShorter(tuple(first_scales)), RandomSizeCrop(*crop_sizes), multi_scale)
     return Compose((RandomFlip(flip_probability), RandomChoice((multi_scale, cropped))))
 
 
 def exact_transform(size: int | Sequence[int]) -> Transform:
-    """Every image to exactly this size, see `pair_hw`; for models that ignore a pixel mask."""
+    """Make the transform of every image to exactly this size, see `pair_hw`; for models that ignore a pixel mask."""
     return ThenResize(size_hw=pair_hw(size))
 
 

@@ -1,4 +1,4 @@
-"""Images put together of several: mixup, mosaic, and the batch augmentations of DEIM.
+"""Augmentations that combine several images: mixup, mosaic, and the batch augmentations of DEIM.
 
 mixup: Zhang et al., Bag of Freebies for Object Detection, 2019, as GluonCV's MixupDetection. mosaic: Bochkovskiy et
 al., YOLOv4, 2020. `mix_batch`: DEIM and DEIMv2 (Huang et al., 2025; DEIMv2, engine/data/dataloader.py), where more
@@ -30,13 +30,13 @@ MARGIN = (0.1, 0.25)  # of its sides, blended with it
 
 
 def draw_mixup_lambda(generator: torch.Generator, alpha: float = 1.5) -> float:
-    """The first image's share from Beta(alpha, alpha), a function of the generator's state."""
+    """Draw the first image's share from Beta(alpha, alpha), a function of the generator's state."""
     seed = torch.randint(2**63 - 1, (), generator=generator).item()
     return float(np.random.default_rng(seed).beta(alpha, alpha))
 
 
 def mixup(first: Sample, second: Sample, lam: float) -> Sample:
-    """lam * first + (1 - lam) * second, both at the upper left of a black canvas that holds both.
+    """Mix two samples: lam * first + (1 - lam) * second, both at the upper left of a black canvas that holds both.
 
     Args:
         first, second: uint8 images (3, H, W) of any size and their targets, before other transforms.
@@ -59,8 +59,11 @@ def mixup(first: Sample, second: Sample, lam: float) -> Sample:
 
 
 def join_targets(targets: Sequence[Target], size_hw: Size | None = None) -> Target:
-    """One target with the boxes and relations of several, in order; everything else is the first's, but the sizes where
-    one is given, and the classes that they label, which are those that all do."""
+    """Join targets: one with the boxes and relations of all, in order.
+
+    Everything else is the first's, except the sizes if one is given, and `labelled`: the classes that all of them
+    label.
+    """
     joined = dict(targets[0])
     if size_hw is not None:
         joined |= {"orig_size": torch.tensor(size_hw), "size": torch.tensor(size_hw)}
@@ -70,7 +73,8 @@ def join_targets(targets: Sequence[Target], size_hw: Size | None = None) -> Targ
     if "labelled" in joined:
         joined["labelled"] = torch.stack([target["labelled"] for target in targets]).all(0)
     if all("relations" in target for target in targets):
-        relations, first = [], 0
+        relations = []
+        first = 0
         for target in targets:  # subject and object are rows of the boxes
             relations.append(target["relations"] + torch.tensor([first, first, 0]))
             first += len(target["labels"])
@@ -79,18 +83,19 @@ def join_targets(targets: Sequence[Target], size_hw: Size | None = None) -> Targ
 
 
 def mosaic(samples: Sequence[Sample], size_hw: Size, point_yx: tuple[int, int]) -> Sample:
-    """Four samples, in reading order, each with one corner at `point_yx`, cut off at the border of a canvas.
+    """Place four samples, in reading order, each with one corner at `point_yx`, cut off at the border of a canvas.
 
     Args:
         samples: uint8 images (3, h, w) of any size, and their targets. Each image is resized, its aspect kept, to the
             largest that fits `size_hw`.
-        size_hw: of the canvas, pixels; what no image covers is FILL_RGB.
+        size_hw: of the canvas, pixels; the area outside the images is FILL_RGB.
         point_yx: row and column where the four meet, inside the canvas.
 
     Returns an image of `size_hw` and one target; boxes with their centre cut off go, the others are clipped. image_id
     is the first's.
     """
-    canvas, parts = filled_canvas(size_hw), []
+    canvas = filled_canvas(size_hw)
+    parts = []
     for quadrant, (image, target) in enumerate(samples):
         fitted = _fitted_size(tuple(image.shape[-2:]), size_hw)
         image, target = resize(image, target, fitted)
@@ -107,25 +112,26 @@ def mosaic(samples: Sequence[Sample], size_hw: Size, point_yx: tuple[int, int]) 
 
 
 def draw_point(size_hw: Size, generator: torch.Generator) -> tuple[int, int]:
-    """Row and column in the middle half of each side."""
+    """Draw row and column in the middle half of each side."""
     down, right = (0.25 + 0.5 * torch.rand(2, generator=generator)).tolist()
     return int(size_hw[0] * down), int(size_hw[1] * right)
 
 
 def _fitted_size(image_hw: Size, into_hw: Size) -> tuple[int, int]:
-    """The largest size of the same aspect that fits."""
+    """Return the largest size of the same aspect that fits."""
     scale = min(into_hw[0] / image_hw[0], into_hw[1] / image_hw[1])
     return tuple(max(1, min(into_hw[i], round(image_hw[i] * scale))) for i in range(2))
 
 
 def _span(length: int, point: int, side: int, after: bool) -> tuple[int, int]:
-    """(length, start) of the part of an image's rows that fits after the point, or, its last ones, before it."""
+    """Return (length, start) of the rows of an image that fit after the point, or of its last rows that fit before it.
+    """
     room = min(length, side - point if after else point)
     return room, 0 if after else length - room
 
 
 def mix_neighbours(samples: Sequence[Sample], share: float) -> list[Sample]:
-    """`share` of each image and the rest of the one before it in the batch (of the first: the last), boxes of both.
+    """Mix `share` of each image with the rest of the one before it, cyclically in the batch; boxes of both.
 
     samples: uint8 images (3, H, W) of one size, after all other transforms, and their targets.
     """
@@ -137,8 +143,9 @@ def mix_neighbours(samples: Sequence[Sample], share: float) -> list[Sample]:
 
 
 def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Generator) -> list[Sample]:
-    """Up to three objects of the batch in every image, each with a margin, `1 - share` of it over `share` of what is
-    there, at a place that is drawn; what is behind them keeps its boxes.
+    """Blend up to three objects of the batch into every image, each with a margin, at a place that is drawn.
+
+    A pixel becomes `1 - share` of the object's and `share` of the image's. Objects behind them keep their boxes.
 
     samples: as `mix_neighbours`. Crowds and objects of less than 100 square pixels are not copied.
     """
@@ -149,7 +156,7 @@ def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Gene
 
 
 def mix_batch(samples: Sequence[Sample], mixup: float, blend: float, generator: torch.Generator) -> list[Sample]:
-    """With probability `mixup` `mix_neighbours`, else with probability `blend` `blend_objects`, else nothing."""
+    """Apply `mix_neighbours` with probability `mixup`, else `blend_objects` with probability `blend`, else nothing."""
     draws = torch.rand(3, generator=generator).tolist()
     share = SHARES[0] + (SHARES[1] - SHARES[0]) * draws[0]
     if draws[1] < mixup:
@@ -158,7 +165,8 @@ def mix_batch(samples: Sequence[Sample], mixup: float, blend: float, generator: 
 
 
 def _with_objects(sample: Sample, pool: Sequence, share: float, generator: torch.Generator) -> Sample:
-    image, target = sample[0].clone(), sample[1]
+    image = sample[0].clone()
+    target = sample[1]
     height, width = image.shape[-2:]
     added = [target]
     for number in torch.randperm(len(pool), generator=generator)[:OBJECTS].tolist():
@@ -170,7 +178,7 @@ def _with_objects(sample: Sample, pool: Sequence, share: float, generator: torch
             continue
         left, top = (draw_int(0, side, generator) for side in (width - w, height - h))
         margin = MARGIN[0] + (MARGIN[1] - MARGIN[0]) * float(torch.rand((), generator=generator))
-        # as far as it is there in both images
+        # as far as it lies in both images
         ahead = (w, x1, left), (h, y1, top)
         behind = (w, width - x2, width - left - w), (h, height - y2, height - top - h)
         before, after = ([min(int(side * margin), *rooms) for side, *rooms in sides] for sides in (ahead, behind))
@@ -182,7 +190,7 @@ def _with_objects(sample: Sample, pool: Sequence, share: float, generator: torch
 
 
 def _one(target: Target, row: int, box: list[int]) -> Target:
-    """One object of a target, moved to `box`, without its relations."""
+    """Return one object of a target, moved to `box`, without its relations."""
     columns = {name: target[name][row : row + 1] for name in PER_BOX_FIELDS if name in target}
     columns["boxes"] = torch.tensor([box], dtype=torch.float32)
     return columns | ({"relations": target["relations"][:0]} if "relations" in target else {})

@@ -23,7 +23,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import read_yaml
 from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
 
-# Of whole batches, or away from uint8 images: the loader and the detector do that.
+# Transforms of whole batches, or away from uint8 images: the loader and the detector do that.
 NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()
 NOT_HERE += "ConvertImageDtype ConvertBoundingBoxFormat LinearTransformation FiveCrop TenCrop Lambda".split()
 NOT_HERE += ["UniformTemporalSubsample"]
@@ -41,7 +41,8 @@ class Policy:
     """
 
     def __init__(self, transforms: Sequence[v2.Transform], then: Callable[..., Sample] | None = None):
-        self.transforms, self.then = list(transforms), then
+        self.transforms = list(transforms)
+        self.then = then
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> Sample:
         seed = int(torch.randint(2**63 - 1, (), generator=generator))
@@ -59,19 +60,21 @@ class Policy:
 
 
 def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None = None) -> Policy:
-    """The policy of a list of transforms, or of a YAML file with one; tried on small images here.
+    """Build the policy of a list of transforms, or of a YAML file with one, and try it on small images.
 
     entries: names, or mappings of one name to its arguments; `transforms` among arguments is again such a list.
     then: see `Policy`.
 
-    Raises BadInput: a name that is none, wrong arguments, or a result that is no uint8 RGB image; naming each entry.
+    Raises BadInput, naming each entry: an unknown name, wrong arguments, or a result that is not a uint8 RGB image.
     """
     where = "data.augment"
     if isinstance(entries, str):
-        where, entries = f"data.augment {entries}", _read(entries)
+        where = f"data.augment {entries}"
+        entries = _read(entries)
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise BadInput(f"{where}: expected a list of transforms, found {type(entries).__name__}")
-    made, faults = [], []
+    made = []
+    faults = []
     for number, entry in enumerate(entries, start=1):
         try:
             transform = _build(entry)
@@ -85,7 +88,8 @@ def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None =
 
 
 def _from_v2(sample: Mapping[str, Tensor], target: Target) -> Sample:
-    image, left = sample["image"].as_subclass(Tensor), sample["labels"]
+    image = sample["image"].as_subclass(Tensor)
+    left = sample["labels"]
     height, width = image.shape[-2:]
     boxes = clipped(sample["boxes"].as_subclass(Tensor).to(torch.float32), height, width)
     keep = torch.zeros(len(target["boxes"]), dtype=torch.bool)
@@ -104,19 +108,21 @@ def _read(path: str) -> Any:
 
 
 def _build(entry: Any) -> v2.Transform:
-    name, arguments = entry, {}
+    name = entry
+    arguments = {}
     if isinstance(entry, Mapping):
         if len(entry) != 1:
             raise BadInput(f"{dict(entry)}: expected one name with its arguments")
         name, arguments = next(iter(entry.items()))
         arguments = {} if arguments is None else arguments
-    classes = {class_name: kind for class_name in dir(v2) if inspect.isclass(kind := getattr(v2, class_name))}
+    members = {member: getattr(v2, member) for member in dir(v2)}
+    classes = {member: kind for member, kind in members.items() if inspect.isclass(kind)}
     classes = {class_name: kind for class_name, kind in classes.items() if issubclass(kind, v2.Transform)}
     transforms = {class_name: kind for class_name, kind in classes.items() if class_name not in NOT_HERE}
     if not isinstance(name, str) or name not in transforms:
         near = difflib.get_close_matches(str(name), transforms, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(transforms)}"
-        raise BadInput(f"{name!r} is no transform of torchvision.transforms.v2 that can stand here; {hint}")
+        raise BadInput(f"{name!r} is not a transform of torchvision.transforms.v2 that can be used here; {hint}")
     if not isinstance(arguments, Mapping):
         raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
     if "transforms" in arguments:
@@ -129,7 +135,7 @@ def _build(entry: Any) -> v2.Transform:
 
 
 def _try(transform: v2.Transform) -> None:
-    """Runs a transform on small images, with and without boxes."""
+    """Run a transform on small images, with and without boxes."""
     for seed in range(TRIALS):
         boxes = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 44]])[: seed % 3]
         image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

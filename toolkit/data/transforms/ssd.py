@@ -15,16 +15,17 @@ from toolkit.base.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, flip, keep_boxes, resize
 
 FILL_RGB = (123, 117, 104)  # ImageNet's mean
-MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of which a crop draws one; 1: no crop
+MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # a crop draws one of them; 1: no crop
 TRIALS = 40
 MAX_CANVAS_PIXELS = 4096 * 4096  # of `SeenRegion`: 48 MiB, where 4 times the sides of 12 megapixels would take 550
 
 
 @dataclass(frozen=True)
 class PhotometricDistortion:
-    """Brightness, contrast, saturation and hue, each on half of the images (SSD, Liu et al. 2016, section 2.2).
+    """Distortion of brightness, contrast, saturation and hue, each on half of the images (Liu et al. 2016, section
+    2.2).
 
-    The ranges are torchvision's; contrast comes first or last, as likely. uint8 saturates at 0 and 255.
+    The ranges are torchvision's; contrast comes first or last, with equal probability. uint8 saturates at 0 and 255.
     hue is in turns.
     """
 
@@ -72,7 +73,7 @@ class SsdTransform:
 
 @dataclass(frozen=True)
 class SeenRegion:
-    """Zooming out and the crop of `SsdTransform` alone, in the pixels of the image, for other geometry to follow.
+    """The zoom-out and crop of `SsdTransform` alone, in the pixels of the image, for other geometry to follow.
 
     A canvas of more than `MAX_CANVAS_PIXELS` is shrunk to so many.
     """
@@ -91,7 +92,7 @@ class SeenRegion:
 def draw_seen(
     image: Tensor, target: Target, zoom_out: float, iou_crop: bool, generator: torch.Generator
 ) -> tuple[Region, Target]:
-    """The region visible after zooming out (above 1) and the crop, and the target without the boxes outside it."""
+    """Draw the region visible after zooming out (above 1) and the crop; drop boxes outside it."""
     region = (0, 0, *image.shape[-2:])
     if zoom_out > 1:
         region = draw_zoom_out(region[2:], zoom_out, generator)
@@ -102,7 +103,7 @@ def draw_seen(
 
 
 def draw_zoom_out(size_hw: Size, max_side: float, generator: torch.Generator) -> Region:
-    """A canvas of the image's shape with the image somewhere on it, or, as likely, the image alone (`RandomZoomOut`).
+    """Draw a canvas of the image's shape around the image, or, as likely, the image alone (`RandomZoomOut`).
 
     max_side: sides of the largest canvas, in sides of the image.
     """
@@ -115,7 +116,7 @@ def draw_zoom_out(size_hw: Size, max_side: float, generator: torch.Generator) ->
 
 
 def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> Region:
-    """A part of the region that has the centre of a box and overlaps such a one enough (`RandomIoUCrop`).
+    """Draw a part of the region that has the centre of a box and overlaps such a box enough (`RandomIoUCrop`).
 
     Enough is an IoU drawn from `MIN_IOUS`; the sides are at least 0.3 of the region's, their ratio 1 : 2 to 2 : 1.
     After 40 trials without success another IoU is drawn. Without boxes nothing is cut.
@@ -139,7 +140,8 @@ def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> 
         good = (sides > 0).all(dim=1) & (ratio >= 0.5) & (ratio <= 2.0) & inside.any(dim=1) & (overlap >= min_iou)
         if bool(good.any()):
             chosen = int(good.int().argmax())  # the first
-            (x, y), (crop_width, crop_height) = starts[chosen].tolist(), sides[chosen].tolist()
+            x, y = starts[chosen].tolist()
+            crop_width, crop_height = sides[chosen].tolist()
             return top + y, left + x, crop_height, crop_width
     return region
 
@@ -147,25 +149,26 @@ def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> 
 def centres_strictly_inside(boxes: Tensor, regions_xyxy: Tensor) -> Tensor:
     """Return (M, N) bool: whether the centre of each of N boxes lies inside each of M regions, borders left out.
 
-    As torchvision's `RandomIoUCrop` has it; GluonCV counts borders, see `centres_in_region`.
+    The same as in torchvision's `RandomIoUCrop`; GluonCV counts borders, see `centres_in_region`.
     """
     centres = (boxes[:, :2] + boxes[:, 2:]) / 2
     return ((centres > regions_xyxy[:, None, :2]) & (centres < regions_xyxy[:, None, 2:])).all(dim=-1)
 
 
 def keep_seen(target: Target, region: Region) -> Target:
-    """The target without boxes whose centre lies outside the region; of crowd boxes every bit in it stays."""
+    """Drop boxes whose centre lies outside the region, except crowd boxes: their part inside it stays."""
     top, left, height, width = region
     corners = torch.tensor([[left, top, left + width, top + height]], dtype=torch.float32)
     return keep_boxes(target, centres_strictly_inside(target["boxes"], corners)[0] | (target["iscrowd"] != 0))
 
 
 def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:
-    """The region as an image of `size_hw`, `FILL_RGB` where it lies beyond the given one; boxes clipped to it.
+    """Render the region as an image of `size_hw`, `FILL_RGB` where it lies beyond the given one; boxes clipped to it.
 
     The picture begins and ends at whole pixels, and the boxes follow it.
     """
-    (top, left, height, width), (out_height, out_width) = region, size_hw
+    top, left, height, width = region
+    out_height, out_width = size_hw
     rows, y, out_rows = _span(top, height, image.shape[-2], out_height)
     columns, x, out_columns = _span(left, width, image.shape[-1], out_width)
     seen = (rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start)
@@ -179,8 +182,10 @@ def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample
 
 
 def _span(start: int, length: int, side: int, out_side: int) -> tuple[slice, int, int]:
-    """Of [start, start + length) what lies in [0, side), and where that begins and how long it is among `out_side`
-    pixels, at least one."""
+    """Cut [start, start + length) to [0, side); return it as a slice, and its start and length in the output.
+
+    The output has `out_side` pixels; the length is at least one.
+    """
     first, last = max(start, 0), min(start + length, side)
     out_first = min(round((first - start) * out_side / length), out_side - 1)
     out_last = max(round((last - start) * out_side / length), out_first + 1)
