@@ -1,4 +1,5 @@
-"""The transformers configuration of the DETR family: options over a hub model's config over the published values."""
+"""Configuration of the DETR family for transformers: options override a hub model's config, which overrides the
+published values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -38,18 +39,19 @@ ENCODER_DECODER = {
 
 
 def handed_over(options: DetectorOptions, source_config: Mapping | None) -> dict[str, Any]:
-    """The settings that apply: all of them or, with a source, those that are given; the source decides the others."""
+    """Return the settings that apply: all of them or, with a source, only those given; the source decides the
+    others."""
     values = asdict(options) if source_config is None else options.given
     return {name: value for name, value in values.items() if value is not None}
 
 
 def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Entries of a transformers config from our options. entries: their names by the name of the option."""
+    """Convert our options to entries of a transformers config. entries: the entries' names by option name."""
     return {name: values[option] for option, names in entries.items() if option in values for name in names}
 
 
 def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Our options from a transformers config; None where one of ours stands for entries that differ."""
+    """Convert a transformers config to our options; an option that stands for entries with different values is None."""
     values = {option: [getattr(config, name) for name in names] for option, names in entries.items()}
     return {option: entry[0] if entry == entry[:1] * len(entry) else None for option, entry in values.items()}
 
@@ -57,7 +59,7 @@ def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]])
 def detector_config(
     config_class: type[PreTrainedConfig], class_names: Sequence[str], source_config: Mapping | None, **entries
 ) -> PreTrainedConfig:
-    """A transformers config: `config_class`'s values, replaced by the source's, replaced by `entries`.
+    """Build a transformers config: `config_class`'s values, overridden by the source's, overridden by `entries`.
 
     Raises:
         BadInput: the source is of another architecture.
@@ -77,7 +79,8 @@ def detector_config(
 def pixel_statistics(
     config: PreTrainedConfig, options: TransformerOptions, published=(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 ) -> tuple[tuple, tuple]:
-    """Mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else `published`."""
+    """Return mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else
+    `published`."""
     name = timm_name(config)
     default_mean, default_std = image_statistics(name) if name else published
     return tuple(options.mean or default_mean), tuple(options.std or default_std)
@@ -87,13 +90,13 @@ def pixel_statistics(
 
 
 def timm_name(config: PreTrainedConfig) -> str | None:
-    """Name of the timm backbone in a detector's config; None: it has none, or transformers' own."""
+    """Return the name of the timm backbone in a detector's config; None: no backbone, or one of transformers."""
     backbone = getattr(config, "backbone_config", None)
     return backbone.backbone if backbone is not None and backbone.model_type == "timm_backbone" else None
 
 
 def backbone_entry(options: BackboneOptions, source_config: Mapping | None, strides: Sequence[int] | None = None):
-    """The `backbone_config` of a detector: that of the source, unless another backbone is given.
+    """Return the `backbone_config` of a detector: that of the source, unless another backbone is given.
 
     Args:
         strides: of the feature maps that are used; None: the last map alone.
@@ -189,7 +192,7 @@ def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: st
 def rt_detr_config(
     detector: type, class_names: Sequence[str], options: RTDetrV2Options, source: Mapping[str, Any] | None
 ) -> tuple[PreTrainedConfig, str]:
-    """The config of RT-DETR-v2, D-FINE or DEIMv2, and what is frozen of its backbone.
+    """Return the config of RT-DETR-v2, D-FINE or DEIMv2, and the frozen parts of its backbone.
 
     Args:
         detector: its class, see `TransformersDetector`.

@@ -84,7 +84,7 @@ class DFineCriterion(nn.Module):
     def forward(
         self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
     ) -> dict[str, Tensor]:
-        """Losses by name, float32 (float64 for float64 input), whatever autocast says.
+        """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
         Args:
             layers: `logits (B, L + 1, D + Q, C)` and `boxes (B, L + 1, D + Q, 4)`, before refinement, then after each
@@ -136,7 +136,8 @@ class DFineCriterion(nn.Module):
         denominators: tuple,
         share: Tensor | float,
     ) -> list[Tensor]:
-        """In the order of `_names`. assigned, shared: matches for classes and for boxes, like `denominators`."""
+        """Return the losses in the order of `_names`. `assigned` matches classes and `shared` boxes, like
+        `denominators`."""
         predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
         classes = self._classification(outputs.logits, predicted.detach(), targets, assigned)
         target_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
@@ -159,7 +160,8 @@ class DFineCriterion(nn.Module):
         return [value for row in (*sums, ddf * share) for value in row.unbind()]
 
     def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: Assignment):
-        """`(M, B, N, C)` -> the same shape. The IoU is the score to be learned: itself (vfl), or to gamma (mal)."""
+        """Return the loss `(M, B, N, C)` of equal logits. The target score is the IoU (vfl) or the IoU to the power of
+        gamma (mal)."""
         labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
         iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(_of_targets(targets.boxes_cxcywh, assigned.target)))
         positive = F.one_hot(labels, self.num_classes) * assigned.matched[..., None]
@@ -172,7 +174,7 @@ class DFineCriterion(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, score, weight=weight, reduction="none")
 
     def _localisation(self, log_probabilities: Tensor, references: Tensor, target_xyxy: Tensor) -> Tensor:
-        """Cross-entropy between the bins left and right of where each side should be, `(L, B, N)`, summed over sides.
+        """Return the cross-entropy between the two bins around each side's target, `(L, B, N)`, summed over sides.
 
         The offset of a side is in units of the reference's width or height, divided by `reg_scale`, from its edge.
         """
@@ -191,8 +193,8 @@ class DFineCriterion(nn.Module):
 
 
 def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
-    """KL divergence of every layer `(L, B, N, 4, bins + 1)` from the last one, `(L - 1,)`: weighted means over queries
-    with and without an object, in the proportion of the roots of their numbers."""
+    """Return the KL divergence of every layer `(L, B, N, 4, bins + 1)` from the last one, `(L - 1,)`: weighted means
+    over queries with and without an object, in the proportion of the square roots of their numbers."""
     teacher = (corners[-1].detach() / TEMPERATURE).softmax(-1)
     student = (corners[:-1] / TEMPERATURE).log_softmax(-1)
     divergence = F.kl_div(student, teacher.expand_as(student), reduction="none")
@@ -204,7 +206,7 @@ def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
 
 
 def _assignment(matches: Matches, like: Tensor) -> Assignment:
-    """The matches of every output separately; `like (M, B, N, ...)`."""
+    """Return the matches of every output separately; `like (M, B, N, ...)` gives the shape."""
     target = torch.zeros(like.shape[:3], dtype=torch.int64, device=like.device)
     matched = like.new_zeros(like.shape[:3])
     where = (matches.layer, matches.image, matches.query)
@@ -213,7 +215,7 @@ def _assignment(matches: Matches, like: Tensor) -> Assignment:
 
 
 def _union(matches: Matches, shape: Sequence[int], targets: PaddedTargets) -> Assignment:
-    """The queries `(B, N)` that any output matched, each with its most frequent object, the first one of a tie."""
+    """Return the queries `(B, N)` that any output matched, each with its most frequent object; ties take the first."""
     votes = targets.boxes_cxcywh.new_zeros(*shape, targets.labels.shape[1])
     where = (matches.image, matches.query, matches.target)
     votes.index_put_(where, votes.new_ones(len(matches.image)), accumulate=True)
@@ -222,13 +224,13 @@ def _union(matches: Matches, shape: Sequence[int], targets: PaddedTargets) -> As
 
 
 def _of_targets(values: Tensor, target: Tensor) -> Tensor:
-    """`(B, T, K)` at `(M, B, N)` -> `(M, B, N, K)`."""
+    """Gather `(B, T, K)` at the indices `(M, B, N)` -> `(M, B, N, K)`."""
     chosen = target[..., None].expand(*target.shape, values.shape[-1])
     return values.expand(len(target), *values.shape).gather(2, chosen)
 
 
 def _at_least_one(targets: PaddedTargets) -> PaddedTargets:
-    """Add a column of padding where there is no object at all, so that there is something to index."""
+    """Add a column of padding if the batch has no objects, so that there is something to index."""
     if targets.labels.shape[1]:
         return targets
     labels, boxes, valid = F.pad(targets[0], (0, 1)), F.pad(targets[1], (0, 0, 0, 1)), F.pad(targets[2], (0, 1))

@@ -30,7 +30,7 @@ class DeformableDetr(MatchedDetector):
 
     Raises:
         BadInput: see `MatchedDetector`; a backbone without maps of stride 8, 16 and 32, unknown `box_refine`, a width
-            that is no multiple of 32.
+            that is not a multiple of 32.
     """
 
     Options = DeformableDetrOptions
@@ -89,7 +89,7 @@ class DeformableDetr(MatchedDetector):
             model.bbox_embed[0].layers[-1].bias[2:] = -2.0  # boxes of an eighth of the image
 
     def _prepare_backbone(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
-        """With `box_refine`, and `num_queries` of the entry that holds them in that variant."""
+        """Prepare the backbone; the options also have `box_refine`, and `num_queries` from that variant's own entry."""
         config, used = self.model.config, super()._prepare_backbone(options, source_config)
         if config.two_stage:
             return used | {"box_refine": "two_stage", "num_queries": config.two_stage_num_proposals}
@@ -100,7 +100,7 @@ class DeformableDetr(MatchedDetector):
         return FocalCriterion(num_layers, costs, "foreground" if self.model.config.two_stage else None)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
+        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
 
         Two-stage also `encoder_logits (B, P, C)` and `encoder_boxes (B, P, 4)` of all P positions of the encoder.
 
@@ -136,6 +136,6 @@ class DeformableDetr(MatchedDetector):
 
 
 def _box(deltas: Tensor, reference: Tensor) -> Tensor:
-    """A box around a point `(B, Q, 2)`, or a box refined `(B, Q, 4)`; both are logits."""
+    """Return the logits of a box around a point `(B, Q, 2)`, or of a refined box `(B, Q, 4)`."""
     columns = reference.shape[-1]
     return torch.cat([deltas[..., :columns] + reference, deltas[..., columns:]], dim=-1).sigmoid()

@@ -30,14 +30,16 @@ ClassTerms = Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor]
 
 
 def focal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
-    """Focal loss of every logit (Lin et al. 2017), `(..., C)`; 1 is wanted at the indices `positives`, 0 elsewhere."""
+    """Return the focal loss of every logit (Lin et al. 2017), `(..., C)`; the target is 1 at `positives`, 0
+    elsewhere."""
     labels = torch.zeros_like(logits, requires_grad=False)
     labels[positives] = 1
     return sigmoid_focal_loss(logits, labels, ALPHA, GAMMA)
 
 
 def quality_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
-    """Cross-entropy towards score^0.25 * IoU^0.75 at `positives` (IA-BCE of Align-DETR, in LW-DETR and RF-DETR).
+    """Return the cross-entropy towards score^0.25 * IoU^0.75 at `positives` (IA-BCE of Align-DETR, in LW-DETR and
+    RF-DETR).
 
     Negatives weigh by the square of their score, through which the gradient goes, as in RF-DETR.
     """
@@ -86,7 +88,7 @@ class FocalCriterion(nn.Module):
         denominators: Mapping[str, Tensor | float],
         groups: int = 1,
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Losses and metrics of a batch.
+        """Compute losses and metrics of a batch.
 
         Args:
             outputs: `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding,
@@ -131,7 +133,7 @@ def matched_losses(
     class_loss: str,
     denominator: Tensor | float,
 ) -> dict[str, Tensor]:
-    """The sum of the class terms by the name `class_loss`, and `box_sums`, of each layer by its suffix."""
+    """Return each layer's losses by suffix: the sum of the class terms, named `class_loss`, and `box_sums`."""
     where = (matches.layer, matches.image, matches.query)
     target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
     ious = box_iou(cxcywh_to_xyxy(boxes_cxcywh.detach()[where]), target_boxes)
@@ -149,7 +151,7 @@ def matched_losses(
 def match_focal(
     logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, groups: int = 1
 ) -> Matches:
-    """Assignment of every layer `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
+    """Assign every layer's `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
 
     Each of the `groups` of queries is matched by itself, so a target has that many pairs in every layer.
     """
@@ -162,7 +164,7 @@ def match_focal(
 
 
 def focal_costs(logits: Tensor) -> Tensor:
-    """The class term of the matching for the logits of the wanted classes, without its weight."""
+    """Return the unweighted class term of the matching cost for the logits of the targets' classes."""
     p = logits.sigmoid()
     positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
     return positive - (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()

@@ -62,7 +62,7 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
 
 
 def grid_points(count: int) -> Tensor:
-    """`(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
+    """Return `(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
     rows = max(1, math.isqrt(count))
     columns = [count * (row + 1) // rows - count * row // rows for row in range(rows)]
     return torch.tensor([((i + 0.5) / n, (row + 0.5) / rows) for row, n in enumerate(columns) for i in range(n)])

@@ -86,7 +86,7 @@ class RfDetr(MatchedDetector):
             core.enc_out_bbox_embed[group] = copy.deepcopy(self.model.bbox_embed)
 
     def _prepare_backbone(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
-        """With `heads` (None: in another proportion than ours), `encoder_layers` and `size` (None: none of ours)."""
+        """Prepare the backbone; the options also have `heads`, `encoder_layers` and `size` (None: not one of ours)."""
         config, vit = self.model.config, self.model.model.backbone.backbone
         vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
         vit.embeddings.__class__ = _Embeddings
@@ -109,12 +109,12 @@ class RfDetr(MatchedDetector):
 
     @property
     def groups(self) -> int:
-        """Groups of queries: all of them in training, one in evaluation."""
+        """Return the number of groups of queries: all of them in training, one in evaluation."""
         return self.model.config.group_detr if self.training else 1
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Predictions of every decoder layer and of the encoder, for all groups of queries in training, of images
-        `(B, 3, H, W)` without padding; targets are not needed.
+        """Return predictions of every decoder layer and of the encoder, for all groups of queries in training, of
+        images `(B, 3, H, W)` without padding; targets are not needed.
 
         Returns:
             `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, `encoder_logits
@@ -160,11 +160,12 @@ class RfDetr(MatchedDetector):
 
 
 class _Embeddings(RfDetrDinov2Embeddings):
-    """transformers' embeddings; theirs, as the original's, exchange rows and columns of the windows where an image is
-    not square."""
+    """transformers' embeddings with a correction: theirs, like the original's, swap rows and columns of the windows of
+    an image that is not square."""
 
     def window_partition(self, embeddings: Tensor, height: int, width: int) -> Tensor:
-        """Tokens (B, 1 + patches, D) as (B * windows^2, 1 + patches of a window, D), windows of an image in rows."""
+        """Split tokens (B, 1 + patches, D) into (B * windows^2, 1 + patches per window, D), windows of an image in
+        rows."""
         windows, patch = self.config.num_windows, self.config.patch_size
         rows, columns = (side // patch // windows for side in (height, width))
         patches = embeddings[:, 1:].unflatten(1, (windows, rows, windows, columns)).transpose(2, 3)
@@ -173,7 +174,8 @@ class _Embeddings(RfDetrDinov2Embeddings):
 
 
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
-    """DINOv2 small as in RF-DETR of this size, or the source's; other depths give maps at the four quarters."""
+    """Return the config of DINOv2 small as in this size of RF-DETR, or the source's; other depths give maps at each
+    quarter."""
     sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12}
     published = dict(zip(BACKBONE_KEYS, SIZES[size or "base"][0], strict=True))
     base = {"model_type": "rf_detr_dinov2", **sizes, **published}

@@ -83,7 +83,7 @@ class RTDetrV2(TransformersDetector):
         return self.model.model.backbone.model
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Predictions, and with targets what the loss needs beside them; see `Detector.forward`.
+        """Return predictions and, with targets, also the inputs of the loss; see `Detector.forward`.
 
         Args:
             images: H and W are multiples of 32, without padding.
@@ -139,16 +139,16 @@ class RTDetrV2(TransformersDetector):
         check_positions(height, width, positions, config.num_queries)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's number of boxes, from CPU targets; crowd regions are not counted."""
+        """Return this batch's number of boxes, from CPU targets; crowd regions are not counted."""
         return {"boxes": float(sum(count_objects(targets)))}
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `RTDetrCriterion.forward`."""
+        """Return losses of `forward`'s outputs, `(losses, {})`, without metrics; see `RTDetrCriterion.forward`."""
         return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators), {}
 
 
 def _one_width(config: PreTrainedConfig) -> int | None:
-    """`d_model`, if encoder and decoder have the same."""
+    """Return `d_model` if encoder and decoder have the same, else None."""
     widths = {config.d_model, config.encoder_hidden_dim, *config.decoder_in_channels}
     return config.d_model if len(widths) == 1 else None
 
@@ -158,7 +158,7 @@ def _no_loss_in_forward(*args, **kwargs):
 
 
 def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The target without its crowd regions, which are not objects to be found one by one."""
+    """Return the target without its crowd regions, which are not single objects."""
     host = on_host(target)
     if "iscrowd" not in host or not host["iscrowd"].any():
         return target
