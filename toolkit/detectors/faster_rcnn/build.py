@@ -1,4 +1,4 @@
-"""Builds Faster R-CNNs from their settings: on any timm backbone, and torchvision's own ResNet-50 variants."""
+"""Construction of Faster R-CNNs from their settings: on any timm backbone, and torchvision's own ResNet-50 variants."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class GivenAnchors(AnchorGenerator):
 
 
 class WholePixelPool(nn.Module):
-    """Pools boxes that end behind their last pixel as maskrcnn-benchmark pools those that end at it.
+    """Pooling of boxes that end behind their last pixel, as maskrcnn-benchmark pools those that end at it.
 
     The level of a box follows from its whole area there.
     """
@@ -199,7 +199,7 @@ class FasterRCNNResNet50V2(FasterRCNN):
 
 
 def torchvision_settings(options: TwoStageOptions) -> dict:
-    """The settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
+    """Return the settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
     names = {field.name for field in fields(TwoStageOptions)} - {field.name for field in fields(DetectorOptions)}
     names -= OWN_SETTINGS
     return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(names)}

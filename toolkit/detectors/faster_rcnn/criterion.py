@@ -64,8 +64,8 @@ def match_boxes(
 
 
 def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
-    """(..., T, A): share of the area of each candidate (..., A, 4) that lies in each region (..., T, 4); 0 where it has
-    no area."""
+    """Return (..., T, A), the share of each candidate's area (..., A, 4) that lies in each region (..., T, 4); 0 for
+    candidates without area."""
     candidates, regions = candidates_xyxy[..., None, :, :], regions_xyxy[..., :, None, :]
     corner = torch.minimum(candidates[..., 2:], regions[..., 2:])
     sides = (corner - torch.maximum(candidates[..., :2], regions[..., :2])).clamp(min=0)
@@ -74,15 +74,15 @@ def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
 
 
 def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """A random choice of positives, at most `positive_fraction` of `size`, filled up with background.
+    """Choose random positives, at most `positive_fraction` of `size`, and fill up with background.
 
     Args:
         match: (..., A) of `match_boxes`.
         keys: (..., A) random numbers in [0, 1): the order in which candidates are chosen.
 
     Returns:
-        index (..., K) of the chosen candidates, positives first, K = min(size, A), and their match (..., K). Where
-        there are fewer to choose from, what is left over is `IGNORED`: a shape that no host read is needed for.
+        index (..., K) of the chosen candidates, positives first, K = min(size, A), and their match (..., K). If there
+        are fewer to choose from, the rest is `IGNORED`, so that the shape is known without a host read.
     """
     count, most_positives = match.shape[-1], int(size * positive_fraction)
     positive = match >= 0
@@ -95,7 +95,8 @@ def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> 
 
 
 def shares(match: Tensor) -> Tensor:
-    """(..., K) weights that make a sum over an image's samples their mean: 1 / their number, 0 for ignored ones."""
+    """Return weights (..., K) that turn a sum over an image's samples into their mean: 1 / their number, 0 for ignored
+    ones."""
     counted = match != IGNORED
     return counted / counted.sum(dim=-1, keepdim=True).clamp(min=1)
 
@@ -103,7 +104,8 @@ def shares(match: Tensor) -> Tensor:
 def rpn_losses(
     logits: Tensor, deltas: Tensor, match: Tensor, targets: Tensor, weights: Tensor, beta: float = 1 / 9
 ) -> tuple[Tensor, Tensor]:
-    """`loss_objectness` (binary cross-entropy) and `loss_rpn_box_reg` (smooth L1 of positives): weighted sums, float32.
+    """Return `loss_objectness` (binary cross-entropy) and `loss_rpn_box_reg` (smooth L1 of positives) as weighted
+    float32 sums.
 
     Args:
         logits, match, weights: (N,). deltas, targets: (N, 4). beta: where smooth L1 turns linear (1 / sigma^2).
@@ -122,7 +124,8 @@ def roi_losses(
     beta: float = 1 / 9,
     unlabelled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`loss_classifier` (cross-entropy) and `loss_box_reg` (smooth L1 of the right class): weighted sums, float32.
+    """Return `loss_classifier` (cross-entropy) and `loss_box_reg` (smooth L1 of the right class) as weighted float32
+    sums.
 
     Args:
         logits: (R, 1 + C), background first. deltas: (R, 1 + C, 4). targets: (R, 4). weights: (R,).

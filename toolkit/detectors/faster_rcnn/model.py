@@ -81,27 +81,29 @@ class FasterRCNN(Detector):
 
     @property
     def box_pool(self) -> MultiScaleRoIAlign:
-        """Pools `(maps, boxes per image, image sizes)` to (R, C, 7, 7)."""
+        """Return the module that pools `(maps, boxes per image, image sizes)` to (R, C, 7, 7)."""
         return self.roi_heads.box_roi_pool
 
     @property
     def box_head(self) -> nn.Module:
-        """(R, C, 7, 7) to (R, `representation_size`)."""
+        """Return the module that maps (R, C, 7, 7) to (R, `representation_size`)."""
         return self.roi_heads.box_head
 
     def features(
         self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
     ) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
-        """Maps (B, C, H / s, W / s) by name, and the images' sizes (h, w) without padding, on the host.
+        """Return maps (B, C, H, W) by name, and the images' sizes (h, w) without padding, on the host.
 
-        images: (B, 3, H, W) uint8, padded on the right and below to a multiple of 32. sizes: (B, 2) int64.
-        targets: where there are any; they know the sizes on the host.
+        Args:
+            images: (B, 3, H, W) uint8, padded on the right and below to a multiple of 32.
+            sizes: (B, 2) int64.
+            targets: if given, their sizes are already on the host.
         """
         images_hw = sizes_on_host(sizes, targets)
         return self.backbone(normalize_images(images, sizes, self.mean, self.std)), images_hw
 
     def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
-        """Per image (P_i, 4) float32 xyxy pixels, boxes that may hold an object, best first; without gradient."""
+        """Return proposals per image, (P_i, 4) float32 xyxy pixels without gradient, best first."""
         return self._proposals(*self._predict_anchors(features), images_hw)[0]
 
     def detect(
@@ -111,7 +113,8 @@ class FasterRCNN(Detector):
         images_hw: Sizes,
         boxes_on_host: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per image.
+        """Return class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per
+        image.
 
         boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
         """
@@ -120,11 +123,13 @@ class FasterRCNN(Detector):
         return logits.float(), deltas.float().unflatten(1, (-1, 4))
 
     def class_logits(self, features: Mapping[str, Tensor], boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
-        """(R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are pooled already."""
+        """Return logits (R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are already
+        pooled."""
         return self.roi_heads.box_predictor(self.box_head(pooled))[0].float()
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Predictions of sampled anchors and boxes with their targets (given targets); detections (in evaluation).
+        """Return predictions of sampled anchors and boxes with their targets (given targets); detections (in
+        evaluation).
 
         Args:
             images, sizes: see `features`. targets: on the same device; images without objects are background.
@@ -144,7 +149,7 @@ class FasterRCNN(Detector):
     def from_features(
         self, features: Mapping[str, Tensor], images_hw: Sizes, targets: Sequence[Mapping] | None = None
     ) -> dict:
-        """`forward` on maps that `features` has computed already."""
+        """Run `forward` on maps that `features` has already computed."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
         boxes, boxes_on_host = self._proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
@@ -176,11 +181,13 @@ class FasterRCNN(Detector):
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Losses are means over an image's samples, averaged over images; no other rank's samples need be known."""
+        """Return the number of images: losses are means over an image's samples, averaged over images, so the number of
+        other ranks' samples is not needed."""
         return {"images": float(len(targets))}
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Losses of this micro-batch, sums over its images / denominators["images"], and metrics as (sum, count).
+        """Return losses of this micro-batch, sums over its images / denominators["images"], and metrics as (sum,
+        count).
 
         class_error: per cent of the sampled boxes with an object whose best class is another one, or background.
         """
@@ -199,14 +206,14 @@ class FasterRCNN(Detector):
 
     @property
     def max_detections(self) -> int:
-        """All that it finds: `detections_per_image` of the settings."""
+        """Return the largest number of detections of an image: `detections_per_image` of the settings."""
         return self.roi_heads.detections_per_img
 
     def decode(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image` of the
-        settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
+        """Return boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image`
+        of the settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
         counts, weights = [len(image_boxes) for image_boxes in outputs["boxes"]], self.roi_heads.box_coder.weights
         boxes = decode_boxes(outputs["deltas"][:, 1:], torch.cat(outputs["boxes"])[:, None], weights)
         scores = outputs["logits"].softmax(-1)[:, 1:]
@@ -215,8 +222,8 @@ class FasterRCNN(Detector):
         return resize_boxes(boxes, sizes, orig_sizes), scores, labels
 
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The second half of `decode`, in pixels of the model's images, of boxes (B, P, C, 4) and scores (B, P, C) of
-        proposals and classes; a proposal with scores of 0 is none."""
+        """Run the second half of `decode`, in pixels of the model's images, on boxes (B, P, C, 4) and scores (B, P, C)
+        of proposals and classes; a proposal whose scores are all 0 is ignored."""
         heads, (proposals, classes) = self.roi_heads, scores.shape[1:]
         boxes = clip_boxes(boxes.flatten(1, 2), sizes)
         large = (boxes[..., 2:] - boxes[..., :2] >= SMALLEST_BOX).all(-1)
@@ -237,7 +244,7 @@ class FasterRCNN(Detector):
         further_boxes: Sequence[Tensor] | None = None,
         outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
-        """Detections with the second stage's outputs, for scene graphs; one class per proposal.
+        """Return detections with the second stage's outputs, for scene graphs; one class per proposal.
 
         NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark. The
         thresholds are those of `postprocess`.
@@ -265,7 +272,7 @@ class FasterRCNN(Detector):
         return of_one_class_each(logits, decoded, counts, images_hw, *options)
 
     def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and the number of them per level."""
+        """Return anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and their number per level."""
         maps = list(features.values())
         logits, deltas = self.rpn.head(maps)
         per_level = [level[0].numel() for level in logits]
@@ -282,7 +289,7 @@ class FasterRCNN(Detector):
     def _proposals(
         self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Proposals (P_i, 4) of each image, and the same on the host."""
+        """Return the proposals (P_i, 4) of each image, and the same on the host."""
         rpn, boxes = self.rpn, decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
         if boxes.device.type == "cpu":
             proposals = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
@@ -293,8 +300,8 @@ class FasterRCNN(Detector):
         return best_proposals(boxes, logits, per_level, limits, **counts, threshold=rpn.nms_thresh, **least)
 
     def _drawing(self, targets: Sequence[Mapping]) -> Draw:
-        """A function that draws (sum of counts,) random numbers in [0, 1): in training from each image's own generator,
-        in evaluation the same ones every time, and for every image."""
+        """Return a function that draws (sum of counts,) random numbers in [0, 1): in training from each image's own
+        generator, in evaluation the same ones every time and for every image."""
         device = self.roi_heads.box_predictor.cls_score.weight.device
         generators = [image_generator(target, "samples", device) for target in targets]
 
@@ -309,7 +316,7 @@ class FasterRCNN(Detector):
 
 
 def _with_objects(boxes: Sequence[Tensor], targets: Sequence[Mapping]) -> Tensor:
-    """(P, 4): the boxes of each image, followed by those of its objects."""
+    """Return (P, 4): the boxes of each image, followed by those of its objects."""
     pairs = zip(boxes, targets, strict=True)
     return torch.cat([part for proposals, target in pairs for part in (proposals, target["boxes"])])
 
@@ -323,7 +330,7 @@ def of_one_class_each(
     nms_threshold: float,
     top_k: int,
 ) -> list[dict[str, object]]:
-    """`FasterRCNN.detect_with_logits` of proposals, so many of each image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
+    """Run `FasterRCNN.detect_with_logits` on proposals, `counts` per image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
     limits = limits_whwh(images_hw, logits.device)[:, None, None]
 
     def select() -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -345,6 +352,6 @@ def of_one_class_each(
 
 
 def with_boxes_on_host(detections: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:
-    """Detections of some images with `on_host`, their boxes on the CPU, copied at once."""
+    """Return the detections of some images with `on_host`, their boxes on the CPU, copied at once."""
     boxes = to_host([image["boxes"] for image in detections])
     return [{**image, "on_host": {"boxes": image_boxes}} for image, image_boxes in zip(detections, boxes, strict=True)]

@@ -59,7 +59,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
 
 class _ForBGR(Publisher):
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors under our names, the first convolution for RGB."""
+        """Return the publisher's tensors under our names, the first convolution for RGB."""
         return super().ours_from(state) | {"backbone.body.conv1.weight": state[STEM].flip(1)}
 
 

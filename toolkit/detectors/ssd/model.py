@@ -71,7 +71,8 @@ class SSD(Detector):
         return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
 
     def _build_levels(self, o: SsdOptions, widths: list[int], of_backbone: int) -> None:
-        """`extra` levels behind the `of_backbone` first ones, whose channels are `widths`, and the `heads` of all."""
+        """Build the `extra` levels after the `of_backbone` first ones, whose channels are `widths`, and the `heads` of
+        all."""
         self.extra = nn.ModuleList()
         for stride, width in zip(o.strides[of_backbone:], o.channels[of_backbone:], strict=True):
             self.extra.append(self._extra_level(widths[-1], width, whole=stride == WHOLE_IMAGE))
@@ -92,7 +93,7 @@ class SSD(Detector):
             self.extra, self.heads = convert(self.extra), convert(self.heads)
 
     def _extra_level(self, width: int, out_width: int, whole: bool) -> nn.Module:
-        """A level of half the size, or the one that sees the whole image."""
+        """Build a level of half the size, or one that covers the whole image."""
         if whole:
             return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, out_width, 1), nn.ReLU())
         if self.separable:
@@ -100,7 +101,7 @@ class SSD(Detector):
         return nn.Sequential(conv(width, out_width // 2, 1), conv(out_width // 2, out_width, 3, stride=2))
 
     def _head(self, width: int, into: int, anchors: int, whole: bool) -> nn.Module:
-        """Offsets and class scores of a level's anchors: (B, anchors * num_outputs, H, W)."""
+        """Build the head for offsets and class scores of a level's anchors: (B, anchors * num_outputs, H, W)."""
         outputs = anchors * self.num_outputs
         if whole:
             return nn.Conv2d(width, outputs, 1)
@@ -112,7 +113,7 @@ class SSD(Detector):
         return nn.Sequential(*layers)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Scores and offsets of every anchor.
+        """Return scores and offsets of every anchor.
 
         Args:
             images: `(B, 3, H, W)` uint8.
@@ -138,7 +139,8 @@ class SSD(Detector):
     @torch.compiler.disable
     @torch.no_grad()
     def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Anchors (A, 4) cxcywh fractions of images of (h, w) pixels, and that size (2,), on `device`; kept there.
+        """Return anchors (A, 4) cxcywh, fractions of images of (h, w) pixels, and that size (2,), on `device`; they are
+        cached.
 
         The backbone runs once to measure its maps: MobileViT-v2, for one, rounds to whole patches.
         """
@@ -155,7 +157,7 @@ class SSD(Detector):
         return self._anchors[key]
 
     def _anchors_of(self, images: Tensor, maps: Sequence[Tensor]) -> Tensor:
-        """Anchors (A, 4) of images whose maps the backbone gave."""
+        """Return the anchors (A, 4) of images from the backbone's maps."""
         sizes = [tuple(level.shape[-2:]) for level in maps]
         for stride in self.strides[len(maps) :]:
             sizes.append((1, 1) if stride == WHOLE_IMAGE else tuple(-(-side // 2) for side in sizes[-1]))
@@ -163,7 +165,7 @@ class SSD(Detector):
         return torch.cat([level_anchors(hw, *of_level, self.clips_anchors) for hw, *of_level in levels])
 
     def map_taps(self) -> list[MapTap]:
-        """The backbone's; the levels behind them are too coarse to look at a box."""
+        """Return the backbone's taps; the levels after it are too coarse to localise a box."""
         return [MapTap(self.backbone, self.strides[: len(self.map_widths)], self.map_widths)]
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,25 +173,25 @@ class SSD(Detector):
         return self._boxes(outputs, outputs["image_hw"].expand(len(scores), 2)), scores
 
     def _boxes(self, outputs: Mapping[str, Tensor], sizes_hw: Tensor) -> Tensor:
-        """Boxes (B, A, 4) xyxy of all anchors, not clipped, in images of (B, 2) h, w."""
+        """Return boxes (B, A, 4) xyxy of all anchors, not clipped, in images of (B, 2) h, w."""
         boxes = decode_offsets(outputs["offsets"].float(), outputs["anchors"], *self.multibox.variances)
         return denormalize_boxes(boxes, sizes_hw)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
+        """Return this batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
         largest = torch.stack([target["size"] for target in targets]).amax(dim=0).tolist()
         anchors, image_hw = self.anchors([-(-side // self.stride) * self.stride for side in largest], "cpu")
         return self.multibox.denominators(anchors, targets, image_hw)
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `SsdCriterion.forward`."""
+        """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `SsdCriterion.forward`."""
         parts = (outputs[name] for name in ("logits", "offsets", "anchors", "image_hw"))
         return self.multibox(*parts, targets, denominators)
 
     def decode(
         self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Boxes after class-wise suppression, clipped to the original image, best first; scores are above the
+        """Return boxes after class-wise suppression, clipped to the original image, best first; scores are above the
         `score_threshold` of the settings. See `Detector.decode`."""
         boxes = self._boxes(outputs, outputs["image_hw"] * orig_sizes / sizes)  # padding may be part of the image
         scores = outputs["logits"].float().softmax(dim=-1)[..., 1:].transpose(1, 2)  # (B, C, A)
@@ -203,8 +205,9 @@ class SSD(Detector):
 
 
 def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Tensor:
-    """Anchors (A, 4) cxcywh whose sides are fractions of a square's, for an image of (h, w): those of aspect 1 are
-    squares in its pixels, all have the area they had. Clipped to [0, 1] if wanted; as they are for square images."""
+    """Convert anchors (A, 4) cxcywh, whose sides are fractions of a square's, for an image of (h, w): those of aspect 1
+    become squares in pixels, and all keep their area. They are clipped to [0, 1] if `clip`; square images leave them
+    unchanged."""
     height, width = image_hw
     if height == width:
         return anchors
@@ -255,13 +258,13 @@ class SSD300(SSD):
         return Detector.resolved_options(self)
 
     def map_taps(self) -> list[MapTap]:
-        """The three finest levels, where the others are too coarse to look at a box."""
+        """Return taps of the three finest levels; the others are too coarse to localise a box."""
         heads = self.head.classification_head.module_list[:3]
         widths = [next(m for m in head.modules() if isinstance(m, nn.Conv2d)).in_channels for head in heads]
         return [MapTap(self.backbone, self.map_strides, widths, lambda _, maps: list(maps.values())[:3])]
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Scores and offsets of every anchor; see `SSD.forward`."""
+        """Return scores and offsets of every anchor; see `SSD.forward`."""
         dtype = next(self.backbone.parameters()).dtype
         maps = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)).values())
         predictions = self.head(maps)
@@ -293,16 +296,17 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 def conv(width: int, out_width: int, kernel: int, *, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Module:
-    """Convolution, batch norm and, if wanted, ReLU; the size is kept, or divided by the stride and rounded up."""
+    """Build convolution, batch norm and, if `act`, ReLU; the size is kept, or divided by the stride and rounded up."""
     layers = [nn.Conv2d(width, out_width, kernel, stride, kernel // 2, groups=groups, bias=False), BatchNorm(out_width)]
     return nn.Sequential(*layers, nn.ReLU()) if act else nn.Sequential(*layers)
 
 
 def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence, ratios: Sequence) -> list[int]:
-    """The strides that the backbone has maps of.
+    """Return the strides that the backbone has maps of.
 
     Raises:
-        BadInput: none is, the others do not go on by doubling, or there are not as many channels and ratios.
+        BadInput: the backbone has none of the strides, the others do not double, or channels and ratios differ in
+            length.
     """
     problems = []
     if not len(strides) == len(channels) == len(ratios):

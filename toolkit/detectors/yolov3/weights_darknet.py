@@ -20,7 +20,7 @@ NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the 
 
 
 def backbone_layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name of the convolution, of its norm, shape) in Darknet's order."""
+    """Return (name of the convolution, of its norm, shape) in Darknet's order."""
     yield "backbone.stem_conv1.conv", "backbone.stem_conv1.bn", (32, 3, 3, 3)
     for stage, blocks in enumerate(BLOCKS):
         width = 64 * 2**stage
@@ -33,7 +33,7 @@ def backbone_layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def head_layers(classes: int, anchors: int = 3) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
-    """Likewise of the heads at strides 32, 16 and 8; predictions have no norm."""
+    """Return the same for the heads at strides 32, 16 and 8; predictions have no norm."""
     for level, width in enumerate((512, 256, 128)):
         if level:
             yield f"transitions.{level - 1}.0", f"transitions.{level - 1}.1", (width, 2 * width, 1, 1)
@@ -50,10 +50,10 @@ def _size(layers) -> int:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The numbers of a file, `{"darknet": (N,) float32}`.
+    """Read the numbers of a file, `{"darknet": (N,) float32}`.
 
     Raises:
-        BadInput: it is no file of Darknet weights.
+        BadInput: it is not a file of Darknet weights.
     """
     raw = path.read_bytes()
     if len(raw) < 20:
@@ -67,12 +67,12 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Whether this is what `read` returns."""
+    """Return whether this is the result of `read`."""
     return list(state) == ["darknet"]
 
 
 def classes_of(numbers: int) -> int | None:
-    """Number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
+    """Return the number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
     backbone, heads = _size(backbone_layers()), _size(head_layers(0))
     if numbers == backbone:
         return 0
@@ -82,7 +82,7 @@ def classes_of(numbers: int) -> int | None:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """The detector that these weights belong to.
+    """Describe the detector that these weights belong to.
 
     Raises:
         BadInput: another network than YOLOv3 and Darknet-53: the file does not say which.
@@ -98,7 +98,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers as tensors under our names."""
+    """Return the numbers as tensors under our names."""
     numbers, classes, position, tensors = state["darknet"], classes_of(len(state["darknet"])), 0, {}
     for conv, norm, shape in [*backbone_layers(), *(head_layers(classes) if classes else ())]:
         for name in [f"{norm}.{leaf}" for leaf in NORM] if norm else [f"{conv}.bias"]:
