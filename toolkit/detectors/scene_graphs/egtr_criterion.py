@@ -22,10 +22,11 @@ from toolkit.detectors.detr.focal_criterion import ALPHA, focal_costs, match_foc
 
 @dataclass
 class RelationSampling:
-    """Which entries (subject, object, predicate) of an image count in the loss of predicates beside the annotated ones.
+    """The entries (subject, object, predicate) of an image that count in the predicate loss beside the annotated ones.
 
-    unrelated, unmatched: for each relation, so many entries between objects that do not have that predicate, and so
-    many that a query without an object is part of. hardest_*: those of highest score instead of random ones.
+    unrelated: per relation, the number of entries between objects that do not have that predicate.
+    unmatched: per relation, the number of entries with a query without an object.
+    hardest_*: take those of highest score instead of random ones.
     """
 
     unrelated: int = 80
@@ -35,7 +36,7 @@ class RelationSampling:
 
 
 def relations_of(target: Mapping) -> Tensor:
-    """(R, 3) subject, object, predicate from 0, each once, on the host, without those of crowd regions."""
+    """Return the (R, 3) subject, object, predicate from 0, each once, on the host, without those of crowd regions."""
     host = on_host(target)
     relations = host["relations"]
     if "iscrowd" in host:
@@ -46,9 +47,9 @@ def relations_of(target: Mapping) -> Tensor:
 def count_entries(
     target: Mapping, num_queries: int, num_predicates: int, sampling: RelationSampling
 ) -> tuple[int, int, int]:
-    """Counts annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
+    """Count annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
 
-    Of more objects than queries nobody knows beforehand which are matched: all relations are counted then.
+    If there are more objects than queries, the matched ones are not known beforehand: all relations are counted then.
     """
     host, relations = on_host(target), len(relations_of(target))
     objects = len(host["labels"]) - (int(host["iscrowd"].sum()) if "iscrowd" in host else 0)
@@ -61,7 +62,7 @@ def count_entries(
 def match_with_quality(
     logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, smoothing: float
 ) -> tuple[Matches, Tensor]:
-    """The matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
+    """Return the matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
 
     quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), 1 - `smoothing` for a perfect detection.
     """
@@ -82,7 +83,7 @@ def relation_losses(
     quality: Tensor,
     sampling: RelationSampling,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-    """Sums of the two losses, and the metric `relation_error` as (sum in per cent, count).
+    """Return the sums of the two losses, and the metric `relation_error` as (sum in per cent, count).
 
     Args:
         predicates: (B, Q, Q, P) and connectivity: (B, Q, Q) logits, float32.
@@ -138,7 +139,7 @@ def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling:
 
 @torch.no_grad()
 def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool, draw: Generator | None) -> Tensor:
-    """Flat indices of `count` entries that are not left out: those of highest score, or random ones."""
+    """Return flat indices of `count` entries that are not left out: those of highest score, or random ones."""
     random = {"device": predicates.device, "generator": draw}
     scores = predicates if hardest else torch.rand(predicates.shape, dtype=predicates.dtype, **random)
     return scores.masked_fill(left_out, -torch.inf).flatten().topk(count).indices

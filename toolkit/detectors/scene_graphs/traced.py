@@ -1,5 +1,5 @@
-"""PE-Net, REACT and REACT++ on a one-stage detector in a form that exporters can trace: every image has as many
-objects, and all their pairs; what a detector did not find is a row of score 0."""
+"""PE-Net, REACT and REACT++ on a one-stage detector in a form that exporters can trace: every image has equally many
+objects, and all their pairs; an object that a detector did not find is a row of score 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ TRACED = ("penet", "react", "react_pp")  # heads without trees, sequences and me
 
 @dataclass
 class _EqualImages(RelationBatch):
-    """A batch whose `num_objects` is one number for all images; how many images there are, only the run knows."""
+    """A batch whose `num_objects` is one number for all images; the number of images is known only at run time."""
 
     rows_of_images: Tensor | None = None
 
@@ -32,7 +32,7 @@ class _EqualImages(RelationBatch):
 
 
 def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
-    """`GraphDetector.decode_graph` of a `SceneGraph` on a `DetectorBelow`."""
+    """Compute `GraphDetector.decode_graph` of a `SceneGraph` on a `DetectorBelow`."""
     below = model.detector
     with kept_maps(below.inner.map_taps()) as tapped:
         outputs = below.inner(images, sizes)
@@ -77,7 +77,7 @@ def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, po
 
 
 def _objects(below: nn.Module, outputs: dict, sizes: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Boxes (B, K, 4), labels from 0 and scores (B, K), 0 for none, and logits (B, K, 1 + C), as of
+    """Return boxes (B, K, 4), labels from 0 and scores (B, K), 0 for none, and logits (B, K, 1 + C), as in
     `DetectorBelow.detect_with_logits`."""
     boxes, scores = below.inner.all_predictions(outputs, sizes)
     boxes = boxes.clamp(min=0).minimum(sizes.flip(1).repeat(1, 2)[:, None].to(boxes))

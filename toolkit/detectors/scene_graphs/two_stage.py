@@ -143,7 +143,8 @@ class SceneGraph(GraphDetector):
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
-        """See `GraphDetector.learn_counts`; starts the frequency bias and the weights of predicates too."""
+        """Take the training counts, see `GraphDetector.learn_counts`; also start the frequency bias and the weights of
+        predicates."""
         super().learn_counts(relations, candidates, seen)
         log_frequency = log_frequencies(relations, candidates)
         for module in self.head.modules():
@@ -155,7 +156,7 @@ class SceneGraph(GraphDetector):
             self.predicate_weights.copy_(class_balanced_weights(relations, self.class_balanced_beta))
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
-        """Takes the weights of a detector: its own, and of a Faster R-CNN its box head for objects and union boxes.
+        """Load the weights of a detector: its own, and those of a Faster R-CNN's box head for objects and union boxes.
 
         Returns:
             which parameter took which. Raises BadInput for shapes that differ.
@@ -166,7 +167,7 @@ class SceneGraph(GraphDetector):
         return self._load_below(weights, "detector", {"box_features": head, "union.head": head})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """The head's outputs for sampled pairs (in training) or for all pairs, with the batch that it was given.
+        """Return the head's outputs for sampled pairs (in training) or for all pairs, with the batch that it was given.
 
         Args:
             images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
@@ -217,8 +218,8 @@ class SceneGraph(GraphDetector):
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
-        columns), known from the targets where boxes are given; else images."""
+        """Return pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
+        columns), known from the targets if boxes are given; else images."""
         counts = {"images": float(len(targets))}
         if self.given_boxes:
             counts |= count_sampled_pairs(self, targets)
@@ -228,10 +229,10 @@ class SceneGraph(GraphDetector):
         return {name: counts[name] for name in self.denominator_names}
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Losses and metrics (sum, count).
+        """Return losses and metrics (sum, count).
 
-        Where boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator;
-        in sgdet, whose pairs nobody knows before, the sum of the images' own means / denominators["images"].
+        If boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator; in
+        sgdet, whose pairs are not known beforehand, the sum of the images' own means / denominators["images"].
         relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
         """
         output, batch = outputs["output"], outputs["batch"]
@@ -275,16 +276,17 @@ class SceneGraph(GraphDetector):
     def postprocess(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
-        """The graph of each image, in pixels of the original image.
+        """Return the graph of each image, in pixels of the original image.
+
+        score_threshold: detections below it are left out with their pairs.
 
         Returns:
             per image `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1: lost every class); `pairs (P, 2)`, best
             first, `predicate_scores (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)` of the `top_k` best
-            pairs (recall at K <= top_k needs no others) and, where boxes are given, of all annotated pairs (accuracy
-            needs them); there also `true_labels (M,)`, `true_relations (R, 3)` and, of data with attributes,
-            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` where there are any, but in sgdet with
-            targets: no metric looks at them there, and of 26,000 images they are 1.6 GB. score_threshold: detections
-            below it are left out with their pairs.
+            pairs (recall at K <= top_k needs no others) and, if boxes are given, of all annotated pairs (accuracy
+            needs them); then also `true_labels (M,)`, `true_relations (R, 3)` and, for data with attributes,
+            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` if there are any, but not in sgdet with
+            targets: no metric uses them there, and for 26,000 images they are 1.6 GB.
         """
         output = outputs["output"]
         if self.prior_adjustment:
@@ -308,7 +310,7 @@ class SceneGraph(GraphDetector):
 
 
 def _divisor(loss: str) -> str:
-    """The denominator of a loss of a head on given boxes."""
+    """Return the denominator of a loss of a head on given boxes."""
     of_others = {"loss_refine_obj": "relation_objects"}
     of_images = ("binary_loss", "l21_loss", "dist_loss2", "loss_mask_query", "loss_mask_e2e", "loss_mask_n2e")
     of_others |= dict.fromkeys(of_images, "relation_images")
@@ -316,7 +318,8 @@ def _divisor(loss: str) -> str:
 
 
 def _attribute_predictor(width: int, count: int) -> nn.Linear:
-    """One logit for each attribute, column 0 for background as in the ids; begins as the published one does."""
+    """Build a layer with one logit per attribute, column 0 for background as in the ids; initialised like the published
+    one."""
     predictor = nn.Linear(width, count + 1)
     nn.init.normal_(predictor.weight, std=0.01)
     nn.init.zeros_(predictor.bias)

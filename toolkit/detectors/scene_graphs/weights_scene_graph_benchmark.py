@@ -110,10 +110,10 @@ NAMES = [  # of the original -> ours, applied in order to "<head>:<name>"
 
 
 def our_name(head: str, name: str) -> str | None:
-    """The name in a head of ours of a tensor of the original's predictor; head: motif, vctree, imp, transformer,
-    causal_motifs, causal_vctree or causal_vtranse.
+    """Return our name for a tensor of the original's predictor, or None for one that we do not have: buffers that are
+    not read, and shared parameters listed twice.
 
-    None for what we do not have: buffers that nothing reads, and shared parameters listed twice.
+    head: motif, vctree, imp, transformer, causal_motifs, causal_vctree or causal_vtranse.
     """
     if name in DEAD or (name == DEAD_UNLESS_VTRANSE and "vtranse" not in head):
         return None
@@ -125,9 +125,9 @@ def our_name(head: str, name: str) -> str | None:
 
 
 def head_of(state: Mapping[str, Tensor]) -> tuple[str, dict]:
-    """The head by its name in `our_name`, and its settings, from the tensors of a predictor.
+    """Return the head by its name in `our_name`, and its settings, from the tensors of a predictor.
 
-    Raises KeyError: none that is known.
+    Raises KeyError: no known head.
     """
     if "context_layer.node_gru.weight_ih" in state:
         return "imp", {}
@@ -147,7 +147,7 @@ def head_of(state: Mapping[str, Tensor]) -> tuple[str, dict]:
 
 
 def transformer_options(state: Mapping[str, Tensor], key_dim: int) -> dict:
-    """Settings of a transformer head whose attention heads have `key_dim` numbers."""
+    """Return the settings of a transformer head whose attention heads have `key_dim` numbers."""
     layers = [name for name in state if name.endswith("slf_attn.w_qs.weight")]
     first = layers[0].removesuffix("slf_attn.w_qs.weight")
     heads = len(state[layers[0]]) // key_dim
@@ -162,7 +162,7 @@ def transformer_options(state: Mapping[str, Tensor], key_dim: int) -> dict:
 
 
 def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors below a prefix, by what their names have after it."""
+    """Return the tensors below a prefix, with the prefix removed from their names."""
     return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
@@ -170,11 +170,12 @@ class _SceneGraphs:
     """A publisher, see `names.Publisher`."""
 
     def recognised(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether a relation head is among the tensors."""
+        """Return whether a relation head is among the tensors."""
         return any(name.startswith(PREDICTOR) for name in state)
 
     def described(self, state: Mapping[str, Tensor], file: str) -> Description:
-        """The scene graph that the tensors are of. Raises BadInput for a head or features that are not here."""
+        """Describe the scene graph that the tensors belong to. Raises BadInput for a head or features that are not
+        supported."""
         if missing := [name for name in (STEM, CLASSIFIER) if name not in state]:
             raise BadInput(
                 f"model.pretrained {file}: a relation head on a detector that is no Faster R-CNN of maskrcnn-benchmark "
@@ -217,7 +218,7 @@ class _SceneGraphs:
         return Description("scene_graph", options, named(len(state[CLASSIFIER]) - 1), notes, SIZE)
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors under our names; those without a counterpart keep theirs."""
+        """Return the publisher's tensors under our names; those without a counterpart keep their own names."""
         predictor = below(state, PREDICTOR)
         head = head_of(predictor)[0]
         detector = MASKRCNN_BENCHMARK.ours_from({k: v for k, v in state.items() if not k.startswith(RELATION)})

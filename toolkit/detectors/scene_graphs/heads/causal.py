@@ -33,8 +33,10 @@ PAIR_NUMBERS = 32
 
 
 class VTransEContext(ObjectContext):
-    """No context (VTransE, Zhang et al., CVPR 2017, as Scene-Graph-Benchmark has it): labels every object by itself, in
-    predcls too (the given labels only enter as embedding); background may win."""
+    """The empty context (VTransE, Zhang et al., CVPR 2017, as Scene-Graph-Benchmark has it).
+
+    It labels every object by itself, in predcls too (the given labels only enter as embedding); background may win.
+    """
 
     def __init__(self, mode: str, sizes: HeadSizes):
         super().__init__(mode, sizes)
@@ -44,7 +46,7 @@ class VTransEContext(ObjectContext):
         self.mean_edge_input = RunningMean(sizes.roi_dim + POSITION_DIM)
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Object logits (N, C), labels (N,), context (N, hidden), None."""
+        """Return object logits (N, C), labels (N,), context (N, hidden), None."""
         position = self.position(batch_box_numbers(batch))
         embedded = label_embedding(self.embed_in, batch, self.mode)
         object_input = torch.cat([batch.roi_features, embedded, position], 1)
@@ -58,7 +60,9 @@ class VTransEContext(ObjectContext):
 
 
 class CausalHead(nn.Module):
-    """Context motifs, vctree or vtranse; the branches are added ("sum") or the context is gated ("gate").
+    """The causal head with the context motifs, vctree or vtranse.
+
+    The branches are added ("sum") or the context is gated ("gate").
 
     effect (an attribute, read in evaluation only): "none" is the plain prediction; TDE takes the context away, NIE the
     labels, TE both. The reference of all three is a second pass of the context layer on running means of its inputs.
@@ -77,8 +81,11 @@ class CausalHead(nn.Module):
         nms_threshold: float = 0.5,
         separate_spatial: bool = False,
     ):
-        """use_positions: multiply the context by an embedding of 32 numbers of both boxes. separate_spatial: and by the
-        batch's `spatial_features`. effect: in any case."""
+        """Build the head.
+
+        use_positions: multiply the context by an embedding of 32 numbers of both boxes. separate_spatial: also
+        multiply it by the batch's `spatial_features`. effect: upper or lower case.
+        """
         super().__init__()
         effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
         _check(context, fusion, effect, sizes)
@@ -146,7 +153,8 @@ class CausalHead(nn.Module):
         return from_context * (from_vision + frequency + self.gate(pair_context)).sigmoid()
 
     def _branch_losses(self, batch: RelationBatch, pair_context, frequency, related) -> dict:
-        """Each branch must be able to predict by itself, else the differences between them mean nothing."""
+        """Compute a loss for each branch alone: each must be able to predict by itself, else their differences mean
+        nothing."""
         branches = {"auxiliary_ctx": self.context_out(pair_context)}
         if self.fusion == "sum":
             branches |= {"auxiliary_vis": self.visual_out(batch.union_features), "auxiliary_frq": frequency}

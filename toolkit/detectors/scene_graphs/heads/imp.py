@@ -15,7 +15,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
 
 
 class IMPHead(nn.Module):
-    """No word vectors, no frequency bias. Both sides of a round read the state before it."""
+    """The IMP head, without word vectors and frequency bias. Both sides of a round read the state before it."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
     of_labels = ("object_out",)

@@ -34,10 +34,10 @@ class LabelDecoder(nn.Module):
         nn.init.zeros_(self.state.bias)
 
     def forward(self, features: Tensor, batch_sizes: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits (N, C) and labels (N,) of packed features (N, in_dim).
+        """Return logits (N, C) and labels (N,) of packed features (N, in_dim).
 
-        labels: (N,) packed, in training: the next object is told these, and the best guess where the label is 0;
-        None feeds back its best guess above background throughout. Those are the labels returned.
+        labels: (N,) packed, in training: each is the input of the next object, or the best guess where it is 0.
+        None: the best guess above background is always the input. The labels returned are these inputs.
         """
         # What the input layer makes of the features is known for all steps, and of a label for all labels.
         from_features = F.linear(features, self.input.weight[:, : self.in_dim], self.input.bias)
@@ -72,12 +72,12 @@ class LabelDecoder(nn.Module):
 
 
 class MotifsContext(ObjectContext):
-    """Labels the objects and gives each a context feature."""
+    """The context of Neural Motifs, which labels the objects and gives each a context feature."""
 
     def __init__(
         self, mode: str, sizes: HeadSizes, dropout: float = 0.2, nms_threshold: float = 0.5, keep_averages: bool = False
     ):
-        """keep_averages: for causal effects, see `causal`."""
+        """Build the context. keep_averages: for causal effects, see `causal`."""
         super().__init__(mode, sizes)
         self.nms_threshold = nms_threshold
         object_dim, edge_dim, hidden = sizes.object_dim, sizes.embed_dim + sizes.roi_dim, sizes.hidden_dim
@@ -90,9 +90,9 @@ class MotifsContext(ObjectContext):
         self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Object logits (N, C), labels (N,), context (N, hidden), None.
+        """Return object logits (N, C), labels (N,), context (N, hidden), None.
 
-        from_averages: what decoder and edge LSTM would make of objects without evidence of their own.
+        from_averages: the result of decoder and edge LSTM for objects without evidence of their own.
         """
         boxes = batch.boxes_xyxy if batch.on_host is None else batch.on_host[0]
         order, inverse, batch_sizes = reading_order(boxes, batch.num_objects, batch.boxes_xyxy.device)

@@ -1,4 +1,4 @@
-"""Objects and their edges encoded by self-attention (Transformer of Scene-Graph-Benchmark, Tang et al., 2020)."""
+"""Encoding of objects and their edges by self-attention (Transformer of Scene-Graph-Benchmark, Tang et al., 2020)."""
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class EncoderLayer(nn.Module):
         self.dropout, self.attention_dropout = nn.Dropout(dropout), dropout
 
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
-        """features: (B, n, dim), mask: (B, n) bool of real objects, at least one per image."""
+        """Encode features (B, n, dim); mask: (B, n) bool of real objects, at least one per image."""
         query, key, value = (self._heads(layer(features)) for layer in (self.query, self.key, self.value))
         dropout = self.attention_dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, mask[:, None, None], dropout)
@@ -64,7 +64,8 @@ class ObjectEncoder(nn.ModuleList):
 
 
 class TransformerHead(nn.Module):
-    """Predicates from the contexts of both objects, alone and times the union features, and the frequency bias."""
+    """The head for predicates from the contexts of both objects, alone and times the union features, and the frequency
+    bias."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
     of_labels = ("object_out",)

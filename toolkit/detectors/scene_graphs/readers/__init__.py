@@ -17,7 +17,7 @@ from toolkit.detectors.scene_graphs.readers.graphs import read_graphs
 def open_graphs(
     source: str, image_dir: str | Path | Sequence[str] | None, format: str, name: str | Path | None, **options
 ) -> DetectionTable:
-    """One split of a data set; arguments as of `toolkit.data.formats.open_dataset`. Raises BadInput."""
+    """Read one split of a data set; arguments as of `toolkit.data.formats.open_dataset`. Raises BadInput."""
     split, _, count = source.partition(":")
     problems = []
     if name is None:

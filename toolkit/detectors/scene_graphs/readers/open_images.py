@@ -18,7 +18,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: None) -> Annotations:
-    """Images, boxes and relations."""
+    """Return images, boxes and relations."""
     entries, names = read_json(files[0], list), read_json(files[1])
     if missing := [key for key in ("obj", "rel") if not isinstance(names.get(key), list)]:
         raise BadInput([f"{files[1]}: list `{key}` missing" for key in missing])
