@@ -47,7 +47,9 @@ class TransformersDetector(Detector):
     entries: Mapping[str, Sequence[str]] = {}
     published: Mapping[str, object] = {}
     averaged_denominators = ("boxes",)  # by rank, in the originals
-    stride, buffers_steer_training, masks_unlabelled = 1, False, True
+    stride = 1
+    buffers_steer_training = False
+    masks_unlabelled = True
 
     @property
     def object_limits(self) -> dict[str, int]:
@@ -68,7 +70,9 @@ class TransformersDetector(Detector):
         clamp_without_check_(self.model)
         config = self.model.config  # a batch without boxes makes no denoising queries; dropped layers have no part
         self.leaves_unused = any(getattr(config, name, 0) for name in ("num_denoising", "decoder_layerdrop"))
-        self.set_loss, self.used, (self.mean, self.std) = set_loss, dict(used), statistics
+        self.set_loss = set_loss
+        self.used = dict(used)
+        self.mean, self.std = statistics
         self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
         self.divided_by = set_loss.divided_by
 
@@ -103,7 +107,7 @@ class TransformersDetector(Detector):
 
         Args:
             categories: the classes in the order of the labels, with original `id` and `name`.
-            processor_size: what the image processor resizes to, in pixels, as transformers spells it:
+            processor_size: the size that the image processor resizes to, in pixels, as transformers spells it:
                 `{"height": 640, "width": 640}`, `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
         """
         statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
@@ -131,13 +135,13 @@ class MatchedDetector(TransformersDetector):
         config = detector_config(self.config_class, class_names, source_config or self.published, **entries)
         try:
             self.model = self.model_class(config)
-        except ValueError as error:  # what transformers does not accept together, such as width and heads
+        except ValueError as error:  # settings that transformers does not accept together, such as width and heads
             raise BadInput(f"the settings of the model do not fit together: {error}") from error
         self.aux_loss = getattr(options, "aux_loss", False)
         with torch.no_grad():
             self._initialise(options, source_config)
         used = self._prepare_backbone(options, source_config)
-        # As given, else the source's, else published; no entries of the config, which takes whole numbers only.
+        # As given, else the source's, else published. They are not in the config, which takes only whole numbers.
         values = {**asdict(options), **(source_config or {}), **options.given}
         costs = MatchingCosts(*(values[name] for name in MatchingCosts._fields))
         set_loss = self._criterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)

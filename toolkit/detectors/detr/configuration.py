@@ -18,7 +18,7 @@ from toolkit.models.options import DetectorOptions
 REPLACED = (
     "id2label label2id num_labels auxiliary_loss backbone use_timm_backbone backbone_kwargs use_pretrained_backbone"
 ).split()
-# The same of RT-DETR's.
+# The same entries for RT-DETR.
 REPLACED_OF_RT_DETR = ("label2id", "num_labels", "dtype", "torch_dtype", "head_dim")
 RT_DETR_STRIDES = (8, 16, 32)
 
@@ -106,8 +106,11 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
     Raises:
         BadInput: unknown backbone, missing strides, dilation of a backbone that is not timm's.
     """
-    source, values = source_config or {}, handed_over(options, source_config)
-    entry, name, dilation = source.get("backbone_config"), values.get("backbone"), values.get("dilation")
+    source = source_config or {}
+    values = handed_over(options, source_config)
+    entry = source.get("backbone_config")
+    name = values.get("backbone")
+    dilation = values.get("dilation")
     if entry is not None and entry["model_type"] != "timm_backbone" and name is None:
         if dilation is not None and dilation != bool(source.get("dilation")):
             raise BadInput(
@@ -116,7 +119,8 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
             )
         return dict(entry)
     if entry is not None and name in (None, entry.get("backbone")):
-        name, indices = entry["backbone"], list(entry["out_indices"])
+        name = entry["backbone"]
+        indices = list(entry["out_indices"])
         dilation = entry.get("output_stride") == 16 if dilation is None else dilation
     else:
         name = name or options.backbone
@@ -128,7 +132,8 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
 
 def _indices(backbone: str, strides: Sequence[int], needed: str) -> list[int]:
     available = feature_strides(backbone)
-    if missing := [stride for stride in strides if stride not in available]:
+    missing = [stride for stride in strides if stride not in available]
+    if missing:
         raise BadInput(
             f"model.backbone: {needed}; {backbone!r} has {available}, without {', '.join(map(str, missing))}."
         )
@@ -151,13 +156,16 @@ def prepare_backbone(
     Raises:
         BadInput: settings that this backbone does not support.
     """
-    backbone, name, pretrained = config.backbone_config, timm_name(config), options.pretrained_backbone
+    backbone = config.backbone_config
+    name = timm_name(config)
+    pretrained = options.pretrained_backbone
     if name:
         start_backbone(module, backbone, options.freeze, pretrained)
-        freeze, dilation = options.freeze, backbone.output_stride == 16
+        freeze = options.freeze
+        dilation = backbone.output_stride == 16
     elif pretrained:
         raise BadInput(
-            f"model.pretrained_backbone: the backbone ({backbone.model_type}) is none of timm's and gets its weights "
+            f"model.pretrained_backbone: the backbone ({backbone.model_type}) is not timm's and gets its weights "
             "with the pretrained detector; set it to false."
         )
     else:
@@ -202,7 +210,8 @@ def rt_detr_config(
         BadInput: `source` is of another model; a backbone without the strides; `backbone`, `pretrained_backbone` or
             freeze "paper" for a backbone that is not timm's.
     """
-    config_class, kind = detector.config_class, detector.config_class.model_type
+    config_class = detector.config_class
+    kind = detector.config_class.model_type
     if source is not None and source.get("model_type") != kind:
         raise BadInput(f"model.architecture {kind}: the weights are of a {source.get('model_type')!r} model")
     base = source or {"freeze_backbone_batch_norms": False, **detector.published}

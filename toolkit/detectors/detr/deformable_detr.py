@@ -45,11 +45,14 @@ class DeformableDetr(MatchedDetector):
 
     def _entries(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         values = handed_over(options, source_config)
-        box_refine, d_model = values.get("box_refine"), values.get("d_model", 32)
+        box_refine = values.get("box_refine")
+        d_model = values.get("d_model", 32)
         if box_refine not in (None, *VARIANTS):
             raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
         if d_model % 32:
-            raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
+            raise BadInput(
+                f"model.d_model: {d_model} is not a multiple of 32, which deformable_detr's group norms need."
+            )
         variant = {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
         entries = super()._entries(options, source_config) | (variant if box_refine else {})
         config = {**(source_config or {}), **entries}
@@ -61,7 +64,9 @@ class DeformableDetr(MatchedDetector):
         return entries
 
     def _initialise(self, options: DeformableDetrOptions, source_config: Mapping | None) -> None:
-        model, core, config = self.model, self.model.model, self.model.config
+        model = self.model
+        core = self.model.model
+        config = self.model.config
         if config.with_box_refine and not config.two_stage:
             # transformers shares the class head between layers; the original has one per layer, like the box heads
             model.class_embed = nn.ModuleList(copy.deepcopy(head) for head in model.class_embed)
@@ -90,7 +95,8 @@ class DeformableDetr(MatchedDetector):
 
     def _prepare_backbone(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         """Prepare the backbone; the options also have `box_refine`, and `num_queries` from that variant's own entry."""
-        config, used = self.model.config, super()._prepare_backbone(options, source_config)
+        config = self.model.config
+        used = super()._prepare_backbone(options, source_config)
         if config.two_stage:
             return used | {"box_refine": "two_stage", "num_queries": config.two_stage_num_proposals}
         variant = "iterative" if config.with_box_refine else "none"
@@ -108,7 +114,8 @@ class DeformableDetr(MatchedDetector):
             BadInput: two-stage: images with fewer positions than queries.
         """
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        config, (height, width) = self.model.config, images.shape[-2:]
+        config = self.model.config
+        height, width = images.shape[-2:]
         if config.two_stage:
             strides = [8 * 2**level for level in range(config.num_feature_levels)]
             positions = sum(-(-height // stride) * -(-width // stride) for stride in strides)
@@ -131,7 +138,8 @@ class DeformableDetr(MatchedDetector):
             return predictions
 
     def map_taps(self) -> list[MapTap]:
-        levels, width = self.model.model.input_proj, self.model.config.d_model
+        levels = self.model.model.input_proj
+        width = self.model.config.d_model
         return [projection_tap(level, 8 * 2**i, width) for i, level in enumerate(levels)]
 
 

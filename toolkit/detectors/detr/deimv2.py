@@ -117,11 +117,15 @@ class _Decoder(Deimv2Decoder):
     ) -> Deimv2DecoderOutput:
         """See `Deimv2Decoder.forward`."""
         project = weighting_function(self.max_num_bins, self.up, self.reg_scale)
-        references, states = reference_points.sigmoid(), inputs_embeds
+        references = reference_points.sigmoid()
+        states = inputs_embeds
         maps = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
         maps |= {"spatial_shapes": spatial_shapes, "spatial_shapes_list": spatial_shapes_list}
         maps["position_embeddings"] = self.query_pos_head(references).clamp(min=-10, max=10)
-        corners, before, kept, first = 0, 0, [], []
+        corners = 0
+        before = 0
+        kept = []
+        first = []
         for i, layer in enumerate(self.layers):
             states = layer(states, reference_points=references[:, :, None], **maps)
             if i == 0:

@@ -22,15 +22,18 @@ VITS = {
     "l": (384, 1536, 32, "dinov3_vits16_pretrain_lvd1689m-08c60483.pth"),
     "x": (384, 1536, 64, "dinov3_vits16plus_pretrain_lvd1689m-4057cbaa.pth"),
 }
-EXPANSIONS, DEPTHS = (0.34, 0.5, 0.67, 1.0, 1.25), {1: 0.34, 2: 0.67, 3: 1.0, 4: 1.37}  # depth by number of blocks
+EXPANSIONS = (0.34, 0.5, 0.67, 1.0, 1.25)
+DEPTHS = {1: 0.34, 2: 0.67, 3: 1.0, 4: 1.37}  # depth by number of blocks
 
 
 def size_config(size: str) -> dict[str, Any]:
     """Return the config entries of this size, as in a source of weights of this size."""
     (encoder, decoder), (encoder_ffn, decoder_ffn), layers, expansion, depth, queries = SIZES[size]
-    lite, levels = size in ("atto", "femto", "pico"), 3 if size in VITS else 2
+    lite = size in ("atto", "femto", "pico")
+    levels = 3 if size in VITS else 2
     if size in VITS:
-        backbone, maps = vit_entries(*VITS[size][:2], plain=size in "sm", gated=size == "x"), [encoder] * 3
+        backbone = vit_entries(*VITS[size][:2], plain=size in "sm", gated=size == "x")
+        maps = [encoder] * 3
     else:
         backbone = _hgnet(*THIRD_STAGE[size], fourth=size == "n")
         maps = backbone["hidden_sizes"][2:]

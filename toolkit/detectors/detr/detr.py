@@ -39,7 +39,7 @@ class Detr(MatchedDetector):
     }
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_labels_classifier.*": (0, 1, 1)}  # no-object last
-    of_transformers = True  # not one of its variants that transformers has not
+    of_transformers = True  # not a variant that transformers lacks
 
     def _initialise(self, options: DetrOptions, source_config: Mapping | None) -> None:
         self.of_transformers = not (options.pre_norm or options.query_points)
@@ -111,7 +111,8 @@ class Detr(MatchedDetector):
         scores, labels = scores.max(-1)
         if top_k < scores.shape[1]:
             scores, chosen = scores.topk(top_k, dim=1)
-            labels, boxes = labels.gather(1, chosen), boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
+            labels = labels.gather(1, chosen)
+            boxes = boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
         return boxes, scores, labels
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
@@ -125,7 +126,8 @@ def decoder_states(detector: MatchedDetector, images: Tensor, sizes: Tensor) -> 
     """Return the normalised states `(L, B, Q, D)` of every decoder layer, or of only the last without auxiliary losses,
     and the outputs of transformers' model."""
     pixels = normalize_images(images, sizes, detector.mean, detector.std, dtype=detector.model.dtype)
-    mask, core = pixel_mask(sizes, images.shape[-2:]), detector.model.model
+    mask = pixel_mask(sizes, images.shape[-2:])
+    core = detector.model.model
     with precision(detector.training, images.device):
         outputs = core(pixels, pixel_mask=mask, output_hidden_states=detector.aux_loss)
         # decoder_hidden_states are the queries, the raw state after each layer but the last, the normed last one

@@ -182,7 +182,8 @@ class DetrCriterion(nn.Module):
         self, num_classes: int, num_layers: int, eos_coef: float = 0.1, matching_costs: Sequence[float] = (1, 5, 2)
     ):
         super().__init__()
-        self.num_classes, self.num_layers = num_classes, num_layers
+        self.num_classes = num_classes
+        self.num_layers = num_layers
         self.matching_costs = MatchingCosts(*matching_costs)
         # The last layer first, without suffix, then the auxiliary ones in the order of the decoder.
         self.suffixes = ("", *(f"_{i}" for i in range(num_layers - 1)))
@@ -199,7 +200,7 @@ class DetrCriterion(nn.Module):
         """Return this batch's contribution to the denominators, from CPU targets alone.
 
         `boxes`: objects, also those beyond the number of queries, as in the original. `class_weights`: the sum of the
-        class weights over all queries, which is what `F.cross_entropy(weight=...)` divides by.
+        class weights over all queries, by which `F.cross_entropy(weight=...)` divides.
         """
         objects = count_objects(targets)
         matched = sum(min(n, num_queries) for n in objects)
@@ -221,10 +222,10 @@ class DetrCriterion(nn.Module):
             logits: `(L, B, Q, C + 1)`; first decoder layer first, the last layer is the main output.
             boxes_cxcywh: `(L, B, Q, 4)` fractions of the image without padding.
             targets: per image, see `pad_targets`; on any device.
-            denominators: `boxes` and `class_weights`, what the sums are divided by.
+            denominators: `boxes` and `class_weights`, the divisors of the sums.
 
         Returns:
-            losses: name -> scalar, float32 (float64 for float64 input), whatever autocast says.
+            losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
             metrics: name -> (sum, count): `class_error` in percent over matched queries of the last layer,
                 `cardinality_error` (of every layer) in boxes per image.
         """
@@ -244,11 +245,13 @@ class DetrCriterion(nn.Module):
         return match(-probabilities, boxes_cxcywh.detach(), targets, self.matching_costs)
 
     def _losses(self, log_probabilities, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
-        num_layers, device = len(log_probabilities), log_probabilities.device
+        num_layers = len(log_probabilities)
+        device = log_probabilities.device
         classes = torch.full(log_probabilities.shape[:3], self.num_classes, dtype=torch.int64, device=device)
         classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
         class_weights = self.class_weights.to(log_probabilities.dtype)
-        rows, classes = log_probabilities.flatten(0, 2), classes.flatten()
+        rows = log_probabilities.flatten(0, 2)
+        classes = classes.flatten()
         if targets.labelled is not None:
             unlabelled = unlabelled_columns(targets.labelled, -1)[:, None].expand_as(log_probabilities)
             rows = partial_log_softmax(rows, classes, unlabelled.flatten(0, 2), -1)

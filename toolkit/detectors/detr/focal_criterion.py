@@ -72,7 +72,8 @@ class FocalCriterion(nn.Module):
         class_terms: ClassTerms = focal_terms,
     ):
         super().__init__()
-        self.encoder, self.class_terms = encoder, class_terms
+        self.encoder = encoder
+        self.class_terms = class_terms
         self.matching_costs = MatchingCosts(*matching_costs)
         self.suffixes = (*(f"_{i}" for i in range(num_layers - 1)), "")  # in the order of the decoder
         announced = ("", *self.suffixes[:-1], *(["_enc"] if encoder else []))
@@ -94,19 +95,20 @@ class FocalCriterion(nn.Module):
             outputs: `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding,
                 first decoder layer first; with `encoder` also `encoder_logits (B, P, C)`, `encoder_boxes (B, P, 4)`.
             targets: per image, see `pad_targets`; on any device.
-            denominators: `boxes`, what every sum is divided by.
-            groups: the queries (and proposals) are so many groups, one after another; every group is matched by itself
-                (Group DETR).
+            denominators: `boxes`, the divisor of every sum.
+            groups: number of groups that the queries (and proposals) consist of, one after another; every group is
+                matched by itself (Group DETR).
 
         Returns:
-            losses: name -> scalar, float32 (float64 for float64 input), whatever autocast says.
+            losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
             metrics: name -> (sum, count), over the first group, the one that detects: `class_error` in percent over
                 matched queries of the last layer, `cardinality_error` (scores above one half) in boxes per image.
         """
         device = outputs["logits"].device
         with torch.autocast(device.type, enabled=False):
             outputs = {name: full_precision(value) for name, value in outputs.items()}
-            logits, boxes, denominator = outputs["logits"], outputs["boxes"], denominators["boxes"]
+            logits, boxes = outputs["logits"], outputs["boxes"]
+            denominator = denominators["boxes"]
             padded = pad_targets(targets, device, logits.dtype)
             matches = match_focal(logits, boxes, padded, self.matching_costs, groups)
             common = (self.class_terms, "loss_ce", denominator)

@@ -71,7 +71,7 @@ class KnownSizes(TorchFunctionMode):
 def without_host_waits(model: nn.Module, counts: Sequence[int]) -> Iterator[None]:
     """Let `model`, one of transformers without its loss, run inside without waiting for the sizes of its maps.
 
-    counts: objects of each image that denoising queries are made of; none in evaluation.
+    counts: per image, the number of objects that denoising queries are made of; empty in evaluation.
     """
     most = max(counts, default=0)
     groups = max(1, model.config.num_denoising // most) if most else 0

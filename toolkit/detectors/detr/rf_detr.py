@@ -65,7 +65,8 @@ class RfDetr(MatchedDetector):
         size = values.get("size")
         if source_config is None and "decoder_layers" not in options.given:
             values["decoder_layers"] = SIZES[size or "base"][1]
-        entries, heads = to_entries(values, self.entries), values.get("heads")
+        entries = to_entries(values, self.entries)
+        heads = values.get("heads")
         if heads is not None:
             entries |= {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
         return entries | {"backbone_config": _backbone_entry(source_config, values.get("encoder_layers"), size)}
@@ -87,7 +88,8 @@ class RfDetr(MatchedDetector):
 
     def _prepare_backbone(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         """Prepare the backbone; the options also have `heads`, `encoder_layers` and `size` (None: not one of ours)."""
-        config, vit = self.model.config, self.model.model.backbone.backbone
+        config = self.model.config
+        vit = self.model.model.backbone.backbone
         vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
         vit.embeddings.__class__ = _Embeddings
         patch = config.backbone_config.patch_size
@@ -101,7 +103,7 @@ class RfDetr(MatchedDetector):
         depths = config.backbone_config.num_hidden_layers
         size = next((name for name, ((p, w, _, side), _) in SIZES.items() if (p, w, side) == built), None)
         if options.given.get("size") not in (None, size):
-            raise BadInput(f"model.size {options.size}: those of model.pretrained are of another; leave it out")
+            raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         return {"heads": heads if in_proportion else None, "encoder_layers": depths, "size": size}
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:

@@ -41,7 +41,8 @@ class RTDetrCriterion(nn.Module):
         varifocal_gamma: how much less a wrong class counts while its probability is low (published: 2).
     """
 
-    divided_by, metric_names = "boxes", ()
+    divided_by = "boxes"
+    metric_names = ()
 
     def __init__(self, num_layers: int, denoising: bool, varifocal_gamma: float):
         super().__init__()
@@ -62,8 +63,8 @@ class RTDetrCriterion(nn.Module):
                 `denoising_meta_values`, None when there are none (no boxes in the batch, evaluation), and then the
                 `_dn_i` losses are missing. Boxes are cxcywh, fractions of the image.
             targets: per image, see `pad_targets`, without crowd regions.
-            denominators: `boxes`, what every sum is divided by; those of denoising also by the number of its groups,
-                which depends on the fullest image of the batch.
+            denominators: `boxes`, the divisor of every sum; sums of denoising are also divided by the number of its
+                groups, which depends on the fullest image of the batch.
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):

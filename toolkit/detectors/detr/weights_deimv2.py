@@ -108,10 +108,13 @@ def _constant(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
     state = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
-    lite, block = LITE in state, "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
+    lite = LITE in state
+    block = "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
     points = _points(state["decoder.decoder.layers.0.cross_attn.num_points_scale"])
-    levels, encoder = len(points), len(state[f"{block}.cv4.conv.weight"])
-    ffn, queried = state["decoder.decoder.layers.0.swish_ffn.w12.weight"], state["decoder.query_pos_head.layers.2.bias"]
+    levels = len(points)
+    encoder = len(state[f"{block}.cv4.conv.weight"])
+    ffn = state["decoder.decoder.layers.0.swish_ffn.w12.weight"]
+    queried = state["decoder.query_pos_head.layers.2.bias"]
     own_ffn = state.get("encoder.encoder.0.layers.0.linear1.weight", ffn)
     inner = len(state[f"{block}.cv3.0.bottlenecks.0.conv1.conv.weight"])  # round(expansion * width // 2)
     blocks = count(state, f"{block}.cv2.0.bottlenecks")
@@ -145,7 +148,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "up": float(_constant(state, "up")),
         "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
     }
-    notes = [] if size else ["none of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
+    notes = [] if size else ["not one of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
     options = {"source_config": config, "original": True, "size": size}
     classes = named(len(state["decoder.dec_score_head.0.weight"]))
     return Description("deimv2", options, classes, notes, _side(state, config["feat_strides"]))
@@ -158,7 +161,8 @@ def _structure(config: Mapping) -> dict:
 
 def _points(scale: Tensor) -> list[int]:
     """Return the number of points of each level; `scale` holds 1 / points for each of them."""
-    points, counts = [round(1 / value) for value in scale.tolist()], []
+    points = [round(1 / value) for value in scale.tolist()]
+    counts = []
     while sum(counts) < len(points):
         counts.append(points[sum(counts)])
     return counts
@@ -175,7 +179,8 @@ def _side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | N
 def _vit(state: Mapping[str, Tensor]) -> dict:
     """Return the config of transformers' DINOv3."""
     block = "backbone.dinov3.blocks.0"
-    gated, plain = f"{block}.mlp.w1.weight" in state, "backbone.dinov3.norm.weight" not in state
+    gated = f"{block}.mlp.w1.weight" in state
+    plain = "backbone.dinov3.norm.weight" not in state
     ffn = state[f"{block}.mlp.{'w1' if gated else 'fc1'}.weight"]
     return vit_entries(ffn.shape[1], len(ffn), plain=plain, gated=gated)
 

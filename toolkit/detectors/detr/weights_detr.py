@@ -58,7 +58,7 @@ def _maybe_dc5(
 ) -> Description:
     """Describe a detector; DC5 has the same tensors and is recognised by the name of the file."""
     options = _sizes(state) | {"dilation": "dc5" in file.lower(), "num_queries": len(state[f"{queries}.weight"])}
-    notes = ["whether it is a DC5 variant was told by the name of the file: --model.dilation says otherwise"]
+    notes = ["the file name decides whether it is a DC5 variant: --model.dilation says otherwise"]
     return Description(architecture, options, named(len(state["class_embed.weight"]) - no_object), notes)
 
 
@@ -96,7 +96,7 @@ CONDITIONAL_DETR = Publisher(
 def _dab_detr(state: Mapping[str, Tensor], file: str) -> Description:
     if "transformer.patterns.weight" in state:
         raise BadInput(
-            f"model.pretrained {file}: a DAB-DETR with several patterns for each query, which dab-detr here has not; "
+            f"model.pretrained {file}: a DAB-DETR with several patterns for each query, which dab-detr does not have; "
             "take the one without"
         )
     return _maybe_dc5("dab-detr", state, file, queries="refpoint_embed")
