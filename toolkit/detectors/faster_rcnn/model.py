@@ -2,8 +2,8 @@
 
 torchvision computes its losses inside the model, in autocast's precision and divided by the samples of one batch. Here
 `forward` returns predictions and their targets; `criterion` computes the losses in float32, divided by denominators of
-the whole optimizer step. `toolkit.detectors.faster_rcnn.build` makes the modules. What differs from torchvision and
-seamseg is listed in docs/differences.md.
+the whole optimizer step. `toolkit.detectors.faster_rcnn.build` makes the modules. Differences from torchvision and
+seamseg are listed in docs/differences.md.
 """
 
 from collections import OrderedDict
@@ -49,7 +49,7 @@ class FasterRCNN(Detector):
         model: torchvision's, whose `backbone`, `rpn` and `roi_heads` are taken, with the mean and deviation of images.
             The backbone makes of normalised images an OrderedDict of maps with equal channels, finest first.
         strides: of the maps that boxes are pooled from, each twice the one before; the first of all maps.
-        stages: settings, of which `rpn_crowd_overlap` and others have no place in torchvision's modules.
+        stages: settings, some of which (such as `rpn_crowd_overlap`) torchvision's modules do not have.
 
     `features`, `map_channels`, `proposals`, `box_pool`, `box_head`, `class_logits`, `representation_size` and
     `detect_with_logits` are for models built on top, such as scene graphs.
@@ -59,7 +59,9 @@ class FasterRCNN(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error",)
     divided_by = "images"
-    masks_unlabelled, buffers_steer_training, exported_sides = True, False, "any"
+    masks_unlabelled = True
+    buffers_steer_training = False
+    exported_sides = "any"
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
@@ -67,12 +69,15 @@ class FasterRCNN(Detector):
 
     def __init__(self, model: torchvision_models.FasterRCNN, strides: Sequence[int], stages: TwoStageOptions):
         super().__init__()
-        self.backbone, self.rpn, self.roi_heads = model.backbone, model.rpn, model.roi_heads
-        self.stages, self.strides = stages, tuple(strides)
+        self.backbone = model.backbone
+        self.rpn = model.rpn
+        self.roi_heads = model.roi_heads
+        self.stages = stages
+        self.strides = tuple(strides)
         self.rpn.min_size = stages.rpn_min_size
         self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
         self.map_channels = self.backbone.out_channels  # C, the width of the feature maps
-        self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D, what the box head gives
+        self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D of the box head
         # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
         first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
         pool = self.roi_heads.box_roi_pool = LevelPool.of(self.roi_heads.box_roi_pool)
@@ -156,15 +161,18 @@ class FasterRCNN(Detector):
             logits, deltas = self.detect(features, boxes, images_hw, boxes_on_host)
             return {"boxes": boxes, "logits": logits, "deltas": deltas}
         with torch.no_grad():
-            truths, o = padded_truths(targets), self.stages
-            of_rpn, draw = Sampler.of(self.rpn, o.rpn_crowd_overlap), self._drawing(targets)
+            truths = padded_truths(targets)
+            o = self.stages
+            of_rpn = Sampler.of(self.rpn, o.rpn_crowd_overlap)
+            draw = self._drawing(targets)
             index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, draw)
             of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
             chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
         outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
-        outputs |= {"rpn_logits": logits.gather(1, index)}
-        outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
-        if (labelled := labelled_classes(targets, anchors.device)) is not None:
+        outputs["rpn_logits"] = logits.gather(1, index)
+        outputs["rpn_deltas"] = deltas.gather(1, index[..., None].expand(-1, -1, 4))
+        labelled = labelled_classes(targets, anchors.device)
+        if labelled is not None:
             roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image_of_each(sizes, anchors.device)]
         roi_targets = {f"roi_{name}": part for name, part in roi_parts.items()}
         if self.training:
@@ -214,7 +222,8 @@ class FasterRCNN(Detector):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image`
         of the settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
-        counts, weights = [len(image_boxes) for image_boxes in outputs["boxes"]], self.roi_heads.box_coder.weights
+        counts = [len(image_boxes) for image_boxes in outputs["boxes"]]
+        weights = self.roi_heads.box_coder.weights
         boxes = decode_boxes(outputs["deltas"][:, 1:], torch.cat(outputs["boxes"])[:, None], weights)
         scores = outputs["logits"].softmax(-1)[:, 1:]
         scores = scores.where(scores > score_threshold, 0)
@@ -224,7 +233,8 @@ class FasterRCNN(Detector):
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run the second half of `decode`, in pixels of the model's images, on boxes (B, P, C, 4) and scores (B, P, C)
         of proposals and classes; a proposal whose scores are all 0 is ignored."""
-        heads, (proposals, classes) = self.roi_heads, scores.shape[1:]
+        heads = self.roi_heads
+        proposals, classes = scores.shape[1:]
         boxes = clip_boxes(boxes.flatten(1, 2), sizes)
         large = (boxes[..., 2:] - boxes[..., :2] >= SMALLEST_BOX).all(-1)
         scores = scores.flatten(1).where(large, 0)
@@ -246,7 +256,7 @@ class FasterRCNN(Detector):
     ) -> list[dict[str, Tensor]]:
         """Return detections with the second stage's outputs, for scene graphs; one class per proposal.
 
-        NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark. The
+        NMS class by class; the best remaining class of a proposal counts, as in Scene-Graph-Benchmark. The
         thresholds are those of `postprocess`.
 
         Args:
@@ -268,7 +278,8 @@ class FasterRCNN(Detector):
             proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
             logits, deltas = self.detect(features, proposals, images_hw)
         decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
-        counts, options = [len(boxes) for boxes in proposals], (heads.score_thresh, heads.nms_thresh, top_k)
+        counts = [len(boxes) for boxes in proposals]
+        options = (heads.score_thresh, heads.nms_thresh, top_k)
         return of_one_class_each(logits, decoded, counts, images_hw, *options)
 
     def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
@@ -278,7 +289,8 @@ class FasterRCNN(Detector):
         per_level = [level[0].numel() for level in logits]
         logits, deltas = concat_box_prediction_layers(logits, deltas)
         image_hw = [side * self.strides[0] for side in maps[0].shape[-2:]]
-        generator, device = self.rpn.anchor_generator, maps[0].device
+        generator = self.rpn.anchor_generator
+        device = maps[0].device
         generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
         grid_strides = [[image // grid for image, grid in zip(image_hw, m.shape[-2:], strict=True)] for m in maps]
         anchors = torch.cat(generator.grid_anchors([m.shape[-2:] for m in maps], grid_strides)).float()
@@ -290,7 +302,8 @@ class FasterRCNN(Detector):
         self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the proposals (P_i, 4) of each image, and the same on the host."""
-        rpn, boxes = self.rpn, decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
+        rpn = self.rpn
+        boxes = decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
         if boxes.device.type == "cpu":
             proposals = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
             return proposals, proposals
@@ -340,7 +353,8 @@ def of_one_class_each(
         turns = class_wise_nms(per_class[:, :, 1:].transpose(1, 2), scores, nms_threshold)
         best, label = scores.where(turns > 0, 0).max(1)
         best, rows = best_rows(best, top_k)
-        label, per_class = label.gather(1, rows), rows_of(per_class, rows)
+        label = label.gather(1, rows)
+        per_class = rows_of(per_class, rows)
         chosen = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
         columns = {"boxes": chosen, "labels": label, "scores": best, "logits": rows_of(pad_rows(logits, counts), rows)}
         return [(best > 0).sum(1), chosen], columns | {"boxes_per_class": per_class}

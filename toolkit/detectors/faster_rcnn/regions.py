@@ -57,18 +57,23 @@ def best_proposals(
         before, after: largest number of boxes of a level before suppression, and of an image after it.
         threshold: IoU. min_size: pixels. min_score: a probability.
     """
-    widest, levels = min(before, max(per_level)), []
+    widest = min(before, max(per_level))
+    levels = []
     for level_boxes, level_logits in zip(boxes_xyxy.split(per_level, 1), logits.split(per_level, 1), strict=True):
         best, index = level_logits.topk(min(before, level_logits.shape[1]), dim=1)
-        chosen, scores = level_boxes.gather(1, index[..., None].expand(-1, -1, 4)), best.sigmoid()
-        if missing := widest - best.shape[1]:
-            chosen, scores = F.pad(chosen, (0, 0, 0, missing)), F.pad(scores, (0, missing), value=-1.0)
+        chosen = level_boxes.gather(1, index[..., None].expand(-1, -1, 4))
+        scores = best.sigmoid()
+        missing = widest - best.shape[1]
+        if missing:
+            chosen = F.pad(chosen, (0, 0, 0, missing))
+            scores = F.pad(scores, (0, missing), value=-1.0)
         levels.append((chosen, scores))
     boxes, scores = (torch.stack(parts, 1) for parts in zip(*levels, strict=True))  # (B, L, K, 4), (B, L, K)
     boxes = clip(boxes, limits_whwh[:, None, None])
     sides = boxes[..., 2:] - boxes[..., :2]
     valid = (sides >= min_size).all(-1) & (scores >= max(min_score, 0.0))
-    valid, ranked = valid.flatten(0, 1), scores.flatten(1)
+    valid = valid.flatten(0, 1)
+    ranked = scores.flatten(1)
     boxes_of = boxes.flatten(1, 2)
 
     def select() -> tuple[list[Tensor], Tensor]:

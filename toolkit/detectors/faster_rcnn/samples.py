@@ -21,7 +21,7 @@ PAIRS_AT_ONCE = 2**26  # boxes compared with candidates on a device, 256 MB of f
 class Truths(NamedTuple):
     """Annotated boxes of B images, padded to T. counts: of each image, on the host.
 
-    boxes: (B, T, 4) xyxy pixels. labels: (B, T) from 1. is_padding: (B, T). is_crowd: (B, T), None where none is.
+    boxes: (B, T, 4) xyxy pixels. labels: (B, T) from 1. is_padding: (B, T). is_crowd: (B, T), None without crowds.
     """
 
     boxes: Tensor
@@ -48,7 +48,8 @@ class Sampler(NamedTuple):
     def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
         """Return the settings of torchvision's RPN or RoIHeads, which do not hold the last two arguments."""
         matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
-        thresholds, size = (matcher.high_threshold, matcher.low_threshold), sampler.batch_size_per_image
+        thresholds = (matcher.high_threshold, matcher.low_threshold)
+        size = sampler.batch_size_per_image
         return cls(*thresholds, size, sampler.positive_fraction, crowd_overlap, lowest, stage.box_coder.weights)
 
 
@@ -70,7 +71,9 @@ def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
 
 def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
     """Run `match_boxes` for each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
-    at_once, images, matches = 1, len(truths.counts), []
+    at_once = 1
+    images = len(truths.counts)
+    matches = []
     if candidates_xyxy.device.type != "cpu":
         at_once = max(1, PAIRS_AT_ONCE // max(1, candidates_xyxy.shape[-2] * max(truths.counts, default=0)))
     for first in range(0, images, at_once):
@@ -120,7 +123,7 @@ def sampled_boxes(
     classes = truths.labels.gather(1, match.clamp(min=0)).where(match >= 0, 0)
     deltas = box_targets(chosen, match, truths, settings.delta_weights)
     parts = {"classes": classes, "targets": deltas, "weights": shares(match)}
-    rows = layout["rows"]  # without what pads images of few candidates
+    rows = layout["rows"]  # without the padding of images of few candidates
     parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}
     return (index + layout["starts"]).flatten()[rows], chosen.flatten(0, 1)[rows], sizes, parts
 
@@ -145,7 +148,8 @@ def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
 def _layout(num_proposals: Sequence[int], objects: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> dict:
     """Return the indices of each image's candidates among all proposals, followed by the padded objects; see
     `sampled_boxes`."""
-    widest, total = max([1, *objects]), sum(num_proposals)
+    widest = max([1, *objects])
+    total = sum(num_proposals)
     last = total + len(num_proposals) * widest
     boxes = torch.full((len(num_proposals), max([1, *counts])), last)
     for i, (row, start) in enumerate(zip(boxes, _starts(num_proposals), strict=True)):

@@ -92,8 +92,8 @@ def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float
     """Assign a box to each anchor.
 
     An anchor takes the box that it overlaps most, if by an IoU of at least the threshold; each box takes the anchor
-    that overlaps it most in any case, the later box where two want the same one. Crowd boxes take none: what is left
-    over is ignored where `iou_threshold` of the anchor's area lies in one of them, as in COCO's evaluation.
+    that overlaps it most in any case, the later box where two want the same one. Crowd boxes take none: an
+    unmatched anchor is ignored if `iou_threshold` of its area lies in one of them, as in COCO's evaluation.
 
     Args:
         anchors_cxcywh: (A, 4) fractions.
@@ -151,7 +151,9 @@ def multibox_loss(
         ratio: negatives per positive of an image.
         labelled: (B, C - 1) bool, the classes that each image labels; None: all.
     """
-    positive, chosen, classes = labels > 0, logits.flatten(0, 1), labels.flatten().clamp(min=0)
+    positive = labels > 0
+    chosen = logits.flatten(0, 1)
+    classes = labels.flatten().clamp(min=0)
     unlabelled = unlabelled_columns(labelled, 0)
     if unlabelled is not None:
         unlabelled = unlabelled[:, None].expand_as(logits).flatten(0, 1)
@@ -181,7 +183,8 @@ class SelfWeighting(nn.Module):
 
     def __init__(self, steps: int, every: int):
         super().__init__()
-        self.steps, self.every = steps, every
+        self.steps = steps
+        self.every = every
         self.register_buffer("weight", torch.ones(()))
         self.register_buffer("sums", torch.full((2,), 1e-7))  # classification, regression
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -226,8 +229,10 @@ class SsdCriterion(nn.Module):
         self_weighting_every: int = 200,
     ):
         super().__init__()
-        self.iou_threshold, self.variances = iou_threshold, (center_variance, size_variance)
-        self.negatives_per_positive, self.label_smoothing = negatives_per_positive, label_smoothing
+        self.iou_threshold = iou_threshold
+        self.variances = (center_variance, size_variance)
+        self.negatives_per_positive = negatives_per_positive
+        self.label_smoothing = label_smoothing
         self.balance = SelfWeighting(self_weighting_steps, self_weighting_every)
 
     def denominators(self, anchors_cxcywh: Tensor, targets: Sequence[Mapping], image_hw: Tensor) -> dict[str, float]:

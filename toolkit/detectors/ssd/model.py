@@ -42,7 +42,8 @@ class SSD(Detector):
     loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
     divided_by = "positives"
     masks_unlabelled = True
-    fixed_size, exported_sides = True, "fixed"  # the sizes of the maps are measured with a forward
+    fixed_size = True
+    exported_sides = "fixed"  # the sizes of the maps are measured with a forward
     buffers_steer_training = False  # those of its weight are the same on all processes
     max_detections = 200  # as Liu et al., CVNets and torchvision
 
@@ -50,19 +51,23 @@ class SSD(Detector):
         super().__init__()
         o = options
         backbone_strides = _backbone_strides(o.backbone, o.strides, o.channels, o.aspect_ratios)
-        self.strides, self.stride = tuple(o.strides), backbone_strides[-1]
+        self.strides = tuple(o.strides)
+        self.stride = backbone_strides[-1]
         scales = anchor_scales(len(o.strides), o.min_scale, o.max_scale)
-        self.anchor_options, self.clips_anchors = (scales, tuple(o.aspect_ratios)), o.clip_anchors
+        self.anchor_options = (scales, tuple(o.aspect_ratios))
+        self.clips_anchors = o.clip_anchors
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.backbone, widths = timm_features(
             o.backbone, strides=backbone_strides, pretrained_backbone=o.pretrained_backbone, norm=o.norm
         )
         self.leaves_unused = leaves_stages(self.backbone)
-        self.map_widths, self.num_outputs = tuple(widths), 4 + 1 + len(class_names)
+        self.map_widths = tuple(widths)
+        self.num_outputs = 4 + 1 + len(class_names)
         self._build_levels(o, widths, len(backbone_strides))
         settings = (o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing)
         self.multibox = SsdCriterion(*settings, o.self_weighting_steps, o.self_weighting_every)
-        self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
+        self.score_threshold = o.score_threshold
+        self.nms_threshold = o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
         default_mean, default_std = image_statistics(o.backbone)
         self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
@@ -146,7 +151,8 @@ class SSD(Detector):
         """
         key = (*image_hw, str(device))
         if key not in self._anchors:
-            parameter, training = next(self.backbone.parameters()), self.backbone.training
+            parameter = next(self.backbone.parameters())
+            training = self.backbone.training
             self.backbone.eval()
             images = parameter.new_zeros(1, 3, *image_hw)
             with torch.autocast(parameter.device.type, enabled=False):
@@ -197,7 +203,8 @@ class SSD(Detector):
         scores = outputs["logits"].float().softmax(dim=-1)[..., 1:].transpose(1, 2)  # (B, C, A)
         scores, anchor = scores.topk(min(self.candidates_per_class, scores.shape[2]), dim=2)
         boxes = clip_boxes(boxes, orig_sizes).gather(1, anchor.flatten(1)[..., None].expand(-1, -1, 4))
-        order, count = scores.flatten(1).sort(dim=1, descending=True).indices, scores.shape[2]
+        order = scores.flatten(1).sort(dim=1, descending=True).indices
+        count = scores.shape[2]
         candidates = scores.where(scores > max(score_threshold, self.score_threshold), 0)
         turns = class_wise_nms(boxes.unflatten(1, scores.shape[1:]), candidates, self.nms_threshold, order)
         turns, rows = best_rows(turns.flatten(1), top_k)
@@ -217,7 +224,7 @@ def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Te
 
 
 class SSDLite(SSD):
-    """An `SSD` with depthwise separable convolutions in extra levels and heads; what CVNets calls SSD."""
+    """An `SSD` with depthwise separable convolutions in extra levels and heads; CVNets calls it SSD."""
 
     Options = SsdliteOptions
     separable = True
@@ -235,7 +242,8 @@ class SSD300(SSD):
     Options = Ssd300Options
     builder = staticmethod(ssd300_vgg16)
     class_tensors = {"head.classification_head.module_list.*": (1, 1, 0)}  # background first
-    stride, map_strides = 1, (8, 16, 32)
+    stride = 1
+    map_strides = (8, 16, 32)
 
     def __init__(self, class_names: Sequence[str], options: Ssd300Options):
         Detector.__init__(self)
@@ -244,12 +252,15 @@ class SSD300(SSD):
             remedy = "give torchvision's file of weights as model.pretrained, or set it to false"
             raise BadInput(f"model.pretrained_backbone: {o.architecture} starts from whole detectors: {remedy}")
         model = self.builder(weights=None, weights_backbone=None, num_classes=1 + len(class_names))
-        self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
+        self.backbone = model.backbone
+        self.head = model.head
+        self.anchor_generator = model.anchor_generator
         self.clips_anchors = self.anchor_generator.clip
         self.multibox = SsdCriterion(o.iou_threshold, negatives_per_positive=o.negatives_per_positive)
         for name in list(self.multibox.balance._buffers):  # no factor is learned: the names stay torchvision's
             self.multibox.balance._non_persistent_buffers_set.add(name)
-        self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
+        self.score_threshold = o.score_threshold
+        self.nms_threshold = o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
         self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}

@@ -1,7 +1,7 @@
 """YOLOv3 (Redmon & Farhadi, 2018) as GluonCV trains it, on timm's Darknet-53 or any timm backbone.
 
 `python -m toolkit.tools.anchors --annotations FILE` computes anchors for a data set.
-Targets and losses are in the module `targets` beside this one; docs/differences.md lists what differs from GluonCV.
+Targets and losses are in the module `targets` beside this one; docs/differences.md lists the differences from GluonCV.
 """
 
 import math
@@ -79,14 +79,20 @@ class YOLOv3(Detector):
     divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
     fixed_size = True  # there is no mask: padding would look like a black image
-    weighs_boxes, masks_unlabelled, buffers_steer_training = True, True, False
+    weighs_boxes = True
+    masks_unlabelled = True
+    buffers_steer_training = False
     exported_sides = "multiples"
 
     def __init__(self, class_names: Sequence[str], options: Yolov3Options, *, features: nn.Module | None = None):
         super().__init__()
-        o, self.num_classes = options, len(class_names)
-        self.label_smoothing, self.ignore_iou = o.label_smoothing, o.ignore_iou
-        self.score_threshold, self.nms_threshold, self.nms_topk = o.score_threshold, o.nms_threshold, o.nms_topk
+        o = options
+        self.num_classes = len(class_names)
+        self.label_smoothing = o.label_smoothing
+        self.ignore_iou = o.ignore_iou
+        self.score_threshold = o.score_threshold
+        self.nms_threshold = o.nms_threshold
+        self.nms_topk = o.nms_topk
         default_mean, default_std = image_statistics(o.backbone)
         self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
         self.register_buffer("anchors", _checked_anchors(o.anchors), persistent=False)
@@ -129,7 +135,8 @@ class YOLOv3(Detector):
         """
         if pixels.shape[-2] % 32 or pixels.shape[-1] % 32:
             raise ValueError(f"YOLOv3 needs images whose sides are multiples of 32, got {tuple(pixels.shape[-2:])}")
-        maps, x = [], None
+        maps = []
+        x = None
         for i, tap in enumerate(self.backbone(pixels)[::-1]):
             if x is not None:
                 x = torch.cat((interpolate(self.transitions[i - 1](x), scale_factor=2.0, mode="nearest"), tap), dim=1)
@@ -183,7 +190,7 @@ class YOLOv3(Detector):
         boxes = decode_boxes(predictions.detach(), grid)
         objectness = objectness_targets(boxes, assigned, sizes, grid, self.ignore_iou)
         labelled = labelled_classes(targets, predictions.device)
-        if labelled is not None:  # what looks like an object of an unlabelled class may be one
+        if labelled is not None:  # a prediction of an unlabelled class may be right
             is_labelled = labelled.gather(1, predictions[..., 5:].detach().argmax(-1))
             objectness = objectness.masked_fill((objectness == 0) & ~is_labelled, -1)
         losses = yolov3_losses(predictions, objectness, assigned, self.label_smoothing, labelled)

@@ -40,9 +40,12 @@ def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
     device."""
     cells_xy, strides, anchors_wh = [], [], []
     for stride, level_anchors in zip(STRIDES, anchors, strict=True):
-        height, width, per_cell = image_hw[0] // stride, image_hw[1] // stride, len(level_anchors)
+        height = image_hw[0] // stride
+        width = image_hw[1] // stride
+        per_cell = len(level_anchors)
         rows, columns = (torch.arange(n, device=anchors.device, dtype=anchors.dtype) for n in (height, width))
-        rows, columns = rows[:, None, None], columns[:, None].expand(height, -1, per_cell)
+        rows = rows[:, None, None]
+        columns = columns[:, None].expand(height, -1, per_cell)
         cells_xy.append(torch.stack((columns, rows.expand_as(columns)), dim=-1).reshape(-1, 2))
         strides.append(anchors.new_full((height * width * per_cell, 1), stride))
         anchors_wh.append(level_anchors.repeat(height * width, 1))
@@ -95,7 +98,9 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     A centre on or beyond the right or lower border belongs to the last cell. Of boxes in the same cell and anchor the
     last wins. Nothing here reads from the device.
     """
-    device, dtype, per_cell = anchors.device, anchors.dtype, anchors.shape[1]
+    device = anchors.device
+    dtype = anchors.dtype
+    per_cell = anchors.shape[1]
     counts = tuple(len(t["labels"]) for t in targets)
     image = image_of_each(counts, device)
     boxes = _joined(targets, "boxes", 0, anchors).reshape(-1, 4)
@@ -233,7 +238,8 @@ def yolov3_losses(
     ratio = assigned.ratio.to(predictions.dtype)[:, None]
     ratio_weight = ratio * assigned.weight[:, None].to(predictions.dtype)
     classes = class_targets(assigned.labels, predictions.shape[2] - 5, label_smoothing).to(predictions.dtype)
-    center, class_weight = assigned.center.to(predictions.dtype), ratio.expand_as(classes)
+    center = assigned.center.to(predictions.dtype)
+    class_weight = ratio.expand_as(classes)
     if labelled is not None:
         is_class = assigned.labels[:, None] == torch.arange(classes.shape[1], device=classes.device)
         class_weight = class_weight.where(labelled[assigned.image] | is_class, 0)

@@ -1,8 +1,8 @@
 """Training augmentation of YOLOv3 as GluonCV orders it: colour, expand, constrained crop, resize, flip; all in uint8.
 
 Interface as in `geometry`; the whole recipe takes the size of the batch as one more argument. Ranges are
-those of gluoncv `YOLO3DefaultTrainTransform` and SSD (Liu et al. 2016, section 2.2); docs/differences.md lists what
-differs.
+those of gluoncv `YOLO3DefaultTrainTransform` and SSD (Liu et al. 2016, section 2.2); docs/differences.md lists the
+differences.
 """
 
 from collections.abc import Sequence

@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, Tensor]:
     """
     raw = path.read_bytes()
     if len(raw) < 20:
-        raise BadInput(f"model.pretrained {path}: {len(raw)} bytes are no Darknet weights")
+        raise BadInput(f"model.pretrained {path}: {len(raw)} bytes are not Darknet weights")
     major, minor, _ = np.frombuffer(raw, "<i4", 3)
     # images seen: 8 bytes from version 0.2 on, 4 before
     start = 20 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 16
@@ -90,8 +90,8 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     classes = classes_of(len(state["darknet"]))
     if classes is None:
         raise BadInput(
-            f"model.pretrained {file}: {len(state['darknet'])} numbers are those of no YOLOv3 on Darknet-53; "
-            "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 can be taken"
+            f"model.pretrained {file}: {len(state['darknet'])} numbers do not make a YOLOv3 on Darknet-53; "
+            "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 are supported"
         )
     options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.0] * 3, "std": [1.0] * 3}
     return Description("yolov3", options, named(classes) if classes else ["none"])
@@ -99,7 +99,10 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the numbers as tensors under our names."""
-    numbers, classes, position, tensors = state["darknet"], classes_of(len(state["darknet"])), 0, {}
+    numbers = state["darknet"]
+    classes = classes_of(len(state["darknet"]))
+    position = 0
+    tensors = {}
     for conv, norm, shape in [*backbone_layers(), *(head_layers(classes) if classes else ())]:
         for name in [f"{norm}.{leaf}" for leaf in NORM] if norm else [f"{conv}.bias"]:
             tensors[name] = numbers[position : position + shape[0]].clone()

@@ -21,7 +21,8 @@ from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.models.weights.class_names import named
 from toolkit.models.weights.names import Description
 
-LIST, V1, V2, V3 = 0x112, 0xF993FAC8, 0xF993FAC9, 0xF993FACA
+LIST = 0x112
+V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 TYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
 NORM = {"bias": "beta", "weight": "gamma", "running_mean": "running_mean", "running_var": "running_var"}
 
@@ -36,7 +37,7 @@ def read(path: Path) -> dict[str, Tensor]:
     try:
         return _read(raw)
     except (struct.error, ValueError, UnicodeDecodeError) as error:
-        raise BadInput(f"model.pretrained {path}: no list of MXNet arrays that can be read: {error}") from error
+        raise BadInput(f"model.pretrained {path}: not a readable list of MXNet arrays: {error}") from error
 
 
 def _read(raw: bytes) -> dict[str, Tensor]:
@@ -54,7 +55,8 @@ def _read(raw: bytes) -> dict[str, Tensor]:
     arrays = []
     for _ in range(number):
         version = take("I")
-        if version in (V2, V3) and (storage := take("i")) != 0:
+        storage = take("i") if version in (V2, V3) else 0
+        if storage != 0:
             raise ValueError(f"sparse arrays (storage {storage})")
         if version in (V1, V2, V3):
             dimensions = take("I")
