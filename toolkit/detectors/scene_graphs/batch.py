@@ -25,7 +25,7 @@ class RelationBatch:
     logits: (N, C) of the detector, for sgcls and sgdet. boxes_per_class: (N, C, 4) boxes regressed for each class,
         for sgdet in evaluation.
     roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of where the two boxes
-        are, where these are kept apart from what is in their union.
+        are, if these are kept apart from the content of their union.
     relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
         object of the same image; in training, for VCTree and SQUAT.
     attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.

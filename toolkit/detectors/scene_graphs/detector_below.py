@@ -39,12 +39,12 @@ class DetectorBelow(nn.Module):
 
     Args:
         inner: the detector.
-        map_channels: width of the maps. representation_size: of what box heads on them give.
+        map_channels: width of the maps. representation_size: width of the output of box heads on them.
         score_threshold, nms_threshold: of `detect_with_logits`.
-        passes_targets: whether the detector is trained too, and its outputs are to have what its criterion takes.
+        passes_targets: whether the detector is trained too, so that its outputs must have the input of its criterion.
 
     Raises:
-        BadInput: the detector has no feature maps, or none that double in stride.
+        BadInput: the detector has no feature maps, or their strides do not double.
     """
 
     def __init__(
@@ -58,8 +58,11 @@ class DetectorBelow(nn.Module):
         passes_targets: bool,
     ):
         super().__init__()
-        self.inner, self.map_channels, self.representation_size = inner, map_channels, representation_size
-        self.score_threshold, self.nms_threshold = score_threshold, nms_threshold
+        self.inner = inner
+        self.map_channels = map_channels
+        self.representation_size = representation_size
+        self.score_threshold = score_threshold
+        self.nms_threshold = nms_threshold
         self.passes_targets = passes_targets
         channels = _channels(inner)
         self.laterals = nn.ModuleDict({str(s): nn.Conv2d(channels[s], map_channels, 1) for s in sorted(channels)})
@@ -109,7 +112,8 @@ class DetectorBelow(nn.Module):
         rows = maps.scores.amax(2).topk(min(CANDIDATES, maps.scores.shape[1]), dim=1).indices
         logits = distribution_logits(rows_of(maps.scores, rows).flatten(0, 1))
         per_class = rows_of(boxes, rows).flatten(0, 1)[:, None].expand(-1, logits.shape[1], -1)
-        counts, options = [rows.shape[1]] * len(rows), (self.score_threshold, self.nms_threshold, top_k)
+        counts = [rows.shape[1]] * len(rows)
+        options = (self.score_threshold, self.nms_threshold, top_k)
         detections = of_one_class_each(logits, per_class, counts, images_hw, *options)
         if further_boxes is None:
             return detections

@@ -123,7 +123,8 @@ def _panel(
     used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
     left_out = count > len(triplets)
     panel = Image.new("RGB", (PANEL, picture.height + LINE * (len(triplets) + left_out) + 4), BACKGROUND)
-    picture, centres = picture.copy(), ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
+    picture = picture.copy()
+    centres = ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
     for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
         draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
     draw_marks(picture, [Mark(boxes[i], COLOURS[i % len(COLOURS)], named[i]) for i in used])
@@ -158,12 +159,14 @@ def draw_found(
     count = min(len(graph["pairs"]), MAX_RELATIONS)
     kept = (graph["triplet_scores"][:count] >= relation_score).nonzero().flatten()[:relations]
     pairs, scores = graph["pairs"][kept].tolist(), graph["triplet_scores"][kept].tolist()
-    kinds, labels = graph["predicates"][kept].tolist(), graph["labels"].tolist()
+    kinds = graph["predicates"][kept].tolist()
+    labels = graph["labels"].tolist()
     arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, kinds, strict=True)]
     numbered = {"boxes": graph["boxes"], "labels": torch.arange(len(labels))}
     picture = picture_with_boxes(image, numbered, [f"{i} {class_names[label]}" for i, label in enumerate(labels)])
     centres = (graph["boxes"][:, :2] + graph["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
-    draw, size = ImageDraw.Draw(picture), max(12, round(max(picture.size) / 60))
+    draw = ImageDraw.Draw(picture)
+    size = max(12, round(max(picture.size) / 60))
     for subject, object_, words, colour in arrows:
         draw_arrow(draw, centres[subject].tolist(), centres[object_].tolist(), colour, size, words)
     scored = [(*ends, f"{words} {s:.2f}", colour) for (*ends, words, colour), s in zip(arrows, scores, strict=True)]
@@ -187,7 +190,8 @@ def _graph(
     """Draw the relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the
     middle of the image, so that neighbours in the image are neighbours in the graph; `left_out` is written below."""
     panel = Image.new("RGB", (side, side), BACKGROUND)
-    draw, size = ImageDraw.Draw(panel), max(12, round(side / 45))
+    draw = ImageDraw.Draw(panel)
+    size = max(12, round(side / 45))
     draw.text((side / 2, side - size if nodes else side / 2), left_out, fill=TEXT, font=text_font(size), anchor="mm")
     if not nodes:
         return panel

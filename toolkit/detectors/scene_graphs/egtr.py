@@ -4,7 +4,7 @@ Boxes, classes and predicates come out of one forward and are trained together. 
 layer compares all queries with all keys. Predicates are predicted from those queries and keys and from the last hidden
 states: no box is pooled, no pair is sampled (the paper's section 3). In naver-ai/egtr `model/egtr.py` every pair holds
 its layers' features side by side; here they are summed as two products of matrices, which gives the same numbers with
-1 / (layers + 1) of the memory. What else differs from it is listed in docs/differences.md.
+1 / (layers + 1) of the memory. Other differences are listed in docs/differences.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,7 +85,8 @@ class EgtrHead(nn.Module):
         self.key_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
         self.subject, self.object = nn.Linear(width, width), nn.Linear(width, width)
         self.gate = nn.Linear(2 * width, 1)
-        self.predicate, self.connectivity = _mlp(width, num_predicates), _mlp(width, 1)
+        self.predicate = _mlp(width, num_predicates)
+        self.connectivity = _mlp(width, 1)
         table = torch.zeros(num_classes, num_classes, num_predicates) if frequency_bias else None
         self.register_buffer("log_frequency", table)
         for module in self.modules():
@@ -162,7 +163,9 @@ class EGTR(GraphDetector):
         super().__init__()
         o = options
         _check(o, (o.detector_options or PUBLISHED_BELOW).get("architecture"), predicates)
-        self.predicates, self.smoothing, self.prior_adjustment = tuple(predicates), o.smoothing, o.prior_adjustment
+        self.predicates = tuple(predicates)
+        self.smoothing = o.smoothing
+        self.prior_adjustment = o.prior_adjustment
         self.sampling = RelationSampling(
             o.unrelated_per_relation, o.unmatched_per_relation, o.hardest_unrelated, o.hardest_unmatched
         )
@@ -183,7 +186,8 @@ class EGTR(GraphDetector):
         self._announce()
 
     def _announce(self) -> None:
-        self.loss_names, self.default_weights = ("loss_rel", "loss_connectivity"), {}
+        self.loss_names = ("loss_rel", "loss_connectivity")
+        self.default_weights = {}
         self.divided_by = {"loss_rel": "relation_entries", "loss_connectivity": "images"}
         self.metric_names = ("relation_error",)
         if self.joint:
@@ -209,7 +213,7 @@ class EGTR(GraphDetector):
         Returns:
             `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image, without gradient;
             `predicates (B, Q, Q, P)` and `connectivity (B, Q, Q)` logits of ordered pairs, subjects first; `detector`:
-            what the detector's own criterion takes, where it is trained too.
+            the input of the detector's own criterion, if it is trained too.
         """
         with kept_states(self.detector.model.model.decoder.layers) as kept:
             outputs = self.detector(images, sizes, targets if self.joint else None)
@@ -278,13 +282,15 @@ class EGTR(GraphDetector):
             relations = relations - self.prior_adjustment * log_prior(self.relation_counts)[1:]
         relations = relations.sigmoid() * outputs["connectivity"].float().sigmoid()[..., None]
         scores, labels = logits.sigmoid().max(-1)
-        sure, strong = logits.softmax(-1).amax(-1), scores > score_threshold
+        sure = logits.softmax(-1).amax(-1)
+        strong = scores > score_threshold
         best, predicates = relations.max(-1)
         triplets = best * sure[:, :, None] * sure[:, None]
         itself = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
         asked = strong[:, :, None] & strong[:, None] & ~itself
         values, order = largest_first(triplets.masked_fill(~asked, -1.0).flatten(1), top_k)
-        boxes, count = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes), logits.shape[1]
+        boxes = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes)
+        count = logits.shape[1]
         fields = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
         return [*fields, rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
 

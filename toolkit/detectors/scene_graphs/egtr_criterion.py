@@ -1,4 +1,4 @@
-"""The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over what is known beforehand.
+"""The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over entries known beforehand.
 
 Values are those of naver-ai/egtr `model/egtr.py` (`SceneGraphGenerationLoss`) and its matcher. Queries have the objects
 that the matching of the last decoder layer assigns to them. The target of an annotated relation is the product of the
@@ -51,7 +51,8 @@ def count_entries(
 
     If there are more objects than queries, the matched ones are not known beforehand: all relations are counted then.
     """
-    host, relations = on_host(target), len(relations_of(target))
+    host = on_host(target)
+    relations = len(relations_of(target))
     objects = len(host["labels"]) - (int(host["iscrowd"].sum()) if "iscrowd" in host else 0)
     inside = min(objects, num_queries) ** 2 * num_predicates
     unrelated = min(relations * sampling.unrelated, max(inside - relations, 0))
@@ -67,7 +68,8 @@ def match_with_quality(
     quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), 1 - `smoothing` for a perfect detection.
     """
     matches = match_focal(logits[None], boxes_cxcywh[None], targets, costs)
-    predicted, wanted = boxes_cxcywh[matches.image, matches.query], targets.boxes_cxcywh[matches.image, matches.target]
+    predicted = boxes_cxcywh[matches.image, matches.query]
+    wanted = targets.boxes_cxcywh[matches.image, matches.target]
     class_cost = focal_costs(logits[matches.image, matches.query, targets.labels[matches.image, matches.target]])
     giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
     cost = costs.bbox_cost * (predicted - wanted).abs().sum(1) + costs.class_cost * class_cost - costs.giou_cost * giou
@@ -104,7 +106,8 @@ def relation_losses(
     matched[matches.image, matches.query] = True
     loss = 0.0 * predicates.sum()  # images without relations have gradients, of 0
     related = torch.zeros_like(connectivity, requires_grad=False)
-    wrong, annotated = predicates.new_zeros(()), 0
+    wrong = predicates.new_zeros(())
+    annotated = 0
     for i, target in enumerate(targets):
         counts = count_entries(target, num_queries, num_predicates, sampling)
         relations = send(relations_of(target), device)
@@ -119,7 +122,8 @@ def relation_losses(
             draw = image_generator(target, "entries", device)
             loss = loss + _image_loss(predicates[i], wanted, entries, of_query[i], matched[i], counts, sampling, draw)
         best = predicates[i].detach()[entries[:2]].argmax(1)
-        wrong, annotated = wrong + (~wanted[(*entries[:2], best)]).sum(), annotated + len(relations)
+        wrong = wrong + (~wanted[(*entries[:2], best)]).sum()
+        annotated = annotated + len(relations)
     connected = F.binary_cross_entropy_with_logits(connectivity, related, reduction="none").mean((1, 2)).sum()
     metric = 100.0 * wrong, predicates.new_full((), float(annotated))
     return {"loss_rel": loss, "loss_connectivity": connected}, metric
@@ -127,7 +131,8 @@ def relation_losses(
 
 def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling: RelationSampling, draw) -> Tensor:
     inside = (matched[:, None] & matched[None])[..., None]
-    logits, soft = predicates.flatten(), quality[entries[0]] * quality[entries[1]]
+    logits = predicates.flatten()
+    soft = quality[entries[0]] * quality[entries[1]]
     chosen = [
         _chosen(predicates, ~inside | wanted, counts[1], sampling.hardest_unrelated, draw),
         _chosen(predicates, inside.expand_as(wanted), counts[2], sampling.hardest_unmatched, draw),

@@ -57,8 +57,10 @@ class SceneGraphEvaluator:
         if phrase_detection and mode != "sgdet":
             raise BadInput(f"eval.phrase_detection is for model.mode sgdet, which finds its boxes; this is {mode}")
         self.predicate_keys = metric_keys(table.predicates)
-        self.table, self.mode = table, "phrdet" if phrase_detection else mode
-        self.protocol, self.zero_shot = protocol, zero_shot
+        self.table = table
+        self.mode = "phrdet" if phrase_detection else mode
+        self.protocol = protocol
+        self.zero_shot = zero_shot
         self.groups = {} if trained_relations is None else predicate_groups(trained_relations)
         self.image_ids = table.image_ids().tolist()
         self._truths = {row["image_id"]: true_graph(row) for row in map(table.row, range(len(table)))}
@@ -250,7 +252,7 @@ def load_triplets(file: str | Path) -> np.ndarray:
         else:
             rows = torch.load(file, weights_only=True, map_location="cpu").long().numpy()
     except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
-        raise BadInput(f"{file}: no list of triplets: {error}") from error
+        raise BadInput(f"{file}: not a list of triplets: {error}") from error
     if rows.ndim != 2 or rows.shape[1] != 3 or (rows < 1).any():
         raise BadInput(f"{file}: {rows.shape} values; expected rows of 3 ids from 1: subject, object, predicate")
     return rows - 1

@@ -36,7 +36,8 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
     relations = np.zeros((num_classes, num_classes, num_predicates), np.int64)
     candidates = np.zeros((num_classes, num_classes), np.int64)
     for image in images:
-        labels, rows = np.asarray(image["labels"]), np.asarray(image["relations"]).reshape(-1, 3)
+        labels = np.asarray(image["labels"])
+        rows = np.asarray(image["relations"]).reshape(-1, 3)
         np.add.at(relations, (labels[rows[:, 0]], labels[rows[:, 1]], rows[:, 2]), 1)
         pairs = candidate_pairs(np.asarray(image["boxes"]))
         np.add.at(candidates, (labels[pairs[:, 0]], labels[pairs[:, 1]]), 1)
@@ -67,7 +68,7 @@ def predicate_weights(relations: np.ndarray, power: float = 0.5) -> Tensor:
     """Return (P,) float32 weights for the predicate loss that grow as predicates get rarer; background keeps weight 1.
 
     weight = (most frequent / count) ** power for predicates with at least one relation, scaled so that the weighted
-    number of relations stays what it was; a predicate without relation keeps weight 1.
+    number of relations stays the same; a predicate without relation keeps weight 1.
     """
     return _scaled_weights(relations, lambda counts: (counts.max() / counts) ** power)
 
@@ -136,7 +137,9 @@ class FrequencyHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if self.mode == "predcls":
-            logits, labels = certain_logits(batch.labels, self.frequency.num_classes), batch.labels
+            logits = certain_logits(batch.labels, self.frequency.num_classes)
+            labels = batch.labels
         else:
-            logits, labels = batch.logits, batch.logits[:, 1:].argmax(1) + 1
+            logits = batch.logits
+            labels = batch.logits[:, 1:].argmax(1) + 1
         return RelationOutput(logits, self.frequency(*labels[batch.pairs].unbind(1)), labels)

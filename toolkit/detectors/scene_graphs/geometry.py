@@ -73,7 +73,8 @@ def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
     common = intersection_areas(boxes_xyxy[:, :, None], boxes_xyxy[:, None]) * both
     ious = torch.where(both, iou_plus_one(boxes_xyxy[:, :, None], boxes_xyxy[:, None]), 0.0)
     count = (common > 0).sum(-1).to(boxes_xyxy)
-    shared, iou = common.sum(-1) / OVERLAP_SCALE, ious.sum(-1)
+    shared = common.sum(-1) / OVERLAP_SCALE
+    iou = ious.sum(-1)
     area = (boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]).prod(-1) / OVERLAP_SCALE
     return torch.stack([count, shared, iou, shared / (count + 1e-9), iou / (count + 1e-9), area], -1)
 
@@ -102,7 +103,8 @@ def reading_order(
     """
     centre_x = (0.5 * (boxes_xyxy[:, 0] + boxes_xyxy[:, 2])).tolist()
     images = sorted(range(len(num_objects)), key=lambda i: (-num_objects[i], -i))
-    ordered, start = {}, 0
+    ordered = {}
+    start = 0
     for image, count in enumerate(num_objects):
         ordered[image] = sorted(range(start, start + count), key=lambda n: -centre_x[n])
         start += count

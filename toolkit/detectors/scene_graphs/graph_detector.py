@@ -109,7 +109,9 @@ class GraphDetector(Detector):
     def _build_on(self, below: nn.Module) -> None:
         """Adopt the detector below, with its requirements on images."""
         self.detector = below
-        self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
+        self.mean, self.std = below.mean, below.std
+        self.stride = below.stride
+        self.fixed_size = below.fixed_size
 
     def _below_announces(self) -> None:
         """Announce also the losses of the detector below if it is trained."""

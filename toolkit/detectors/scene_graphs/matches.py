@@ -60,7 +60,8 @@ def match_relations(
     one_box_each: an annotated object is found by the box of `boxes_of_objects` alone; not in phrdet, which does not
     compare boxes with objects.
     """
-    chunks, start = [], 0
+    chunks = []
+    start = 0
     for lo in range(0, len(truths), CHUNK_IMAGES):
         hi = lo + CHUNK_IMAGES
         chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
@@ -116,7 +117,8 @@ def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, kee
     `keep` pairs whose best predicate scores highest, so only those are sorted. Equal ones are ranked by pair, then
     predicate.
     """
-    scores, count = np.asarray(predicate_scores), np.shape(predicate_scores)[1]
+    scores = np.asarray(predicate_scores)
+    count = np.shape(predicate_scores)[1]
     if not len(scores):
         return np.zeros((0, 2), np.int64)
     # By torch, which compares whole vectors along a row: the largest of each in a fifth of NumPy's time.
@@ -166,7 +168,8 @@ class _Chunk:
         iou_threshold: float,
         one_box_each: bool = False,
     ):
-        self.union, self.threshold = mode == "phrdet", np.float32(iou_threshold)
+        self.union = mode == "phrdet"
+        self.threshold = np.float32(iou_threshold)
         objects = truths if mode == "predcls" else predictions
         relations = [np.asarray(t["relations"], dtype=np.int64).reshape(-1, 3) for t in truths]
         self.counts = np.asarray([len(r) for r in relations], dtype=np.int64)
@@ -200,7 +203,8 @@ class _Chunk:
         """Return padded (images, slots, ...) arrays; a padded slot has class -2, which equals no class."""
         shape = (len(truths), int(self.counts.max(initial=0)))
         self.ends = np.full((*shape, 2), -2, np.int64)  # the box indices of subject and object in their image
-        self.end_boxes, self.end_labels = np.zeros((*shape, 2, 4), np.float32), np.full((*shape, 2), -2, np.int64)
+        self.end_boxes = np.zeros((*shape, 2, 4), np.float32)
+        self.end_labels = np.full((*shape, 2), -2, np.int64)
         self.predicates = np.full(shape, -2, np.int64)
         for i, (truth, rows) in enumerate(zip(truths, relations, strict=True)):
             if not len(rows):

@@ -69,7 +69,7 @@ def evaluate_scene_graphs(
         truths: per image `boxes` (N, 4) xyxy pixels, `labels` (N,), `relations` (R, 3) subject, object, predicate.
         predictions: per image, in the pixels of the truth: `boxes` (M, 4), `labels` (M,), `scores` (M,), `pairs`
             (P, 2) rows of `boxes`, best first (the order is trusted), `predicate_scores` (P, num_predicates)
-            without background, or what `compact_graph` makes of them. In predcls boxes, labels and scores are taken
+            without background, or the result of `compact_graph`. In predcls boxes, labels and scores are taken
             from the truth.
         mode: predcls, sgcls, sgdet, or phrdet (sgdet with the IoU of the union boxes).
         zero_shot: (Z, 3) subject class, object class, predicate never seen in training.
@@ -131,12 +131,13 @@ def _measure(
     mode: str,
     protocol: str,
 ) -> SceneGraphMetrics:
-    images, counts = np.flatnonzero(evaluated), np.bincount(matches.image, minlength=len(evaluated))
+    images = np.flatnonzero(evaluated)
+    counts = np.bincount(matches.image, minlength=len(evaluated))
     first = {"": matches.first_rank(matches.constrained), "ng": matches.first_rank(matches.unconstrained)}
     unseen = _in_triplets(matches, zero_shot) & evaluated[matches.image]
     seen_images = np.flatnonzero(np.bincount(matches.image[unseen], minlength=len(evaluated)))
     values, per_image, per_predicate = {}, {}, {}
-    tops = (*top, counts[matches.image])  # the last is relative: as many as the image has relations
+    tops = (*top, counts[matches.image])  # the last is relative: the number of the image's relations
     for prefix, rank in first.items():
         hits = [rank < k for k in tops]
         everything = np.ones(len(rank), dtype=bool)

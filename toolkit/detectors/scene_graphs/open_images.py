@@ -10,7 +10,9 @@ import numpy as np
 
 from toolkit.detectors.scene_graphs.matches import best_two, iou_plus_one, union_boxes
 
-KEPT, LEAST_SCORE, IOU = 100, 1e-5, 0.5  # predictions of an image, above which score, and how far they must overlap
+KEPT = 100  # predictions of an image
+LEAST_SCORE = 1e-5  # predictions at or below it are left out
+IOU = 0.5  # overlap of a match
 
 
 def open_images_metrics(
@@ -93,7 +95,8 @@ def _most_overlapped(row: np.ndarray, relation: np.ndarray, iou: np.ndarray, cou
 
 def _weighted_ap(found: Mapping, relation: np.ndarray, counts: np.ndarray) -> float:
     order = np.argsort(-found["score"], kind="stable")
-    predicate, relation = found["predicate"][order], relation[order]
+    predicate = found["predicate"][order]
+    relation = relation[order]
     hit = np.zeros(len(order), bool)
     places = np.flatnonzero(relation >= 0)
     hit[places[np.unique(relation[places], return_index=True)[1]]] = True  # a second one on it is wrong

@@ -25,10 +25,12 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | i
     advance together, one object each per step.
     """
     alike = isinstance(num_objects, int)
-    most, num_classes = num_objects if alike else max(num_objects, default=0), logits.shape[1]
+    most = num_objects if alike else max(num_objects, default=0)
+    num_classes = logits.shape[1]
     if not most:
         return torch.zeros(0, dtype=torch.int64, device=logits.device)
-    scores, boxes = F.pad(logits.float().softmax(1)[:, 1:], (1, 0)), boxes_per_class
+    scores = F.pad(logits.float().softmax(1)[:, 1:], (1, 0))
+    boxes = boxes_per_class
     scores, boxes = (
         column.unflatten(0, (-1, most)) if alike else pad_rows(column, num_objects) for column in (scores, boxes)
     )
@@ -37,13 +39,14 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | i
     rivals = torch.cat([cells.T.repeat(most, 1), cells.repeat_interleave(num_classes, 0)], 1)  # its class, its object
     overlaps = _overlaps(boxes, threshold)
     struck = F.pad(overlaps, (0, num_classes), value=True)  # (B, N_max x C, N_max + C) of the rivals
-    image, winners = torch.arange(scores.shape[0], device=logits.device), []
+    image = torch.arange(scores.shape[0], device=logits.device)
+    winners = []
     for _ in range(most):
         winners.append(scores.max(1))
         best = winners[-1].indices
         scores = scores.scatter(1, torch.where(struck[image, best], rivals[best], best[:, None]), 0.0)
     values, best = (torch.stack(column, 1) for column in zip(*winners, strict=True))
-    labels = best.new_zeros(scores.shape[0], most + 1)  # the last column is for what was found when all was out
+    labels = best.new_zeros(scores.shape[0], most + 1)  # the last column is for results after all objects were done
     labels = labels.scatter(1, torch.where(values > 0, best // num_classes, most), best % num_classes)[:, :most]
     return labels.flatten() if alike else unpad_rows(labels, num_objects)
 
@@ -126,14 +129,16 @@ def shortlist(
     num_annotated: at most, of each image. Returns the columns, and how many of their rows each image has.
     """
     counts = [min(top_k + more, pairs) for pairs, more in zip(num_pairs, num_annotated, strict=True)]
-    device, starts = triplets["pairs"].device, accumulate([0, *num_pairs])
+    device = triplets["pairs"].device
+    starts = accumulate([0, *num_pairs])
     columns = {
         "image": image_of_each(num_pairs, "cpu"),
         "best": torch.cat([torch.arange(pairs) < top_k for pairs in num_pairs]),
         "rows": torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]),
     }
     (columns,) = send_dicts([columns], device)
-    rows, more = columns["rows"], {}
+    rows = columns["rows"]
+    more = {}
     if "annotated" in triplets:
         keep = columns["best"] | triplets["annotated"]
         rows = (2 * columns["image"] + ~keep).sort(stable=True).indices[rows]
@@ -149,7 +154,8 @@ def graphs_on_host(
     columns = dict(zip([*objects, *triplets], to_host([*objects.values(), *triplets.values()]), strict=True))
     of_objects = zip(*(columns[name].split(list(num_objects)) for name in objects), strict=True)
     of_triplets = zip(*(columns[name].split(list(num_triplets)) for name in triplets), strict=True)
-    graphs, starts = [], accumulate([0, *num_objects])
+    graphs = []
+    starts = accumulate([0, *num_objects])
     for of_image, rows, start in zip(of_objects, of_triplets, starts, strict=False):
         graph = {name: value.clone() for name, value in zip(objects, of_image, strict=True)}  # frees the batch's memory
         rows = dict(zip(triplets, rows, strict=True))

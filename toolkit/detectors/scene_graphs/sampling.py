@@ -189,7 +189,8 @@ def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[st
     pairs = objects = images = named = 0
     for truth in map(annotated_graph, targets):
         count = len(truth["boxes"])
-        objects, images = objects + count, images + (count > 0)
+        objects = objects + count
+        images = images + (count > 0)
         named += int((truth["attributes"].sum(1) > 0).sum()) if "attributes" in truth else 0
         if not model.training:
             pairs += count * (count - 1) if count != 1 else 1

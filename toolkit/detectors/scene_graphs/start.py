@@ -89,7 +89,8 @@ def start_scene_graph(
 
 def _start_from_words(model: GraphDetector, options: SceneGraphOptions, table: DetectionTable, say: Callable) -> None:
     vectors = load_word_vectors(options.word_vectors, table.class_names, model.embed_dim)
-    if not (names := start_from_words(model.head, vectors)):
+    names = start_from_words(model.head, vectors)
+    if not names:
         raise BadInput(f"model.word_vectors: the head {options.head} has no class vectors; leave them out")
     say(f"class vectors of {options.word_vectors}: {', '.join(names)}")
 
@@ -149,7 +150,8 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
     relations, candidates = count_predicates(table_graphs(table, pairs_apart), classes + 1, predicates + 1)
     seen = np.zeros((classes, classes, predicates), bool)
     for row in map(table.row, range(len(table))):
-        ends, labels = row["relations"], row["objects"]["category"]
+        ends = row["relations"]
+        labels = row["objects"]["category"]
         seen[labels[ends["subject"]], labels[ends["object"]], ends["predicate"]] = True
     return relations, candidates, seen
 
@@ -181,7 +183,7 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
         for kind in trained
         if list(trained[kind]) != given[kind]
     ]
-    if source.architecture in GRAPHS and faults:  # what else it may be, start_detector refuses
+    if source.architecture in GRAPHS and faults:  # start_detector refuses other architectures
         raise BadInput(faults)
 
 
@@ -224,7 +226,8 @@ def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     if source.class_names != table.class_names:
         mismatch = f"knows the classes {source.class_names}, the data {table.class_names}"
         problems.append(f"model.detector {name} {mismatch}; train the detector on the same classes in the same order")
-    if other := ", ".join(_other_settings(options, source)):
+    other = ", ".join(_other_settings(options, source))
+    if other:
         given = "model.detector_options and model.backbone are those of"
         problems.append(f"{given} model.detector {name}, which has another {other}: leave them out")
     if problems:

@@ -2,7 +2,7 @@
 detector.
 
 The heads are in the folder `heads`, one file each; this module has their objects, the features of objects and pairs,
-losses and predictions. What differs from the original is listed in docs/differences.md.
+losses and predictions. Differences from the original are listed in docs/differences.md.
 """
 
 import copy
@@ -59,7 +59,7 @@ class SceneGraph(GraphDetector):
         options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are notes, they are not read here.
         predicates: one name each, in the order of the labels.
         attributes: names, in the order of their ids in the data, which a linear classifier on the box features
-            predicts; without names there is no such classifier, nor with the frequency head, which sees no features.
+            predicts; there is no such classifier without names, or with the frequency head, which has no features.
 
     Raises:
         BadInput: unknown mode, head or option, no predicates; all of them.
@@ -79,14 +79,18 @@ class SceneGraph(GraphDetector):
         o = options
         freeze = self._freeze = o.freeze or ("none" if o.detector is None else "detector")
         _check(o, freeze, predicates)
-        self.predicates, self.mode, self.given_boxes = tuple(predicates), o.mode, o.mode != "sgdet"
+        self.predicates = tuple(predicates)
+        self.mode = o.mode
+        self.given_boxes = o.mode != "sgdet"
         self.pairs_per_image, self.positive_fraction = o.pairs_per_image, o.positive_fraction
         self.pairs_per_relation, self.match_iou = o.pairs_per_relation, o.match_iou
         self.add_annotated_boxes = o.add_annotated_boxes
-        self.require_overlap, self.label_smoothing = o.require_overlap, o.label_smoothing
+        self.require_overlap = o.require_overlap
+        self.label_smoothing = o.label_smoothing
         self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
         self.rare_predicate_power, self.class_balanced_beta = o.rare_predicate_power, o.class_balanced_beta
-        self.prior_adjustment, self.embed_dim = o.prior_adjustment, o.embed_dim
+        self.prior_adjustment = o.prior_adjustment
+        self.embed_dim = o.embed_dim
         holds_detector = freeze in ("detector", "detector_and_norms")
         self.joint = not holds_detector and o.mode != "predcls"
         below = _build_below(class_names, o, self.joint)
@@ -94,14 +98,15 @@ class SceneGraph(GraphDetector):
         channels, width = below.map_channels, below.representation_size
         box_head = below.make_box_head() if isinstance(below, DetectorBelow) else below.box_head
         self.box_features = copy.deepcopy(box_head)
-        pool, box_head = copy.deepcopy(below.box_pool), copy.deepcopy(box_head)
+        pool = copy.deepcopy(below.box_pool)
+        box_head = copy.deepcopy(box_head)
         pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
         self.last_pixel = float(o.whole_pixels)
         spatial = {"separate_spatial": width if o.separate_spatial else 0, "last_pixel": self.last_pixel}
         self.union = UnionFeatures(pool, box_head, channels, **spatial)
         if holds_detector:
             freeze_module(_detector_of(below))
-        elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # nothing asks or may train them
+        elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # they are not used and must not be trained
             freeze_module(below.rpn)
             freeze_module(below.roi_heads)
         classes, size = len(class_names) + 1, len(predicates) + 1
@@ -176,10 +181,10 @@ class SceneGraph(GraphDetector):
         Returns:
             `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, on the
             host; `attribute_logits (N, attributes + 1)`, column 0 background, where there are attributes; `detector`:
-            what the detector's own criterion takes, where it is trained too.
+            the input of the detector's own criterion, if it is trained too.
 
         Raises:
-            BadInput: boxes are to be given and there are no targets.
+            BadInput: boxes must be given, but there are no targets.
         """
         if targets is None and (self.given_boxes or self.training):
             raise BadInput(
@@ -189,12 +194,14 @@ class SceneGraph(GraphDetector):
         maps, images_hw = self.detector.features(images, sizes, targets)
         graphs = None if targets is None else [annotated_graph(on_host(target)) for target in targets]
         truths = None if graphs is None else send_dicts(graphs, images.device)
-        learns, detector_outputs = self.joint and targets is not None, None
+        learns = self.joint and targets is not None
+        detector_outputs = None
         if learns and not self.training:  # first: the proposals of its losses are those of its detections
             detector_outputs = self.detector.from_features(maps, images_hw, targets)
         if self.given_boxes:
             objects = given_objects(self, maps, images_hw, truths, graphs)
-            boxes, learned = [graph["boxes"] for graph in graphs], {}
+            boxes = [graph["boxes"] for graph in graphs]
+            learned = {}
         else:
             objects, boxes, learned = detected_objects(self, maps, images_hw, truths, graphs, detector_outputs)
         draws = [image_generator(target, "pairs") for target in targets or ()]
@@ -210,8 +217,8 @@ class SceneGraph(GraphDetector):
         outputs = {"output": output, "batch": batch, "truths": graphs}
         if self.attribute_predictor is not None:
             outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
-        # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
-        # as the features of a batch without objects are.
+        # DDP waits for gradients of everything that the outputs depend on. A tensor without a loss, such as the
+        # features of a batch without objects, must not be among them.
         batch.roi_features = batch.union_features = batch.spatial_features = output.context = None
         if learns:
             outputs["detector"] = detector_outputs or self.detector.from_features(maps, images_hw, targets)
@@ -262,7 +269,7 @@ class SceneGraph(GraphDetector):
 
     def graph_obstacle(self) -> str | None:
         obstacles = {
-            f"in {self.mode} they are those of boxes that are given": self.given_boxes,
+            f"in {self.mode} the boxes are given": self.given_boxes,
             f"of the heads only {', '.join(TRACED)} can be traced": self.options["head"] not in TRACED,
             "its detector has two stages, whose proposals vary": not isinstance(self.detector, DetectorBelow),
             "union features of all levels cannot be traced": self.options["union_levels"] == "all",

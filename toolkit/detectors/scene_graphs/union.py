@@ -53,7 +53,8 @@ class AllLevelsPool(nn.Module):
         self.last_pixel = float(hasattr(pool, "pool"))  # `WholePixelPool`: boxes end at it, not behind it
         align = getattr(pool, "pool", pool)
         self.names, self.scales = tuple(align.featmap_names), tuple(align.scales)
-        self.size, self.ratio = align.output_size, align.sampling_ratio
+        self.size = align.output_size
+        self.ratio = align.sampling_ratio
         self.reduce = nn.Conv2d(channels * len(self.names), channels, 3, padding=1)
         nn.init.kaiming_normal_(self.reduce.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(self.reduce.bias)
@@ -71,7 +72,7 @@ class UnionFeatures(nn.Module):
 
     pool: torchvision's MultiScaleRoIAlign or the like. head: (R, channels, resolution, resolution) -> (R, U).
     separate_spatial: U; the rectangles go through two layers of their own instead of the box head; 0: they do not.
-    last_pixel: what the pool's boxes end behind the given ones.
+    last_pixel: by how much the pool's boxes end behind the given ones.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class UnionFeatures(nn.Module):
         last_pixel: float = 0.0,
     ):  # fmt: skip
         super().__init__()
-        self.pool, self.head, self.rectangles = pool, head, RectangleFeatures(channels, resolution)
+        self.pool = pool
+        self.head = head
+        self.rectangles = RectangleFeatures(channels, resolution)
         self.last_pixel = last_pixel
         self.spatial = None
         if separate_spatial:

@@ -1,5 +1,5 @@
 """Scene graphs of Scene-Graph-Benchmark and SGG-Benchmark (`upload_causal_motif_sgdet/model_0028000.pth`): a Faster
-R-CNN of maskrcnn-benchmark with a relation head, as `scene_graph` with the settings that the tensors tell.
+R-CNN of maskrcnn-benchmark with a relation head, as `scene_graph` with the settings read from the tensors.
 
 The heads are those of `roi_relation_predictors.py`: Motifs, VCTree, IMP, Transformer, and the causal one with its three
 contexts. `mode`, and the width of a transformer's attention heads, stand in the program's settings, not in the file:
@@ -27,12 +27,12 @@ FEATURES = pairs(f"""
     {RELATION}union_feature_extractor.rect_conv union.rectangles.conv
     {RELATION}union_feature_extractor.spatial_fc union.spatial
 """)
-# What the program's configuration says of the detector below a relation head.
+# Settings of the detector below a relation head, from the program's configuration.
 DETECTOR = {"rpn_pre_nms_top_n_train": 6000, "rpn_pre_nms_top_n_test": 6000, "rpn_post_nms_top_n_train": 1000}
 DETECTOR |= {"score_threshold": 0.01, "nms_threshold": 0.3, "rpn_min_size": 0.0, "box_bg_iou_thresh": 0.3}
 SIZE = {"shortest_edge": 600, "longest_edge": 1000}
 CONV_POSITIONS = "untreated_conv_spt"  # read with separate spatial features only
-DEAD = [CONV_POSITIONS, "avg_post_ctx", "untreated_feat"]  # buffers that nothing reads
+DEAD = [CONV_POSITIONS, "avg_post_ctx", "untreated_feat"]  # buffers that are not read
 DEAD_UNLESS_VTRANSE = "context_layer.untreated_obj_feat"
 NAMES = [  # of the original -> ours, applied in order to "<head>:<name>"
     (r"context_layer\.untreated_dcd_feat", "context.mean_decoder_input.value"),
@@ -134,7 +134,7 @@ def head_of(state: Mapping[str, Tensor]) -> tuple[str, dict]:
     if "context_layer.context_obj.layer_stack.0.slf_attn.w_qs.weight" in state:
         return "transformer", transformer_options(state, KEY_DIM)
     tree, translates = (f"context_layer.{name}.weight" in state for name in ("score_sub", "pred_layer"))
-    if not translates:  # what tells objects' labels; SGG-Benchmark left it out
+    if not translates:  # the layer for the objects' labels; SGG-Benchmark left it out
         state["context_layer.decoder_rnn.obj_embed.weight"]
     if "vis_compress.weight" in state:
         context = "vctree" if tree else "vtranse" if translates else "motifs"
@@ -176,24 +176,26 @@ class _SceneGraphs:
     def described(self, state: Mapping[str, Tensor], file: str) -> Description:
         """Describe the scene graph that the tensors belong to. Raises BadInput for a head or features that are not
         supported."""
-        if missing := [name for name in (STEM, CLASSIFIER) if name not in state]:
+        missing = [name for name in (STEM, CLASSIFIER) if name not in state]
+        if missing:
             raise BadInput(
-                f"model.pretrained {file}: a relation head on a detector that is no Faster R-CNN of maskrcnn-benchmark "
-                f"(it has no {missing[0]}), such as SGG-Benchmark's on detectors of ultralytics; train a head on a "
-                "detector of yours instead: scripts/train_sgg.py --model.detector RUN --model.head react"
+                f"model.pretrained {file}: a relation head on a detector that is not a Faster R-CNN of "
+                f"maskrcnn-benchmark (it has no {missing[0]}), such as SGG-Benchmark's on detectors of ultralytics; "
+                "train a head on a detector of yours instead: scripts/train_sgg.py --model.detector RUN "
+                "--model.head react"
             )
         predictor = below(state, PREDICTOR)
         try:
             head, head_options = head_of(predictor)
         except KeyError as error:
             raise BadInput(
-                f"model.pretrained {file}: a relation head that is not known here (it has no {error}); known are those "
+                f"model.pretrained {file}: an unknown relation head (it has no {error}); supported are those "
                 "of Motifs, VCTree, IMP, Transformer and CausalAnalysis. --model.detector takes its detector"
             ) from error
         faults = ["attributes (ATTRIBUTE_ON)"] * any(".att_feature_extractor." in name for name in state)
         faults += ["CONTEXT_POOLING_DIM other than MLP_HEAD_DIM"] * ("up_dim.weight" in predictor)
         if faults:
-            raise BadInput(f"model.pretrained {file}: a relation head with {', '.join(faults)}: not known here")
+            raise BadInput(f"model.pretrained {file}: a relation head with {', '.join(faults)}: not supported")
         detector = MASKRCNN_BENCHMARK.described(state, file)
         union = f"{RELATION}union_feature_extractor."
         outputs = [f"{name}.weight" for name in ("ctx_compress", "rel_compress", "context_layer.rel_fc")]

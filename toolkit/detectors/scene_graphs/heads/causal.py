@@ -89,7 +89,10 @@ class CausalHead(nn.Module):
         super().__init__()
         effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
         _check(context, fusion, effect, sizes)
-        self.sizes, self.fusion, self.effect, self.translates = sizes, fusion, effect, context == "vtranse"
+        self.sizes = sizes
+        self.fusion = fusion
+        self.effect = effect
+        self.translates = context == "vtranse"
         hidden, pooling, num_predicates = sizes.hidden_dim, sizes.pooling_dim, sizes.num_predicates
         if context == "motifs":
             self.context = MotifsContext(mode, sizes, dropout, nms_threshold, keep_averages=True)
@@ -111,7 +114,8 @@ class CausalHead(nn.Module):
         self.positions = self.mean_positions = None
         if use_positions:
             layers = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
-            self.positions, self.mean_positions = nn.Sequential(*layers), RunningMean(PAIR_NUMBERS)
+            self.positions = nn.Sequential(*layers)
+            self.mean_positions = RunningMean(PAIR_NUMBERS)
         self.of_labels = () if self.translates else ("context.decoder",)
         self.loss_names = ("loss_rel", "loss_refine_obj", "auxiliary_ctx")
         self.loss_names += ("auxiliary_vis", "auxiliary_frq") if fusion == "sum" else ()
@@ -171,7 +175,9 @@ class CausalHead(nn.Module):
             without = without * self.mean_spatial.expanded(1)
         # Nearly equal numbers are subtracted below: in half precision their difference would be noise.
         with torch.autocast(pair_context.device.type, enabled=False):
-            visual, context, without = batch.union_features.float(), pair_context.float(), without.float()
+            visual = batch.union_features.float()
+            context = pair_context.float()
+            without = without.float()
             seen = self._expected_frequency(logits, batch.pairs)
             if self.effect == "TDE":
                 return self._fuse(visual, context, seen) - self._fuse(visual, without, seen)

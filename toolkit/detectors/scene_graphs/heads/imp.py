@@ -22,7 +22,9 @@ class IMPHead(nn.Module):
 
     def __init__(self, mode: str, sizes: HeadSizes, rounds: int = 3):
         super().__init__()
-        self.mode, self.sizes, self.rounds = check_mode(mode), sizes, rounds
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.rounds = rounds
         hidden = sizes.hidden_dim
         self.union = union_projection(sizes)
         self.object_in, self.pair_in = fc(sizes.roi_dim, hidden), fc(sizes.pooling_dim, hidden)

@@ -76,7 +76,8 @@ class ObjectContext(nn.Module):
 
     def __init__(self, mode: str, sizes: HeadSizes):
         super().__init__()
-        self.mode, self.sizes = check_mode(mode), sizes
+        self.mode = check_mode(mode)
+        self.sizes = sizes
         self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
         self.position = position_embedding()
 
@@ -191,7 +192,8 @@ class ContextHead(nn.Module):
         """Build the head. context: a batch -> object logits (N, C), labels (N,), context (N, hidden), relatedness
         logits or None."""
         super().__init__()
-        self.sizes, self.context = sizes, context
+        self.sizes = sizes
+        self.context = context
         self.split = split_layer(sizes.hidden_dim, 2 * sizes.hidden_dim)
         self.join = xavier_linear(2 * sizes.hidden_dim, sizes.pooling_dim)
         self.union = union_projection(sizes)

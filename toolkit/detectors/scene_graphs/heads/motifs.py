@@ -25,7 +25,9 @@ class LabelDecoder(nn.Module):
 
     def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()
-        self.in_dim, self.hidden_dim, self.dropout = in_dim, sizes.hidden_dim, dropout
+        self.in_dim = in_dim
+        self.hidden_dim = sizes.hidden_dim
+        self.dropout = dropout
         self.embed = nn.Embedding(sizes.num_classes + 1, sizes.embed_dim)  # first "nothing before"
         self.input = nn.Linear(in_dim + sizes.embed_dim, 6 * sizes.hidden_dim)
         self.state = nn.Linear(sizes.hidden_dim, 5 * sizes.hidden_dim)
@@ -39,7 +41,7 @@ class LabelDecoder(nn.Module):
         labels: (N,) packed, in training: each is the input of the next object, or the best guess where it is 0.
         None: the best guess above background is always the input. The labels returned are these inputs.
         """
-        # What the input layer makes of the features is known for all steps, and of a label for all labels.
+        # The input layer's part for the features is known for all steps, and its part for a label for all labels.
         from_features = F.linear(features, self.input.weight[:, : self.in_dim], self.input.bias)
         from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])
         teacher = None if labels is None else (labels - 1).split(batch_sizes.tolist())
@@ -80,7 +82,9 @@ class MotifsContext(ObjectContext):
         """Build the context. keep_averages: for causal effects, see `causal`."""
         super().__init__(mode, sizes)
         self.nms_threshold = nms_threshold
-        object_dim, edge_dim, hidden = sizes.object_dim, sizes.embed_dim + sizes.roi_dim, sizes.hidden_dim
+        object_dim = sizes.object_dim
+        edge_dim = sizes.embed_dim + sizes.roi_dim
+        hidden = sizes.hidden_dim
         self.object_lstm = nn.LSTM(object_dim, hidden, bidirectional=True)
         self.object_out = nn.Linear(2 * hidden, hidden)
         self.decoder = LabelDecoder(object_dim + hidden, sizes, dropout)

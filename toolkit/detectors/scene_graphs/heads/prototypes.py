@@ -40,7 +40,9 @@ class Residual(nn.Module):
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(dim, dim), nn.LayerNorm(dim), nn.Dropout(dropout)
+        self.linear = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, values: Tensor) -> Tensor:
         return self.norm(self.dropout(self.linear(values).relu()) + values)
@@ -65,7 +67,10 @@ class PrototypeHead(nn.Module):
     ):
         """Build the head. dim: width of the prototype space. The predicates' own vectors are drawn from N(0, 1)."""
         super().__init__()
-        self.mode, self.sizes, self.nms_threshold, self.dim = check_mode(mode), sizes, nms_threshold, dim
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.nms_threshold = nms_threshold
+        self.dim = dim
         self.embed_out = class_embedding(sizes)
         self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim)
         self.split = nn.Linear(sizes.roi_dim, 2 * dim)
@@ -78,7 +83,8 @@ class PrototypeHead(nn.Module):
         self.join = nn.Linear(2 * dim, dim) if join == "linear" else None
         same = join == "linear" and sizes.union_dim == dim
         self.union = nn.Identity() if same else MLP(sizes.union_dim, dim, dim)
-        self.project, self.dropout = MLP(dim, dim, 2 * dim), nn.Dropout(dropout)
+        self.project = MLP(dim, dim, 2 * dim)
+        self.dropout = nn.Dropout(dropout)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         self.object_in = self.object_out = None
         if refine_objects:
@@ -134,7 +140,8 @@ class PrototypeHead(nn.Module):
         objects."""
         with torch.autocast(pairs.device.type, enabled=False):
             pairs, prototypes = pairs.float(), prototypes.float()
-            unit, count = _unit(prototypes), len(prototypes)
+            unit = _unit(prototypes)
+            count = len(prototypes)
             alike = (unit @ unit.detach().T).norm(dim=1).sum() / count**2
             between = squared_distances(prototypes, prototypes.detach()).sort(1).values
             close = (APART - between[:, :2].sum(1)).clamp(min=0).mean()

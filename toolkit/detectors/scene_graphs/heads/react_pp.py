@@ -61,7 +61,8 @@ class GatedResidual(nn.Module):
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
-        self.layers, self.norm = GatedLayers(dim, dim, 4 / 3, dropout), RMSNorm(dim)
+        self.layers = GatedLayers(dim, dim, 4 / 3, dropout)
+        self.norm = RMSNorm(dim)
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.norm(rows + self.layers(rows))
@@ -127,7 +128,9 @@ class ReactPlusPlusHead(nn.Module):
         super().__init__()
         if dim % HEADS:
             raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {HEADS}")
-        self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.nms_threshold = nms_threshold
         self.embed_out = class_embedding(sizes).requires_grad_(False)
         self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim).requires_grad_(False)
         self.split = nn.Sequential(linear(sizes.roi_dim, 2 * dim), RMSNorm(2 * dim))
@@ -137,7 +140,8 @@ class ReactPlusPlusHead(nn.Module):
         )
         self.seen_norm, self.union_norm = RMSNorm(dim), RMSNorm(dim)
         self.subject_mix, self.object_mix, self.pair_mix = (GatedResidual(dim, dropout) for _ in range(3))
-        self.union, self.union_gate = linear(sizes.union_dim, dim), linear(dim, dim)
+        self.union = linear(sizes.union_dim, dim)
+        self.union_gate = linear(dim, dim)
         self.project = nn.Sequential(linear(dim, 2 * dim), RMSNorm(2 * dim), nn.SiLU(), linear(2 * dim, dim))
         self.prototypes = MovingPrototypes(sizes.num_predicates, dim)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
@@ -159,7 +163,8 @@ class ReactPlusPlusHead(nn.Module):
     def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:
         """Return (R, dim) of the pairs."""
         as_subject, as_object = self.split(batch.roi_features).chunk(2, 1)
-        classes, words = self.class_word(self.embed_out.weight), self.class_word(self.embed_out(labels))
+        classes = self.class_word(self.embed_out.weight)
+        words = self.class_word(self.embed_out(labels))
         subjects = self.seen_norm(as_subject + self.subject_attention(as_subject, classes))
         objects = self.seen_norm(as_object + self.object_attention(as_object, classes))
         subject = (self.subject_mix(subjects) + words)[batch.pairs[:, 0]]

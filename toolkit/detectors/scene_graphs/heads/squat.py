@@ -57,7 +57,8 @@ class SelectiveLayer(nn.Module):
         )
         self.pair_norm, self.object_norm, self.seen_norm, self.out_norm = (nn.LayerNorm(dim) for _ in range(4))
         inner = nn.Linear(dim, inner_dim), nn.ReLU(), nn.Dropout(dropout), nn.Linear(inner_dim, dim)
-        self.inner, self.dropout = nn.Sequential(*inner), nn.Dropout(dropout)
+        self.inner = nn.Sequential(*inner)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, chosen: Tensor, objects: Tensor, pairs: Tensor, rows: dict, real: dict) -> Tensor:
         """Return the updated pairs.
@@ -120,20 +121,26 @@ class SquatHead(nn.Module):
         """
         super().__init__()
         _check(sizes, dim, query_share, key_share)
-        self.mode, self.sizes, self.nms_threshold, self.reads_union = check_mode(mode), sizes, nms_threshold, use_union
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.nms_threshold = nms_threshold
+        self.reads_union = use_union
         self.shares = {"query": query_share, "e2e": key_share}
         hidden = sizes.hidden_dim
         object_dim = sizes.embed_dim + sizes.roi_dim + hidden
         self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
         self.position = position_embedding()
-        self.object_in, self.split = fc(sizes.object_dim, hidden), fc(object_dim, 2 * hidden)
+        self.object_in = fc(sizes.object_dim, hidden)
+        self.split = fc(object_dim, 2 * hidden)
         place = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, 2 * hidden), nn.ReLU()
         self.positions = nn.Sequential(*place)
-        self.join, self.objects = fc(2 * hidden, dim), fc(object_dim, dim)
+        self.join = fc(2 * hidden, dim)
+        self.objects = fc(object_dim, dim)
         self.union = xavier_linear(sizes.union_dim, dim) if use_union else None
         self.scores = nn.ModuleDict({name: PairScore(dim, hidden) for name in SCORES})
         self.layers = nn.ModuleList(SelectiveLayer(dim, 2 * hidden, dropout) for _ in range(layers))
-        self.out, self.frequency = nn.Linear(dim, sizes.num_predicates), FrequencyBias(log_frequency)
+        self.out = nn.Linear(dim, sizes.num_predicates)
+        self.frequency = FrequencyBias(log_frequency)
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
@@ -162,7 +169,8 @@ class SquatHead(nn.Module):
         best = {name: best_rows(scores[name], real, batch.num_pairs, share) for name, share in self.shares.items()}
         rows, kept = ({name: part[i] for name, part in best.items()} for i in range(2))
         kept["objects"] = object_mask(batch.num_objects, pairs.device)
-        objects, chosen = pad_rows(objects, batch.num_objects), rows_of(pairs, rows["query"])
+        objects = pad_rows(objects, batch.num_objects)
+        chosen = rows_of(pairs, rows["query"])
         for layer in self.layers:
             chosen = layer(chosen, objects, pairs, rows, kept)
         return with_rows(pairs, chosen, rows["query"], kept["query"])

@@ -36,7 +36,8 @@ class EncoderLayer(nn.Module):
         nn.init.xavier_normal_(self.out.weight)
         self.attention_norm, self.inner_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.inner_in, self.inner_out = nn.Linear(dim, inner_dim), nn.Linear(inner_dim, dim)
-        self.dropout, self.attention_dropout = nn.Dropout(dropout), dropout
+        self.dropout = nn.Dropout(dropout)
+        self.attention_dropout = dropout
 
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
         """Encode features (B, n, dim); mask: (B, n) bool of real objects, at least one per image."""
@@ -85,7 +86,9 @@ class TransformerHead(nn.Module):
         nms_threshold: float = 0.5,
     ):
         super().__init__()
-        self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.nms_threshold = nms_threshold
         hidden = sizes.hidden_dim
         self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
         layers = nn.Linear(9, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, POSITION_DIM), nn.ReLU()

@@ -54,7 +54,8 @@ def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
 
 def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], depth: np.ndarray) -> None:
     num_images, size = scores.shape[:2]
-    images, real = np.arange(num_images), np.arange(size) < counts[:, None]
+    images = np.arange(num_images)
+    real = np.arange(size) < counts[:, None]
     means = np.where(real[:, None], scores, 0).sum(2) / np.maximum(counts, 1)[:, None]
     node = np.where(real, means, -np.inf).argmax(1) if size else images
     best = np.full((num_images, size), -np.inf)
@@ -169,7 +170,8 @@ class DownwardLSTM(nn.Module):
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
         """Encode (N, in_dim) -> (N, dim)."""
         direct, projected = self.direct(features), self.input(features)
-        outputs, state = [], direct.new_zeros(len(features), self.dim)
+        outputs = []
+        state = direct.new_zeros(len(features), self.dim)
         memory = state
         for depth, (level, up) in enumerate(zip(forest.levels, forest.up_place, strict=True)):
             if depth == 0:

@@ -58,7 +58,8 @@ class PairScores(nn.Module):
         mask = object_mask(batch.num_objects, embedded.device)
         overlaps = overlap_numbers(pad_rows(batch.boxes_xyxy, batch.num_objects), mask)
         overlaps = unpad_rows(overlaps, batch.num_objects)
-        words, rois = self.word(embedded.detach()), self.roi(batch.roi_features.detach())
+        words = self.word(embedded.detach())
+        rois = self.roi(batch.roi_features.detach())
         joined = torch.cat([rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)], 1)
         joined = self.joined(joined).relu()
         with torch.autocast(embedded.device.type, enabled=False):  # trees hang on small differences
@@ -84,7 +85,8 @@ class TreeDecoder(nn.Module):
 
     def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()
-        self.in_dim, self.dropout = in_dim, dropout
+        self.in_dim = in_dim
+        self.dropout = dropout
         self.embed = nn.Embedding(sizes.num_classes + 1, sizes.embed_dim)  # first that of no parent
         self.lstm = DownwardLSTM(in_dim + sizes.embed_dim, sizes.hidden_dim)
         self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
@@ -145,7 +147,8 @@ class VCTreeContext(ObjectContext):
     ):
         super().__init__(mode, sizes)
         self.scores = PairScores(sizes, log_frequency)
-        object_dim, edge_dim = sizes.object_dim, sizes.embed_dim + sizes.roi_dim
+        object_dim = sizes.object_dim
+        edge_dim = sizes.embed_dim + sizes.roi_dim
         self.object_lstm = TreeLSTM(object_dim, sizes.hidden_dim)
         self.decoder = TreeDecoder(object_dim + sizes.hidden_dim, sizes, dropout)
         self.edge_lstm = TreeLSTM(edge_dim + sizes.hidden_dim, sizes.hidden_dim)

@@ -29,7 +29,8 @@ def open_graphs(
         problems.append(f"format {format!r} has no split {source!r}; expected train, val, test, train:50 or val:50")
     if problems:
         raise BadInput(problems)
-    module, path = importlib.import_module(f"{__name__}.{format}"), Path(name).expanduser()
+    module = importlib.import_module(f"{__name__}.{format}")
+    path = Path(name).expanduser()
     num_val = int(count) if count and module.NUM_VAL_IMAGES else module.NUM_VAL_IMAGES
     if format == "visual_genome":
         return module.read_visual_genome(path, image_dir, split, num_val_images=num_val, **options)

@@ -25,7 +25,8 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     test: the images of the validation file; val: the first `num_val` of the training file; train: its others. Other
     objects, their relations, and images that are then left without a relation are left out.
     """
-    training, problems = read_json(files[0]), []
+    training = read_json(files[0])
+    problems = []
     classes, predicates = _vocabulary(training, files[0], problems)
     graphs = read_json(files[1]) if split == "test" else training
     names = list(graphs)

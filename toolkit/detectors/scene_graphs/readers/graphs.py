@@ -38,9 +38,11 @@ def read_graphs(
     Raises:
         BadInput: a file that is missing or not JSON; the errors of `read_coco`.
     """
-    if missing := [f"{file}: no such annotation file" for file in files if not file.is_file()]:
+    missing = [f"{file}: no such annotation file" for file in files if not file.is_file()]
+    if missing:
         raise BadInput(missing)
-    sources, name = open_sources(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
+    sources = open_sources(image_dir, must_exist=bool(check_images))
+    name = f"{files[0]} {what}"
 
     def make(cache_file: Path) -> DetectionTable:
         annotations = read(sources)
@@ -78,12 +80,13 @@ def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: S
     image: `id`, `file_name`, `width`, `height`. boxes: (class from 0, [x, y, width, height]). relations: (subject,
     object, predicate from 0), the first two positions in `boxes`. Invalid entries are passed on to the check.
     """
-    first, count = len(to) + 1, len(boxes)
+    first = len(to) + 1
+    count = len(boxes)
     to.add_image(image)
     for number, (label, xywh) in enumerate(boxes):
         to.add({"id": first + number, "image_id": image["id"], "category_id": label, "bbox": xywh})
     for *positions, predicate in relations:
-        ends = [  # a position that is not there becomes an id that is not there, which the check then quotes
+        ends = [  # an invalid position becomes an unknown id, which the check then quotes
             first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
             for end in positions
         ]

@@ -101,7 +101,8 @@ def load_graphs(
 def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]:
     """Return class, predicate and attribute names in the order of their ids, which start at 1."""
     info = read_json(Path(dicts_file))
-    names, faults = [], []
+    names = []
+    faults = []
     for key in ("label_to_idx", "predicate_to_idx", "attribute_to_idx"):
         ids = info.get(key, {} if key == "attribute_to_idx" else None)
         if not isinstance(ids, dict):
@@ -123,7 +124,8 @@ def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources,
     with a file (as the original always does). Raises BadInput when none of these fits.
     """
     entries = read_json(Path(image_data_file), list)
-    if wrong := [entry for entry in entries if not _is_image(entry)]:
+    wrong = [entry for entry in entries if not _is_image(entry)]
+    if wrong:
         expected = "a list of objects, each with image_id and, as whole numbers, width and height"
         raise BadInput([f"{image_data_file}: {str(entry)[:80]}; expected {expected}" for entry in wrong[:20]])
     suffix = _suffix(entries, image_dir)
@@ -203,7 +205,8 @@ def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSourc
     classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))
-    rows, problems = [], []
+    rows = []
+    problems = []
     for position, image in enumerate(graphs.index):
         faults = _faults(graphs, position, len(classes), len(predicates), len(attributes))
         image_id = images[image]["image_id"]
@@ -220,9 +223,11 @@ def _faults(
 ) -> list[tuple[str, str]]:
     labels, relations = graphs.labels[position], graphs.relations[position]
     faults = []
-    if len(wrong := np.setdiff1d(labels, np.arange(1, num_classes + 1))):
+    wrong = np.setdiff1d(labels, np.arange(1, num_classes + 1))
+    if len(wrong):
         faults.append(("error", f"class {int(wrong[0])} is not defined; ids are 1 .. {num_classes}"))
-    if len(wrong := np.setdiff1d(relations[:, 2], np.arange(1, num_predicates + 1))):
+    wrong = np.setdiff1d(relations[:, 2], np.arange(1, num_predicates + 1))
+    if len(wrong):
         faults.append(("error", f"predicate {int(wrong[0])} is not defined; ids are 1 .. {num_predicates}"))
     wrong = np.setdiff1d(graphs.attributes[position], np.arange(num_attributes + 1))
     if num_attributes and len(wrong):
@@ -260,16 +265,18 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
         raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
     try:
         with h5py.File(path, "r") as file:
-            if missing := [key for key in (*PER_IMAGE, *WIDTHS) if not isinstance(file.get(key), h5py.Dataset)]:
+            missing = [key for key in (*PER_IMAGE, *WIDTHS) if not isinstance(file.get(key), h5py.Dataset)]
+            if missing:
                 raise BadInput([f"{path}: data set `{key}` missing" for key in missing])
             data = {key: file[key][:] for key in (*PER_IMAGE, *WIDTHS)}
             attributes = file["attributes"][:] if "attributes" in file else None
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # what damaged files make h5py raise
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # raised by h5py for damaged files
         raise BadInput(f"{path}: not a readable HDF5 file: {error}") from error
     if attributes is None:
         attributes = np.zeros((len(data["labels"]), NUM_ATTRIBUTE_COLUMNS), np.int64)
     data["attributes"] = attributes
-    images, faults = len(data["split"]), []
+    images = len(data["split"])
+    faults = []
     for key, values in data.items():
         width = 1 if key in PER_IMAGE else WIDTHS.get(key, values.shape[-1])
         rows = values.reshape(len(values), np.prod(values.shape[1:], dtype=int))

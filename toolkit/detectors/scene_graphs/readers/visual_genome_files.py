@@ -8,7 +8,7 @@ import h5py
 from toolkit.base.errors import BadInput
 
 LARGEST_NAMES_FILE = 64_000_000  # bytes; objects.json of Visual Genome beside it is much larger
-HEAD = 4096  # bytes of a list that tell what it lists
+HEAD = 4096  # bytes of a list that show its content
 NAMES = (rb'"label_to_idx"', rb'"predicate_to_idx"')
 SIZES = (rb'"image_id"\s*:', rb'"width"\s*:', rb'"height"\s*:')
 WANTED = {

@@ -32,8 +32,10 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     test: the images of the test file; val: the first `num_val` of the training file; train: its others. The file does
     not say how large the images are: their sizes are read from the image files.
     """
-    annotated, classes, predicates = read_json(files[0]), *map(_names, files[1:])
-    names, problems = list(annotated), []
+    annotated = read_json(files[0])
+    classes, predicates = map(_names, files[1:])
+    names = list(annotated)
+    problems = []
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
     annotations = empty_graphs(classes, predicates)
     for number, name in enumerate(chosen):
