@@ -151,7 +151,7 @@ def prepare_backbone(
 
     Returns:
         the options `backbone`, `freeze` and, for detectors that have it, `dilation`, as they are now. A backbone of
-        transformers has no name; where `freeze` is not given it is "paper" for a ResNet, else "none".
+        transformers has no name; if `freeze` is not given it is "paper" for a ResNet, else "none".
 
     Raises:
         BadInput: settings that this backbone does not support.

@@ -34,7 +34,7 @@ def match_boxes(
         high, low: IoU from which a candidate takes its best object, and below which it is background; ignored between.
         best_of_each_box: the candidates that overlap an object best take their own best object, however low the IoU.
         crowd_overlap: a candidate with this share of its area in a crowd region is ignored in any case.
-        lowest: candidates with a lower IoU are ignored, where there is an object in their image.
+        lowest: candidates with a lower IoU are ignored if their image has an object.
         padding: (..., T), rows that are not boxes.
 
     Returns:
@@ -110,7 +110,7 @@ def rpn_losses(
     float32 sums.
 
     Args:
-        logits, match, weights: (N,). deltas, targets: (N, 4). beta: where smooth L1 turns linear (1 / sigma^2).
+        logits, match, weights: (N,). deltas, targets: (N, 4). beta: smooth L1 is linear from there (1 / sigma^2).
     """
     positive = (match >= 0).float()
     objectness = binary_cross_entropy_with_logits(logits.float(), positive, reduction="none")

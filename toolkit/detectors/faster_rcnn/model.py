@@ -121,7 +121,7 @@ class FasterRCNN(Detector):
         """Return class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per
         image.
 
-        boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
+        boxes_on_host: the same boxes on the CPU, if available; they avoid a host synchronisation.
         """
         pooled = self.box_pool(features, boxes, list(images_hw), boxes_on_host)
         logits, deltas = self.roi_heads.box_predictor(self.box_head(pooled))
@@ -263,7 +263,7 @@ class FasterRCNN(Detector):
             features, images_hw: of `features`.
             top_k: detections per image at most, the best ones.
             further_boxes: per image (K, 4), proposals beside the detector's own.
-            outputs: of `from_features` on these maps, in evaluation, where they are there; not with `further_boxes`.
+            outputs: of `from_features` on these maps, in evaluation, if available; not with `further_boxes`.
 
         Returns:
             per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores (K,),

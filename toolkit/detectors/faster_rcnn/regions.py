@@ -106,7 +106,7 @@ class LevelPool(MultiScaleRoIAlign):
     ) -> Tensor:
         """Return (R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images.
 
-        boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
+        boxes_on_host: the same boxes on the CPU, if available; they avoid a host synchronisation.
         """
         levels = [maps[name] for name in self.featmap_names if name in maps]
         joined = _without_nan(torch.cat(list(boxes)))

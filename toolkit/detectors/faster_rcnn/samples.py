@@ -19,7 +19,7 @@ PAIRS_AT_ONCE = 2**26  # boxes compared with candidates on a device, 256 MB of f
 
 
 class Truths(NamedTuple):
-    """Annotated boxes of B images, padded to T. counts: of each image, on the host.
+    """Annotated boxes of B images, padded to T. counts: boxes per image, on the host.
 
     boxes: (B, T, 4) xyxy pixels. labels: (B, T) from 1. is_padding: (B, T). is_crowd: (B, T), None without crowds.
     """

@@ -24,11 +24,11 @@ class RelationBatch:
     found_labels: (N,) int64 from 1, those that the detector gave, in sgdet.
     logits: (N, C) of the detector, for sgcls and sgdet. boxes_per_class: (N, C, 4) boxes regressed for each class,
         for sgdet in evaluation.
-    roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of where the two boxes
-        are, if these are kept apart from the content of their union.
+    roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of the positions of the
+        two boxes, if these are kept apart from the content of their union.
     relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
         object of the same image; in training, for VCTree and SQUAT.
-    attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
+    attributes: (N, A) ids from 1, 0 after the last, known if labels are; None: the data have none.
     on_host: boxes_xyxy and pairs on the host.
     draws: a generator for each image, for heads that draw in training; none: torch's own.
     late: logits (N, C), threshold and the labels that `postprocess.late_labels` made of them last.

@@ -23,7 +23,7 @@ from toolkit.models.weights.mapping import WeightTable, map_weights
 class GraphDetector(Detector):
     """A detector with `self.detector` below whose detections carry a graph.
 
-    Announced beside what `Detector` announces:
+    Announced in addition to the attributes of `Detector`:
         mode: predcls, sgcls or sgdet. predicates, attributes: names, in the order of their labels.
         counts_pairs_apart: the counts are those of all relations, not of those between boxes that share area.
     """

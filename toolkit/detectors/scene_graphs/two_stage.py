@@ -59,7 +59,7 @@ class SceneGraph(GraphDetector):
         options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are notes, they are not read here.
         predicates: one name each, in the order of the labels.
         attributes: names, in the order of their ids in the data, which a linear classifier on the box features
-            predicts; there is no such classifier without names, or with the frequency head, which has no features.
+            predicts; omitted without names, and with the frequency head, which has no features.
 
     Raises:
         BadInput: unknown mode, head or option, no predicates; all of them.
@@ -180,7 +180,7 @@ class SceneGraph(GraphDetector):
 
         Returns:
             `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, on the
-            host; `attribute_logits (N, attributes + 1)`, column 0 background, where there are attributes; `detector`:
+            host; `attribute_logits (N, attributes + 1)`, column 0 background, if there are attributes; `detector`:
             the input of the detector's own criterion, if it is trained too.
 
         Raises:

@@ -298,7 +298,7 @@ class SSDLite320(SSD300):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm that takes its running statistics where a batch has one value per channel, and so no variance."""
+    """Batch norm that takes its running statistics if a batch has one value per channel, and so no variance."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.numel() == x.shape[1]:

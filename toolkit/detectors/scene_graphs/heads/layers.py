@@ -69,7 +69,7 @@ def batch_box_numbers(batch: RelationBatch) -> Tensor:
 
 
 class ObjectContext(nn.Module):
-    """A context that embeds what is known of the objects; its subclasses label each and give it a context feature.
+    """A context that embeds the known properties of objects; its subclasses label each and give it a context feature.
 
     embed_in, embed_out: vectors of the classes as they come in, and of the labels that are given.
     """
@@ -151,7 +151,7 @@ def union_projection(sizes: HeadSizes) -> nn.Module:
 
 
 class RunningMean(nn.Module):
-    """The slowly moving mean of feature rows in training, started at 0; a batch without rows leaves it alone."""
+    """The slowly moving mean of feature rows in training, started at 0; a batch without rows leaves it unchanged."""
 
     def __init__(self, dim: int):
         super().__init__()

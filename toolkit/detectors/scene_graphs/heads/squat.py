@@ -1,4 +1,4 @@
-"""SQUAT (Jung et al., CVPR 2023, hesedjds/SQUAT): the pairs worth it attend to the pairs and objects of their image.
+"""SQUAT (Jung et al., CVPR 2023, hesedjds/SQUAT): relevant pairs attend to the pairs and objects of their image.
 
 Three small networks score every pair. The best of the first score are updated, and read the best of the second.
 """

@@ -17,7 +17,7 @@ class Forest:
     parent: (N,) of the tree before it was made binary. left, right, up: (N,) children and parent in the binary tree.
     levels: objects of each depth, from the roots on. order: (N,) all levels in a row, inverse: its inverse.
     up_place: per level, place of each parent in the level before. left_place, right_place: per level, place of each
-    child in the next level; the length of that level where there is none. num_images: up to the last with an object.
+    child in the next level; the length of that level if there is none. num_images: up to the last with an object.
     """
 
     parent: Tensor
@@ -182,7 +182,7 @@ class DownwardLSTM(nn.Module):
 
 
 class TreeLSTM(nn.Module):
-    """Both directions side by side: (N, in_dim) -> (N, dim)."""
+    """Upward and downward LSTM side by side: (N, in_dim) -> (N, dim)."""
 
     def __init__(self, in_dim: int, dim: int):
         super().__init__()
