@@ -141,7 +141,7 @@ def test_a_source_with_a_resnet_of_transformers(name):
     assert on_timm.model.config.backbone_config.backbone == "test_resnet"
     for options, words in [
         ({"freeze": "none"}, "'none' is not possible.*paper or norms"),
-        ({"pretrained_backbone": True}, "none of timm's"),
+        ({"pretrained_backbone": True}, "is not timm's"),
         ({"freeze": "everything"}, "'everything' is not one of"),
         *([({"dilation": True}, "model.dilation.*no such setting")] if name != "deformable_detr" else []),
     ]:
@@ -155,7 +155,7 @@ def test_a_source_s_groups_and_proportions_of_rf_detr():
     assert detector.resolved_options()["heads"] == 2 and detector.resolved_options()["encoder_layers"] == 2
     odd = build("rf_detr", source_config={**TINY_RF_DETR, "decoder_cross_attention_heads": 2})
     assert_built_again(odd, ("pretrained", "heads", "size"))
-    with pytest.raises(BadInput, match="model.size nano: those of model.pretrained are of another"):
+    with pytest.raises(BadInput, match="model.size nano: the pretrained model has another one"):
         build("rf_detr", source_config=TINY_RF_DETR, size="nano")
 
 

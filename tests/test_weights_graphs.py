@@ -131,7 +131,7 @@ def test_a_published_scene_graph_is_opened_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("change, words", [
-    (("predictor.rel_compress", "predictor.other"), "relation head that is not known.*--model.detector"),
+    (("predictor.rel_compress", "predictor.other"), "unknown relation head.*--model.detector"),
     (("relation.box_feature_extractor.fc6.weight", "relation.att_feature_extractor.fc6.weight"), "attributes"),
 ])  # fmt: skip
 def test_what_is_not_known_is_said(change, words):

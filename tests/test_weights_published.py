@@ -333,7 +333,7 @@ def test_gluoncv_s_params_are_read_without_mxnet(yolo_state, tmp_path, version):
     assert found.architecture == "yolov3" and found.options["mean"] == [0.485, 0.456, 0.406]
     assert ours.keys() == yolo_state.keys() and all(ours[key].equal(yolo_state[key]) for key in ours)
     path.write_bytes(params_file(theirs, version)[:1000])
-    with pytest.raises(BadInput, match="no list of MXNet arrays"):
+    with pytest.raises(BadInput, match="not a readable list of MXNet arrays"):
         open_file(path)
 
 

@@ -1,1 +1,1 @@
-"""Detector families, a folder each. They import the core and, where one is built on another, each other; no tool."""
+"""Detector families, one folder each. They import the core and other families they build on, but not the tools."""

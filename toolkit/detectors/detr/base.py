@@ -1,4 +1,4 @@
-"""What detectors of the family share: construction from options, decoding, and saving for transformers."""
+"""Shared parts of the family's detectors: construction from options, decoding, and saving for transformers."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
 
 
 class TransformersDetector(Detector):
-    """A detector around `self.model` of transformers. Built with `source_config`, `to_dict()` of the config of a model
-    of transformers, it is that model with these classes, and options that are given override its entries.
+    """A detector around `self.model`, a model of transformers. With `source_config`, the `to_dict()` of a transformers
+    config, it is that model with these classes; options that are given override its entries.
 
     A subclass defines:
         entries: the entries of transformers' config that each option sets.
@@ -47,7 +47,9 @@ class TransformersDetector(Detector):
     entries: Mapping[str, Sequence[str]] = {}
     published: Mapping[str, object] = {}
     averaged_denominators = ("boxes",)  # by rank, in the originals
-    stride, buffers_steer_training, masks_unlabelled = 1, False, True
+    stride = 1
+    buffers_steer_training = False
+    masks_unlabelled = True
 
     @property
     def object_limits(self) -> dict[str, int]:
@@ -55,7 +57,8 @@ class TransformersDetector(Detector):
 
     @property
     def max_detections(self) -> int:
-        """As the evaluations of RT-DETR, D-FINE and their like: one for each query, and at least 100."""
+        """Return the limit that RT-DETR, D-FINE and similar detectors evaluate with: one per query, and at least
+        100."""
         return max(*self.object_limits.values(), Detector.max_detections)
 
     @property
@@ -67,15 +70,17 @@ class TransformersDetector(Detector):
         clamp_without_check_(self.model)
         config = self.model.config  # a batch without boxes makes no denoising queries; dropped layers have no part
         self.leaves_unused = any(getattr(config, name, 0) for name in ("num_denoising", "decoder_layerdrop"))
-        self.set_loss, self.used, (self.mean, self.std) = set_loss, dict(used), statistics
+        self.set_loss = set_loss
+        self.used = dict(used)
+        self.mean, self.std = statistics
         self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
         self.divided_by = set_loss.divided_by
 
     def decode(
         self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The `top_k` best pairs of query and class, best first; boxes are not clipped. As `PostProcess` of Deformable
-        DETR and its successors; see `Detector.decode`."""
+        """Return the `top_k` best (query, class) pairs, best first; boxes are not clipped. Same as `PostProcess` of
+        Deformable DETR and its successors; see `Detector.decode`."""
         boxes, scores = self.all_predictions(outputs, orig_sizes)
         classes = scores.shape[2]
         scores, chosen = scores.flatten(1).topk(min(top_k, scores.shape[1] * classes), dim=1)
@@ -86,23 +91,23 @@ class TransformersDetector(Detector):
         return denormalize_boxes(cxcywh_to_xyxy(boxes.float()), sizes), self.class_scores(logits.float())
 
     def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits (B, Q, C) and boxes (B, Q, 4) cxcywh as fractions of the image, of the queries that detect."""
+        """Return logits (B, Q, C) and boxes (B, Q, 4), cxcywh as fractions of the image, of the detecting queries."""
         return outputs["logits"][-1], outputs["boxes"][-1]
 
     def class_scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
 
     def resolved_options(self) -> dict:
-        """The settings with the values that were really used, those of the source read back from the built config."""
+        """Return the settings with the values in use; those of the source are read back from the built config."""
         statistics = {"mean": list(self.mean), "std": list(self.std)}
         return {**self.options, **from_entries(self.model.config, self.entries), **statistics, **self.used}
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Writes a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
+        """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
 
         Args:
             categories: the classes in the order of the labels, with original `id` and `name`.
-            processor_size: what the image processor resizes to, in pixels, as transformers spells it:
+            processor_size: the size that the image processor resizes to, in pixels, as transformers spells it:
                 `{"height": 640, "width": 640}`, `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
         """
         statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
@@ -130,40 +135,40 @@ class MatchedDetector(TransformersDetector):
         config = detector_config(self.config_class, class_names, source_config or self.published, **entries)
         try:
             self.model = self.model_class(config)
-        except ValueError as error:  # what transformers does not accept together, such as width and heads
+        except ValueError as error:  # settings that transformers does not accept together, such as width and heads
             raise BadInput(f"the settings of the model do not fit together: {error}") from error
         self.aux_loss = getattr(options, "aux_loss", False)
         with torch.no_grad():
             self._initialise(options, source_config)
         used = self._prepare_backbone(options, source_config)
-        # As given, else the source's, else published; no entries of the config, which takes whole numbers only.
+        # As given, else the source's, else published. They are not in the config, which takes only whole numbers.
         values = {**asdict(options), **(source_config or {}), **options.given}
         costs = MatchingCosts(*(values[name] for name in MatchingCosts._fields))
         set_loss = self._criterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
         self._set_criterion(set_loss, pixel_statistics(config, options), used | costs._asdict())
 
     def _entries(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
-        """Entries of the config, in place of the source's."""
+        """Return the config entries that replace those of the source."""
         entries = to_entries(handed_over(options, source_config), self.entries)
         return entries | {"backbone_config": backbone_entry(options, source_config, self.map_strides)}
 
     def _initialise(self, options: MatchingOptions, source_config: Mapping | None) -> None:
-        """Draws the random weights as the paper's program does; the backbone is left alone."""
+        """Draw the random weights as the paper's program does; the backbone is left unchanged."""
         raise NotImplementedError  # each paper's program has its own
 
     def _prepare_backbone(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
-        """Load the backbone's weights; returns its options with the values that were really used."""
+        """Load the backbone's weights and return its options with the values in use."""
         return prepare_backbone(self._extractor(), self.model.config, options, source_config)
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
         return FocalCriterion(num_layers, costs)
 
     def _extractor(self) -> nn.Module:
-        """The backbone; of timm: the feature extractor itself."""
+        """Return the backbone; for a timm backbone, the feature extractor itself."""
         return self.model.model.backbone.model
 
     def last_stride(self) -> int:
-        """Stride in pixels of the backbone's last map."""
+        """Return the stride in pixels of the backbone's last feature map."""
         of_timm = getattr(self._extractor(), "feature_info", None)
         return of_timm.reduction()[-1] if of_timm else 32
 
@@ -171,21 +176,22 @@ class MatchedDetector(TransformersDetector):
         return [projection_tap(self.model.model.input_projection, self.last_stride(), self.model.config.hidden_size)]
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's number of boxes (once per group of queries), from CPU targets; crowd regions do not count."""
+        """Return this batch's number of boxes (once per group of queries) from CPU targets; crowd regions do not
+        count."""
         return {"boxes": float(sum(count_objects(targets)) * self.groups)}
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `FocalCriterion.forward`."""
+        """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `FocalCriterion.forward`."""
         return self.set_loss(outputs, targets, denominators, self.groups)
 
 
 def projection_tap(projection: nn.Module, stride: int, channels: int) -> MapTap:
-    """The tap of a convolution that brings a map of the backbone to the width of the transformer."""
+    """Return the tap of the convolution that projects a backbone map to the width of the transformer."""
     return MapTap(projection, [stride], [channels], lambda _, level: [level])
 
 
 def check_positions(height: int, width: int, positions: int, num_queries: int) -> None:
-    """Raises BadInput for images whose feature maps have fewer positions than there are queries to be chosen."""
+    """Raise BadInput for images whose feature maps have fewer positions than there are queries to choose."""
     if positions < num_queries:
         raise BadInput(
             f"model.num_queries {num_queries}: images of {height}x{width} px have only {positions} positions; use "
@@ -194,7 +200,7 @@ def check_positions(height: int, width: int, positions: int, num_queries: int) -
 
 
 def precision(training: bool, device: torch.device):
-    """The context of a forward: autocast in training. Evaluation runs in float32, as for users of `final/`: half
+    """Return the context of a forward pass: autocast in training, float32 in evaluation, as for users of `final/`: half
     precision would round a reference point, and with it a box, to 1/256 of the image."""
     if not training:
         return torch.autocast(device.type, enabled=False)
@@ -204,6 +210,7 @@ def precision(training: bool, device: torch.device):
 
 
 def inverse_sigmoid(fractions: Tensor, eps: float = 1e-5) -> Tensor:
-    """Logits of values in [0, 1], finite at both ends (as transformers and the originals clamp them)."""
+    """Return the logits of values in [0, 1], clamped so that both ends are finite (as in transformers and the
+    originals)."""
     fractions = fractions.clamp(0, 1)
     return torch.log(fractions.clamp(min=eps) / (1 - fractions).clamp(min=eps))

@@ -40,7 +40,7 @@ class ConditionalDetr(MatchedDetector):
         _initialise(model, model.model.query_position_embeddings, model.class_labels_classifier)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
+        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
         states, outputs = decoder_states(self, images, sizes)
         with torch.autocast(images.device.type, enabled=False):
             centres = inverse_sigmoid(outputs.reference_points.to(states.dtype)).transpose(0, 1)  # (B, Q, 2)
@@ -66,7 +66,7 @@ class DabDetr(MatchedDetector):
         return getattr(extractor, "_backbone", extractor)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
+        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         with precision(self.training, images.device):
             outputs = self.model.model(pixels, pixel_mask=pixel_mask(sizes, images.shape[-2:]))
@@ -79,7 +79,7 @@ class DabDetr(MatchedDetector):
 
 
 def _initialise(model: nn.Module, queries: nn.Module, class_head: nn.Linear) -> None:
-    """Random weights as Atten4Vis/ConditionalDETR and IDEA-Research/DAB-DETR draw them."""
+    """Draw random weights as Atten4Vis/ConditionalDETR and IDEA-Research/DAB-DETR do."""
     model.model.input_projection.reset_parameters()
     queries.reset_parameters()
     initialise_transformer_(model.model.encoder)

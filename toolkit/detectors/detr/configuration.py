@@ -1,4 +1,5 @@
-"""The transformers configuration of the DETR family: options over a hub model's config over the published values."""
+"""Configuration of the DETR family for transformers: options override a hub model's config, which overrides the
+published values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from toolkit.models.options import DetectorOptions
 REPLACED = (
     "id2label label2id num_labels auxiliary_loss backbone use_timm_backbone backbone_kwargs use_pretrained_backbone"
 ).split()
-# The same of RT-DETR's.
+# The same entries for RT-DETR.
 REPLACED_OF_RT_DETR = ("label2id", "num_labels", "dtype", "torch_dtype", "head_dim")
 RT_DETR_STRIDES = (8, 16, 32)
 
@@ -38,18 +39,19 @@ ENCODER_DECODER = {
 
 
 def handed_over(options: DetectorOptions, source_config: Mapping | None) -> dict[str, Any]:
-    """The settings that apply: all of them or, with a source, those that are given; the source decides the others."""
+    """Return the settings that apply: all of them or, with a source, only those given; the source decides the
+    others."""
     values = asdict(options) if source_config is None else options.given
     return {name: value for name, value in values.items() if value is not None}
 
 
 def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Entries of a transformers config from our options. entries: their names by the name of the option."""
+    """Convert our options to entries of a transformers config. entries: the entries' names by option name."""
     return {name: values[option] for option, names in entries.items() if option in values for name in names}
 
 
 def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Our options from a transformers config; None where one of ours stands for entries that differ."""
+    """Convert a transformers config to our options; an option that stands for entries with different values is None."""
     values = {option: [getattr(config, name) for name in names] for option, names in entries.items()}
     return {option: entry[0] if entry == entry[:1] * len(entry) else None for option, entry in values.items()}
 
@@ -57,7 +59,7 @@ def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]])
 def detector_config(
     config_class: type[PreTrainedConfig], class_names: Sequence[str], source_config: Mapping | None, **entries
 ) -> PreTrainedConfig:
-    """A transformers config: `config_class`'s values, replaced by the source's, replaced by `entries`.
+    """Build a transformers config: `config_class`'s values, overridden by the source's, overridden by `entries`.
 
     Raises:
         BadInput: the source is of another architecture.
@@ -77,7 +79,8 @@ def detector_config(
 def pixel_statistics(
     config: PreTrainedConfig, options: TransformerOptions, published=(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 ) -> tuple[tuple, tuple]:
-    """Mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else `published`."""
+    """Return mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else
+    `published`."""
     name = timm_name(config)
     default_mean, default_std = image_statistics(name) if name else published
     return tuple(options.mean or default_mean), tuple(options.std or default_std)
@@ -87,13 +90,13 @@ def pixel_statistics(
 
 
 def timm_name(config: PreTrainedConfig) -> str | None:
-    """Name of the timm backbone in a detector's config; None: it has none, or transformers' own."""
+    """Return the name of the timm backbone in a detector's config; None: no backbone, or one of transformers."""
     backbone = getattr(config, "backbone_config", None)
     return backbone.backbone if backbone is not None and backbone.model_type == "timm_backbone" else None
 
 
 def backbone_entry(options: BackboneOptions, source_config: Mapping | None, strides: Sequence[int] | None = None):
-    """The `backbone_config` of a detector: that of the source, unless another backbone is given.
+    """Return the `backbone_config` of a detector: that of the source, unless another backbone is given.
 
     Args:
         strides: of the feature maps that are used; None: the last map alone.
@@ -103,8 +106,11 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
     Raises:
         BadInput: unknown backbone, missing strides, dilation of a backbone that is not timm's.
     """
-    source, values = source_config or {}, handed_over(options, source_config)
-    entry, name, dilation = source.get("backbone_config"), values.get("backbone"), values.get("dilation")
+    source = source_config or {}
+    values = handed_over(options, source_config)
+    entry = source.get("backbone_config")
+    name = values.get("backbone")
+    dilation = values.get("dilation")
     if entry is not None and entry["model_type"] != "timm_backbone" and name is None:
         if dilation is not None and dilation != bool(source.get("dilation")):
             raise BadInput(
@@ -113,7 +119,8 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
             )
         return dict(entry)
     if entry is not None and name in (None, entry.get("backbone")):
-        name, indices = entry["backbone"], list(entry["out_indices"])
+        name = entry["backbone"]
+        indices = list(entry["out_indices"])
         dilation = entry.get("output_stride") == 16 if dilation is None else dilation
     else:
         name = name or options.backbone
@@ -125,7 +132,8 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
 
 def _indices(backbone: str, strides: Sequence[int], needed: str) -> list[int]:
     available = feature_strides(backbone)
-    if missing := [stride for stride in strides if stride not in available]:
+    missing = [stride for stride in strides if stride not in available]
+    if missing:
         raise BadInput(
             f"model.backbone: {needed}; {backbone!r} has {available}, without {', '.join(map(str, missing))}."
         )
@@ -143,18 +151,21 @@ def prepare_backbone(
 
     Returns:
         the options `backbone`, `freeze` and, for detectors that have it, `dilation`, as they are now. A backbone of
-        transformers has no name; where `freeze` is not given it is "paper" for a ResNet, else "none".
+        transformers has no name; if `freeze` is not given it is "paper" for a ResNet, else "none".
 
     Raises:
         BadInput: settings that this backbone does not support.
     """
-    backbone, name, pretrained = config.backbone_config, timm_name(config), options.pretrained_backbone
+    backbone = config.backbone_config
+    name = timm_name(config)
+    pretrained = options.pretrained_backbone
     if name:
         start_backbone(module, backbone, options.freeze, pretrained)
-        freeze, dilation = options.freeze, backbone.output_stride == 16
+        freeze = options.freeze
+        dilation = backbone.output_stride == 16
     elif pretrained:
         raise BadInput(
-            f"model.pretrained_backbone: the backbone ({backbone.model_type}) is none of timm's and gets its weights "
+            f"model.pretrained_backbone: the backbone ({backbone.model_type}) is not timm's and gets its weights "
             "with the pretrained detector; set it to false."
         )
     else:
@@ -189,7 +200,7 @@ def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: st
 def rt_detr_config(
     detector: type, class_names: Sequence[str], options: RTDetrV2Options, source: Mapping[str, Any] | None
 ) -> tuple[PreTrainedConfig, str]:
-    """The config of RT-DETR-v2, D-FINE or DEIMv2, and what is frozen of its backbone.
+    """Return the config of RT-DETR-v2, D-FINE or DEIMv2, and the frozen parts of its backbone.
 
     Args:
         detector: its class, see `TransformersDetector`.
@@ -199,7 +210,8 @@ def rt_detr_config(
         BadInput: `source` is of another model; a backbone without the strides; `backbone`, `pretrained_backbone` or
             freeze "paper" for a backbone that is not timm's.
     """
-    config_class, kind = detector.config_class, detector.config_class.model_type
+    config_class = detector.config_class
+    kind = detector.config_class.model_type
     if source is not None and source.get("model_type") != kind:
         raise BadInput(f"model.architecture {kind}: the weights are of a {source.get('model_type')!r} model")
     base = source or {"freeze_backbone_batch_norms": False, **detector.published}

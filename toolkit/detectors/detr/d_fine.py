@@ -33,7 +33,7 @@ class DFine(RTDetrV2):
         return DFineCriterion(num_classes, config, self.is_mal, options.union_matching)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Predictions, and with targets what `DFineCriterion.forward` takes beside them; see `RTDetrV2.forward`."""
+        """Return predictions and, with targets, also the inputs of `DFineCriterion.forward`; see `RTDetrV2.forward`."""
         # Outside training mode the decoder keeps the last layer only, and the loss would lack the others.
         self.model.model.decoder.training = self.training or targets is not None
         return super().forward(images, sizes, targets)
@@ -43,5 +43,5 @@ class DFine(RTDetrV2):
         return super()._layers(outputs) | {"corners": outputs.intermediate_predicted_corners, "references": references}
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's number of boxes, crowd regions not counted, and of images, from CPU targets."""
+        """Return this batch's number of boxes, without crowd regions, and of images, from CPU targets."""
         return {"boxes": float(sum(count_objects(targets))), "images": float(len(targets))}

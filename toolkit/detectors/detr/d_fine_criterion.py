@@ -4,7 +4,7 @@ Same numbers as `transformers.loss.loss_d_fine.DFineLoss` and `loss_deimv2.Deimv
 as in Peterande/D-FINE. (transformers hands them the distributions one layer too late: docs/differences.md.)
 
 All layers are dense tensors over (output, image, query); which query has which object is a mask and an index, so that
-nothing but the matcher waits for the device.
+only the matcher waits for the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
     logits: Tensor  # (M, B, N, C)
     boxes_cxcywh: Tensor  # (M, B, N, 4) fractions of the image
     corners: Tensor  # (L, B, N, 4, bins + 1) logits of the offset of each side
-    references: Tensor  # (B, N, 4) cxcywh, what the offsets are relative to
+    references: Tensor  # (B, N, 4) cxcywh, which the offsets are relative to
 
 
 class Assignment(NamedTuple):
@@ -62,8 +62,12 @@ class DFineCriterion(nn.Module):
 
     def __init__(self, num_classes: int, config: PreTrainedConfig, is_mal: bool, union_matching: bool):
         super().__init__()
-        self.num_classes, self.num_layers, self.gamma = num_classes, config.decoder_layers, config.focal_loss_gamma
-        self.is_mal, self.union_matching, self.reg_scale = is_mal, union_matching, config.reg_scale
+        self.num_classes = num_classes
+        self.num_layers = config.decoder_layers
+        self.gamma = config.focal_loss_gamma
+        self.is_mal = is_mal
+        self.union_matching = union_matching
+        self.reg_scale = config.reg_scale
         layers = range(self.num_layers)
         self.query_suffixes = ("_pre", *(f"_aux_{i}" for i in layers[:-1]), "", "_enc")
         self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in layers)) if config.num_denoising > 0 else ()
@@ -84,7 +88,7 @@ class DFineCriterion(nn.Module):
     def forward(
         self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
     ) -> dict[str, Tensor]:
-        """Losses by name, float32 (float64 for float64 input), whatever autocast says.
+        """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
         Args:
             layers: `logits (B, L + 1, D + Q, C)` and `boxes (B, L + 1, D + Q, 4)`, before refinement, then after each
@@ -93,20 +97,23 @@ class DFineCriterion(nn.Module):
                 `denoising_meta_values`, None when there are none (no boxes in the batch, evaluation), and then the
                 `_dn` losses are missing. Boxes are cxcywh, fractions of the image.
             targets: per image, see `pad_targets`, without crowd regions.
-            denominators: `boxes`, `images`. What is not divided by boxes, but by what was matched (the union) or not
-                at all (distillation), is weighed by this batch's share of them.
+            denominators: `boxes`, `images`. Losses divided by the number of matches (the union) or by nothing
+                (distillation) are weighted by this batch's share of the boxes instead.
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
             every = {key: full_precision(layers[key]) for key in layers if key != "denoising"}
             padded = _at_least_one(pad_targets(targets, device, every["logits"].dtype))
-            meta, counts = layers["denoising"], [len(target["labels"]) for target in targets]
+            meta = layers["denoising"]
+            counts = [len(target["labels"]) for target in targets]
             noisy = meta["dn_num_split"][0] if meta is not None else 0
             queries = self._outputs(every, slice(noisy, None), with_encoder=True)
             matches = match_focal(queries.logits, queries.boxes_cxcywh, padded, MATCHING_COSTS)
             assigned = _assignment(matches, queries.logits)
             share = len(targets) / denominators["images"]
-            by_boxes, by_matched, shared = denominators["boxes"], denominators["boxes"], assigned
+            by_boxes = denominators["boxes"]
+            by_matched = denominators["boxes"]
+            shared = assigned
             if self.union_matching:
                 shared = _union(matches, queries.logits.shape[1:3], padded)
                 by_matched = shared.matched.sum().clamp(min=1) * by_boxes / max(sum(counts), 1)
@@ -136,12 +143,13 @@ class DFineCriterion(nn.Module):
         denominators: tuple,
         share: Tensor | float,
     ) -> list[Tensor]:
-        """In the order of `_names`. assigned, shared: matches for classes and for boxes, like `denominators`."""
+        """Return the losses in the order of `_names`. `assigned` matches classes and `shared` boxes, like
+        `denominators`."""
         predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
         classes = self._classification(outputs.logits, predicted.detach(), targets, assigned)
         target_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
         target_boxes = cxcywh_to_xyxy(target_cxcywh)
-        # A query without an object stands on its target: whatever its box, its gradient is 0, and not 0 times infinity.
+        # A query without an object is placed on its target: for any box, its gradient is 0, and not 0 times infinity.
         placed = torch.where(shared.matched[..., None] > 0, outputs.boxes_cxcywh, target_cxcywh)
         l1 = (placed - target_cxcywh).abs().sum(-1)
         giou = (1 - generalized_box_iou(cxcywh_to_xyxy(placed), target_boxes)) * shared.matched
@@ -159,7 +167,8 @@ class DFineCriterion(nn.Module):
         return [value for row in (*sums, ddf * share) for value in row.unbind()]
 
     def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: Assignment):
-        """`(M, B, N, C)` -> the same shape. The IoU is the score to be learned: itself (vfl), or to gamma (mal)."""
+        """Return the loss `(M, B, N, C)` of equal logits. The target score is the IoU (vfl) or the IoU to the power of
+        gamma (mal)."""
         labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
         iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(_of_targets(targets.boxes_cxcywh, assigned.target)))
         positive = F.one_hot(labels, self.num_classes) * assigned.matched[..., None]
@@ -172,7 +181,7 @@ class DFineCriterion(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, score, weight=weight, reduction="none")
 
     def _localisation(self, log_probabilities: Tensor, references: Tensor, target_xyxy: Tensor) -> Tensor:
-        """Cross-entropy between the bins left and right of where each side should be, `(L, B, N)`, summed over sides.
+        """Return the cross-entropy between the two bins around each side's target, `(L, B, N)`, summed over sides.
 
         The offset of a side is in units of the reference's width or height, divided by `reg_scale`, from its edge.
         """
@@ -191,8 +200,8 @@ class DFineCriterion(nn.Module):
 
 
 def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
-    """KL divergence of every layer `(L, B, N, 4, bins + 1)` from the last one, `(L - 1,)`: weighted means over queries
-    with and without an object, in the proportion of the roots of their numbers."""
+    """Return the KL divergence of every layer `(L, B, N, 4, bins + 1)` from the last one, `(L - 1,)`: weighted means
+    over queries with and without an object, in the proportion of the square roots of their numbers."""
     teacher = (corners[-1].detach() / TEMPERATURE).softmax(-1)
     student = (corners[:-1] / TEMPERATURE).log_softmax(-1)
     divergence = F.kl_div(student, teacher.expand_as(student), reduction="none")
@@ -204,16 +213,17 @@ def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
 
 
 def _assignment(matches: Matches, like: Tensor) -> Assignment:
-    """The matches of every output separately; `like (M, B, N, ...)`."""
+    """Return the matches of every output separately; `like (M, B, N, ...)` gives the shape."""
     target = torch.zeros(like.shape[:3], dtype=torch.int64, device=like.device)
     matched = like.new_zeros(like.shape[:3])
     where = (matches.layer, matches.image, matches.query)
-    target[where], matched[where] = matches.target, 1.0
+    target[where] = matches.target
+    matched[where] = 1.0
     return Assignment(target, matched)
 
 
 def _union(matches: Matches, shape: Sequence[int], targets: PaddedTargets) -> Assignment:
-    """The queries `(B, N)` that any output matched, each with its most frequent object, the first one of a tie."""
+    """Return the queries `(B, N)` that any output matched, each with its most frequent object; ties take the first."""
     votes = targets.boxes_cxcywh.new_zeros(*shape, targets.labels.shape[1])
     where = (matches.image, matches.query, matches.target)
     votes.index_put_(where, votes.new_ones(len(matches.image)), accumulate=True)
@@ -222,14 +232,16 @@ def _union(matches: Matches, shape: Sequence[int], targets: PaddedTargets) -> As
 
 
 def _of_targets(values: Tensor, target: Tensor) -> Tensor:
-    """`(B, T, K)` at `(M, B, N)` -> `(M, B, N, K)`."""
+    """Gather `(B, T, K)` at the indices `(M, B, N)` -> `(M, B, N, K)`."""
     chosen = target[..., None].expand(*target.shape, values.shape[-1])
     return values.expand(len(target), *values.shape).gather(2, chosen)
 
 
 def _at_least_one(targets: PaddedTargets) -> PaddedTargets:
-    """Add a column of padding where there is no object at all, so that there is something to index."""
+    """Add a column of padding if the batch has no objects, so that there is something to index."""
     if targets.labels.shape[1]:
         return targets
-    labels, boxes, valid = F.pad(targets[0], (0, 1)), F.pad(targets[1], (0, 0, 0, 1)), F.pad(targets[2], (0, 1))
+    labels = F.pad(targets[0], (0, 1))
+    boxes = F.pad(targets[1], (0, 0, 0, 1))
+    valid = F.pad(targets[2], (0, 1))
     return PaddedTargets(labels, boxes, valid, targets.labelled)

@@ -30,7 +30,7 @@ class DeformableDetr(MatchedDetector):
 
     Raises:
         BadInput: see `MatchedDetector`; a backbone without maps of stride 8, 16 and 32, unknown `box_refine`, a width
-            that is no multiple of 32.
+            that is not a multiple of 32.
     """
 
     Options = DeformableDetrOptions
@@ -45,11 +45,14 @@ class DeformableDetr(MatchedDetector):
 
     def _entries(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         values = handed_over(options, source_config)
-        box_refine, d_model = values.get("box_refine"), values.get("d_model", 32)
+        box_refine = values.get("box_refine")
+        d_model = values.get("d_model", 32)
         if box_refine not in (None, *VARIANTS):
             raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
         if d_model % 32:
-            raise BadInput(f"model.d_model: {d_model} is no multiple of 32, which deformable_detr's group norms need.")
+            raise BadInput(
+                f"model.d_model: {d_model} is not a multiple of 32, which deformable_detr's group norms need."
+            )
         variant = {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
         entries = super()._entries(options, source_config) | (variant if box_refine else {})
         config = {**(source_config or {}), **entries}
@@ -61,7 +64,9 @@ class DeformableDetr(MatchedDetector):
         return entries
 
     def _initialise(self, options: DeformableDetrOptions, source_config: Mapping | None) -> None:
-        model, core, config = self.model, self.model.model, self.model.config
+        model = self.model
+        core = self.model.model
+        config = self.model.config
         if config.with_box_refine and not config.two_stage:
             # transformers shares the class head between layers; the original has one per layer, like the box heads
             model.class_embed = nn.ModuleList(copy.deepcopy(head) for head in model.class_embed)
@@ -89,8 +94,9 @@ class DeformableDetr(MatchedDetector):
             model.bbox_embed[0].layers[-1].bias[2:] = -2.0  # boxes of an eighth of the image
 
     def _prepare_backbone(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
-        """With `box_refine`, and `num_queries` of the entry that holds them in that variant."""
-        config, used = self.model.config, super()._prepare_backbone(options, source_config)
+        """Prepare the backbone; the options also have `box_refine`, and `num_queries` from that variant's own entry."""
+        config = self.model.config
+        used = super()._prepare_backbone(options, source_config)
         if config.two_stage:
             return used | {"box_refine": "two_stage", "num_queries": config.two_stage_num_proposals}
         variant = "iterative" if config.with_box_refine else "none"
@@ -100,7 +106,7 @@ class DeformableDetr(MatchedDetector):
         return FocalCriterion(num_layers, costs, "foreground" if self.model.config.two_stage else None)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """`logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
+        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
 
         Two-stage also `encoder_logits (B, P, C)` and `encoder_boxes (B, P, 4)` of all P positions of the encoder.
 
@@ -108,7 +114,8 @@ class DeformableDetr(MatchedDetector):
             BadInput: two-stage: images with fewer positions than queries.
         """
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        config, (height, width) = self.model.config, images.shape[-2:]
+        config = self.model.config
+        height, width = images.shape[-2:]
         if config.two_stage:
             strides = [8 * 2**level for level in range(config.num_feature_levels)]
             positions = sum(-(-height // stride) * -(-width // stride) for stride in strides)
@@ -131,11 +138,12 @@ class DeformableDetr(MatchedDetector):
             return predictions
 
     def map_taps(self) -> list[MapTap]:
-        levels, width = self.model.model.input_proj, self.model.config.d_model
+        levels = self.model.model.input_proj
+        width = self.model.config.d_model
         return [projection_tap(level, 8 * 2**i, width) for i, level in enumerate(levels)]
 
 
 def _box(deltas: Tensor, reference: Tensor) -> Tensor:
-    """A box around a point `(B, Q, 2)`, or a box refined `(B, Q, 4)`; both are logits."""
+    """Return the logits of a box around a point `(B, Q, 2)`, or of a refined box `(B, Q, 4)`."""
     columns = reference.shape[-1]
     return torch.cat([deltas[..., :columns] + reference, deltas[..., columns:]], dim=-1).sigmoid()

@@ -64,14 +64,14 @@ class Deimv2(DFine):
         return encoder.backbone if hasattr(encoder, "backbone") else encoder.model
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Writes a folder for transformers, see `TransformersDetector.save_final`; with `original`, which transformers
-        has not, one for `load_detector_folder`."""
+        """Write a folder for transformers, see `TransformersDetector.save_final`; with `original`, which transformers
+        does not have, write one for `load_detector_folder`."""
         kind = Detector if self.original else TransformersDetector
         kind.save_final(self, folder, categories, processor_size)
 
 
 def as_its_program_(model: Deimv2ForObjectDetection) -> None:
-    """Makes a DEIMv2 of transformers compute what DEIMv2's own program does with the same weights."""
+    """Make a DEIMv2 of transformers compute the same as DEIMv2's own program with the same weights."""
     core, config = model.model, model.config
     core.enc_output = nn.Identity()
     core.decoder.__class__ = _Decoder
@@ -103,7 +103,7 @@ def _load_vit(vit: nn.Module, size: str, file: bool | str) -> None:
 
 
 class _Decoder(Deimv2Decoder):
-    """transformers' decoder with positions of queries that are embedded once."""
+    """transformers' decoder with the queries' positions embedded only once."""
 
     def forward(
         self,
@@ -117,11 +117,15 @@ class _Decoder(Deimv2Decoder):
     ) -> Deimv2DecoderOutput:
         """See `Deimv2Decoder.forward`."""
         project = weighting_function(self.max_num_bins, self.up, self.reg_scale)
-        references, states = reference_points.sigmoid(), inputs_embeds
+        references = reference_points.sigmoid()
+        states = inputs_embeds
         maps = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
         maps |= {"spatial_shapes": spatial_shapes, "spatial_shapes_list": spatial_shapes_list}
         maps["position_embeddings"] = self.query_pos_head(references).clamp(min=-10, max=10)
-        corners, before, kept, first = 0, 0, [], []
+        corners = 0
+        before = 0
+        kept = []
+        first = []
         for i, layer in enumerate(self.layers):
             states = layer(states, reference_points=references[:, :, None], **maps)
             if i == 0:

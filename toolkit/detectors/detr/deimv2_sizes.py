@@ -22,15 +22,18 @@ VITS = {
     "l": (384, 1536, 32, "dinov3_vits16_pretrain_lvd1689m-08c60483.pth"),
     "x": (384, 1536, 64, "dinov3_vits16plus_pretrain_lvd1689m-4057cbaa.pth"),
 }
-EXPANSIONS, DEPTHS = (0.34, 0.5, 0.67, 1.0, 1.25), {1: 0.34, 2: 0.67, 3: 1.0, 4: 1.37}  # depth by number of blocks
+EXPANSIONS = (0.34, 0.5, 0.67, 1.0, 1.25)
+DEPTHS = {1: 0.34, 2: 0.67, 3: 1.0, 4: 1.37}  # depth by number of blocks
 
 
 def size_config(size: str) -> dict[str, Any]:
-    """Entries of transformers' config, as a source of weights of this size has them."""
+    """Return the config entries of this size, as in a source of weights of this size."""
     (encoder, decoder), (encoder_ffn, decoder_ffn), layers, expansion, depth, queries = SIZES[size]
-    lite, levels = size in ("atto", "femto", "pico"), 3 if size in VITS else 2
+    lite = size in ("atto", "femto", "pico")
+    levels = 3 if size in VITS else 2
     if size in VITS:
-        backbone, maps = vit_entries(*VITS[size][:2], plain=size in "sm", gated=size == "x"), [encoder] * 3
+        backbone = vit_entries(*VITS[size][:2], plain=size in "sm", gated=size == "x")
+        maps = [encoder] * 3
     else:
         backbone = _hgnet(*THIRD_STAGE[size], fourth=size == "n")
         maps = backbone["hidden_sizes"][2:]
@@ -55,7 +58,7 @@ def size_config(size: str) -> dict[str, Any]:
 
 
 def common_entries(levels: int, lite: bool) -> dict[str, Any]:
-    """What follows from the number of levels, and what all sizes have."""
+    """Return the entries that all sizes share and those that follow from the number of levels."""
     return {
         "model_type": "deimv2",
         "encoder_type": "lite" if lite else "hybrid",
@@ -70,8 +73,8 @@ def common_entries(levels: int, lite: bool) -> dict[str, Any]:
 
 
 def vit_entries(width: int, ffn: int, *, plain: bool, gated: bool = False) -> dict[str, Any]:
-    """The config of transformers' DINOv3, 12 layers with heads of 64. plain: the distilled ViT-Tiny of S and M, without
-    registers, layer scales and norms of its maps."""
+    """Return the config of transformers' DINOv3 with 12 layers and heads of 64. plain: the distilled ViT-Tiny of S and
+    M, without registers, layer scales and norms of its maps."""
     return {
         "model_type": "dinov3_vit",
         "hidden_size": width,

@@ -39,7 +39,7 @@ class Detr(MatchedDetector):
     }
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_labels_classifier.*": (0, 1, 1)}  # no-object last
-    of_transformers = True  # not one of its variants that transformers has not
+    of_transformers = True  # not a variant that transformers lacks
 
     def _initialise(self, options: DetrOptions, source_config: Mapping | None) -> None:
         self.of_transformers = not (options.pre_norm or options.query_points)
@@ -63,7 +63,7 @@ class Detr(MatchedDetector):
         return DetrCriterion(num_classes, num_layers, self.model.config.eos_coefficient, costs)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Class logits and boxes of every decoder layer, see `Detector.forward`; targets are not needed.
+        """Return class logits and boxes of every decoder layer, see `Detector.forward`; targets are not needed.
 
         Returns:
             `logits (L, B, Q, C + 1)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding; L is
@@ -95,37 +95,39 @@ class Detr(MatchedDetector):
             )
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
+        """Return this batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
         return self.set_loss.denominators(targets, getattr(self.model.config, self.entries["num_queries"][0]))
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `DetrCriterion.forward`."""
+        """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `DetrCriterion.forward`."""
         return self.set_loss(outputs["logits"], outputs["boxes"], targets, denominators)
 
     def decode(
         self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One detection per query of the last decoder layer, its most probable class, no-object left out (DETR
-        `PostProcess`); the order of the queries is kept where there are no more than `top_k`. Boxes are not clipped."""
+        """Return one detection per query of the last decoder layer: its most probable class other than no-object (DETR
+        `PostProcess`). The order of the queries is kept if there are at most `top_k`. Boxes are not clipped."""
         boxes, scores = self.all_predictions(outputs, orig_sizes)
         scores, labels = scores.max(-1)
         if top_k < scores.shape[1]:
             scores, chosen = scores.topk(top_k, dim=1)
-            labels, boxes = labels.gather(1, chosen), boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
+            labels = labels.gather(1, chosen)
+            boxes = boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
         return boxes, scores, labels
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Writes a folder for transformers, see `TransformersDetector.save_final`; with `pre_norm` or `query_points`,
-        which transformers has not, one for `load_detector_folder`."""
+        """Write a folder for transformers, see `TransformersDetector.save_final`; with `pre_norm` or `query_points`,
+        which transformers does not have, write one for `load_detector_folder`."""
         kind = TransformersDetector if self.of_transformers else Detector
         kind.save_final(self, folder, categories, processor_size)
 
 
 def decoder_states(detector: MatchedDetector, images: Tensor, sizes: Tensor) -> tuple[Tensor, object]:
-    """Normed states `(L, B, Q, D)` of every decoder layer, or of the last alone without auxiliary losses, and the
-    outputs of transformers' model."""
+    """Return the normalised states `(L, B, Q, D)` of every decoder layer, or of only the last without auxiliary losses,
+    and the outputs of transformers' model."""
     pixels = normalize_images(images, sizes, detector.mean, detector.std, dtype=detector.model.dtype)
-    mask, core = pixel_mask(sizes, images.shape[-2:]), detector.model.model
+    mask = pixel_mask(sizes, images.shape[-2:])
+    core = detector.model.model
     with precision(detector.training, images.device):
         outputs = core(pixels, pixel_mask=mask, output_hidden_states=detector.aux_loss)
         # decoder_hidden_states are the queries, the raw state after each layer but the last, the normed last one

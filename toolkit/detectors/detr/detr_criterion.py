@@ -69,7 +69,7 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
 
 
 def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
-    """Objects per image, crowd regions not counted. Call it with CPU targets: on a GPU it would synchronise."""
+    """Return the number of objects per image without crowd regions. Use CPU targets: on a GPU it would synchronise."""
     return [len(t["labels"]) - (int(t["iscrowd"].sum()) if "iscrowd" in t else 0) for t in targets]
 
 
@@ -83,7 +83,7 @@ class MatchingCosts(NamedTuple):
 
 @torch.no_grad()
 def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> Matches:
-    """Cheapest one-to-one assignment of queries to targets, for every layer and image, with one copy to the host.
+    """Assign queries to targets one-to-one at the lowest cost, for every layer and image, with one copy to the host.
 
     Args:
         class_costs: `(L, B, Q, T)` unweighted class term, e.g. minus the probability of the target's class.
@@ -120,12 +120,12 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
 
 
 def full_precision(tensor: Tensor) -> Tensor:
-    """float32 for half precision, else as it is."""
+    """Convert half precision to float32; return other tensors unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
-    """`loss_bbox` (L1 of normalised cxcywh) and `loss_giou` (1 - GIoU): their sums over the matches of a layer, `(L,)`.
+    """Return `loss_bbox` (L1 of normalised cxcywh) and `loss_giou` (1 - GIoU) summed over each layer's matches, `(L,)`.
 
     Every layer has the same number of matches, in the order of the layers: sums by layer are sums of rows.
     """
@@ -146,8 +146,8 @@ def matching_metrics(
     suffixes: Sequence[str],
     detecting: int,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """{metric: (sum, count)}: `class_error` in percent over matched queries of the last layer, `cardinality_error` of
-    every layer in boxes per image.
+    """Return {metric: (sum, count)}: `class_error` in percent over matched queries of the last layer,
+    `cardinality_error` of every layer in boxes per image.
 
     Args:
         logits: `(L, B, Q, C)`; the first `detecting` queries count.
@@ -182,7 +182,8 @@ class DetrCriterion(nn.Module):
         self, num_classes: int, num_layers: int, eos_coef: float = 0.1, matching_costs: Sequence[float] = (1, 5, 2)
     ):
         super().__init__()
-        self.num_classes, self.num_layers = num_classes, num_layers
+        self.num_classes = num_classes
+        self.num_layers = num_layers
         self.matching_costs = MatchingCosts(*matching_costs)
         # The last layer first, without suffix, then the auxiliary ones in the order of the decoder.
         self.suffixes = ("", *(f"_{i}" for i in range(num_layers - 1)))
@@ -196,10 +197,10 @@ class DetrCriterion(nn.Module):
         self.register_buffer("class_weights", class_weights, persistent=False)
 
     def denominators(self, targets: Sequence[Mapping[str, Tensor]], num_queries: int) -> dict[str, float]:
-        """What this batch adds to the denominators, from CPU targets alone.
+        """Return this batch's contribution to the denominators, from CPU targets alone.
 
         `boxes`: objects, also those beyond the number of queries, as in the original. `class_weights`: the sum of the
-        class weights over all queries, which is what `F.cross_entropy(weight=...)` divides by.
+        class weights over all queries, by which `F.cross_entropy(weight=...)` divides.
         """
         objects = count_objects(targets)
         matched = sum(min(n, num_queries) for n in objects)
@@ -215,16 +216,16 @@ class DetrCriterion(nn.Module):
         targets: Sequence[Mapping[str, Tensor]],
         denominators: Mapping[str, Tensor | float],
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Losses and metrics of a batch.
+        """Compute losses and metrics of a batch.
 
         Args:
             logits: `(L, B, Q, C + 1)`; first decoder layer first, the last layer is the main output.
             boxes_cxcywh: `(L, B, Q, 4)` fractions of the image without padding.
             targets: per image, see `pad_targets`; on any device.
-            denominators: `boxes` and `class_weights`, what the sums are divided by.
+            denominators: `boxes` and `class_weights`, the divisors of the sums.
 
         Returns:
-            losses: name -> scalar, float32 (float64 for float64 input), whatever autocast says.
+            losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
             metrics: name -> (sum, count): `class_error` in percent over matched queries of the last layer,
                 `cardinality_error` (of every layer) in boxes per image.
         """
@@ -238,17 +239,19 @@ class DetrCriterion(nn.Module):
             return losses, self._metrics(logits.detach(), padded, matches)
 
     def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> Matches:
-        """The assignment of all layers, from `(L, B, Q, C + 1)` and `(L, B, Q, 4)`."""
+        """Return the assignment of all layers, from `(L, B, Q, C + 1)` and `(L, B, Q, 4)`."""
         labels = targets.labels[:, None, :].expand(*log_probabilities.shape[:3], -1)  # (L, B, Q, T)
         probabilities = log_probabilities.detach().gather(-1, labels).exp()
         return match(-probabilities, boxes_cxcywh.detach(), targets, self.matching_costs)
 
     def _losses(self, log_probabilities, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
-        num_layers, device = len(log_probabilities), log_probabilities.device
+        num_layers = len(log_probabilities)
+        device = log_probabilities.device
         classes = torch.full(log_probabilities.shape[:3], self.num_classes, dtype=torch.int64, device=device)
         classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
         class_weights = self.class_weights.to(log_probabilities.dtype)
-        rows, classes = log_probabilities.flatten(0, 2), classes.flatten()
+        rows = log_probabilities.flatten(0, 2)
+        classes = classes.flatten()
         if targets.labelled is not None:
             unlabelled = unlabelled_columns(targets.labelled, -1)[:, None].expand_as(log_probabilities)
             rows = partial_log_softmax(rows, classes, unlabelled.flatten(0, 2), -1)

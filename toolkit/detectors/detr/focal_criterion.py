@@ -30,14 +30,16 @@ ClassTerms = Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor]
 
 
 def focal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
-    """Focal loss of every logit (Lin et al. 2017), `(..., C)`; 1 is wanted at the indices `positives`, 0 elsewhere."""
+    """Return the focal loss of every logit (Lin et al. 2017), `(..., C)`; the target is 1 at `positives`, 0
+    elsewhere."""
     labels = torch.zeros_like(logits, requires_grad=False)
     labels[positives] = 1
     return sigmoid_focal_loss(logits, labels, ALPHA, GAMMA)
 
 
 def quality_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
-    """Cross-entropy towards score^0.25 * IoU^0.75 at `positives` (IA-BCE of Align-DETR, in LW-DETR and RF-DETR).
+    """Return the cross-entropy towards score^0.25 * IoU^0.75 at `positives` (IA-BCE of Align-DETR, in LW-DETR and
+    RF-DETR).
 
     Negatives weigh by the square of their score, through which the gradient goes, as in RF-DETR.
     """
@@ -70,7 +72,8 @@ class FocalCriterion(nn.Module):
         class_terms: ClassTerms = focal_terms,
     ):
         super().__init__()
-        self.encoder, self.class_terms = encoder, class_terms
+        self.encoder = encoder
+        self.class_terms = class_terms
         self.matching_costs = MatchingCosts(*matching_costs)
         self.suffixes = (*(f"_{i}" for i in range(num_layers - 1)), "")  # in the order of the decoder
         announced = ("", *self.suffixes[:-1], *(["_enc"] if encoder else []))
@@ -86,25 +89,26 @@ class FocalCriterion(nn.Module):
         denominators: Mapping[str, Tensor | float],
         groups: int = 1,
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Losses and metrics of a batch.
+        """Compute losses and metrics of a batch.
 
         Args:
             outputs: `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding,
                 first decoder layer first; with `encoder` also `encoder_logits (B, P, C)`, `encoder_boxes (B, P, 4)`.
             targets: per image, see `pad_targets`; on any device.
-            denominators: `boxes`, what every sum is divided by.
-            groups: the queries (and proposals) are so many groups, one after another; every group is matched by itself
-                (Group DETR).
+            denominators: `boxes`, the divisor of every sum.
+            groups: number of groups that the queries (and proposals) consist of, one after another; every group is
+                matched by itself (Group DETR).
 
         Returns:
-            losses: name -> scalar, float32 (float64 for float64 input), whatever autocast says.
+            losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
             metrics: name -> (sum, count), over the first group, the one that detects: `class_error` in percent over
                 matched queries of the last layer, `cardinality_error` (scores above one half) in boxes per image.
         """
         device = outputs["logits"].device
         with torch.autocast(device.type, enabled=False):
             outputs = {name: full_precision(value) for name, value in outputs.items()}
-            logits, boxes, denominator = outputs["logits"], outputs["boxes"], denominators["boxes"]
+            logits, boxes = outputs["logits"], outputs["boxes"]
+            denominator = denominators["boxes"]
             padded = pad_targets(targets, device, logits.dtype)
             matches = match_focal(logits, boxes, padded, self.matching_costs, groups)
             common = (self.class_terms, "loss_ce", denominator)
@@ -131,7 +135,7 @@ def matched_losses(
     class_loss: str,
     denominator: Tensor | float,
 ) -> dict[str, Tensor]:
-    """The sum of the class terms by the name `class_loss`, and `box_sums`, of each layer by its suffix."""
+    """Return each layer's losses by suffix: the sum of the class terms, named `class_loss`, and `box_sums`."""
     where = (matches.layer, matches.image, matches.query)
     target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
     ious = box_iou(cxcywh_to_xyxy(boxes_cxcywh.detach()[where]), target_boxes)
@@ -149,7 +153,7 @@ def matched_losses(
 def match_focal(
     logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, groups: int = 1
 ) -> Matches:
-    """Assignment of every layer `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
+    """Assign every layer's `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
 
     Each of the `groups` of queries is matched by itself, so a target has that many pairs in every layer.
     """
@@ -162,7 +166,7 @@ def match_focal(
 
 
 def focal_costs(logits: Tensor) -> Tensor:
-    """The class term of the matching for the logits of the wanted classes, without its weight."""
+    """Return the unweighted class term of the matching cost for the logits of the targets' classes."""
     p = logits.sigmoid()
     positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
     return positive - (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()

@@ -1,4 +1,4 @@
-"""Removes host-device synchronisations from transformers' layers and models, with equal numbers.
+"""Removal of host-device synchronisations from transformers' layers and models, with equal numbers.
 
 In training each encoder layer checks whether its output is finite, and clamps it if not: one synchronisation per
 layer, in the middle of a step. Clamping does not change finite values, so here it is done without the check.
@@ -51,7 +51,8 @@ def _forward(
 
 
 class KnownSizes(TorchFunctionMode):
-    """Inside, scalars are filled in instead of copied, and `torch.nonzero` returns `positives` rows without waiting."""
+    """A mode that fills scalars in instead of copying them; `torch.nonzero` returns `positives` rows without
+    waiting."""
 
     def __init__(self, positives: int):
         super().__init__()
@@ -68,9 +69,9 @@ class KnownSizes(TorchFunctionMode):
 
 @contextmanager
 def without_host_waits(model: nn.Module, counts: Sequence[int]) -> Iterator[None]:
-    """Inside, the forward of `model`, one of transformers without its loss, does not wait for the sizes of its maps.
+    """Let `model`, one of transformers without its loss, run inside without waiting for the sizes of its maps.
 
-    counts: objects of each image that denoising queries are made of; none in evaluation.
+    counts: per image, the number of objects that denoising queries are made of; empty in evaluation.
     """
     most = max(counts, default=0)
     groups = max(1, model.config.num_denoising // most) if most else 0

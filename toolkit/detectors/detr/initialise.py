@@ -15,7 +15,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
 def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATTENTION) -> None:
-    """Matrices Xavier uniform; those whose names end in `fused` as the one matrix they are in `nn.MultiheadAttention`.
+    """Draw matrices Xavier uniform; those with names ending in `fused` as the one matrix they form in
+    `nn.MultiheadAttention`.
 
     Biases are PyTorch's default, but 0 in that module and in every attention's output projection.
     """
@@ -29,7 +30,7 @@ def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATT
 
 
 def initialise_sampling_(model: nn.Module, transformer: nn.Module) -> None:
-    """Sampling offsets of deformable attention start as a star around the reference point, as transformers has them."""
+    """Start the sampling offsets of deformable attention as a star around the reference point, as in transformers."""
     for module in transformer.modules():
         if hasattr(module, "sampling_offsets"):
             model._init_weights(module)
@@ -57,7 +58,7 @@ def start_at_zero_(head: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise_rt_detr_(model: PreTrainedModel, backbone: nn.Module) -> None:
-    """Weights of RT-DETR-v2, D-FINE or DEIMv2 as their programs draw them; the backbone is left alone.
+    """Draw weights of RT-DETR-v2, D-FINE or DEIMv2 as their programs do; the backbone is left unchanged.
 
     transformers draws the scales of batch norms from N(0, 0.01) too.
     """
@@ -91,7 +92,7 @@ def initialise_rt_detr_(model: PreTrainedModel, backbone: nn.Module) -> None:
 
 
 def _initialise_refinement_(decoder: nn.Module) -> None:
-    """What only the decoders of D-FINE and DEIMv2 have."""
+    """Draw the parts that only the decoders of D-FINE and DEIMv2 have."""
     start_at_zero_(decoder.pre_bbox_head)
     for quality in decoder.lqe_layers:
         start_at_zero_(quality.reg_conf)

@@ -8,7 +8,7 @@ from transformers.models.detr.modeling_detr import DetrDecoderLayer, DetrEncoder
 
 
 def normalize_before_(model: DetrForObjectDetection) -> None:
-    """Replaces the layers of a DETR by those of the variant, with random weights."""
+    """Replace the layers of a DETR by those of the variant, with random weights."""
     core, config = model.model, model.config
     core.encoder = PreNormEncoder(config)
     core.decoder.layers = nn.ModuleList(PreNormDecoderLayer(config) for _ in range(config.decoder_layers))

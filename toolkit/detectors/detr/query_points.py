@@ -1,6 +1,6 @@
 """Queries anchored at reference points: each first attends near its point and predicts its box relative to it.
 
-In the published DETR a query's position determines what it attends to, but its box is not relative to that position.
+In the published DETR a query's position determines where it attends, but its box is not relative to that position.
 Training from random weights must first learn where each query looks, and at which coordinates. Conditional DETR (Meng
 et al., ICCV 2021) predicts boxes relative to points too; it changes the attention, which here is only initialised
 differently.
@@ -27,7 +27,7 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
     """Anchor each query at a point of a grid: by its position embedding, and a cross-attention that starts around it.
 
     Some channels of each attention head take the highest frequencies of the embeddings of queries and keys, and nothing
-    else; what the encoder gives begins without content there. All of it can be unlearnt.
+    else; the encoder's output starts without content there. Training can change all of it.
 
     Returns:
         `(Q, 2)` logits of the points, which are to be added to those of the centres of boxes.
@@ -36,7 +36,8 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
         BadInput: learned position embeddings; heads of fewer than 8 channels.
     """
     core, config = model.model, model.config
-    queries, heads = core.query_position_embeddings.weight, config.decoder_attention_heads
+    queries = core.query_position_embeddings.weight
+    heads = config.decoder_attention_heads
     width = queries.shape[1] // heads
     if config.position_embedding_type != "sine" or width < CHANNELS:
         raise BadInput(
@@ -62,7 +63,7 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
 
 
 def grid_points(count: int) -> Tensor:
-    """`(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
+    """Return `(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
     rows = max(1, math.isqrt(count))
     columns = [count * (row + 1) // rows - count * row // rows for row in range(rows)]
     return torch.tensor([((i + 0.5) / n, (row + 0.5) / rows) for row, n in enumerate(columns) for i in range(n)])

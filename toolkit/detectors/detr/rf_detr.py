@@ -65,7 +65,8 @@ class RfDetr(MatchedDetector):
         size = values.get("size")
         if source_config is None and "decoder_layers" not in options.given:
             values["decoder_layers"] = SIZES[size or "base"][1]
-        entries, heads = to_entries(values, self.entries), values.get("heads")
+        entries = to_entries(values, self.entries)
+        heads = values.get("heads")
         if heads is not None:
             entries |= {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
         return entries | {"backbone_config": _backbone_entry(source_config, values.get("encoder_layers"), size)}
@@ -86,8 +87,9 @@ class RfDetr(MatchedDetector):
             core.enc_out_bbox_embed[group] = copy.deepcopy(self.model.bbox_embed)
 
     def _prepare_backbone(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
-        """With `heads` (None: in another proportion than ours), `encoder_layers` and `size` (None: none of ours)."""
-        config, vit = self.model.config, self.model.model.backbone.backbone
+        """Prepare the backbone; the options also have `heads`, `encoder_layers` and `size` (None: not one of ours)."""
+        config = self.model.config
+        vit = self.model.model.backbone.backbone
         vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
         vit.embeddings.__class__ = _Embeddings
         patch = config.backbone_config.patch_size
@@ -101,7 +103,7 @@ class RfDetr(MatchedDetector):
         depths = config.backbone_config.num_hidden_layers
         size = next((name for name, ((p, w, _, side), _) in SIZES.items() if (p, w, side) == built), None)
         if options.given.get("size") not in (None, size):
-            raise BadInput(f"model.size {options.size}: those of model.pretrained are of another; leave it out")
+            raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         return {"heads": heads if in_proportion else None, "encoder_layers": depths, "size": size}
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
@@ -109,12 +111,12 @@ class RfDetr(MatchedDetector):
 
     @property
     def groups(self) -> int:
-        """Groups of queries: all of them in training, one in evaluation."""
+        """Return the number of groups of queries: all of them in training, one in evaluation."""
         return self.model.config.group_detr if self.training else 1
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Predictions of every decoder layer and of the encoder, for all groups of queries in training, of images
-        `(B, 3, H, W)` without padding; targets are not needed.
+        """Return predictions of every decoder layer and of the encoder, for all groups of queries in training, of
+        images `(B, 3, H, W)` without padding; targets are not needed.
 
         Returns:
             `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, `encoder_logits
@@ -160,11 +162,12 @@ class RfDetr(MatchedDetector):
 
 
 class _Embeddings(RfDetrDinov2Embeddings):
-    """transformers' embeddings; theirs, as the original's, exchange rows and columns of the windows where an image is
-    not square."""
+    """transformers' embeddings with a correction: theirs, like the original's, swap rows and columns of the windows of
+    an image that is not square."""
 
     def window_partition(self, embeddings: Tensor, height: int, width: int) -> Tensor:
-        """Tokens (B, 1 + patches, D) as (B * windows^2, 1 + patches of a window, D), windows of an image in rows."""
+        """Split tokens (B, 1 + patches, D) into (B * windows^2, 1 + patches per window, D), windows of an image in
+        rows."""
         windows, patch = self.config.num_windows, self.config.patch_size
         rows, columns = (side // patch // windows for side in (height, width))
         patches = embeddings[:, 1:].unflatten(1, (windows, rows, windows, columns)).transpose(2, 3)
@@ -173,7 +176,8 @@ class _Embeddings(RfDetrDinov2Embeddings):
 
 
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
-    """DINOv2 small as in RF-DETR of this size, or the source's; other depths give maps at the four quarters."""
+    """Return the config of DINOv2 small as in this size of RF-DETR, or the source's; other depths give maps at each
+    quarter."""
     sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12}
     published = dict(zip(BACKBONE_KEYS, SIZES[size or "base"][0], strict=True))
     base = {"model_type": "rf_detr_dinov2", **sizes, **published}

@@ -1,7 +1,7 @@
 """RT-DETR-v2 (Lv et al., 2024, arXiv 2407.17140) on any timm backbone: transformers' model, our criterion.
 
 transformers computes the loss inside the model's forward, in autocast's precision, weighted, and divided by the boxes
-of the batch. Here the forward only collects what the loss needs; `criterion` computes it afterwards in float32,
+of the batch. Here the forward only collects the inputs of the loss; `criterion` computes it afterwards in float32,
 unweighted, and divides it by the given denominators. Its numbers are those of transformers' `RTDetrLoss`.
 """
 
@@ -49,7 +49,8 @@ class RTDetrV2(TransformersDetector):
         "varifocal_gamma": ["focal_loss_gamma"],
     }
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
-    fixed_size, stride = True, 32
+    fixed_size = True
+    stride = 32
     class_tensors = {  # the denoising embedding has its padding last
         "model.class_embed.*": (0, 1, 0),
         "model.model.decoder.class_embed.*": (0, 1, 0),
@@ -67,7 +68,8 @@ class RTDetrV2(TransformersDetector):
             )
         self.model = AutoModelForObjectDetection.from_config(config)
         self.model.loss_function = _no_loss_in_forward
-        backbone, name = self._backbone(), timm_name(config)
+        backbone = self._backbone()
+        name = timm_name(config)
         initialise_rt_detr_(self.model, backbone)
         if name is not None:
             start_backbone(backbone._backbone, config.backbone_config, freeze, options.pretrained_backbone)
@@ -83,15 +85,15 @@ class RTDetrV2(TransformersDetector):
         return self.model.model.backbone.model
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Predictions, and with targets what the loss needs beside them; see `Detector.forward`.
+        """Return predictions and, with targets, also the inputs of the loss; see `Detector.forward`.
 
         Args:
             images: H and W are multiples of 32, without padding.
             targets: per image, on the device of the images; in training they also make the denoising queries.
 
         Returns:
-            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image; with targets also `layers`, what
-            `RTDetrCriterion.forward` takes.
+            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image; with targets also `layers`, the
+            input of `RTDetrCriterion.forward`.
 
         Raises:
             BadInput: images of another size, or smaller than the number of queries allows.
@@ -99,7 +101,7 @@ class RTDetrV2(TransformersDetector):
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
-        # they make denoising queries, and nothing else
+        # they only make denoising queries
         labels = _transformers_targets(list(map(without_crowd, targets))) if targets and self.training else None
         # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:
         # evaluation is therefore in float32.
@@ -120,7 +122,8 @@ class RTDetrV2(TransformersDetector):
 
     def map_taps(self) -> list[MapTap]:
         config = self.model.config
-        strides, widths = config.feat_strides, [config.encoder_hidden_dim] * len(config.feat_strides)
+        strides = config.feat_strides
+        widths = [config.encoder_hidden_dim] * len(config.feat_strides)
         return [MapTap(self.model.model.encoder, strides, widths, lambda _, output: list(output[0]))]
 
     def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -139,16 +142,16 @@ class RTDetrV2(TransformersDetector):
         check_positions(height, width, positions, config.num_queries)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's number of boxes, from CPU targets; crowd regions are not counted."""
+        """Return this batch's number of boxes, from CPU targets; crowd regions are not counted."""
         return {"boxes": float(sum(count_objects(targets)))}
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Losses of `forward`'s outputs, `(losses, {})`: there are no metrics; see `RTDetrCriterion.forward`."""
+        """Return losses of `forward`'s outputs, `(losses, {})`, without metrics; see `RTDetrCriterion.forward`."""
         return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators), {}
 
 
 def _one_width(config: PreTrainedConfig) -> int | None:
-    """`d_model`, if encoder and decoder have the same."""
+    """Return `d_model` if encoder and decoder have the same, else None."""
     widths = {config.d_model, config.encoder_hidden_dim, *config.decoder_in_channels}
     return config.d_model if len(widths) == 1 else None
 
@@ -158,11 +161,12 @@ def _no_loss_in_forward(*args, **kwargs):
 
 
 def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The target without its crowd regions, which are not objects to be found one by one."""
+    """Return the target without its crowd regions, which are not single objects."""
     host = on_host(target)
     if "iscrowd" not in host or not host["iscrowd"].any():
         return target
-    rows, keys = (host["iscrowd"] == 0).nonzero()[:, 0], ("boxes", "labels", "iscrowd")
+    rows = (host["iscrowd"] == 0).nonzero()[:, 0]
+    keys = ("boxes", "labels", "iscrowd")
     cut = {key: host[key][rows] for key in keys}
     if host is target:
         return {**target, **cut}

@@ -21,7 +21,8 @@ VARIFOCAL_ALPHA = 0.75
 
 
 def varifocal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor, gamma: float) -> Tensor:
-    """Cross-entropy towards the IoU at `positives`, weighed by it; elsewhere by the score to the power of `gamma`."""
+    """Return the cross-entropy towards the IoU at `positives`, weighted by the IoU; elsewhere weighted by
+    score^`gamma`."""
     score = torch.zeros_like(logits, requires_grad=False)
     score[positives] = ious
     weight = VARIFOCAL_ALPHA * logits.detach().sigmoid().pow(gamma)
@@ -40,7 +41,8 @@ class RTDetrCriterion(nn.Module):
         varifocal_gamma: how much less a wrong class counts while its probability is low (published: 2).
     """
 
-    divided_by, metric_names = "boxes", ()
+    divided_by = "boxes"
+    metric_names = ()
 
     def __init__(self, num_layers: int, denoising: bool, varifocal_gamma: float):
         super().__init__()
@@ -53,7 +55,7 @@ class RTDetrCriterion(nn.Module):
     def forward(
         self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
     ) -> dict[str, Tensor]:
-        """Losses by name, float32 (float64 for float64 input), whatever autocast says.
+        """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
         Args:
             layers: `logits (B, L, D + Q, C)` and `boxes (B, L, D + Q, 4)` of all decoder layers, denoising queries
@@ -61,8 +63,8 @@ class RTDetrCriterion(nn.Module):
                 `denoising_meta_values`, None when there are none (no boxes in the batch, evaluation), and then the
                 `_dn_i` losses are missing. Boxes are cxcywh, fractions of the image.
             targets: per image, see `pad_targets`, without crowd regions.
-            denominators: `boxes`, what every sum is divided by; those of denoising also by the number of its groups,
-                which depends on the fullest image of the batch.
+            denominators: `boxes`, the divisor of every sum; sums of denoising are also divided by the number of its
+                groups, which depends on the fullest image of the batch.
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
@@ -84,7 +86,7 @@ class RTDetrCriterion(nn.Module):
 
 
 def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> Matches:
-    """Which object each positive denoising query was made from: every group repeats the objects of its image."""
+    """Return the object that each positive denoising query was made from: every group repeats its image's objects."""
     repeated = [torch.arange(n).repeat(meta["dn_num_group"]) for n in counts]
     image = torch.arange(len(counts)).repeat_interleave(torch.tensor([len(r) for r in repeated]))
     image, target = send(torch.stack([image, torch.cat(repeated)]), device)

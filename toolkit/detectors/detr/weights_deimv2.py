@@ -67,18 +67,18 @@ NAMES = [
 
 @dataclass
 class _Deimv2(Publisher):
-    """Its matrices of several projections are more of ours, and its two encoders have names in common."""
+    """The publisher's reader: more of its projections share a matrix, and its two encoders have names in common."""
 
     lite_names: Pairs = field(default_factory=list)
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors under our names."""
+        """Return the publisher's tensors under our names."""
         state = renamed(in_full(state), self.lite_names if LITE in state else [])
         return super().ours_from(state)
 
 
 def in_full(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors with one for each projection, and those that safetensors keeps once under every name."""
+    """Split joint projections and repeat the tensors that safetensors stores once for several names."""
     result = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     result |= {f"decoder.{name}": _constant(state, name) for name in ("up", "reg_scale")}
     shared = [f"decoder.dec_bbox_head.{i}" for i in range(1, count(state, "decoder.decoder.layers"))]
@@ -90,13 +90,13 @@ def in_full(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of DINOv3's or the distilled ViT-Tiny's own file under the names of transformers' DINOv3."""
+    """Rename tensors of DINOv3's or the distilled ViT-Tiny's own file to the names of transformers' DINOv3."""
     state = renamed(_split_vit(state), VIT)
     return {name: tensor for name, tensor in state.items() if not re.search(LEFT_OUT, name)}
 
 
 def _split_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With queries, keys and values apart; a mask of biases is 0 for the keys, which then have none."""
+    """Split queries, keys and values; a bias mask is 0 for the keys, which then have no bias."""
     masked = {name.removesuffix("_mask") for name in state if name.endswith("qkv.bias_mask")}
     apart = split_attention(state, ".qkv.")
     return {name: tensor for name, tensor in apart.items() if name.replace("k_proj", "qkv") not in masked}
@@ -108,10 +108,13 @@ def _constant(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
     state = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
-    lite, block = LITE in state, "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
+    lite = LITE in state
+    block = "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
     points = _points(state["decoder.decoder.layers.0.cross_attn.num_points_scale"])
-    levels, encoder = len(points), len(state[f"{block}.cv4.conv.weight"])
-    ffn, queried = state["decoder.decoder.layers.0.swish_ffn.w12.weight"], state["decoder.query_pos_head.layers.2.bias"]
+    levels = len(points)
+    encoder = len(state[f"{block}.cv4.conv.weight"])
+    ffn = state["decoder.decoder.layers.0.swish_ffn.w12.weight"]
+    queried = state["decoder.query_pos_head.layers.2.bias"]
     own_ffn = state.get("encoder.encoder.0.layers.0.linear1.weight", ffn)
     inner = len(state[f"{block}.cv3.0.bottlenecks.0.conv1.conv.weight"])  # round(expansion * width // 2)
     blocks = count(state, f"{block}.cv2.0.bottlenecks")
@@ -145,27 +148,28 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "up": float(_constant(state, "up")),
         "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
     }
-    notes = [] if size else ["none of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
+    notes = [] if size else ["not one of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
     options = {"source_config": config, "original": True, "size": size}
     classes = named(len(state["decoder.dec_score_head.0.weight"]))
     return Description("deimv2", options, classes, notes, _side(state, config["feat_strides"]))
 
 
 def _structure(config: Mapping) -> dict:
-    """What tensors can tell of a config."""
+    """Return the part of a config that the tensors determine."""
     return {**config, "num_queries": None, "depth_mult": round(3 * config["depth_mult"])}
 
 
 def _points(scale: Tensor) -> list[int]:
-    """Points of each level, from 1 / points for each of them."""
-    points, counts = [round(1 / value) for value in scale.tolist()], []
+    """Return the number of points of each level; `scale` holds 1 / points for each of them."""
+    points = [round(1 / value) for value in scale.tolist()]
+    counts = []
     while sum(counts) < len(points):
         counts.append(points[sum(counts)])
     return counts
 
 
 def _side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
-    """What images are resized to, from the number of positions that it evaluates with; None: not a square."""
+    """Return the side that images are resized to, from the number of positions in evaluation; None: not a square."""
     positions = len(state["decoder.anchors"][0]) if "decoder.anchors" in state else 0
     side = 32 * math.isqrt(positions // sum((32 // stride) ** 2 for stride in strides))
     fits = side and positions == sum((side // stride) ** 2 for stride in strides)
@@ -173,9 +177,10 @@ def _side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | N
 
 
 def _vit(state: Mapping[str, Tensor]) -> dict:
-    """The config of transformers' DINOv3."""
+    """Return the config of transformers' DINOv3."""
     block = "backbone.dinov3.blocks.0"
-    gated, plain = f"{block}.mlp.w1.weight" in state, "backbone.dinov3.norm.weight" not in state
+    gated = f"{block}.mlp.w1.weight" in state
+    plain = "backbone.dinov3.norm.weight" not in state
     ffn = state[f"{block}.mlp.{'w1' if gated else 'fc1'}.weight"]
     return vit_entries(ffn.shape[1], len(ffn), plain=plain, gated=gated)
 

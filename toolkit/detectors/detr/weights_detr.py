@@ -19,7 +19,7 @@ DECODER_NORMS = "norm1 self_attn_layer_norm, norm2 encoder_attn_layer_norm, norm
 
 
 def _names(decoder_layer: str, others: str = "", encoder_layer: str = ENCODER_LAYER) -> Pairs:
-    """Of a whole detector: tables of names in layers, and of others, which go before what all of them have."""
+    """Return the tables of names of a whole detector: in layers, and others, which go before those shared by all."""
     return [
         *pairs(encoder_layer, below=[("transformer.encoder.layers.*.", "model.model.encoder.layers.*.")]),
         *pairs(decoder_layer, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
@@ -35,14 +35,14 @@ def _names(decoder_layer: str, others: str = "", encoder_layer: str = ENCODER_LA
 
 
 def _projections(self_attention: str, cross_attention: str, ours: str) -> str:
-    """Table of attention in the decoders of Conditional and DAB-DETR, which have content and position apart."""
+    """Return the attention table of the decoders of Conditional and DAB-DETR, which separate content and position."""
     words = list(zip("qcontent qpos kcontent kpos v qpos_sine".split(), ours.split(), strict=True))
     attentions = (("sa", self_attention), ("ca", cross_attention))
     return ", ".join(f"{short}_{a}_proj {prefix}{b}_proj" for short, prefix in attentions for a, b in words)
 
 
 def _sizes(state: Mapping[str, Tensor]) -> dict:
-    """Backbone, widths and depths."""
+    """Return backbone, widths and depths."""
     first = state["transformer.encoder.layers.0.linear1.weight"]
     return {
         "backbone": resnet_name(state, "backbone.0.body."),
@@ -56,9 +56,9 @@ def _sizes(state: Mapping[str, Tensor]) -> dict:
 def _maybe_dc5(
     architecture: str, state: Mapping[str, Tensor], file: str, *, queries: str = "query_embed", no_object: int = 0
 ) -> Description:
-    """DC5 has the same tensors and is told by the name of the file."""
+    """Describe a detector; DC5 has the same tensors and is recognised by the name of the file."""
     options = _sizes(state) | {"dilation": "dc5" in file.lower(), "num_queries": len(state[f"{queries}.weight"])}
-    notes = ["whether it is a DC5 variant was told by the name of the file: --model.dilation says otherwise"]
+    notes = ["the file name decides whether it is a DC5 variant: --model.dilation says otherwise"]
     return Description(architecture, options, named(len(state["class_embed.weight"]) - no_object), notes)
 
 
@@ -96,7 +96,7 @@ CONDITIONAL_DETR = Publisher(
 def _dab_detr(state: Mapping[str, Tensor], file: str) -> Description:
     if "transformer.patterns.weight" in state:
         raise BadInput(
-            f"model.pretrained {file}: a DAB-DETR with several patterns for each query, which dab-detr here has not; "
+            f"model.pretrained {file}: a DAB-DETR with several patterns for each query, which dab-detr does not have; "
             "take the one without"
         )
     return _maybe_dc5("dab-detr", state, file, queries="refpoint_embed")

@@ -33,7 +33,9 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
             "rf_detr is nano, small, medium, large-2026 and base"
         )
     patches = state[f"{VIT}.embeddings.patch_embeddings.projection.weight"]
-    width, patch, depth = len(patches), patches.shape[-1], count(state, f"{VIT}.encoder.layer")
+    width = len(patches)
+    patch = patches.shape[-1]
+    depth = count(state, f"{VIT}.encoder.layer")
     side = patch * math.isqrt(state[f"{VIT}.embeddings.position_embeddings"].shape[1] - 1)
     first = patch == 14  # base, which is used with larger images than its positions
     backbone = {
@@ -46,8 +48,10 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "out_indices": [2, 5, 8, 11] if first else [3, 6, 9, 12],
         "image_size": side,
     }
-    layer, d_model = "transformer.decoder.layers.0", state["query_feat.weight"].shape[1]
-    groups, heads = count(state, "transformer.enc_output"), d_model // 16
+    layer = "transformer.decoder.layers.0"
+    d_model = state["query_feat.weight"].shape[1]
+    groups = count(state, "transformer.enc_output")
+    heads = d_model // 16
     config = {
         "model_type": "rf_detr",
         "backbone_config": backbone,

@@ -36,7 +36,8 @@ HEADS = """
 
 
 def _transformer(first: str, second: str) -> Pairs:
-    """Names of everything but the backbone. first, second: our names of the layers of a feed-forward network."""
+    """Return the names of everything but the backbone. first, second: our names of the layers of a feed-forward
+    network."""
     layer = (
         f"linear1 {first}, linear2 {second}, self_attn.out_proj self_attn.o_proj, "
         "norm1 self_attn_layer_norm, cross_attn encoder_attn"
@@ -50,8 +51,8 @@ def _transformer(first: str, second: str) -> Pairs:
 
 
 def _family_entries(state: Mapping[str, Tensor]) -> dict:
-    """Entries of transformers' config that RT-DETR and D-FINE have in common, read from their tensors; what they cannot
-    tell (heads, queries) is as published."""
+    """Return the config entries that RT-DETR and D-FINE share, read from their tensors; those that tensors do not show
+    (heads, queries) are as published."""
     levels = count(state, "encoder.input_proj")
     encoder = state["encoder.encoder.0.layers.0.linear1.weight"]
     decoder = state["decoder.decoder.layers.0.linear1.weight"]
@@ -103,7 +104,7 @@ def _rt_detr(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def _resnet_entries(state: Mapping[str, Tensor]) -> dict:
-    """The config of transformers' ResNet for RT-DETR."""
+    """Return the config of transformers' ResNet for RT-DETR."""
     prefix = "backbone.res_layers"
     last = "c" if f"{prefix}.0.blocks.0.branch2c.conv.weight" in state else "b"
     stages = range(count(state, prefix))
@@ -156,7 +157,7 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
-    """The config of transformers' HGNetV2."""
+    """Return the config of transformers' HGNetV2."""
     stages = [f"backbone.stages.{i}" for i in range(count(state, "backbone.stages"))]
     firsts = [f"{stage}.blocks.0.layers.0" for stage in stages]
     light = [f"{first}.conv1.conv.weight" in state for first in firsts]  # blocks of two convolutions each
@@ -183,7 +184,7 @@ def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
 
 
 def hgnet_names(body: str) -> Pairs:
-    """Names of HGNetV2. body: ours of the whole."""
+    """Return the names of HGNetV2. body: our name of the whole."""
     stems = ("stem1", "stem2a", "stem2b", "stem3", "stem4")
     parts = ("blocks.*.layers.*", "blocks.*.aggregation.*", "downsample")
     prefixes = [(f"backbone.stem.{stem}.", f"{body}.embedder.{stem}.") for stem in stems]

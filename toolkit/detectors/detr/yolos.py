@@ -45,8 +45,8 @@ class Yolos(Detr):
         return to_entries(handed_over(options, source_config), self.entries)
 
     def _initialise(self, options: YolosOptions, source_config: Mapping | None) -> None:
-        """As hustvl/YOLOS. transformers leaves detection tokens and position embeddings at 0: all tokens stay alike,
-        and never learn apart."""
+        """Draw weights as hustvl/YOLOS does. transformers leaves detection tokens and position embeddings at 0: all
+        tokens stay identical and never learn to differ."""
         vit = self.model.vit
         for module in vit.modules():
             if isinstance(module, nn.Linear):
@@ -71,7 +71,7 @@ class Yolos(Detr):
         return {}
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """`logits (1, B, Q, C + 1)` and `boxes (1, B, Q, 4)`; see `Detr.forward`."""
+        """Return `logits (1, B, Q, C + 1)` and `boxes (1, B, Q, 4)`; see `Detr.forward`."""
         if any(side % self.stride for side in images.shape[-2:]):
             height, width = images.shape[-2:]
             raise BadInput(f"images of {height}x{width} px: yolos needs both sides to be multiples of {self.stride}.")
@@ -84,7 +84,7 @@ class Yolos(Detr):
             return {"logits": logits, "boxes": self.model.bbox_predictor(states).sigmoid()}
 
     def map_taps(self) -> list[MapTap]:
-        """The image's patches among the tokens: the class token is before them, the queries are behind."""
+        """Return taps of the image's patch tokens: the class token precedes them, the detection tokens follow."""
 
         def patches(arguments: tuple, output) -> list[Tensor]:
             grid_hw = [side // self.stride for side in arguments[0].shape[-2:]]

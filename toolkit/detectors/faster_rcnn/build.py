@@ -1,4 +1,4 @@
-"""Builds Faster R-CNNs from their settings: on any timm backbone, and torchvision's own ResNet-50 variants."""
+"""Construction of Faster R-CNNs from their settings: on any timm backbone, and torchvision's own ResNet-50 variants."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -55,7 +55,8 @@ class FeaturePyramid(nn.Module):
         self, body: nn.Module, in_channels: Sequence[int], out_channels: int, extra_level: bool, norm: str = "none"
     ):
         super().__init__()
-        self.body, self.out_channels = body, out_channels
+        self.body = body
+        self.out_channels = out_channels
         extra = LastLevelMaxPool() if extra_level else None
         self.fpn = FeaturePyramidNetwork(list(in_channels), out_channels, extra, HEAD_NORMS[norm])
 
@@ -72,14 +73,15 @@ class GivenAnchors(AnchorGenerator):
 
 
 class WholePixelPool(nn.Module):
-    """Pools boxes that end behind their last pixel as maskrcnn-benchmark pools those that end at it.
+    """Pooling of boxes that end behind their last pixel, as maskrcnn-benchmark pools those that end at it.
 
     The level of a box follows from its whole area there.
     """
 
     def __init__(self, pool: MultiScaleRoIAlign):
         super().__init__()
-        self.pool, mapper = pool, pool.map_levels
+        self.pool = pool
+        mapper = pool.map_levels
         pool.map_levels = lambda boxes: mapper([moved_ends(image_boxes, 1) for image_boxes in boxes])
 
     def forward(
@@ -96,7 +98,7 @@ class FasterRCNNOnTimm(FasterRCNN):
     Settings: see `FasterRcnnOptions`; unless `freeze` is none, the batch norms of the backbone become constants.
 
     Raises:
-        BadInput: settings that do not exist or do not fit together; what `timm_features` raises.
+        BadInput: settings that do not exist or do not fit together; the errors of `timm_features`.
     """
 
     Options = FasterRcnnOptions
@@ -178,7 +180,8 @@ class FasterRCNNResNet50V2(FasterRCNN):
     Options = ResNet50V2Options
 
     def __init__(self, class_names: Sequence[str], options: ResNet50V2Options):
-        weights, freeze = options.pretrained_backbone, options.freeze
+        weights = options.pretrained_backbone
+        freeze = options.freeze
         if freeze not in ("paper", "none", None):
             raise BadInput(f"model.freeze: {freeze!r} is not one of paper, none for fasterrcnn_resnet50_fpn_v2.")
         freeze = freeze or ("paper" if weights else "none")
@@ -199,7 +202,7 @@ class FasterRCNNResNet50V2(FasterRCNN):
 
 
 def torchvision_settings(options: TwoStageOptions) -> dict:
-    """The settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
+    """Return the settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
     names = {field.name for field in fields(TwoStageOptions)} - {field.name for field in fields(DetectorOptions)}
     names -= OWN_SETTINGS
     return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(names)}
@@ -208,7 +211,8 @@ def torchvision_settings(options: TwoStageOptions) -> dict:
 def _stride_in_1x1(body: nn.Module, name: str) -> None:
     blocks = [block for block in body.modules() if isinstance(block, Bottleneck) and block.conv2.stride != (1, 1)]
     for block in blocks:
-        block.conv1.stride, block.conv2.stride = block.conv2.stride, (1, 1)
+        block.conv1.stride = block.conv2.stride
+        block.conv2.stride = (1, 1)
     if not blocks:
         missing = "no blocks with a strided 3 x 3 convolution between two 1 x 1 ones"
         raise BadInput(f"model.stride_in_1x1: {name!r} has {missing}; leave it out, or use a resnet50 or deeper")
@@ -223,7 +227,8 @@ def _set_norm_eps(body: nn.Module, eps: float) -> None:
 def _box_head(o: FasterRcnnOptions) -> nn.Module:
     if not o.box_convs:
         return TwoMLPHead(o.fpn_channels * 7 * 7, o.representation_size)
-    size, convs = (o.fpn_channels, 7, 7), [o.fpn_channels] * o.box_convs
+    size = (o.fpn_channels, 7, 7)
+    convs = [o.fpn_channels] * o.box_convs
     return FastRCNNConvFCHead(size, convs, [o.representation_size], HEAD_NORMS[o.head_norm])
 
 
@@ -243,7 +248,9 @@ def _take_resnet50(body: nn.Module, source: bool | str, published: ResNet50_Weig
 
 
 def _check(o: FasterRcnnOptions) -> None:
-    strides, sizes, problems = list(o.strides), [list(lengths) for lengths in o.anchor_sizes], []
+    strides = list(o.strides)
+    sizes = [list(lengths) for lengths in o.anchor_sizes]
+    problems = []
     if o.freeze not in FREEZE_CHOICES:
         problems.append(f"model.freeze: {o.freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")
     elif o.freeze != "none" and o.norm not in ("batch", "frozen"):

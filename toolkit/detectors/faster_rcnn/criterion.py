@@ -33,9 +33,9 @@ def match_boxes(
             crowd regions.
         high, low: IoU from which a candidate takes its best object, and below which it is background; ignored between.
         best_of_each_box: the candidates that overlap an object best take their own best object, however low the IoU.
-        crowd_overlap: a candidate with this share of its area in a crowd region is ignored, whatever it overlaps.
-        lowest: candidates with a lower IoU are ignored, where there is an object in their image.
-        padding: (..., T), rows that are no boxes.
+        crowd_overlap: a candidate with this share of its area in a crowd region is ignored in any case.
+        lowest: candidates with a lower IoU are ignored if their image has an object.
+        padding: (..., T), rows that are not boxes.
 
     Returns:
         (..., A) int64: row of the object, `BACKGROUND` or `IGNORED`. Without objects all is background or ignored.
@@ -64,9 +64,10 @@ def match_boxes(
 
 
 def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
-    """(..., T, A): share of the area of each candidate (..., A, 4) that lies in each region (..., T, 4); 0 where it has
-    no area."""
-    candidates, regions = candidates_xyxy[..., None, :, :], regions_xyxy[..., :, None, :]
+    """Return (..., T, A), the share of each candidate's area (..., A, 4) that lies in each region (..., T, 4); 0 for
+    candidates without area."""
+    candidates = candidates_xyxy[..., None, :, :]
+    regions = regions_xyxy[..., :, None, :]
     corner = torch.minimum(candidates[..., 2:], regions[..., 2:])
     sides = (corner - torch.maximum(candidates[..., :2], regions[..., :2])).clamp(min=0)
     area = (candidates[..., 2:] - candidates[..., :2]).prod(dim=-1)
@@ -74,17 +75,18 @@ def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
 
 
 def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """A random choice of positives, at most `positive_fraction` of `size`, filled up with background.
+    """Choose random positives, at most `positive_fraction` of `size`, and fill up with background.
 
     Args:
         match: (..., A) of `match_boxes`.
         keys: (..., A) random numbers in [0, 1): the order in which candidates are chosen.
 
     Returns:
-        index (..., K) of the chosen candidates, positives first, K = min(size, A), and their match (..., K). Where
-        there are fewer to choose from, what is left over is `IGNORED`: a shape that no host read is needed for.
+        index (..., K) of the chosen candidates, positives first, K = min(size, A), and their match (..., K). If there
+        are fewer to choose from, the rest is `IGNORED`, so that the shape is known without a host read.
     """
-    count, most_positives = match.shape[-1], int(size * positive_fraction)
+    count = match.shape[-1]
+    most_positives = int(size * positive_fraction)
     positive = match >= 0
     order = keys.masked_fill(~positive, -1).topk(min(most_positives, count), dim=-1).indices
     chosen = torch.zeros_like(positive).scatter_(-1, order, True) & positive
@@ -95,7 +97,8 @@ def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> 
 
 
 def shares(match: Tensor) -> Tensor:
-    """(..., K) weights that make a sum over an image's samples their mean: 1 / their number, 0 for ignored ones."""
+    """Return weights (..., K) that turn a sum over an image's samples into their mean: 1 / their number, 0 for ignored
+    ones."""
     counted = match != IGNORED
     return counted / counted.sum(dim=-1, keepdim=True).clamp(min=1)
 
@@ -103,10 +106,11 @@ def shares(match: Tensor) -> Tensor:
 def rpn_losses(
     logits: Tensor, deltas: Tensor, match: Tensor, targets: Tensor, weights: Tensor, beta: float = 1 / 9
 ) -> tuple[Tensor, Tensor]:
-    """`loss_objectness` (binary cross-entropy) and `loss_rpn_box_reg` (smooth L1 of positives): weighted sums, float32.
+    """Return `loss_objectness` (binary cross-entropy) and `loss_rpn_box_reg` (smooth L1 of positives) as weighted
+    float32 sums.
 
     Args:
-        logits, match, weights: (N,). deltas, targets: (N, 4). beta: where smooth L1 turns linear (1 / sigma^2).
+        logits, match, weights: (N,). deltas, targets: (N, 4). beta: smooth L1 is linear from there (1 / sigma^2).
     """
     positive = (match >= 0).float()
     objectness = binary_cross_entropy_with_logits(logits.float(), positive, reduction="none")
@@ -122,11 +126,12 @@ def roi_losses(
     beta: float = 1 / 9,
     unlabelled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`loss_classifier` (cross-entropy) and `loss_box_reg` (smooth L1 of the right class): weighted sums, float32.
+    """Return `loss_classifier` (cross-entropy) and `loss_box_reg` (smooth L1 of the right class) as weighted float32
+    sums.
 
     Args:
         logits: (R, 1 + C), background first. deltas: (R, 1 + C, 4). targets: (R, 4). weights: (R,).
-        classes: (R,) int64, 0 is background; whatever has weight 0 may have any.
+        classes: (R,) int64, 0 is background; rows of weight 0 may have any class.
         unlabelled: (R, 1 + C) bool, columns that the image does not label; None: none.
     """
     log_probabilities = partial_log_softmax(logits.float(), classes, unlabelled, 0)
@@ -136,7 +141,7 @@ def roi_losses(
 
 
 def _box_loss(deltas: Tensor, targets: Tensor, weights: Tensor, beta: float) -> Tensor:
-    # Targets of what is no positive may be infinite: infinity times a weight of 0 would be NaN.
+    # Targets of other samples than positives may be infinite: infinity times a weight of 0 would be NaN.
     targets = targets.where(weights[:, None] > 0, deltas.detach().float())
     loss = smooth_l1_loss(deltas.float(), targets, beta=beta, reduction="none")
     return (loss.sum(dim=1) * weights).sum()

@@ -2,8 +2,8 @@
 
 torchvision computes its losses inside the model, in autocast's precision and divided by the samples of one batch. Here
 `forward` returns predictions and their targets; `criterion` computes the losses in float32, divided by denominators of
-the whole optimizer step. `toolkit.detectors.faster_rcnn.build` makes the modules. What differs from torchvision and
-seamseg is listed in docs/differences.md.
+the whole optimizer step. `toolkit.detectors.faster_rcnn.build` makes the modules. Differences from torchvision and
+seamseg are listed in docs/differences.md.
 """
 
 from collections import OrderedDict
@@ -49,7 +49,7 @@ class FasterRCNN(Detector):
         model: torchvision's, whose `backbone`, `rpn` and `roi_heads` are taken, with the mean and deviation of images.
             The backbone makes of normalised images an OrderedDict of maps with equal channels, finest first.
         strides: of the maps that boxes are pooled from, each twice the one before; the first of all maps.
-        stages: settings, of which `rpn_crowd_overlap` and others have no place in torchvision's modules.
+        stages: settings, some of which (such as `rpn_crowd_overlap`) torchvision's modules do not have.
 
     `features`, `map_channels`, `proposals`, `box_pool`, `box_head`, `class_logits`, `representation_size` and
     `detect_with_logits` are for models built on top, such as scene graphs.
@@ -59,7 +59,9 @@ class FasterRCNN(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error",)
     divided_by = "images"
-    masks_unlabelled, buffers_steer_training, exported_sides = True, False, "any"
+    masks_unlabelled = True
+    buffers_steer_training = False
+    exported_sides = "any"
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
@@ -67,12 +69,15 @@ class FasterRCNN(Detector):
 
     def __init__(self, model: torchvision_models.FasterRCNN, strides: Sequence[int], stages: TwoStageOptions):
         super().__init__()
-        self.backbone, self.rpn, self.roi_heads = model.backbone, model.rpn, model.roi_heads
-        self.stages, self.strides = stages, tuple(strides)
+        self.backbone = model.backbone
+        self.rpn = model.rpn
+        self.roi_heads = model.roi_heads
+        self.stages = stages
+        self.strides = tuple(strides)
         self.rpn.min_size = stages.rpn_min_size
         self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
         self.map_channels = self.backbone.out_channels  # C, the width of the feature maps
-        self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D, what the box head gives
+        self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D of the box head
         # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
         first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
         pool = self.roi_heads.box_roi_pool = LevelPool.of(self.roi_heads.box_roi_pool)
@@ -81,27 +86,29 @@ class FasterRCNN(Detector):
 
     @property
     def box_pool(self) -> MultiScaleRoIAlign:
-        """Pools `(maps, boxes per image, image sizes)` to (R, C, 7, 7)."""
+        """Return the module that pools `(maps, boxes per image, image sizes)` to (R, C, 7, 7)."""
         return self.roi_heads.box_roi_pool
 
     @property
     def box_head(self) -> nn.Module:
-        """(R, C, 7, 7) to (R, `representation_size`)."""
+        """Return the module that maps (R, C, 7, 7) to (R, `representation_size`)."""
         return self.roi_heads.box_head
 
     def features(
         self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
     ) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
-        """Maps (B, C, H / s, W / s) by name, and the images' sizes (h, w) without padding, on the host.
+        """Return maps (B, C, H, W) by name, and the images' sizes (h, w) without padding, on the host.
 
-        images: (B, 3, H, W) uint8, padded on the right and below to a multiple of 32. sizes: (B, 2) int64.
-        targets: where there are any; they know the sizes on the host.
+        Args:
+            images: (B, 3, H, W) uint8, padded on the right and below to a multiple of 32.
+            sizes: (B, 2) int64.
+            targets: if given, their sizes are already on the host.
         """
         images_hw = sizes_on_host(sizes, targets)
         return self.backbone(normalize_images(images, sizes, self.mean, self.std)), images_hw
 
     def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
-        """Per image (P_i, 4) float32 xyxy pixels, boxes that may hold an object, best first; without gradient."""
+        """Return proposals per image, (P_i, 4) float32 xyxy pixels without gradient, best first."""
         return self._proposals(*self._predict_anchors(features), images_hw)[0]
 
     def detect(
@@ -111,20 +118,23 @@ class FasterRCNN(Detector):
         images_hw: Sizes,
         boxes_on_host: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per image.
+        """Return class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per
+        image.
 
-        boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
+        boxes_on_host: the same boxes on the CPU, if available; they avoid a host synchronisation.
         """
         pooled = self.box_pool(features, boxes, list(images_hw), boxes_on_host)
         logits, deltas = self.roi_heads.box_predictor(self.box_head(pooled))
         return logits.float(), deltas.float().unflatten(1, (-1, 4))
 
     def class_logits(self, features: Mapping[str, Tensor], boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
-        """(R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are pooled already."""
+        """Return logits (R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are already
+        pooled."""
         return self.roi_heads.box_predictor(self.box_head(pooled))[0].float()
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Predictions of sampled anchors and boxes with their targets (given targets); detections (in evaluation).
+        """Return predictions of sampled anchors and boxes with their targets (given targets); detections (in
+        evaluation).
 
         Args:
             images, sizes: see `features`. targets: on the same device; images without objects are background.
@@ -144,22 +154,25 @@ class FasterRCNN(Detector):
     def from_features(
         self, features: Mapping[str, Tensor], images_hw: Sizes, targets: Sequence[Mapping] | None = None
     ) -> dict:
-        """`forward` on maps that `features` has computed already."""
+        """Run `forward` on maps that `features` has already computed."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
         boxes, boxes_on_host = self._proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
             logits, deltas = self.detect(features, boxes, images_hw, boxes_on_host)
             return {"boxes": boxes, "logits": logits, "deltas": deltas}
         with torch.no_grad():
-            truths, o = padded_truths(targets), self.stages
-            of_rpn, draw = Sampler.of(self.rpn, o.rpn_crowd_overlap), self._drawing(targets)
+            truths = padded_truths(targets)
+            o = self.stages
+            of_rpn = Sampler.of(self.rpn, o.rpn_crowd_overlap)
+            draw = self._drawing(targets)
             index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, draw)
             of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
             chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
         outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
-        outputs |= {"rpn_logits": logits.gather(1, index)}
-        outputs |= {"rpn_deltas": deltas.gather(1, index[..., None].expand(-1, -1, 4))}
-        if (labelled := labelled_classes(targets, anchors.device)) is not None:
+        outputs["rpn_logits"] = logits.gather(1, index)
+        outputs["rpn_deltas"] = deltas.gather(1, index[..., None].expand(-1, -1, 4))
+        labelled = labelled_classes(targets, anchors.device)
+        if labelled is not None:
             roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image_of_each(sizes, anchors.device)]
         roi_targets = {f"roi_{name}": part for name, part in roi_parts.items()}
         if self.training:
@@ -176,11 +189,13 @@ class FasterRCNN(Detector):
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Losses are means over an image's samples, averaged over images; no other rank's samples need be known."""
+        """Return the number of images: losses are means over an image's samples, averaged over images, so the number of
+        other ranks' samples is not needed."""
         return {"images": float(len(targets))}
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Losses of this micro-batch, sums over its images / denominators["images"], and metrics as (sum, count).
+        """Return losses of this micro-batch, sums over its images / denominators["images"], and metrics as (sum,
+        count).
 
         class_error: per cent of the sampled boxes with an object whose best class is another one, or background.
         """
@@ -199,15 +214,16 @@ class FasterRCNN(Detector):
 
     @property
     def max_detections(self) -> int:
-        """All that it finds: `detections_per_image` of the settings."""
+        """Return the largest number of detections of an image: `detections_per_image` of the settings."""
         return self.roi_heads.detections_per_img
 
     def decode(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image` of the
-        settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
-        counts, weights = [len(image_boxes) for image_boxes in outputs["boxes"]], self.roi_heads.box_coder.weights
+        """Return boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image`
+        of the settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
+        counts = [len(image_boxes) for image_boxes in outputs["boxes"]]
+        weights = self.roi_heads.box_coder.weights
         boxes = decode_boxes(outputs["deltas"][:, 1:], torch.cat(outputs["boxes"])[:, None], weights)
         scores = outputs["logits"].softmax(-1)[:, 1:]
         scores = scores.where(scores > score_threshold, 0)
@@ -215,9 +231,10 @@ class FasterRCNN(Detector):
         return resize_boxes(boxes, sizes, orig_sizes), scores, labels
 
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The second half of `decode`, in pixels of the model's images, of boxes (B, P, C, 4) and scores (B, P, C) of
-        proposals and classes; a proposal with scores of 0 is none."""
-        heads, (proposals, classes) = self.roi_heads, scores.shape[1:]
+        """Run the second half of `decode`, in pixels of the model's images, on boxes (B, P, C, 4) and scores (B, P, C)
+        of proposals and classes; a proposal whose scores are all 0 is ignored."""
+        heads = self.roi_heads
+        proposals, classes = scores.shape[1:]
         boxes = clip_boxes(boxes.flatten(1, 2), sizes)
         large = (boxes[..., 2:] - boxes[..., :2] >= SMALLEST_BOX).all(-1)
         scores = scores.flatten(1).where(large, 0)
@@ -237,16 +254,16 @@ class FasterRCNN(Detector):
         further_boxes: Sequence[Tensor] | None = None,
         outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
-        """Detections with the second stage's outputs, for scene graphs; one class per proposal.
+        """Return detections with the second stage's outputs, for scene graphs; one class per proposal.
 
-        NMS class by class; of what is left to a proposal its best class counts, as in Scene-Graph-Benchmark. The
+        NMS class by class; the best remaining class of a proposal counts, as in Scene-Graph-Benchmark. The
         thresholds are those of `postprocess`.
 
         Args:
             features, images_hw: of `features`.
             top_k: detections per image at most, the best ones.
             further_boxes: per image (K, 4), proposals beside the detector's own.
-            outputs: of `from_features` on these maps, in evaluation, where they are there; not with `further_boxes`.
+            outputs: of `from_features` on these maps, in evaluation, if available; not with `further_boxes`.
 
         Returns:
             per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores (K,),
@@ -261,17 +278,19 @@ class FasterRCNN(Detector):
             proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
             logits, deltas = self.detect(features, proposals, images_hw)
         decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
-        counts, options = [len(boxes) for boxes in proposals], (heads.score_thresh, heads.nms_thresh, top_k)
+        counts = [len(boxes) for boxes in proposals]
+        options = (heads.score_thresh, heads.nms_thresh, top_k)
         return of_one_class_each(logits, decoded, counts, images_hw, *options)
 
     def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and the number of them per level."""
+        """Return anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and their number per level."""
         maps = list(features.values())
         logits, deltas = self.rpn.head(maps)
         per_level = [level[0].numel() for level in logits]
         logits, deltas = concat_box_prediction_layers(logits, deltas)
         image_hw = [side * self.strides[0] for side in maps[0].shape[-2:]]
-        generator, device = self.rpn.anchor_generator, maps[0].device
+        generator = self.rpn.anchor_generator
+        device = maps[0].device
         generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
         grid_strides = [[image // grid for image, grid in zip(image_hw, m.shape[-2:], strict=True)] for m in maps]
         anchors = torch.cat(generator.grid_anchors([m.shape[-2:] for m in maps], grid_strides)).float()
@@ -282,8 +301,9 @@ class FasterRCNN(Detector):
     def _proposals(
         self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Proposals (P_i, 4) of each image, and the same on the host."""
-        rpn, boxes = self.rpn, decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
+        """Return the proposals (P_i, 4) of each image, and the same on the host."""
+        rpn = self.rpn
+        boxes = decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
         if boxes.device.type == "cpu":
             proposals = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
             return proposals, proposals
@@ -293,8 +313,8 @@ class FasterRCNN(Detector):
         return best_proposals(boxes, logits, per_level, limits, **counts, threshold=rpn.nms_thresh, **least)
 
     def _drawing(self, targets: Sequence[Mapping]) -> Draw:
-        """A function that draws (sum of counts,) random numbers in [0, 1): in training from each image's own generator,
-        in evaluation the same ones every time, and for every image."""
+        """Return a function that draws (sum of counts,) random numbers in [0, 1): in training from each image's own
+        generator, in evaluation the same ones every time and for every image."""
         device = self.roi_heads.box_predictor.cls_score.weight.device
         generators = [image_generator(target, "samples", device) for target in targets]
 
@@ -309,7 +329,7 @@ class FasterRCNN(Detector):
 
 
 def _with_objects(boxes: Sequence[Tensor], targets: Sequence[Mapping]) -> Tensor:
-    """(P, 4): the boxes of each image, followed by those of its objects."""
+    """Return (P, 4): the boxes of each image, followed by those of its objects."""
     pairs = zip(boxes, targets, strict=True)
     return torch.cat([part for proposals, target in pairs for part in (proposals, target["boxes"])])
 
@@ -323,7 +343,7 @@ def of_one_class_each(
     nms_threshold: float,
     top_k: int,
 ) -> list[dict[str, object]]:
-    """`FasterRCNN.detect_with_logits` of proposals, so many of each image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
+    """Run `FasterRCNN.detect_with_logits` on proposals, `counts` per image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
     limits = limits_whwh(images_hw, logits.device)[:, None, None]
 
     def select() -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -333,7 +353,8 @@ def of_one_class_each(
         turns = class_wise_nms(per_class[:, :, 1:].transpose(1, 2), scores, nms_threshold)
         best, label = scores.where(turns > 0, 0).max(1)
         best, rows = best_rows(best, top_k)
-        label, per_class = label.gather(1, rows), rows_of(per_class, rows)
+        label = label.gather(1, rows)
+        per_class = rows_of(per_class, rows)
         chosen = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
         columns = {"boxes": chosen, "labels": label, "scores": best, "logits": rows_of(pad_rows(logits, counts), rows)}
         return [(best > 0).sum(1), chosen], columns | {"boxes_per_class": per_class}
@@ -345,6 +366,6 @@ def of_one_class_each(
 
 
 def with_boxes_on_host(detections: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:
-    """Detections of some images with `on_host`, their boxes on the CPU, copied at once."""
+    """Return the detections of some images with `on_host`, their boxes on the CPU, copied at once."""
     boxes = to_host([image["boxes"] for image in detections])
     return [{**image, "on_host": {"boxes": image_boxes}} for image, image_boxes in zip(detections, boxes, strict=True)]

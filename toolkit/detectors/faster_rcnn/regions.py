@@ -1,5 +1,5 @@
-"""Regions of a whole batch at once: decoding of boxes, selection of proposals on a GPU, where torchvision goes image by
-image and waits for each (on a CPU its loop is faster), and RoIAlign on the pyramid level that fits each box."""
+"""Regions of a whole batch at once: decoding of boxes, selection of proposals on a GPU (torchvision goes image by image
+and waits for each; on a CPU its loop is faster), and RoIAlign on the pyramid level that fits each box."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,8 @@ LARGEST_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's B
 
 
 def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
-    """torchvision's `BoxCoder.decode` without its copies to the device: deltas and boxes (..., 4), broadcast."""
+    """Decode boxes as torchvision's `BoxCoder.decode` without its copies to the device: deltas and boxes (..., 4),
+    broadcast."""
     dx, dy, dw, dh = (delta / weight for delta, weight in zip(deltas.unbind(-1), weights, strict=True))
     left, top, right, bottom = boxes_xyxy.to(deltas.dtype).unbind(-1)
     width, height = right - left, bottom - top
@@ -27,12 +28,12 @@ def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -
 
 
 def clip(boxes_xyxy: Tensor, limits_whwh: Tensor) -> Tensor:
-    """Boxes (..., 4) inside images whose `limits_whwh` (..., 4) are width, height, width, height."""
+    """Clip boxes (..., 4) to images whose `limits_whwh` (..., 4) are width, height, width, height."""
     return boxes_xyxy.clamp(min=0).minimum(limits_whwh)
 
 
 def limits_whwh(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """(B, 4) float32 for `clip`, of sizes (h, w) in pixels that are known on the host."""
+    """Return (B, 4) float32 limits for `clip`, of sizes (h, w) in pixels that are known on the host."""
     return send(torch.tensor([(w, h, w, h) for h, w in sizes_hw], dtype=torch.float32), device)
 
 
@@ -48,26 +49,31 @@ def best_proposals(
     min_size: float,
     min_score: float,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """torchvision's `filter_proposals` for the whole batch: (P_i, 4) of each image, best first, and the same on the
-    CPU; one host read.
+    """Run torchvision's `filter_proposals` for the whole batch with one host read: return (P_i, 4) of each image, best
+    first, and the same on the CPU.
 
     Args:
         boxes_xyxy: (B, A, 4). logits: (B, A). per_level: how many of the A each level has. limits_whwh: (B, 4).
         before, after: largest number of boxes of a level before suppression, and of an image after it.
         threshold: IoU. min_size: pixels. min_score: a probability.
     """
-    widest, levels = min(before, max(per_level)), []
+    widest = min(before, max(per_level))
+    levels = []
     for level_boxes, level_logits in zip(boxes_xyxy.split(per_level, 1), logits.split(per_level, 1), strict=True):
         best, index = level_logits.topk(min(before, level_logits.shape[1]), dim=1)
-        chosen, scores = level_boxes.gather(1, index[..., None].expand(-1, -1, 4)), best.sigmoid()
-        if missing := widest - best.shape[1]:
-            chosen, scores = F.pad(chosen, (0, 0, 0, missing)), F.pad(scores, (0, missing), value=-1.0)
+        chosen = level_boxes.gather(1, index[..., None].expand(-1, -1, 4))
+        scores = best.sigmoid()
+        missing = widest - best.shape[1]
+        if missing:
+            chosen = F.pad(chosen, (0, 0, 0, missing))
+            scores = F.pad(scores, (0, missing), value=-1.0)
         levels.append((chosen, scores))
     boxes, scores = (torch.stack(parts, 1) for parts in zip(*levels, strict=True))  # (B, L, K, 4), (B, L, K)
     boxes = clip(boxes, limits_whwh[:, None, None])
     sides = boxes[..., 2:] - boxes[..., :2]
     valid = (sides >= min_size).all(-1) & (scores >= max(min_score, 0.0))
-    valid, ranked = valid.flatten(0, 1), scores.flatten(1)
+    valid = valid.flatten(0, 1)
+    ranked = scores.flatten(1)
     boxes_of = boxes.flatten(1, 2)
 
     def select() -> tuple[list[Tensor], Tensor]:
@@ -81,7 +87,7 @@ def best_proposals(
 
 
 class LevelPool(MultiScaleRoIAlign):
-    """`MultiScaleRoIAlign` with the same numbers and at most one host read, where torchvision's reads once per level;
+    """`MultiScaleRoIAlign` with the same numbers and at most one host read, while torchvision's reads once per level;
     its `scales` and `map_levels` must be set."""
 
     @classmethod
@@ -98,9 +104,9 @@ class LevelPool(MultiScaleRoIAlign):
         image_shapes: Sequence[tuple[int, int]],
         boxes_on_host: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """(R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images.
+        """Return (R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images.
 
-        boxes_on_host: the same boxes on the CPU, where available; they avoid a host synchronisation.
+        boxes_on_host: the same boxes on the CPU, if available; they avoid a host synchronisation.
         """
         levels = [maps[name] for name in self.featmap_names if name in maps]
         joined = _without_nan(torch.cat(list(boxes)))

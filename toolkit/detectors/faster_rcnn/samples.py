@@ -19,9 +19,9 @@ PAIRS_AT_ONCE = 2**26  # boxes compared with candidates on a device, 256 MB of f
 
 
 class Truths(NamedTuple):
-    """Annotated boxes of B images, padded to T. counts: of each image, on the host.
+    """Annotated boxes of B images, padded to T. counts: boxes per image, on the host.
 
-    boxes: (B, T, 4) xyxy pixels. labels: (B, T) from 1. is_padding: (B, T). is_crowd: (B, T), None where none is.
+    boxes: (B, T, 4) xyxy pixels. labels: (B, T) from 1. is_padding: (B, T). is_crowd: (B, T), None without crowds.
     """
 
     boxes: Tensor
@@ -32,8 +32,9 @@ class Truths(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """How a stage samples: IoU from which a candidate has an object, and below which it is background, from `lowest`
-    on; how many; which share of a candidate in a crowd region leaves it out; factors on the deltas of boxes."""
+    """The sampling of a stage: IoU from which a candidate has an object, and below which it is background, from
+    `lowest` on; how many; which share of a candidate in a crowd region leaves it out; factors on the deltas of
+    boxes."""
 
     high: float
     low: float
@@ -45,14 +46,15 @@ class Sampler(NamedTuple):
 
     @classmethod
     def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
-        """Of torchvision's RPN or RoIHeads, which have no place for the last two arguments."""
+        """Return the settings of torchvision's RPN or RoIHeads, which do not hold the last two arguments."""
         matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
-        thresholds, size = (matcher.high_threshold, matcher.low_threshold), sampler.batch_size_per_image
+        thresholds = (matcher.high_threshold, matcher.low_threshold)
+        size = sampler.batch_size_per_image
         return cls(*thresholds, size, sampler.positive_fraction, crowd_overlap, lowest, stage.box_coder.weights)
 
 
 def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
-    """The targets of a batch, whose tensors are on one device; at least one column wide."""
+    """Pad the targets of a batch, whose tensors are on one device, to at least one column."""
     counts = [len(target["boxes"]) for target in targets]
     index = padded_rows([(start, count) for start, count in zip(_starts(counts), counts, strict=True)], sum(counts))
     crowd = [on_host(target)["iscrowd"].bool().cpu() for target in targets]
@@ -68,8 +70,10 @@ def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
 
 
 def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
-    """`match_boxes` of each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
-    at_once, images, matches = 1, len(truths.counts), []
+    """Run `match_boxes` for each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
+    at_once = 1
+    images = len(truths.counts)
+    matches = []
     if candidates_xyxy.device.type != "cpu":
         at_once = max(1, PAIRS_AT_ONCE // max(1, candidates_xyxy.shape[-2] * max(truths.counts, default=0)))
     for first in range(0, images, at_once):
@@ -87,7 +91,7 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
 def sampled_anchors(
     anchors_xyxy: Tensor, truths: Truths, settings: Sampler, draw: Draw
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rows (B, K) of the anchors (A, 4) that are trained, and `match`, `targets`, `weights` of them."""
+    """Return the rows (B, K) of the anchors (A, 4) to train, and their `match`, `targets`, `weights`."""
     images = len(truths.counts)
     match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
     keys = draw([len(anchors_xyxy)] * images).view(match.shape)
@@ -99,7 +103,7 @@ def sampled_anchors(
 def sampled_boxes(
     proposals: Sequence[Tensor], truths: Truths, settings: Sampler, draw: Draw
 ) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
-    """Of the proposals (P_i, 4) of each image and its objects behind them, image after image, those that are trained.
+    """Sample from the proposals (P_i, 4) of each image, followed by its objects, image after image.
 
     Returns:
         their rows (R,); their boxes (R, 4); how many each image has; `classes` (R,), 0 is background, `targets` (R, 4),
@@ -119,20 +123,22 @@ def sampled_boxes(
     classes = truths.labels.gather(1, match.clamp(min=0)).where(match >= 0, 0)
     deltas = box_targets(chosen, match, truths, settings.delta_weights)
     parts = {"classes": classes, "targets": deltas, "weights": shares(match)}
-    rows = layout["rows"]  # without what pads images of few candidates
+    rows = layout["rows"]  # without the padding of images of few candidates
     parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}
     return (index + layout["starts"]).flatten()[rows], chosen.flatten(0, 1)[rows], sizes, parts
 
 
 def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights: Sequence[float]) -> Tensor:
-    """(B, K, 4) deltas from candidates (B, K, 4) to the objects they match (B, K); 0 for those that match none."""
+    """Return (B, K, 4) deltas from candidates (B, K, 4) to the objects they match (B, K); 0 for those without a
+    match."""
     matched = truths.boxes.gather(1, match.clamp(min=0)[..., None].expand(-1, -1, 4))
     matched = torch.where((match >= 0)[..., None], matched, candidates_xyxy)
     return encode_boxes(matched.flatten(0, 1), candidates_xyxy.flatten(0, 1), weights).view(matched.shape)
 
 
 def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
-    """(B, M) int64 on the host: start, start + 1, ... of each (start, count), then `missing`; M is at least 1."""
+    """Return (B, M) int64 on the host: start, start + 1, ... of each (start, count), then `missing`; M is at least
+    1."""
     rows = torch.full((len(parts), max([1, *(count for _, count in parts)])), missing)
     for row, (start, count) in zip(rows, parts, strict=True):
         row[:count] = torch.arange(start, start + count)
@@ -140,8 +146,10 @@ def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
 
 
 def _layout(num_proposals: Sequence[int], objects: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> dict:
-    """Indices of each image's candidates among all proposals, followed by the padded objects; see `sampled_boxes`."""
-    widest, total = max([1, *objects]), sum(num_proposals)
+    """Return the indices of each image's candidates among all proposals, followed by the padded objects; see
+    `sampled_boxes`."""
+    widest = max([1, *objects])
+    total = sum(num_proposals)
     last = total + len(num_proposals) * widest
     boxes = torch.full((len(num_proposals), max([1, *counts])), last)
     for i, (row, start) in enumerate(zip(boxes, _starts(num_proposals), strict=True)):

@@ -1,9 +1,9 @@
 """Faster R-CNNs of maskrcnn-benchmark and Scene-Graph-Benchmark (`pretrained_faster_rcnn/model_final.pth`), with a
 feature pyramid on a ResNet or ResNeXt, as `faster_rcnn` with the settings that give the original's boxes.
 
-Theirs take BGR pixels from 0 to 255: the first convolution's channels are turned round, mean and deviation say the
-rest. Batch norms have epsilon 0; boxes end at the last pixel instead of behind it (`whole_pixels`); anchors are read
-from the file. Attribute and relation heads stay behind.
+The originals take BGR pixels from 0 to 255: the first convolution's channels are reversed, and mean and deviation do
+the rest. Batch norms have epsilon 0; boxes end at the last pixel instead of behind it (`whole_pixels`); anchors are
+read from the file. Attribute and relation heads are left out.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
 
 class _ForBGR(Publisher):
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors under our names, the first convolution for RGB."""
+        """Return the publisher's tensors under our names, the first convolution for RGB."""
         return super().ours_from(state) | {"backbone.body.conv1.weight": state[STEM].flip(1)}
 
 

@@ -24,11 +24,11 @@ class RelationBatch:
     found_labels: (N,) int64 from 1, those that the detector gave, in sgdet.
     logits: (N, C) of the detector, for sgcls and sgdet. boxes_per_class: (N, C, 4) boxes regressed for each class,
         for sgdet in evaluation.
-    roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of where the two boxes
-        are, where these are kept apart from what is in their union.
+    roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of the positions of the
+        two boxes, if these are kept apart from the content of their union.
     relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
         object of the same image; in training, for VCTree and SQUAT.
-    attributes: (N, A) ids from 1, 0 after the last, known where labels are; None: the data have none.
+    attributes: (N, A) ids from 1, 0 after the last, known if labels are; None: the data have none.
     on_host: boxes_xyxy and pairs on the host.
     draws: a generator for each image, for heads that draw in training; none: torch's own.
     late: logits (N, C), threshold and the labels that `postprocess.late_labels` made of them last.
@@ -55,7 +55,7 @@ class RelationBatch:
 
     @property
     def image(self) -> Tensor:
-        """(N,) image of each object."""
+        """Return the image index of each object, (N,)."""
         return image_of_each(self.num_objects, self.boxes_xyxy.device)
 
 
@@ -77,20 +77,20 @@ class RelationOutput:
 
 
 def object_mask(num_objects: list[int], device: torch.device) -> Tensor:
-    """(B, N_max) bool: true where there is an object."""
+    """Return a (B, N_max) bool mask, true for objects and false for padding."""
     counts = send(torch.as_tensor(num_objects), device)
     return torch.arange(max(num_objects, default=0), device=device) < counts[:, None]
 
 
 def of_images(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """(B,) sums of the rows (R,) of each image, which has so many of them."""
+    """Return (B,) sums of the rows (R,) of each image; counts: rows per image."""
     return pad_rows(rows, counts).sum(1)
 
 
 def predicate_loss(
     logits: Tensor, labels: Tensor, counts: Sequence[int], smoothing: float = 0.0, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`loss_rel`: cross entropy over all sampled pairs, "no relation" included.
+    """Return `loss_rel`: cross entropy over all sampled pairs, "no relation" included.
 
     logits: (R, P), labels: (R,), counts: how many each image has. weights: (P,) per predicate; the denominator is then
     the sum of the weights of the labels (the number of pairs without). smoothing: e / P to every predicate, 1 - e to
@@ -104,7 +104,7 @@ def predicate_loss(
 def head_losses(
     output: RelationOutput, batch: RelationBatch, smoothing: float = 0.0, weights: Tensor | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Every loss of a head in training, by name: `loss_rel`, `loss_refine_obj` and its extras."""
+    """Return every loss of a head in training, by name: `loss_rel`, `loss_refine_obj` and the head's extra losses."""
     losses = {
         "loss_rel": predicate_loss(
             output.relation_logits.float(), batch.relation_labels, batch.num_pairs, smoothing, weights
@@ -115,7 +115,7 @@ def head_losses(
 
 
 def relatedness_loss(logits: Tensor, related: Tensor, num_objects: list[int]) -> tuple[Tensor, Tensor]:
-    """VCTree's `binary_loss`; its denominator is 1 for an image with objects.
+    """Return VCTree's `binary_loss`; its denominator is 1 for an image with objects.
 
     logits, related: (B, N_max, N_max) padded. Per image the mean binary cross entropy over all ordered pairs.
     """
@@ -129,7 +129,8 @@ def relatedness_loss(logits: Tensor, related: Tensor, num_objects: list[int]) ->
 def attribute_loss(
     logits: Tensor, attributes: Tensor, counts: Sequence[int], scale: float = 20.0
 ) -> tuple[Tensor, Tensor]:
-    """`loss_refine_att`: binary cross entropy over the objects with attributes; its denominator are its entries.
+    """Return `loss_refine_att`: binary cross entropy over the objects with attributes; its denominator is the number of
+    its entries.
 
     logits: (N, num_attributes), attributes: (N, A), counts: objects of each image. The published weight is
     num_attributes / `scale`.
@@ -141,5 +142,5 @@ def attribute_loss(
 
 
 def mean(total: Tensor, count: Tensor) -> Tensor:
-    """total / count; where nothing was counted `total`, which is then an exact zero with gradient."""
+    """Return total / count, or `total` if nothing was counted, which is then an exact zero with gradient."""
     return total / (count + (count == 0))

@@ -1,4 +1,4 @@
-"""Adapts any detector with feature maps to the place of a Faster R-CNN below a relation head."""
+"""An adapter that puts any detector with feature maps in the place of a Faster R-CNN below a relation head."""
 
 from collections.abc import Mapping, Sequence
 
@@ -39,12 +39,12 @@ class DetectorBelow(nn.Module):
 
     Args:
         inner: the detector.
-        map_channels: width of the maps. representation_size: of what box heads on them give.
+        map_channels: width of the maps. representation_size: width of the output of box heads on them.
         score_threshold, nms_threshold: of `detect_with_logits`.
-        passes_targets: whether the detector is trained too, and its outputs are to have what its criterion takes.
+        passes_targets: whether the detector is trained too, so that its outputs must have the input of its criterion.
 
     Raises:
-        BadInput: the detector has no feature maps, or none that double in stride.
+        BadInput: the detector has no feature maps, or their strides do not double.
     """
 
     def __init__(
@@ -58,8 +58,11 @@ class DetectorBelow(nn.Module):
         passes_targets: bool,
     ):
         super().__init__()
-        self.inner, self.map_channels, self.representation_size = inner, map_channels, representation_size
-        self.score_threshold, self.nms_threshold = score_threshold, nms_threshold
+        self.inner = inner
+        self.map_channels = map_channels
+        self.representation_size = representation_size
+        self.score_threshold = score_threshold
+        self.nms_threshold = nms_threshold
         self.passes_targets = passes_targets
         channels = _channels(inner)
         self.laterals = nn.ModuleDict({str(s): nn.Conv2d(channels[s], map_channels, 1) for s in sorted(channels)})
@@ -68,13 +71,13 @@ class DetectorBelow(nn.Module):
             setattr(self, name, getattr(inner, name))
 
     def make_box_head(self) -> nn.Module:
-        """(R, C, 7, 7) to (R, `representation_size`), with random weights: the detector has none."""
+        """Build a head from (R, C, 7, 7) to (R, `representation_size`) with random weights: the detector has none."""
         return TwoMLPHead(self.map_channels * 7 * 7, self.representation_size)
 
     def features(
         self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
     ) -> tuple[SeenMaps, list[tuple[int, int]]]:
-        """See `FasterRCNN.features`; the maps also carry what the detector finds."""
+        """Return maps and sizes, see `FasterRCNN.features`; the maps also carry the detector's outputs."""
         with kept_maps(self.inner.map_taps()) as tapped:
             outputs = self.inner(images, sizes, targets if self.passes_targets else None)
         maps = SeenMaps((name, lateral(tapped[int(name)])) for name, lateral in self.laterals.items())
@@ -84,12 +87,12 @@ class DetectorBelow(nn.Module):
         return maps, sizes_on_host(sizes, targets)
 
     def from_features(self, maps: SeenMaps, images_hw: Sequence, targets: Sequence[Mapping] | None = None) -> dict:
-        """The outputs for `criterion`; the detector already had the targets when it computed the maps."""
+        """Return the outputs for `criterion`; the detector already had the targets when it computed the maps."""
         return maps.outputs
 
     @torch.no_grad()
     def class_logits(self, maps: SeenMaps, boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
-        """(R, 1 + C), background first, of the boxes (R_i, 4) of each image; see `scores_of`."""
+        """Return class logits (R, 1 + C), background first, of the boxes (R_i, 4) of each image; see `scores_of`."""
         images = zip(maps.boxes, maps.scores, boxes, strict=True)
         return distribution_logits(torch.cat([scores_of(*predicted, given) for *predicted, given in images]))
 
@@ -103,13 +106,14 @@ class DetectorBelow(nn.Module):
         further_boxes: Sequence[Tensor] | None = None,
         outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
-        """See `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes` those are taken
-        that no detection overlaps; `outputs` are those of the maps."""
+        """Return detections, see `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes`
+        only those that no detection overlaps are added; `outputs` are those of the maps."""
         boxes = clip(maps.boxes, limits_whwh(images_hw, maps.boxes.device)[:, None])
         rows = maps.scores.amax(2).topk(min(CANDIDATES, maps.scores.shape[1]), dim=1).indices
         logits = distribution_logits(rows_of(maps.scores, rows).flatten(0, 1))
         per_class = rows_of(boxes, rows).flatten(0, 1)[:, None].expand(-1, logits.shape[1], -1)
-        counts, options = [rows.shape[1]] * len(rows), (self.score_threshold, self.nms_threshold, top_k)
+        counts = [rows.shape[1]] * len(rows)
+        options = (self.score_threshold, self.nms_threshold, top_k)
         detections = of_one_class_each(logits, per_class, counts, images_hw, *options)
         if further_boxes is None:
             return detections
@@ -126,7 +130,7 @@ class DetectorBelow(nn.Module):
 
 
 def _channels(inner: Detector) -> dict[int, int]:
-    """Channels of the detector's maps by their stride."""
+    """Return the channels of the detector's maps by their stride."""
     name = inner.options["architecture"]
     taps = inner.map_taps()
     channels = {s: c for tap in taps for s, c in zip(tap.strides, tap.channels, strict=True)}
@@ -141,7 +145,8 @@ def _channels(inner: Detector) -> dict[int, int]:
 
 
 def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
-    """Pools boxes from the map, named by its stride, that suits their size; the rule of feature pyramids."""
+    """Build a pool that takes each box from the map, named by its stride, that suits its size, as feature pyramids
+    do."""
     pool = LevelPool([str(stride) for stride in strides], size, 2)
     pool.scales = [1 / stride for stride in strides]
     first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
@@ -152,7 +157,7 @@ def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
 def _with_missed(
     detections: Sequence[Mapping], given: Sequence[Tensor], boxes: Tensor, scores: Tensor, top_k: int
 ) -> list[dict[str, object]]:
-    """The detections of each image and, in the place of the last, the given boxes that none of them overlaps.
+    """Replace the last detections of each image by the given boxes that no detection overlaps.
 
     boxes: (B, N, 4) of all predictions. scores: (B, N, C).
     """
@@ -173,7 +178,8 @@ def _with_missed(
 
 
 def distribution_logits(scores: Tensor) -> Tensor:
-    """(N, C) class scores -> (N, 1 + C) logits whose softmax gives them back; background, the remainder, comes first.
+    """Convert class scores (N, C) to logits (N, 1 + C) whose softmax returns them; background, the remainder, comes
+    first.
 
     Scores that sum to more than 1, as sigmoids may, are divided by their sum.
     """
@@ -183,8 +189,9 @@ def distribution_logits(scores: Tensor) -> Tensor:
 
 
 def scores_of(boxes: Tensor, scores: Tensor, given: Tensor) -> Tensor:
-    """(R, C) scores of given boxes (R, 4) of an image: those of the prediction, of boxes (N, 4) and scores (N, C),
-    with the largest IoU x score among those that overlap it by half; of the nearest where none does."""
+    """Return (R, C) scores of given boxes (R, 4) of an image. They are those of the prediction, of boxes (N, 4) and
+    scores (N, C), with the largest IoU x score among those that overlap the box by half, or of the nearest if none
+    does."""
     iou = pairwise_iou(given, boxes)
     quality = torch.where(iou >= FOUND_IOU, 1 + iou * scores.amax(1), iou)
     return scores[quality.argmax(1)]

@@ -39,7 +39,8 @@ INNER = 0.36  # radius of the circle of nodes, as a share of the panel's side
 
 
 def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
-    """JSON {image id: {"detections", "relations"}}, as predict.py has them, of the images that `draw_graphs` draws."""
+    """Write JSON {image id: {"detections", "relations"}}, as predict.py does, of the images that `draw_graphs`
+    draws."""
     graphs = {}
     for row in map(table.row, choose_images(table, count)):
         graph = best_first(predictions[row["image_id"]])
@@ -54,11 +55,12 @@ def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
 
 
 def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
-    """One PNG with `count` images of a table, the same every time: the annotated graph left, the predicted one right.
+    """Draw one PNG with `count` images of a table, the same every time, with the annotated graph left, the predicted
+    right.
 
-    Drawn are as many of the best triplets as relations are annotated (5 to 12), right ones green; below each picture
-    they stand in words, with how many there are if not all are drawn. A triplet is right when classes and predicate are
-    those of an annotated relation and both boxes overlap its boxes by half.
+    As many of the best triplets are drawn as relations are annotated (5 to 12), right ones green; below each picture
+    they are listed as text, with how many there are if not all are drawn. A triplet is right when classes and predicate
+    are those of an annotated relation and both boxes overlap its boxes by half.
 
     Args:
         predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them, with `predicates` and `triplet_scores`.
@@ -71,7 +73,8 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
 
 
 def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
-    """(T,) bool of rows subject, object, predicate of predicted boxes (M, 4) and labels (M,); see `draw_graphs`."""
+    """Return (T,) bool of rows subject, object, predicate of predicted boxes (M, 4) and labels (M,); see
+    `draw_graphs`."""
     ends, predicates = truth["relations"][:, :2], truth["relations"][:, 2]
     common, union = common_and_union(boxes[:, None], truth["boxes"][None])
     same = common >= 0.5 * union
@@ -81,7 +84,7 @@ def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray
 
 
 def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
-    """The annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
+    """Draw the annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
     truth = true_graph(row)
     boxes, labels = (np.asarray(prediction[key]) for key in ("boxes", "labels"))
     shown = min(max(5, len(truth["relations"])), MOST_ARROWS)
@@ -111,16 +114,17 @@ def _panel(
     count: int,
     scores: Sequence[str] | None = None,
 ) -> Image.Image:
-    """The picture with an arrow per triplet and the boxes, and the triplets in words below.
+    """Draw the picture with an arrow per triplet and the boxes, and list the triplets as text below.
 
-    count: of the triplets that there are, drawn or not. scores: of the triplets, where these are predicted: then boxes
-    of no triplet would only cover the picture.
+    count: number of triplets, drawn or not. scores: of the triplets, if these are predicted: then boxes without a
+    triplet are left out, as they would only cover the picture.
     """
     named = [f"{i} {names[label] if label >= 0 else 'no class'}" for i, label in enumerate(labels.tolist())]
     used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
     left_out = count > len(triplets)
     panel = Image.new("RGB", (PANEL, picture.height + LINE * (len(triplets) + left_out) + 4), BACKGROUND)
-    picture, centres = picture.copy(), ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
+    picture = picture.copy()
+    centres = ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
     for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
         draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
     draw_marks(picture, [Mark(boxes[i], COLOURS[i % len(COLOURS)], named[i]) for i in used])
@@ -144,20 +148,25 @@ def draw_found(
     relations: int = 20,
     relation_score: float = 0.0,
 ) -> Path:
-    """Writes a JPEG or PNG of an image uint8 (3, H, W), by the suffix of `path`; its folder is made. Of a scene graph,
-    the image with boxes and an arrow for each of its best relations, so many at most and with that score or more, and
-    the graph of these relations on its right, below which stands how many there are if not all are drawn."""
+    """Write a JPEG or PNG of an image uint8 (3, H, W), by the suffix of `path`; its folder is created.
+
+    A scene graph is drawn as the image with boxes and an arrow for each of its best relations, at most that many and
+    with that score or more. The graph of these relations is on its right, and below how many there are if not all are
+    drawn.
+    """
     if "pairs" not in graph:
         return draw_detections(image, graph, class_names, path)
     count = min(len(graph["pairs"]), MAX_RELATIONS)
     kept = (graph["triplet_scores"][:count] >= relation_score).nonzero().flatten()[:relations]
     pairs, scores = graph["pairs"][kept].tolist(), graph["triplet_scores"][kept].tolist()
-    kinds, labels = graph["predicates"][kept].tolist(), graph["labels"].tolist()
+    kinds = graph["predicates"][kept].tolist()
+    labels = graph["labels"].tolist()
     arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, kinds, strict=True)]
     numbered = {"boxes": graph["boxes"], "labels": torch.arange(len(labels))}
     picture = picture_with_boxes(image, numbered, [f"{i} {class_names[label]}" for i, label in enumerate(labels)])
     centres = (graph["boxes"][:, :2] + graph["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
-    draw, size = ImageDraw.Draw(picture), max(12, round(max(picture.size) / 60))
+    draw = ImageDraw.Draw(picture)
+    size = max(12, round(max(picture.size) / 60))
     for subject, object_, words, colour in arrows:
         draw_arrow(draw, centres[subject].tolist(), centres[object_].tolist(), colour, size, words)
     scored = [(*ends, f"{words} {s:.2f}", colour) for (*ends, words, colour), s in zip(arrows, scores, strict=True)]
@@ -167,7 +176,8 @@ def draw_found(
 
 
 def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> str:
-    """What stands below a graph with `drawn` of `count` relations, at most `most` of score `least_score` or more."""
+    """Return the text below a graph with `drawn` of `count` relations, at most `most` of score `least_score` or
+    more."""
     if drawn == count:
         return "" if count else "no relations"
     of_score = f": no other has a score of {least_score:g} or more" if drawn < most else ""
@@ -177,10 +187,11 @@ def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> 
 def _graph(
     nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, left_out: str
 ) -> Image.Image:
-    """The relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the middle
-    of the image, so that neighbours there are neighbours here; `left_out` stands below."""
+    """Draw the relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the
+    middle of the image, so that neighbours in the image are neighbours in the graph; `left_out` is written below."""
     panel = Image.new("RGB", (side, side), BACKGROUND)
-    draw, size = ImageDraw.Draw(panel), max(12, round(side / 45))
+    draw = ImageDraw.Draw(panel)
+    size = max(12, round(side / 45))
     draw.text((side / 2, side - size if nodes else side / 2), left_out, fill=TEXT, font=text_font(size), anchor="mm")
     if not nodes:
         return panel

@@ -4,7 +4,7 @@ Boxes, classes and predicates come out of one forward and are trained together. 
 layer compares all queries with all keys. Predicates are predicted from those queries and keys and from the last hidden
 states: no box is pooled, no pair is sampled (the paper's section 3). In naver-ai/egtr `model/egtr.py` every pair holds
 its layers' features side by side; here they are summed as two products of matrices, which gives the same numbers with
-1 / (layers + 1) of the memory. What else differs from it is listed in docs/differences.md.
+1 / (layers + 1) of the memory. Other differences are listed in docs/differences.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,8 +47,8 @@ class DecoderStates:
         self.last: Tensor | None = None
 
     def of_last(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys (B, count, L, D) and last states (B, count, D) of the last `count` queries, those that
-        detect: queries of denoising come before them."""
+        """Return queries and keys (B, count, L, D) and last states (B, count, D) of the last `count` queries, those
+        that detect: queries of denoising come before them."""
         both = self.queries, self.keys
         queries, keys = (torch.stack([layer[:, -count:] for layer in layers], 2) for layers in both)
         return queries, keys, self.last[:, -count:]
@@ -56,7 +56,8 @@ class DecoderStates:
 
 @contextmanager
 def kept_states(layers: Sequence[nn.Module]) -> Iterator[DecoderStates]:
-    """Filled while the detector runs inside. layers: of its decoder, with `self_attn.q_proj` and `k_proj`."""
+    """Yield states that are filled while the detector runs inside. layers: of its decoder, with `self_attn.q_proj` and
+    `k_proj`."""
     kept = DecoderStates()
 
     def keep_last(_, arguments: tuple, output) -> None:
@@ -71,11 +72,11 @@ def kept_states(layers: Sequence[nn.Module]) -> Iterator[DecoderStates]:
 
 
 class EgtrHead(nn.Module):
-    """Predicates, and whether there is any, of all ordered pairs of queries.
+    """A head for predicates, and for whether there is any, of all ordered pairs of queries.
 
     Args:
-        width: D of the decoder. num_layers: L of it. num_classes, num_predicates: without background.
-        frequency_bias: add how often training had each predicate between the classes of the two.
+        width: D of the decoder. num_layers: L of the decoder. num_classes, num_predicates: without background.
+        frequency_bias: add how often training had each predicate between the two classes.
     """
 
     def __init__(self, width: int, num_layers: int, num_classes: int, num_predicates: int, frequency_bias: bool = True):
@@ -84,7 +85,8 @@ class EgtrHead(nn.Module):
         self.key_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
         self.subject, self.object = nn.Linear(width, width), nn.Linear(width, width)
         self.gate = nn.Linear(2 * width, 1)
-        self.predicate, self.connectivity = _mlp(width, num_predicates), _mlp(width, 1)
+        self.predicate = _mlp(width, num_predicates)
+        self.connectivity = _mlp(width, 1)
         table = torch.zeros(num_classes, num_classes, num_predicates) if frequency_bias else None
         self.register_buffer("log_frequency", table)
         for module in self.modules():
@@ -94,10 +96,10 @@ class EgtrHead(nn.Module):
 
     @torch.no_grad()
     def start_from(self, counts: Tensor) -> None:
-        """Sets the table of frequencies from (C, C, P) counts of training relations, without background.
+        """Set the table of frequencies from (C, C, P) counts of training relations, without background.
 
-        As in the original it is the logarithm of the count, of a predicate that two classes never had that of a share
-        of 1e-12, and 0 for classes that never had any: the head learns on top of it.
+        As in the original it is the logarithm of the count. A predicate that two classes never had counts as a share of
+        1e-12; two classes that never had any predicate get 0. The head learns on top of it.
         """
         if self.log_frequency is not None:
             counts = counts.double()
@@ -105,7 +107,7 @@ class EgtrHead(nn.Module):
             self.log_frequency.copy_((counts + smallest).log())
 
     def forward(self, queries: Tensor, keys: Tensor, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the predicates (B, Q, Q, P) and of any relation (B, Q, Q), subjects first.
+        """Return logits of the predicates (B, Q, Q, P) and of any relation (B, Q, Q), subjects first.
 
         Args:
             queries, keys: (B, Q, L, D) of the decoder's self-attention, before they are scaled.
@@ -124,7 +126,7 @@ class EgtrHead(nn.Module):
 
     @staticmethod
     def _sources(of_layers: Tensor, projections: nn.ModuleList, of_states: Tensor) -> Tensor:
-        """(B, Q, L + 1, D)."""
+        """Return the stacked projections, (B, Q, L + 1, D)."""
         parts = [projection(part) for projection, part in zip(projections, of_layers.unbind(2), strict=True)]
         return torch.stack([*parts, of_states], 2)
 
@@ -161,7 +163,9 @@ class EGTR(GraphDetector):
         super().__init__()
         o = options
         _check(o, (o.detector_options or PUBLISHED_BELOW).get("architecture"), predicates)
-        self.predicates, self.smoothing, self.prior_adjustment = tuple(predicates), o.smoothing, o.prior_adjustment
+        self.predicates = tuple(predicates)
+        self.smoothing = o.smoothing
+        self.prior_adjustment = o.prior_adjustment
         self.sampling = RelationSampling(
             o.unrelated_per_relation, o.unmatched_per_relation, o.hardest_unrelated, o.hardest_unmatched
         )
@@ -182,7 +186,8 @@ class EGTR(GraphDetector):
         self._announce()
 
     def _announce(self) -> None:
-        self.loss_names, self.default_weights = ("loss_rel", "loss_connectivity"), {}
+        self.loss_names = ("loss_rel", "loss_connectivity")
+        self.default_weights = {}
         self.divided_by = {"loss_rel": "relation_entries", "loss_connectivity": "images"}
         self.metric_names = ("relation_error",)
         if self.joint:
@@ -190,16 +195,16 @@ class EGTR(GraphDetector):
         self.default_weights |= {"loss_rel": 15.0, "loss_connectivity": 30.0}
 
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
-        """See `GraphDetector.learn_counts`; starts the table of frequencies too."""
+        """Take the training counts, see `GraphDetector.learn_counts`; also start the table of frequencies."""
         super().learn_counts(relations, candidates, seen)
         self.head.start_from(self.relation_counts[1:, 1:, 1:])
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
-        """Loads the weights of a detector and returns which parameter took which. Raises BadInput for other shapes."""
+        """Load the weights of a detector and return which parameter took which. Raises BadInput for other shapes."""
         return self._load_below(weights, "detector", {})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Boxes, classes and predicates of all queries.
+        """Return boxes, classes and predicates of all queries.
 
         Args:
             images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
@@ -208,7 +213,7 @@ class EGTR(GraphDetector):
         Returns:
             `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image, without gradient;
             `predicates (B, Q, Q, P)` and `connectivity (B, Q, Q)` logits of ordered pairs, subjects first; `detector`:
-            what the detector's own criterion takes, where it is trained too.
+            the input of the detector's own criterion, if it is trained too.
         """
         with kept_states(self.detector.model.model.decoder.layers) as kept:
             outputs = self.detector(images, sizes, targets if self.joint else None)
@@ -219,14 +224,15 @@ class EGTR(GraphDetector):
         return result | {"detector": outputs} if self.joint and targets is not None else result
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Images, entries in the loss of predicates (`count_entries`), and the detector's where it is trained too."""
+        """Return images, entries in the loss of predicates (`count_entries`), and the detector's denominators if it is
+        trained."""
         size = self.num_queries, len(self.predicates)
         entries = sum(sum(count_entries(target, *size, self.sampling)) for target in targets)
         counts = {"relation_entries": float(entries), "images": float(len(targets))}
         return counts | (self.detector.denominators(targets) if self.joint else {})
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Losses and metrics (sum, count).
+        """Return losses and metrics (sum, count).
 
         `loss_rel`, `loss_connectivity`: see `relation_losses`. relation_error: per cent of the annotated relations
         whose pair of queries has a best predicate that is not annotated.
@@ -247,7 +253,7 @@ class EGTR(GraphDetector):
     def postprocess(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
-        """The graph of each image, in pixels of the original image.
+        """Return the graph of each image, in pixels of the original image.
 
         A pair is ranked by the probability of its best predicate x that of any relation x the softmax values of both
         classes, as in the original.
@@ -267,22 +273,24 @@ class EGTR(GraphDetector):
         return graphs
 
     def _ranked(self, outputs: Mapping, orig_sizes: Tensor, score_threshold: float, top_k: int) -> list[Tensor]:
-        """Of all queries whether they score above the threshold, boxes, labels and scores; of the `top_k` best pairs of
-        these both queries, the scores of all predicates, the best one, and the score of the triplet, below 0 for no
-        pair."""
+        """Return, for all queries, whether they score above the threshold, boxes, labels and scores; for the `top_k`
+        best pairs of these, both queries, the scores of all predicates, the best predicate, and the score of the
+        triplet, which is below 0 for an invalid pair."""
         logits = outputs["logits"]
         relations = outputs["predicates"].float()
         if self.prior_adjustment:
             relations = relations - self.prior_adjustment * log_prior(self.relation_counts)[1:]
         relations = relations.sigmoid() * outputs["connectivity"].float().sigmoid()[..., None]
         scores, labels = logits.sigmoid().max(-1)
-        sure, strong = logits.softmax(-1).amax(-1), scores > score_threshold
+        sure = logits.softmax(-1).amax(-1)
+        strong = scores > score_threshold
         best, predicates = relations.max(-1)
         triplets = best * sure[:, :, None] * sure[:, None]
         itself = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
         asked = strong[:, :, None] & strong[:, None] & ~itself
         values, order = largest_first(triplets.masked_fill(~asked, -1.0).flatten(1), top_k)
-        boxes, count = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes), logits.shape[1]
+        boxes = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes)
+        count = logits.shape[1]
         fields = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
         return [*fields, rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
 
@@ -294,7 +302,8 @@ class EGTR(GraphDetector):
 
 
 def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of (B, N) float32, 0 or more, and their columns; values below 0 come last.
+    """Return the `count` largest values of each row of (B, N) float32, 0 or more, and their columns; values below 0
+    come last.
 
     Equal values are in the order of their columns, also at the cut. `topk` leaves that open; a stable sort of 200
     queries' pairs takes ten times as long.

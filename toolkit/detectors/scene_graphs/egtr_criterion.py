@@ -1,4 +1,4 @@
-"""The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over what is known beforehand.
+"""The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over entries known beforehand.
 
 Values are those of naver-ai/egtr `model/egtr.py` (`SceneGraphGenerationLoss`) and its matcher. Queries have the objects
 that the matching of the last decoder layer assigns to them. The target of an annotated relation is the product of the
@@ -22,10 +22,11 @@ from toolkit.detectors.detr.focal_criterion import ALPHA, focal_costs, match_foc
 
 @dataclass
 class RelationSampling:
-    """Which entries (subject, object, predicate) of an image count in the loss of predicates beside the annotated ones.
+    """The entries (subject, object, predicate) of an image that count in the predicate loss beside the annotated ones.
 
-    unrelated, unmatched: for each relation, so many entries between objects that do not have that predicate, and so
-    many that a query without an object is part of. hardest_*: those of highest score instead of random ones.
+    unrelated: per relation, the number of entries between objects that do not have that predicate.
+    unmatched: per relation, the number of entries with a query without an object.
+    hardest_*: take those of highest score instead of random ones.
     """
 
     unrelated: int = 80
@@ -35,7 +36,7 @@ class RelationSampling:
 
 
 def relations_of(target: Mapping) -> Tensor:
-    """(R, 3) subject, object, predicate from 0, each once, on the host, without those of crowd regions."""
+    """Return the (R, 3) subject, object, predicate from 0, each once, on the host, without those of crowd regions."""
     host = on_host(target)
     relations = host["relations"]
     if "iscrowd" in host:
@@ -46,11 +47,12 @@ def relations_of(target: Mapping) -> Tensor:
 def count_entries(
     target: Mapping, num_queries: int, num_predicates: int, sampling: RelationSampling
 ) -> tuple[int, int, int]:
-    """Counts annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
+    """Count annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
 
-    Of more objects than queries nobody knows beforehand which are matched: all relations are counted then.
+    If there are more objects than queries, the matched ones are not known beforehand: all relations are counted then.
     """
-    host, relations = on_host(target), len(relations_of(target))
+    host = on_host(target)
+    relations = len(relations_of(target))
     objects = len(host["labels"]) - (int(host["iscrowd"].sum()) if "iscrowd" in host else 0)
     inside = min(objects, num_queries) ** 2 * num_predicates
     unrelated = min(relations * sampling.unrelated, max(inside - relations, 0))
@@ -61,12 +63,13 @@ def count_entries(
 def match_with_quality(
     logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, smoothing: float
 ) -> tuple[Matches, Tensor]:
-    """The matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
+    """Return the matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
 
     quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), 1 - `smoothing` for a perfect detection.
     """
     matches = match_focal(logits[None], boxes_cxcywh[None], targets, costs)
-    predicted, wanted = boxes_cxcywh[matches.image, matches.query], targets.boxes_cxcywh[matches.image, matches.target]
+    predicted = boxes_cxcywh[matches.image, matches.query]
+    wanted = targets.boxes_cxcywh[matches.image, matches.target]
     class_cost = focal_costs(logits[matches.image, matches.query, targets.labels[matches.image, matches.target]])
     giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
     cost = costs.bbox_cost * (predicted - wanted).abs().sum(1) + costs.class_cost * class_cost - costs.giou_cost * giou
@@ -82,7 +85,7 @@ def relation_losses(
     quality: Tensor,
     sampling: RelationSampling,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-    """Sums of the two losses, and the metric `relation_error` as (sum in per cent, count).
+    """Return the sums of the two losses, and the metric `relation_error` as (sum in per cent, count).
 
     Args:
         predicates: (B, Q, Q, P) and connectivity: (B, Q, Q) logits, float32.
@@ -103,7 +106,8 @@ def relation_losses(
     matched[matches.image, matches.query] = True
     loss = 0.0 * predicates.sum()  # images without relations have gradients, of 0
     related = torch.zeros_like(connectivity, requires_grad=False)
-    wrong, annotated = predicates.new_zeros(()), 0
+    wrong = predicates.new_zeros(())
+    annotated = 0
     for i, target in enumerate(targets):
         counts = count_entries(target, num_queries, num_predicates, sampling)
         relations = send(relations_of(target), device)
@@ -118,7 +122,8 @@ def relation_losses(
             draw = image_generator(target, "entries", device)
             loss = loss + _image_loss(predicates[i], wanted, entries, of_query[i], matched[i], counts, sampling, draw)
         best = predicates[i].detach()[entries[:2]].argmax(1)
-        wrong, annotated = wrong + (~wanted[(*entries[:2], best)]).sum(), annotated + len(relations)
+        wrong = wrong + (~wanted[(*entries[:2], best)]).sum()
+        annotated = annotated + len(relations)
     connected = F.binary_cross_entropy_with_logits(connectivity, related, reduction="none").mean((1, 2)).sum()
     metric = 100.0 * wrong, predicates.new_full((), float(annotated))
     return {"loss_rel": loss, "loss_connectivity": connected}, metric
@@ -126,7 +131,8 @@ def relation_losses(
 
 def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling: RelationSampling, draw) -> Tensor:
     inside = (matched[:, None] & matched[None])[..., None]
-    logits, soft = predicates.flatten(), quality[entries[0]] * quality[entries[1]]
+    logits = predicates.flatten()
+    soft = quality[entries[0]] * quality[entries[1]]
     chosen = [
         _chosen(predicates, ~inside | wanted, counts[1], sampling.hardest_unrelated, draw),
         _chosen(predicates, inside.expand_as(wanted), counts[2], sampling.hardest_unmatched, draw),
@@ -138,7 +144,7 @@ def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling:
 
 @torch.no_grad()
 def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool, draw: Generator | None) -> Tensor:
-    """Flat indices of `count` entries that are not left out: those of highest score, or random ones."""
+    """Return flat indices of `count` entries that are not left out: those of highest score, or random ones."""
     random = {"device": predicates.device, "generator": draw}
     scores = predicates if hardest else torch.rand(predicates.shape, dtype=predicates.dtype, **random)
     return scores.masked_fill(left_out, -torch.inf).flatten().topk(count).indices

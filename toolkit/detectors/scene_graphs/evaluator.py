@@ -57,28 +57,30 @@ class SceneGraphEvaluator:
         if phrase_detection and mode != "sgdet":
             raise BadInput(f"eval.phrase_detection is for model.mode sgdet, which finds its boxes; this is {mode}")
         self.predicate_keys = metric_keys(table.predicates)
-        self.table, self.mode = table, "phrdet" if phrase_detection else mode
-        self.protocol, self.zero_shot = protocol, zero_shot
+        self.table = table
+        self.mode = "phrdet" if phrase_detection else mode
+        self.protocol = protocol
+        self.zero_shot = zero_shot
         self.groups = {} if trained_relations is None else predicate_groups(trained_relations)
         self.image_ids = table.image_ids().tolist()
         self._truths = {row["image_id"]: true_graph(row) for row in map(table.row, range(len(table)))}
         self._boxes = None if mode == "predcls" else CocoEvaluator(table, backend)
 
     def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
-        """Metrics of a full set of predictions.
+        """Return metrics of a full set of predictions.
 
         Args:
             predictions: for every image id `boxes (M, 4)` xyxy in original pixels, `scores (M,)`, `labels (M,)` from 0
-                (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)` or what `compact_graph`
-            makes of them. Where boxes were given
-                (predcls, sgcls) `true_labels (N,)` and `true_relations (R, 3)` (and `true_attributes (N, A)`) are the
-                graph whose boxes the predictions have: a box that resizing left without width is in neither. Without
-                pairs: none. `attribute_scores (M, attributes)`, if the model tells any.
+                (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)` or the result of
+                `compact_graph`. For given boxes (predcls, sgcls) also `true_labels (N,)` and `true_relations (R, 3)`
+                (and `true_attributes (N, A)`), the graph whose boxes the predictions have: a box that resizing left
+                without width is in neither. No `pairs`: none are predicted. `attribute_scores (M, attributes)`, if
+                predicted.
 
         Returns:
             `R@20`, ..., `mR@100`, ..., `R@relative`, `mR_head@100`, ..., `mR@100/<predicate>`, and the COCO numbers
             with predicted labels; of detected boxes also those of `open_images_metrics`; of given boxes with attribute
-            scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined. Of a table that joins
+            scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined. For a table that joins
             several sets also `R@20/<set>`, ... of the images of each.
 
         Raises:
@@ -102,7 +104,7 @@ class SceneGraphEvaluator:
         return row
 
     def _recall_of_sets(self, metrics: SceneGraphMetrics) -> dict[str, float | None]:
-        """R@K in the images of each data set, where the table joins several; None where none has a relation."""
+        """Return R@K in the images of each data set if the table joins several; None for a set without relations."""
         if len(self.table.sets) < 2:
             return {}
         set_of_image = self.table.set_of_image()[metrics.evaluated_images]
@@ -115,15 +117,16 @@ class SceneGraphEvaluator:
 
     @property
     def matches(self) -> Matches | None:
-        """Of the boxes of the last evaluation; None where they are given."""
+        """Return the box matches of the last evaluation; None if boxes are given."""
         return self._boxes and self._boxes.matches
 
     def truth(self, image_id: int | str, prediction: Mapping) -> dict[str, np.ndarray]:
-        """The graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if any, `attributes`."""
+        """Return the graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if any,
+        `attributes`."""
         return given_graph(prediction) or self._truths[image_id]
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
-        """Text: the metrics by K, then the predicates with how often they occur and their recall."""
+        """Return a text: the metrics by K, then the predicates with how often they occur and their recall."""
         names = [name.partition("@")[0] for name in scores if name.endswith(f"@{TOP[0]}")]
         rows = [("metric", *(f"@{k}" for k in TOP))]
         rows += [(name, *(_number(scores[f"{name}@{k}"]) for k in TOP)) for name in names]
@@ -144,7 +147,8 @@ class SceneGraphEvaluator:
         return "\n".join(lines)
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
-        """A picture of `count` images, graphs beside the annotated ones, and the same graphs as JSON beside it."""
+        """Draw a picture of `count` images, graphs beside the annotated ones, and write the same graphs as JSON beside
+        it."""
         from toolkit.detectors.scene_graphs.draw import draw_graphs, write_graphs
 
         write_graphs(self.table, predictions, Path(path).with_suffix(".json"), count)
@@ -152,7 +156,7 @@ class SceneGraphEvaluator:
 
 
 def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
-    """The annotation of the boxes that a prediction was given; {} where it detected its boxes itself."""
+    """Return the annotation of the boxes that a prediction was given; {} if it detected its boxes itself."""
     if "true_relations" not in prediction:
         return {}
     parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
@@ -160,8 +164,9 @@ def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
 
 
 def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
-    """Labels of the third of the predicates that training had most often (head), of the next (body) and of the last
-    (tail): 16, 17 and 17 of VG150's 50, as in Li et al., CVPR 2021. Of equal counts the lower label is the earlier."""
+    """Return the labels of the third of the predicates that training had most often (head), of the next (body) and of
+    the last (tail): 16, 17 and 17 of VG150's 50, as in Li et al., CVPR 2021. For equal counts the lower label is the
+    earlier."""
     order = np.argsort(-np.asarray(trained_relations), kind="stable")
     head = len(order) // 3
     body = head + (len(order) - head) // 2
@@ -170,7 +175,8 @@ def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -> dict[str, float | None]:
-    """`mR_head@20`, ...: mR@K over the predicates of each group alone; None where the strict protocol has none."""
+    """Return `mR_head@20`, ...: mR@K over the predicates of each group alone; None if undefined in the strict
+    protocol."""
     row = {}
     for name, labels in groups.items():
         kept = labels if protocol == "original" else labels[metrics.images_per_predicate[labels] > 0]
@@ -180,10 +186,10 @@ def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -
 
 
 def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | None:
-    """Share of the annotated attributes that are among the k best of their object, k being how many it has annotated.
+    """Return the share of annotated attributes among the k best of their object, which has k annotated attributes.
 
     attributes: per image (N, A) ids from 1, 0 after the last; scores: per image (N, attributes), of the same objects.
-    Of equal scores the lower id is the better one. None: no object has any.
+    For equal scores the lower id ranks first. None: no object has any.
     """
     hits = annotated = 0
     for ids, of_objects in zip(attributes, scores, strict=True):
@@ -197,8 +203,8 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
 
 
 def true_graph(row: Mapping) -> dict[str, np.ndarray]:
-    """`boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their relations; and
-    `attributes (N, A)` where the table has them."""
+    """Return `boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their
+    relations; and `attributes (N, A)` if the table has them."""
     objects, relations = row["objects"], row["relations"]
     keep = objects["iscrowd"] == 0
     triplets = np.stack([relations[key] for key in ("subject", "object", "predicate")], 1)
@@ -209,7 +215,7 @@ def true_graph(row: Mapping) -> dict[str, np.ndarray]:
 
 
 def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray]:
-    """A prediction as arrays; without pairs it gets empty ones."""
+    """Return a prediction as arrays; without pairs it gets empty ones."""
     graph = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
     pairs = np.asarray(prediction.get("pairs", torch.zeros(0, 2, dtype=torch.int64)))
     if "combinations" in prediction:
@@ -223,7 +229,7 @@ def _number(value: float | None) -> str:
 
 
 def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
-    """(Z, 3) triplets of classes and predicate in `table` that are not in `seen` (C, C, P) bool, all from 0."""
+    """Return (Z, 3) triplets of classes and predicate in `table` that are not in `seen` (C, C, P) bool, all from 0."""
     triplets: set[Sequence[int]] = set()
     for row in map(table.row, range(len(table))):
         graph = true_graph(row)
@@ -234,7 +240,7 @@ def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
 
 
 def load_triplets(file: str | Path) -> np.ndarray:
-    """(Z, 3) int64 subject class, object class, predicate, from 0, of a list that counts from 1.
+    """Load (Z, 3) int64 subject class, object class, predicate, from 0, from a list that counts from 1.
 
     Reads CSV with one header line, and the tensor `zeroshot_triplet.pytorch` of Scene-Graph-Benchmark.
     Raises BadInput for a file that holds anything else.
@@ -246,7 +252,7 @@ def load_triplets(file: str | Path) -> np.ndarray:
         else:
             rows = torch.load(file, weights_only=True, map_location="cpu").long().numpy()
     except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
-        raise BadInput(f"{file}: no list of triplets: {error}") from error
+        raise BadInput(f"{file}: not a list of triplets: {error}") from error
     if rows.ndim != 2 or rows.shape[1] != 3 or (rows < 1).any():
         raise BadInput(f"{file}: {rows.shape} values; expected rows of 3 ids from 1: subject, object, predicate")
     return rows - 1

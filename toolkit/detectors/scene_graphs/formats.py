@@ -12,14 +12,14 @@ SUFFIXES = {"dot": ".dot", "jsonld": ".jsonld", "networkx": ".json"}
 
 
 def graph_text(graph: Mapping, format: str) -> str:
-    """The text of a file in the format dot, jsonld or networkx."""
+    """Return the text of a file in the format dot, jsonld or networkx."""
     if format == "dot":
         return as_dot(graph)
     return json.dumps({"jsonld": as_json_ld, "networkx": as_node_link}[format](graph), indent=1) + "\n"
 
 
 def as_dot(graph: Mapping) -> str:
-    """A directed graph of Graphviz; `dot -Tsvg FILE` draws it. Objects without a relation are nodes too."""
+    """Return a directed graph of Graphviz; `dot -Tsvg FILE` draws it. Objects without a relation are nodes too."""
     lines = [f"digraph {json.dumps(str(graph['file_name']))} {{", "  node [shape=box];"]
     for number, detection in enumerate(graph["detections"]):
         name = f"{number} {detection['category']}"
@@ -31,8 +31,8 @@ def as_dot(graph: Mapping) -> str:
 
 
 def as_json_ld(graph: Mapping) -> dict:
-    """Linked data: a schema.org ImageObject whose objects are blank nodes; a relation is an rdf:Statement of them, so
-    that it keeps its score. Predicates and classes are names of the training data, not of any ontology."""
+    """Return linked data: a schema.org ImageObject whose objects are blank nodes; a relation is an rdf:Statement about
+    them, so that it keeps its score. Predicates and classes are names of the training data, not from an ontology."""
     nodes = [
         {"@id": f"_:object{number}", "@type": "DetectedObject"} | {key: detection[key] for key in OF_OBJECT}
         for number, detection in enumerate(graph["detections"])
@@ -58,7 +58,7 @@ def as_json_ld(graph: Mapping) -> dict:
 
 
 def as_node_link(graph: Mapping) -> dict:
-    """NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
+    """Return NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
     objects = [{key: detection[key] for key in OF_OBJECT} for detection in graph["detections"]]
     nodes = [{"id": number, **entries} for number, entries in enumerate(objects)]
     counts: dict[tuple, int] = {}

@@ -17,7 +17,7 @@ EXPECTED_ROWS = 1024  # pairs at a time: 1,024 x 151^2 joint probabilities are 9
 
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
-    """(K, 2) ordered pairs of one image whose boxes share area; all ordered pairs when none does."""
+    """Return (K, 2) ordered pairs of one image whose boxes share area; all ordered pairs if none does."""
     other = ~np.eye(len(boxes_xyxy), dtype=bool)
     pairs = np.argwhere((intersection_area(boxes_xyxy[:, None], boxes_xyxy[None]) > 0) & other)
     return pairs if len(pairs) else np.argwhere(other)
@@ -36,7 +36,8 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
     relations = np.zeros((num_classes, num_classes, num_predicates), np.int64)
     candidates = np.zeros((num_classes, num_classes), np.int64)
     for image in images:
-        labels, rows = np.asarray(image["labels"]), np.asarray(image["relations"]).reshape(-1, 3)
+        labels = np.asarray(image["labels"])
+        rows = np.asarray(image["relations"]).reshape(-1, 3)
         np.add.at(relations, (labels[rows[:, 0]], labels[rows[:, 1]], rows[:, 2]), 1)
         pairs = candidate_pairs(np.asarray(image["boxes"]))
         np.add.at(candidates, (labels[pairs[:, 0]], labels[pairs[:, 1]]), 1)
@@ -44,8 +45,8 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
 
 
 def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[dict]:
-    """The images of a training table as `count_predicates` wants them: relations between boxes that do not overlap
-    (+1 widths) are left out unless `pairs_apart`, and so are images without any other."""
+    """Yield the images of a training table for `count_predicates`. Relations between boxes that do not overlap (+1
+    widths) are left out unless `pairs_apart`, and so are images without any other relation."""
     for row in map(table.row, range(len(table))):
         boxes = row["objects"]["bbox"]
         relations = np.stack([row["relations"][key] for key in ("subject", "object", "predicate")], 1) + [0, 0, 1]
@@ -57,23 +58,23 @@ def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[d
 
 
 def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
-    """(C, C, P) float32 log(share + 1e-3); predicate 0 is counted by the candidate pairs + 1."""
+    """Return (C, C, P) float32 log(share + 1e-3); predicate 0 is counted by the candidate pairs + 1."""
     counts = relations.copy()
     counts[:, :, 0] = candidates + 1
     return torch.from_numpy(np.log(counts / counts.sum(2, keepdims=True) + 1e-3)).float()
 
 
 def predicate_weights(relations: np.ndarray, power: float = 0.5) -> Tensor:
-    """(P,) float32 weights for the predicate loss that grow as predicates get rarer; background keeps weight 1.
+    """Return (P,) float32 weights for the predicate loss that grow as predicates get rarer; background keeps weight 1.
 
     weight = (most frequent / count) ** power for predicates with at least one relation, scaled so that the weighted
-    number of relations stays what it was; a predicate without relation keeps weight 1.
+    number of relations stays the same; a predicate without relation keeps weight 1.
     """
     return _scaled_weights(relations, lambda counts: (counts.max() / counts) ** power)
 
 
 def class_balanced_weights(relations: np.ndarray, beta: float) -> Tensor:
-    """(P,) float32 weights (1 - beta) / (1 - beta ** count), one by the effective number (Cui et al., CVPR 2019,
+    """Return (P,) float32 weights (1 - beta) / (1 - beta ** count), one by the effective number (Cui et al., CVPR 2019,
     equation 3); background, unseen predicates and scale as in `predicate_weights`."""
     return _scaled_weights(relations, lambda counts: (1 - beta) / -np.expm1(counts * np.log(beta)))
 
@@ -90,7 +91,8 @@ def _scaled_weights(relations: np.ndarray, weight_of: Callable[[np.ndarray], np.
 
 
 def log_prior(relation_counts: Tensor) -> Tensor:
-    """(P,) float32 log of each predicate's share of the relations, 0 for background; an unseen one counts as one."""
+    """Return (P,) float32 log of each predicate's share of the relations, 0 for background; an unseen one counts as
+    one."""
     counts = relation_counts.sum((0, 1)).double().clamp(min=1)
     counts[0] = 0
     return F.pad((counts[1:] / counts.sum()).log(), (1, 0)).float()
@@ -100,7 +102,7 @@ class FrequencyBias(nn.Module):
     """A trainable table of predicate logits by class of subject and object, started from `log_frequencies`."""
 
     def __init__(self, log_frequency: Tensor):
-        """log_frequency: (C, C, P)."""
+        """Build the table from `log_frequency` (C, C, P)."""
         super().__init__()
         self.num_classes, _, num_predicates = log_frequency.shape
         self.table = nn.Embedding.from_pretrained(torch.zeros(self.num_classes**2, num_predicates), freeze=False)
@@ -108,21 +110,22 @@ class FrequencyBias(nn.Module):
 
     @torch.no_grad()
     def start_from(self, log_frequency: Tensor) -> None:
-        """Sets the table; (C, C, P)."""
+        """Set the table to `log_frequency` (C, C, P)."""
         self.table.weight.copy_(log_frequency.flatten(0, 1))
 
     def forward(self, subjects: Tensor, objects: Tensor) -> Tensor:
-        """(R,) labels of each side -> (R, P)."""
+        """Look up labels (R,) of each side -> (R, P)."""
         return self.table(subjects * self.num_classes + objects)
 
     def expected(self, subjects: Tensor, objects: Tensor) -> Tensor:
-        """(R, C) class probabilities of each side -> (R, P) mean of the table over both."""
+        """Average the table over class probabilities (R, C) of both sides -> (R, P)."""
         parts = zip(subjects.split(EXPECTED_ROWS), objects.split(EXPECTED_ROWS), strict=True)
         return torch.cat([(s[:, :, None] * o[:, None, :]).flatten(1) @ self.table.weight for s, o in parts])
 
 
 class FrequencyHead(nn.Module):
-    """The baseline: predicates from the counts alone. The detector's labels in sgcls and sgdet; nothing to train."""
+    """The baseline: predicates from the counts alone; the detector's labels in sgcls and sgdet; without trained
+    parameters."""
 
     loss_names = ()
     reads_union = False
@@ -134,7 +137,9 @@ class FrequencyHead(nn.Module):
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if self.mode == "predcls":
-            logits, labels = certain_logits(batch.labels, self.frequency.num_classes), batch.labels
+            logits = certain_logits(batch.labels, self.frequency.num_classes)
+            labels = batch.labels
         else:
-            logits, labels = batch.logits, batch.logits[:, 1:].argmax(1) + 1
+            logits = batch.logits
+            labels = batch.logits[:, 1:].argmax(1) + 1
         return RelationOutput(logits, self.frequency(*labels[batch.pairs].unbind(1)), labels)

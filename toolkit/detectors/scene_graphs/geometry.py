@@ -10,7 +10,7 @@ OVERLAP_SCALE = 1024 * 1024  # square pixels that VCTree's areas are divided by
 
 
 def box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
-    """(N, 4) boxes and (N, 2) sizes of their images -> (N, 9): w, h, cx, cy, x1, y1, x2, y2, area, all relative."""
+    """Convert (N, 4) boxes in images of (N, 2) sizes to (N, 9): w, h, cx, cy, x1, y1, x2, y2, area, all relative."""
     wh, centre = _wh_centre(boxes_xyxy)
     size_wh = sizes_hw.flip(-1).to(boxes_xyxy)
     relative = [value / size_wh for value in (wh, centre, boxes_xyxy[:, :2], boxes_xyxy[:, 2:])]
@@ -19,19 +19,19 @@ def box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
 
 
 def corner_centre_numbers(boxes_xyxy: Tensor) -> Tensor:
-    """(N, 4) -> (N, 8): x1, y1, x2, y2, cx, cy, w, h."""
+    """Convert (N, 4) -> (N, 8): x1, y1, x2, y2, cx, cy, w, h."""
     wh, centre = _wh_centre(boxes_xyxy)
     return torch.cat([boxes_xyxy, centre, wh], -1)
 
 
 def scaled_box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
-    """(N, 8): `corner_centre_numbers` divided by the longer image side (at least 100)."""
+    """Return (N, 8): `corner_centre_numbers` divided by the longer image side (at least 100)."""
     longer = sizes_hw.amax(-1, keepdim=True).clamp(min=100).to(boxes_xyxy)
     return corner_centre_numbers(boxes_xyxy) / longer
 
 
 def pair_numbers(subjects: Tensor, objects: Tensor) -> Tensor:
-    """(R, 8) scaled numbers of both boxes -> (R, 32): subject, object, union, intersection (zeros when empty).
+    """Convert (R, 8) scaled numbers of both boxes -> (R, 32): subject, object, union, intersection (zeros when empty).
 
     The width of union and intersection adds 1 to already scaled boxes, as the published models were trained.
     """
@@ -44,27 +44,27 @@ def pair_numbers(subjects: Tensor, objects: Tensor) -> Tensor:
 
 
 def union_boxes(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """(..., 4) smallest box around both."""
+    """Return the (..., 4) smallest box around both."""
     left_top = torch.minimum(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
     return torch.cat([left_top, torch.maximum(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])], -1)
 
 
 def intersection_areas(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Areas of the common parts with +1 widths, broadcast over (..., 4)."""
+    """Return the areas of the common parts with +1 widths, broadcast over (..., 4)."""
     left_top = torch.maximum(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
     right_bottom = torch.minimum(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
     return (right_bottom - left_top + 1.0).clamp(min=0).prod(-1)
 
 
 def iou_plus_one(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """IoU with +1 widths, broadcast over (..., 4): pairwise with `boxes1[:, None], boxes2[None]`."""
+    """Return the IoU with +1 widths, broadcast over (..., 4): pairwise with `boxes1[:, None], boxes2[None]`."""
     common = intersection_areas(boxes1_xyxy, boxes2_xyxy)
     areas = [(boxes[..., 2:] - boxes[..., :2] + 1).prod(-1) for boxes in (boxes1_xyxy, boxes2_xyxy)]
     return common / (areas[0] + areas[1] - common)
 
 
 def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
-    """How each object overlaps the others of its image, for VCTree.
+    """Measure how each object overlaps the others of its image, for VCTree.
 
     boxes_xyxy: (B, N_max, 4) padded, mask: (B, N_max) bool. Returns (B, N_max, 6): overlapping objects (itself
     included), sum of intersections, sum of IoUs, both divided by the count, and the area.
@@ -73,13 +73,15 @@ def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
     common = intersection_areas(boxes_xyxy[:, :, None], boxes_xyxy[:, None]) * both
     ious = torch.where(both, iou_plus_one(boxes_xyxy[:, :, None], boxes_xyxy[:, None]), 0.0)
     count = (common > 0).sum(-1).to(boxes_xyxy)
-    shared, iou = common.sum(-1) / OVERLAP_SCALE, ious.sum(-1)
+    shared = common.sum(-1) / OVERLAP_SCALE
+    iou = ious.sum(-1)
     area = (boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]).prod(-1) / OVERLAP_SCALE
     return torch.stack([count, shared, iou, shared / (count + 1e-9), iou / (count + 1e-9), area], -1)
 
 
 def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) -> Tensor:
-    """(..., 4) boxes in images of (..., 2) size -> (..., resolution, resolution) float32 0/1, images scaled whole."""
+    """Draw (..., 4) boxes in images of (..., 2) size as masks (..., resolution, resolution) float32 0/1, images scaled
+    whole."""
     size_wh = sizes_hw.flip(-1).to(widest_float(sizes_hw.device))
     # float64, and not `resolution / size`: torch makes a rounded reciprocal of that, and 50 * 20 / 100 ends below 10
     scale = (torch.full_like(size_wh, resolution) / size_wh).to(boxes_xyxy)
@@ -93,15 +95,16 @@ def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) 
 def reading_order(
     boxes_xyxy: Tensor, num_objects: list[int], device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Order of the objects for recurrent heads, packed time step by time step; on `device`, or that of the boxes.
+    """Order the objects for recurrent heads, packed time step by time step; on `device`, or that of the boxes.
 
-    Objects run from the largest centre x to the smallest; images with more objects come first, of equal ones the
-    later image. Returns (N,) int64 permutation, its inverse, and the (steps,) int64 number of images still running
+    Objects run from the largest centre x to the smallest. Images with more objects come first; for equal numbers, the
+    later image does. Returns (N,) int64 permutation, its inverse, and the (steps,) int64 number of images still running
     at each step, on the host: the layout of `PackedSequence`.
     """
     centre_x = (0.5 * (boxes_xyxy[:, 0] + boxes_xyxy[:, 2])).tolist()
     images = sorted(range(len(num_objects)), key=lambda i: (-num_objects[i], -i))
-    ordered, start = {}, 0
+    ordered = {}
+    start = 0
     for image, count in enumerate(num_objects):
         ordered[image] = sorted(range(start, start + count), key=lambda n: -centre_x[n])
         start += count
@@ -115,7 +118,7 @@ def reading_order(
 
 
 def certain_logits(labels: Tensor, num_classes: int) -> Tensor:
-    """(N,) labels -> (N, C) float32 logits: 1000 for the label, -1000 elsewhere."""
+    """Convert labels (N,) -> (N, C) float32 logits: 1000 for the label, -1000 elsewhere."""
     logits = torch.full((len(labels), num_classes), -1000.0, device=labels.device)
     return logits.scatter_(1, labels[:, None].long(), 1000.0)
 

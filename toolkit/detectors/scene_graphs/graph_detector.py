@@ -1,4 +1,4 @@
-"""What scene graph detectors share: names, training statistics, and the detector they are built on."""
+"""Shared parts of scene graph detectors: names, training statistics, and the detector they are built on."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from toolkit.models.weights.mapping import WeightTable, map_weights
 class GraphDetector(Detector):
     """A detector with `self.detector` below whose detections carry a graph.
 
-    Announced beside what `Detector` announces:
+    Announced in addition to the attributes of `Detector`:
         mode: predcls, sgcls or sgdet. predicates, attributes: names, in the order of their labels.
         counts_pairs_apart: the counts are those of all relations, not of those between boxes that share area.
     """
@@ -34,7 +34,7 @@ class GraphDetector(Detector):
     counts_pairs_apart = False
 
     def _make_counts(self, num_classes: int, num_predicates: int) -> None:
-        """Buffers for what `learn_counts` takes; they are saved with the weights."""
+        """Register buffers for the counts of `learn_counts`; they are saved with the weights."""
         classes, size = num_classes + 1, num_predicates + 1
         self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
         self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
@@ -42,7 +42,7 @@ class GraphDetector(Detector):
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
-        """Takes what the training split counts.
+        """Take the counts of the training split.
 
         Args:
             relations, candidates: of `count_predicates`, (C, C, P) and (C, C) with background.
@@ -60,14 +60,14 @@ class GraphDetector(Detector):
         zero_shot: str | Path | None = None,
         phrase_detection: bool = False,
     ) -> SceneGraphEvaluator:
-        """R@K and its family on a table.
+        """Build the evaluator of R@K and its family on a table.
 
         protocol, phrase_detection: see `SceneGraphEvaluator`. zero_shot: file of triplets for zR@K, see
         `load_triplets`; None: those of the table that the training data did not have.
 
         Raises:
-            BadInput: the table's predicates or attributes are others than the detector's (a table without attributes
-                will do), a file that is no list of triplets.
+            BadInput: the table has other predicates or attributes than the detector (a table without attributes is
+                accepted), or the file is not a list of triplets.
         """
         _check_same_names(self, table)
         seen = self.seen_triplets.cpu().numpy()
@@ -82,20 +82,23 @@ class GraphDetector(Detector):
         )
 
     def graph_obstacle(self) -> str | None:
-        """Why `decode_graph` does not serve, in words; None: it does."""
+        """Return the reason why `decode_graph` cannot be used, as a text; None if it can."""
         return None
 
     def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
-        """The outputs of `PixelsToGraph` in `toolkit.tools.export.relations`, with as many rows for every image, as
-        exporters trace them. images, sizes: as of `forward`; pool: `toolkit.tools.export.faster_rcnn.pool_where`."""
+        """Return the outputs of `PixelsToGraph` in `toolkit.tools.export.relations`, with equally many rows for every
+        image, as exporters trace them. images, sizes: as in `forward`; pool:
+        `toolkit.tools.export.faster_rcnn.pool_where`.
+        """
         raise NotImplementedError
 
     def to_keep(self, prediction: Mapping) -> dict:
-        """A graph without the scores of all predicates of all pairs: of VG150's test images they are 530 MB."""
+        """Return a graph without the scores of all predicates of all pairs: for VG150's test images these are 530
+        MB."""
         return {name: torch.as_tensor(value) for name, value in compact_graph(prediction, TOP[-1]).items()}
 
     def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
-        """Takes a detector's weights for the modules below the prefix `below`, and by `prefixes` for more of them."""
+        """Load a detector's weights into the modules below the prefix `below`, and into more of them by `prefixes`."""
         source = {f"{below}.{name}": value for name, value in weights.items()}
         current = {name: value for name, value in self.state_dict().items() if not name.startswith("head.")}
         mapped = map_weights(current, source, prefixes)
@@ -104,18 +107,20 @@ class GraphDetector(Detector):
         return mapped
 
     def _build_on(self, below: nn.Module) -> None:
-        """Adopts the detector below, with its requirements on images."""
+        """Adopt the detector below, with its requirements on images."""
         self.detector = below
-        self.mean, self.std, self.stride, self.fixed_size = below.mean, below.std, below.stride, below.fixed_size
+        self.mean, self.std = below.mean, below.std
+        self.stride = below.stride
+        self.fixed_size = below.fixed_size
 
     def _below_announces(self) -> None:
-        """Announces the losses of the detector below too, where it is trained along."""
+        """Announce also the losses of the detector below if it is trained."""
         self.loss_names += tuple(self.detector.loss_names)
         self.divided_by |= {name: denominator_of(self.detector, name) for name in self.detector.loss_names}
         self.default_weights = {**self.default_weights, **self.detector.default_weights}
 
     def resolved_options(self) -> dict:
-        """The settings with those that say what the detector below is, by the values that were really used."""
+        """Return the settings; those that say which detector is below have the values in use."""
         inner = self.detector.resolved_options()
         about_starting = {option.name for option in fields(DetectorOptions)} - {"architecture"}
         return {
@@ -127,7 +132,7 @@ class GraphDetector(Detector):
 
 
 def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[str]) -> Detector:
-    """The detector that the settings ask for, a Faster R-CNN unless they say; `default`: what it is if they do not."""
+    """Build the detector that the settings name, by default a Faster R-CNN; `default`: its settings in that case."""
     chosen = {"architecture": "faster_rcnn", **(options.detector_options or default)}
     chosen["pretrained_backbone"] = options.pretrained_backbone
     if options.backbone is not None:
@@ -137,7 +142,7 @@ def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[s
 
 @contextmanager
 def naming_its_options() -> Iterator[None]:
-    """Reports errors of the detector below as errors of `model.detector_options`."""
+    """Report errors of the detector below as errors of `model.detector_options`."""
     try:
         yield
     except BadInput as error:

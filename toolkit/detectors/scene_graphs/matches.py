@@ -1,4 +1,4 @@
-"""Matches predicted with annotated relations, as flat arrays over many images without loops over boxes or pairs."""
+"""Matching of predicted with annotated relations, as flat arrays over many images without loops over boxes or pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +32,14 @@ class Matches:
     given_pairs: np.ndarray
 
     def first_rank(self, matches: np.ndarray) -> np.ndarray:
-        """(R,) int64 rank of the best prediction that finds each relation; the largest int64 when none does."""
+        """Return the (R,) int64 rank of the best prediction that finds each relation; the largest int64 when none
+        does."""
         rank = np.full(len(self.image), np.iinfo(np.int64).max)
         np.minimum.at(rank, matches[:, 0], matches[:, 1])
         return rank
 
     def rows(self, matches: np.ndarray) -> np.ndarray:
-        """(M, 3) image, rank, index of the relation in its image, sorted."""
+        """Return (M, 3) image, rank, index of the relation in its image, sorted."""
         relation = matches[:, 0]
         rows = np.stack([self.image[relation], matches[:, 1], self.index[relation]], 1)
         return rows[np.lexsort(rows.T[::-1])]
@@ -56,10 +57,11 @@ def match_relations(
 
     Arguments as in `evaluate_scene_graphs`. Pairs are taken in the given order with their best predicate
     (constrained); combinations are ranked by subject score x object score x predicate score (unconstrained).
-    one_box_each: an annotated object is found by the box of `boxes_of_objects` alone; not in phrdet, where no box is
-    compared with an object.
+    one_box_each: an annotated object is found by the box of `boxes_of_objects` alone; not in phrdet, which does not
+    compare boxes with objects.
     """
-    chunks, start = [], 0
+    chunks = []
+    start = 0
     for lo in range(0, len(truths), CHUNK_IMAGES):
         hi = lo + CHUNK_IMAGES
         chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
@@ -76,9 +78,9 @@ def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
 
 
 def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
-    """A much smaller prediction that gives the same result in `match_relations` with that `keep`: `predicates (P,)` and
-    `combinations (<= keep, 2)` int32, see `best_combinations`, in place of `predicate_scores`; and `two_predicates`,
-    `two_scores` of `best_two`."""
+    """Reduce a prediction to one that gives the same result in `match_relations` with that `keep`. `predicates (P,)`
+    and `combinations (<= keep, 2)` int32, see `best_combinations`, replace `predicate_scores`; `two_predicates` and
+    `two_scores` of `best_two` are added."""
     scores = np.asarray(prediction["predicate_scores"])
     pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
     two, two_scores = best_two(prediction)
@@ -92,15 +94,15 @@ def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
 
 
 def best_predicates(prediction: Mapping, rows: np.ndarray | slice) -> np.ndarray:
-    """The best predicate of these pairs of an image, from 0."""
+    """Return the best predicate of these pairs of an image, from 0."""
     if "combinations" in prediction:
         return np.asarray(prediction["predicates"])[rows]
     return np.asarray(prediction["predicate_scores"])[rows].argmax(1)
 
 
 def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
-    """(P, 2) the two best predicates of each pair of an image, from 0, best first, and their scores (P, 2); (P, 1)
-    where there is but one."""
+    """Return the (P, 2) two best predicates of each pair of an image, from 0, best first, and their scores (P, 2); (P,
+    1) if there is only one."""
     if "two_predicates" in prediction:
         return np.asarray(prediction["two_predicates"]), np.asarray(prediction["two_scores"])
     scores = torch.from_numpy(np.require(prediction["predicate_scores"], requirements="W"))
@@ -109,12 +111,14 @@ def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, keep: int) -> np.ndarray:
-    """(<= keep, 2) int64 row of the pair and predicate of the best combinations of an image, best first.
+    """Return (<= keep, 2) int64 pair row and predicate of the best combinations of an image, best first.
 
-    predicate_scores: (P, predicates), pair_scores: (P,) that they are multiplied by. The best `keep` lie in the `keep`
-    pairs whose best predicate scores highest, so only those are sorted. Equal ones are ranked by pair, then predicate.
+    predicate_scores: (P, predicates), pair_scores: (P,), by which they are multiplied. The best `keep` lie in the
+    `keep` pairs whose best predicate scores highest, so only those are sorted. Equal ones are ranked by pair, then
+    predicate.
     """
-    scores, count = np.asarray(predicate_scores), np.shape(predicate_scores)[1]
+    scores = np.asarray(predicate_scores)
+    count = np.shape(predicate_scores)[1]
     if not len(scores):
         return np.zeros((0, 2), np.int64)
     # By torch, which compares whole vectors along a row: the largest of each in a fifth of NumPy's time.
@@ -127,7 +131,7 @@ def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, kee
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """(<= count,) ascending indices of the largest values; of equal ones at the cut the first."""
+    """Return (<= count,) ascending indices of the largest values; ties at the cut take the first."""
     if len(values) <= count:
         return np.arange(len(values))
     smallest = np.partition(values, len(values) - count)[-count]
@@ -136,7 +140,7 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float = 0.5) -> np.ndarray:
-    """(M,) the annotated object that each predicted box stands for, -1: none; no object has two boxes.
+    """Return the (M,) annotated object that each predicted box stands for, -1: none; each object has at most one box.
 
     As in COCO's AP: the boxes choose, best score first (of equal ones the earlier), each the object of its class that
     it overlaps most, by `iou_threshold` or more, among those that no box has yet.
@@ -164,7 +168,8 @@ class _Chunk:
         iou_threshold: float,
         one_box_each: bool = False,
     ):
-        self.union, self.threshold = mode == "phrdet", np.float32(iou_threshold)
+        self.union = mode == "phrdet"
+        self.threshold = np.float32(iou_threshold)
         objects = truths if mode == "predcls" else predictions
         relations = [np.asarray(t["relations"], dtype=np.int64).reshape(-1, 3) for t in truths]
         self.counts = np.asarray([len(r) for r in relations], dtype=np.int64)
@@ -195,10 +200,11 @@ class _Chunk:
         self.candidates = self._box_matches(0), self._box_matches(1)
 
     def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
-        """Padded (images, slots, ...) arrays; a padded slot has class -2, which nothing equals."""
+        """Return padded (images, slots, ...) arrays; a padded slot has class -2, which equals no class."""
         shape = (len(truths), int(self.counts.max(initial=0)))
         self.ends = np.full((*shape, 2), -2, np.int64)  # the box indices of subject and object in their image
-        self.end_boxes, self.end_labels = np.zeros((*shape, 2, 4), np.float32), np.full((*shape, 2), -2, np.int64)
+        self.end_boxes = np.zeros((*shape, 2, 4), np.float32)
+        self.end_labels = np.full((*shape, 2), -2, np.int64)
         self.predicates = np.full(shape, -2, np.int64)
         for i, (truth, rows) in enumerate(zip(truths, relations, strict=True)):
             if not len(rows):
@@ -209,7 +215,8 @@ class _Chunk:
             self.predicates[i, : len(rows)] = rows[:, 2]
 
     def _box_matches(self, end: int) -> np.ndarray:
-        """(boxes, words) uint64, a bit for each slot: may the box be the subject (0) or object (1) of its relation?"""
+        """Return (boxes, words) uint64 with a bit for each slot: may the box be the subject (0) or object (1) of its
+        relation?"""
         if self.stands_for is not None:
             matches = self.stands_for[:, None] == self.ends[self.box_image, :, end]
         else:
@@ -223,7 +230,7 @@ class _Chunk:
         return np.ascontiguousarray(bits).view(np.uint64)
 
     def _candidates(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row of `pairs` (n, 2) and slot of a relation, wherever both boxes may be its ends; rows ascend."""
+        """Return the row of `pairs` (n, 2) and slot of a relation, wherever both boxes may be its ends; rows ascend."""
         hit = self.candidates[0][pairs[:, 0]] & self.candidates[1][pairs[:, 1]]
         rows = hit.any(1).nonzero()[0]
         row, slot = np.unpackbits(hit[rows].view(np.uint8), axis=1).nonzero()
@@ -252,7 +259,7 @@ class _Chunk:
         )
 
     def _match_unconstrained(self, keep: int) -> np.ndarray:
-        """(M, 2) relation row in this chunk, rank among the `keep` best (pair, predicate) combinations."""
+        """Return (M, 2) relation row in this chunk, rank among the `keep` best (pair, predicate) combinations."""
         pair, predicate, rank = self._combinations(keep)
         row, slot = self._candidates(self.pairs[pair])
         right = predicate[row] == self.predicates[self.pair_image[pair[row]], slot]
@@ -261,7 +268,7 @@ class _Chunk:
         return np.stack([self.starts[self.pair_image[pair[row]]] + slot, rank[row]], 1)
 
     def _combinations(self, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pair, predicate and rank of the `keep` best combinations of every image."""
+        """Return pair, predicate and rank of the `keep` best combinations of every image."""
         best = [
             prediction["combinations"][:keep] if "combinations" in prediction
             else best_combinations(prediction["predicate_scores"], self.pair_scores[start : start + count], keep)
@@ -272,7 +279,7 @@ class _Chunk:
         return pair + self.pair_start[image], predicate, rank
 
     def _best_predicates(self, pair: np.ndarray) -> np.ndarray:
-        """(n,) of ascending rows of all pairs."""
+        """Return the (n,) best predicates of ascending rows of all pairs."""
         cuts = np.searchsorted(pair, np.append(self.pair_start, len(self.pairs)))
         images = zip(self.predictions, self.pair_start, cuts[:-1], cuts[1:], strict=True)
         chosen = ((image, pair[first:last] - start) for image, start, first, last in images if first < last)
@@ -280,7 +287,8 @@ class _Chunk:
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def _annotated_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(P,) is the predicted pair an annotated pair, and its rank among those of its image."""
+        """Return, for each predicted pair (P,), whether it is annotated, and its rank among the annotated pairs of its
+        image."""
         if not len(self.pairs):
             return np.zeros(0, bool), np.zeros(0, np.int64)
         size = 1 + int(max(self.local_pairs.max(initial=0), self.ends.max(initial=0)))
@@ -292,7 +300,7 @@ class _Chunk:
         return given, total - before[self.pair_image] - 1
 
     def _unions_match(self, pair: np.ndarray, slot: np.ndarray) -> np.ndarray:
-        """(n,) bool: does the union box of the pair match that of the relation? Always, unless phrdet."""
+        """Return (n,) bool: does the union box of the pair match that of the relation? Always true except in phrdet."""
         if not self.union:
             return np.ones(len(pair), bool)
         predicted = union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
@@ -301,7 +309,7 @@ class _Chunk:
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sum,) group of every element and its place in the group."""
+    """Return the (sum,) group of every element and its place in the group."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
@@ -312,10 +320,10 @@ def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
 
 
 def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    """`geometry.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
+    """Compute `geometry.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
     return geometry.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
 
 
 def union_boxes(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    """`geometry.union_boxes` of arrays."""
+    """Compute `geometry.union_boxes` of arrays."""
     return geometry.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()

@@ -44,7 +44,7 @@ class SceneGraphMetrics:
     accuracy_counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
 
     def as_row(self, predicate_names: Sequence[str] = ()) -> dict[str, float | None]:
-        """{"R@20": ..., "mR@50": ..., "mR@100/on": ...}; None where a metric is undefined (JSON has no NaN)."""
+        """Return {"R@20": ..., "mR@50": ..., "mR@100/on": ...}; None if a metric is undefined (JSON has no NaN)."""
         row = {f"{name}@{k}": v for name, values in self.values.items() for k, v in zip(self.top, values, strict=True)}
         row |= {f"{name}@relative": value for name, value in self.relative.items()}
         if predicate_names:
@@ -69,7 +69,7 @@ def evaluate_scene_graphs(
         truths: per image `boxes` (N, 4) xyxy pixels, `labels` (N,), `relations` (R, 3) subject, object, predicate.
         predictions: per image, in the pixels of the truth: `boxes` (M, 4), `labels` (M,), `scores` (M,), `pairs`
             (P, 2) rows of `boxes`, best first (the order is trusted), `predicate_scores` (P, num_predicates)
-            without background, or what `compact_graph` makes of them. In predcls boxes, labels and scores are taken
+            without background, or the result of `compact_graph`. In predcls boxes, labels and scores are taken
             from the truth.
         mode: predcls, sgcls, sgdet, or phrdet (sgdet with the IoU of the union boxes).
         zero_shot: (Z, 3) subject class, object class, predicate never seen in training.
@@ -131,12 +131,13 @@ def _measure(
     mode: str,
     protocol: str,
 ) -> SceneGraphMetrics:
-    images, counts = np.flatnonzero(evaluated), np.bincount(matches.image, minlength=len(evaluated))
+    images = np.flatnonzero(evaluated)
+    counts = np.bincount(matches.image, minlength=len(evaluated))
     first = {"": matches.first_rank(matches.constrained), "ng": matches.first_rank(matches.unconstrained)}
     unseen = _in_triplets(matches, zero_shot) & evaluated[matches.image]
     seen_images = np.flatnonzero(np.bincount(matches.image[unseen], minlength=len(evaluated)))
     values, per_image, per_predicate = {}, {}, {}
-    tops = (*top, counts[matches.image])  # the last is relative: as many as the image has relations
+    tops = (*top, counts[matches.image])  # the last is relative: the number of the image's relations
     for prefix, rank in first.items():
         hits = [rank < k for k in tops]
         everything = np.ones(len(rank), dtype=bool)
@@ -183,7 +184,7 @@ def _renamed(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _recall(matches: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """(images,) share of the relations `among` that are hit; NaN for an image without any."""
+    """Return the (images,) share of the relations `among` that are hit; NaN for an image without any."""
     size = len(matches.counts)
     total = np.bincount(matches.image[among], minlength=size)
     with np.errstate(invalid="ignore"):
@@ -191,7 +192,8 @@ def _recall(matches: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
 
 
 def _predicate_recall(matches: Matches, hit: np.ndarray, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
-    """(num_predicates,) recall per image and predicate, averaged over the images that contain it; 0 where none."""
+    """Return (num_predicates,) recall per image and predicate, averaged over the images that contain it; 0 if none
+    does."""
     kept = evaluated[matches.image]
     cell = matches.image * num_predicates + matches.predicate
     size = len(evaluated) * num_predicates
@@ -208,7 +210,7 @@ def _images_per_predicate(matches: Matches, evaluated: np.ndarray, num_predicate
 
 
 def _in_triplets(matches: Matches, triplets: np.ndarray | None) -> np.ndarray:
-    """(R,) bool: is the relation's (subject class, object class, predicate) listed?"""
+    """Return (R,) bool: is the relation's (subject class, object class, predicate) listed?"""
     if triplets is None or not len(triplets) or not len(matches.triplets):
         return np.zeros(len(matches.triplets), dtype=bool)
     both = np.concatenate([np.asarray(triplets, dtype=np.int64), matches.triplets])

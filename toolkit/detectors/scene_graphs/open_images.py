@@ -10,19 +10,21 @@ import numpy as np
 
 from toolkit.detectors.scene_graphs.matches import best_two, iou_plus_one, union_boxes
 
-KEPT, LEAST_SCORE, IOU = 100, 1e-5, 0.5  # predictions of an image, above which score, and how far they must overlap
+KEPT = 100  # predictions of an image
+LEAST_SCORE = 1e-5  # predictions at or below it are left out
+IOU = 0.5  # overlap of a match
 
 
 def open_images_metrics(
     truths: Sequence[Mapping], predictions: Sequence[Mapping], num_predicates: int
 ) -> dict[str, float | None]:
-    """`wmAP_rel` (both boxes overlap theirs), `wmAP_phr` (the union does), `micro_R@50`, and `score_wtd`, 0.4, 0.4 and
-    0.2 parts of them; None without annotated relations.
+    """Return `wmAP_rel` (both boxes overlap), `wmAP_phr` (the union boxes overlap), `micro_R@50`, and `score_wtd`,
+    their sum with weights 0.4, 0.4 and 0.2; None without annotated relations.
 
-    Arguments as of `evaluate_scene_graphs`, in sgdet. Of each pair the two best predicates count, of an image the 100
-    best of these by subject score x object score x predicate score. By falling score, a prediction finds the relation
-    of its classes and predicate that it overlaps most, by more than half; one that is found already is missed. AP is
-    the area below the envelope of precision; predicates weigh as many as there are annotated of them. micro_R@50 is
+    Arguments as in `evaluate_scene_graphs`, in sgdet. The two best predicates of each pair count, and of these the 100
+    best of an image by subject score x object score x predicate score. By falling score, a prediction finds the
+    relation of its classes and predicate that it overlaps most, by more than half; a relation already found counts as a
+    miss. AP is the area below the envelope of precision, weighted by how often a predicate is annotated. micro_R@50 is
     the share of all relations that the 50 best of their images overlap by half or more.
     """
     relations = [np.asarray(truth["relations"], np.int64).reshape(-1, 3) for truth in truths]
@@ -44,7 +46,7 @@ def open_images_metrics(
 
 
 def _predictions(predictions: Sequence[Mapping]) -> dict[str, np.ndarray]:
-    """Columns of the predictions that count, best first in each image, with `rank` and `score`."""
+    """Return columns of the predictions that count, best first in each image, with `rank` and `score`."""
     pairs, predicates, scores = [], [], []
     for prediction in predictions:
         of_pair, predicate_scores = best_two(prediction)
@@ -60,7 +62,7 @@ def _predictions(predictions: Sequence[Mapping]) -> dict[str, np.ndarray]:
 
 
 def _columns(graphs: Sequence[Mapping], ends: list[np.ndarray], predicates: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Of all images together: `image`, `boxes` (R, 2, 4) and `labels` (R, 2) of subject and object, `predicate`."""
+    """Join all images: `image`, `boxes` (R, 2, 4) and `labels` (R, 2) of subject and object, `predicate`."""
     boxes = [np.asarray(graph["boxes"], np.float32)[rows] for graph, rows in zip(graphs, ends, strict=True)]
     labels = [np.asarray(graph["labels"], np.int64)[rows] for graph, rows in zip(graphs, ends, strict=True)]
     image = np.repeat(np.arange(len(ends)), [len(rows) for rows in ends])
@@ -69,7 +71,8 @@ def _columns(graphs: Sequence[Mapping], ends: list[np.ndarray], predicates: list
 
 
 def _of_same_names(found: Mapping, true: Mapping) -> tuple[np.ndarray, np.ndarray]:
-    """Row of a prediction and of a relation of its image, wherever both classes and the predicate are the same."""
+    """Return the row of a prediction and of a relation of its image, wherever both classes and the predicate are the
+    same."""
     rows = [np.column_stack([g["image"], g["labels"] + 1, g["predicate"]]) for g in (found, true)]  # class 0: none
     sizes = 1 + np.max([part.max(0, initial=0) for part in rows], axis=0)
     of_found, of_true = (np.ravel_multi_index(tuple(part.T), sizes) for part in rows)
@@ -81,7 +84,7 @@ def _of_same_names(found: Mapping, true: Mapping) -> tuple[np.ndarray, np.ndarra
 
 
 def _most_overlapped(row: np.ndarray, relation: np.ndarray, iou: np.ndarray, count: int) -> np.ndarray:
-    """(count,) the relation that each prediction overlaps most, by more than half; -1: none."""
+    """Return the (count,) relation that each prediction overlaps most, by more than half; -1: none."""
     order = np.lexsort((relation, -iou, row))
     row, relation, iou = row[order], relation[order], iou[order]
     best = np.append(True, row[1:] != row[:-1])[: len(row)] & (iou > IOU)
@@ -92,7 +95,8 @@ def _most_overlapped(row: np.ndarray, relation: np.ndarray, iou: np.ndarray, cou
 
 def _weighted_ap(found: Mapping, relation: np.ndarray, counts: np.ndarray) -> float:
     order = np.argsort(-found["score"], kind="stable")
-    predicate, relation = found["predicate"][order], relation[order]
+    predicate = found["predicate"][order]
+    relation = relation[order]
     hit = np.zeros(len(order), bool)
     places = np.flatnonzero(relation >= 0)
     hit[places[np.unique(relation[places], return_index=True)[1]]] = True  # a second one on it is wrong

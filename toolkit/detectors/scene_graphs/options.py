@@ -135,11 +135,12 @@ GraphOptions = SceneGraphOptions | EgtrOptions
 
 
 def without_detector(options: GraphOptions, data_path: str | None) -> str:
-    """The two commands of a model that finds objects on these data, in a sentence; "" for one with a trained detector,
-    and without a path, as of the bundled data."""
+    """Return a sentence with the two commands that train a model to detect objects on these data; "" for a model with a
+    trained detector, and if `data_path` is None, as for the bundled data."""
     if options.detector or options.pretrained or not data_path:
         return ""
-    lacks, data = "begins with a detector of random weights", f"--data.path {data_path}"
+    lacks = "begins with a detector of random weights"
+    data = f"--data.path {data_path}"
     first, second = "faster_rcnn.py --config configs/faster_rcnn/own_data.yaml", "own_data.yaml --model.mode sgdet"
     if isinstance(options, EgtrOptions):
         first, second = "detr.py --config configs/detr/shapes.yaml", "shapes_egtr.yaml"

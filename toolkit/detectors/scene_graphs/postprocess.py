@@ -1,4 +1,4 @@
-"""Turns the logits of a relation head into ranked triplets."""
+"""Conversion of a relation head's logits to ranked triplets."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -17,18 +17,20 @@ PAIRS_AT_ONCE = 2**23  # boxes compared with boxes, of all classes: 32 MB of flo
 
 @torch.no_grad()
 def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | int, threshold: float) -> Tensor:
-    """(N,) int64 labels, chosen greedily so that overlapping objects of an image get different ones.
+    """Return (N,) int64 labels, chosen greedily so that overlapping objects of an image get different ones.
 
-    boxes_per_class: (N, C, 4), logits: (N, C); num_objects: of each image, or of all images alike. Over and over, the
-    image's largest (object, class) probability gives its object that label; the class is then struck off the objects
+    boxes_per_class: (N, C, 4), logits: (N, C); num_objects: of each image, or of all images alike. Repeatedly, the
+    image's largest (object, class) probability gives its object that label; the class is then removed from the objects
     whose box for it has IoU >= threshold (+1 widths). An object that lost all classes gets label 0. All images
     advance together, one object each per step.
     """
     alike = isinstance(num_objects, int)
-    most, num_classes = num_objects if alike else max(num_objects, default=0), logits.shape[1]
+    most = num_objects if alike else max(num_objects, default=0)
+    num_classes = logits.shape[1]
     if not most:
         return torch.zeros(0, dtype=torch.int64, device=logits.device)
-    scores, boxes = F.pad(logits.float().softmax(1)[:, 1:], (1, 0)), boxes_per_class
+    scores = F.pad(logits.float().softmax(1)[:, 1:], (1, 0))
+    boxes = boxes_per_class
     scores, boxes = (
         column.unflatten(0, (-1, most)) if alike else pad_rows(column, num_objects) for column in (scores, boxes)
     )
@@ -37,19 +39,20 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | i
     rivals = torch.cat([cells.T.repeat(most, 1), cells.repeat_interleave(num_classes, 0)], 1)  # its class, its object
     overlaps = _overlaps(boxes, threshold)
     struck = F.pad(overlaps, (0, num_classes), value=True)  # (B, N_max x C, N_max + C) of the rivals
-    image, winners = torch.arange(scores.shape[0], device=logits.device), []
+    image = torch.arange(scores.shape[0], device=logits.device)
+    winners = []
     for _ in range(most):
         winners.append(scores.max(1))
         best = winners[-1].indices
         scores = scores.scatter(1, torch.where(struck[image, best], rivals[best], best[:, None]), 0.0)
     values, best = (torch.stack(column, 1) for column in zip(*winners, strict=True))
-    labels = best.new_zeros(scores.shape[0], most + 1)  # the last column is for what was found when all was out
+    labels = best.new_zeros(scores.shape[0], most + 1)  # the last column is for results after all objects were done
     labels = labels.scatter(1, torch.where(values > 0, best // num_classes, most), best % num_classes)[:, :most]
     return labels.flatten() if alike else unpad_rows(labels, num_objects)
 
 
 def late_labels(batch: RelationBatch, logits: Tensor, threshold: float) -> Tensor:
-    """`late_nms` of the batch; what a head has asked for is not computed again for the graph."""
+    """Return `late_nms` of the batch; labels that a head has already computed are reused for the graph."""
     if batch.late is None or batch.late[0] is not logits or batch.late[1] != threshold:
         labels = late_nms(batch.boxes_per_class, logits, batch.num_objects, threshold)
         batch.late = logits, threshold, labels
@@ -57,8 +60,8 @@ def late_labels(batch: RelationBatch, logits: Tensor, threshold: float) -> Tenso
 
 
 def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
-    """(B, N, C, 4) -> (B, N x C, N) bool: does the box of an object for a class have IoU >= threshold (+1 widths) with
-    that of another?"""
+    """Convert (B, N, C, 4) -> (B, N x C, N) bool: does the box of an object for a class have IoU >= threshold (+1
+    widths) with that of another?"""
     _, count, classes, _ = boxes_per_class.shape
     parts = []
     boxes_per_class = boxes_per_class.transpose(1, 2)
@@ -73,7 +76,7 @@ def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
 
 
 def _common_length(first: Tensor, last: Tensor) -> Tensor:
-    """(..., N) first and last pixels along an axis -> (..., N, N): how many pixels two of them share."""
+    """Count the pixels that two ranges share: (..., N) first and last pixels along an axis -> (..., N, N)."""
     shared = torch.minimum(last[..., None], last[..., None, :]) - torch.maximum(first[..., None], first[..., None, :])
     return shared.add_(1).clamp_(min=0)
 
@@ -82,15 +85,15 @@ def _common_length(first: Tensor, last: Tensor) -> Tensor:
 def rank_triplets(
     output: RelationOutput, batch: RelationBatch, given_boxes: bool, nms_threshold: float = 0.5
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Columns of all objects and of all triplets, image after image, those of an image best first.
+    """Return columns of all objects and of all triplets, image after image, those of an image best first.
 
-    Labels: of given boxes the best class above background, of detected ones `late_nms`, unless the head's stay; the
+    Labels: for given boxes the best class above background, for detected ones `late_nms`, unless the head's stay; the
     score is its softmax value. Triplets are ranked by predicate probability x both scores (equal ones stay in the order
     of the pairs).
 
     Returns `boxes` (N, 4), `labels` (N,) from 0 (-1: lost every class), `scores` (N,); and `pairs` (R, 2) rows of
     `boxes`, `predicate_scores` (R, P - 1) without "no relation" and not renormalised, `predicates` (R,) from 0,
-    `triplet_scores` (R,), and `annotated` (R,) bool where boxes are given and the batch knows.
+    `triplet_scores` (R,), and `annotated` (R,) bool if boxes are given and the batch has the annotation.
     """
     probability = output.object_logits.float().softmax(1)
     probability[:, 0] = 0.0
@@ -119,20 +122,23 @@ def rank_triplets(
 def shortlist(
     triplets: dict[str, Tensor], num_pairs: Sequence[int], top_k: int, num_annotated: Sequence[int]
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """The `top_k` best triplets of each image, of the `num_pairs` that `rank_triplets` gives, then its annotated ones.
+    """Return the `top_k` best triplets of each image, of the `num_pairs` that `rank_triplets` gives, then its annotated
+    ones.
 
-    How many are annotated, only the device knows: `keep (r,)` then says which rows count, see `graphs_on_host`.
+    The number of annotated ones is known only on the device: `keep (r,)` says which rows count, see `graphs_on_host`.
     num_annotated: at most, of each image. Returns the columns, and how many of their rows each image has.
     """
     counts = [min(top_k + more, pairs) for pairs, more in zip(num_pairs, num_annotated, strict=True)]
-    device, starts = triplets["pairs"].device, accumulate([0, *num_pairs])
+    device = triplets["pairs"].device
+    starts = accumulate([0, *num_pairs])
     columns = {
         "image": image_of_each(num_pairs, "cpu"),
         "best": torch.cat([torch.arange(pairs) < top_k for pairs in num_pairs]),
         "rows": torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]),
     }
     (columns,) = send_dicts([columns], device)
-    rows, more = columns["rows"], {}
+    rows = columns["rows"]
+    more = {}
     if "annotated" in triplets:
         keep = columns["best"] | triplets["annotated"]
         rows = (2 * columns["image"] + ~keep).sort(stable=True).indices[rows]
@@ -143,12 +149,13 @@ def shortlist(
 def graphs_on_host(
     objects: dict[str, Tensor], triplets: dict[str, Tensor], num_objects: Sequence[int], num_triplets: Sequence[int]
 ) -> list[dict[str, Tensor]]:
-    """The graph of each image on the CPU, which waits once: so many rows of the columns of `rank_triplets`, without
+    """Return the graph of each image on the CPU with one wait: its rows of the columns of `rank_triplets`, without
     triplets that are not to be kept; `pairs` are rows of the image's own objects."""
     columns = dict(zip([*objects, *triplets], to_host([*objects.values(), *triplets.values()]), strict=True))
     of_objects = zip(*(columns[name].split(list(num_objects)) for name in objects), strict=True)
     of_triplets = zip(*(columns[name].split(list(num_triplets)) for name in triplets), strict=True)
-    graphs, starts = [], accumulate([0, *num_objects])
+    graphs = []
+    starts = accumulate([0, *num_objects])
     for of_image, rows, start in zip(of_objects, of_triplets, starts, strict=False):
         graph = {name: value.clone() for name, value in zip(objects, of_image, strict=True)}  # frees the batch's memory
         rows = dict(zip(triplets, rows, strict=True))
@@ -159,7 +166,7 @@ def graphs_on_host(
 
 
 def strong_only(graph: dict[str, Tensor], score_threshold: float) -> dict[str, Tensor]:
-    """A graph on the host without objects of scores at or below a threshold above 0, and without their pairs."""
+    """Return a graph on the host without objects of scores at or below a threshold above 0, and without their pairs."""
     if score_threshold <= 0:
         return graph
     strong = graph["scores"] > score_threshold

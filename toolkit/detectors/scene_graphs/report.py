@@ -17,8 +17,9 @@ from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 
 @dataclass(frozen=True)
 class GraphReport:
-    """mode: predcls, sgcls or sgdet. row: `R@20`, ..., `A@100`, as in a row of metrics.
+    """The scene graph section of a report.
 
+    mode: predcls, sgcls or sgdet. row: `R@20`, ..., `A@100`, as in a row of metrics.
     frequency, recall: (P,) annotated relations of each predicate and the share found among the 100 best (mR@100's).
     confusions: (P, P + 1) annotated predicate by the best one of the pair; the last column: no such pair was found.
     images: (I,) share of each image's relations among its 100 best, NaN without any. whole: share of the images with
@@ -47,18 +48,18 @@ class GraphReport:
     def section(self, judged: Any, pictures: Any, page: ModuleType) -> str:
         """Write HTML: recall, predicates that are taken for others, and the worst images.
 
-        judged: the `Judgement` that this belongs to. pictures: what makes the pictures of the page. page: the module
+        judged: the `Judgement` that this belongs to. pictures: makes the pictures of the page. page: the module
         with the parts of a page, `toolkit.tools.report.page`, which a detector does not import.
         """
         return _numbers(self, judged.table.predicates, page) + _pictures(judged, pictures)
 
 
 def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphReport | None:
-    """None: there is an image without a graph.
+    """Judge the scene graphs among the predictions; None if an image has no graph.
 
     predictions: as `SceneGraphEvaluator.evaluate` takes them; columns have no relations.
-    about: `mode` and `protocol` where they are known, and `scores`, from which zR@K comes (what training had seen is
-        not known here).
+    about: `mode` and `protocol` if known, and `scores`, from which zR@K comes (the triplets seen in training are not
+        known here).
     """
     ids = table.image_ids().tolist()
     if isinstance(predictions, Boxes) or not all("pairs" in predictions[i] for i in ids):
@@ -79,7 +80,7 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
 
 
 def _mode(graphs: list[dict]) -> str:
-    """The mode that the predictions show: those on given boxes carry the annotation."""
+    """Return the mode that the predictions show: those on given boxes carry the annotation."""
     if not all("true_relations" in graph for graph in graphs):
         return "sgdet"
     return "predcls" if all((graph["labels"] == graph["true_labels"]).all() for graph in graphs) else "sgcls"
@@ -106,7 +107,7 @@ def _confusions(truths, graphs, mode: str, predicates: int, protocol: str) -> tu
 
 
 def _same(truth: Mapping, graph: Mapping, mode: str, protocol: str) -> np.ndarray:
-    """(M, N) bool: may a predicted box be an annotated one?"""
+    """Return (M, N) bool: may a predicted box be an annotated one?"""
     if mode == "predcls":
         return np.eye(len(truth["boxes"]), dtype=bool)
     if protocol == "strict":
@@ -150,7 +151,7 @@ def _numbers(g: GraphReport, predicates: Sequence[str], page: ModuleType) -> str
 
 
 def _pictures(judged: Any, maker: Any, count: int = 4) -> str:
-    """The images with the least recall of relations: the annotated graph left, the predicted one right."""
+    """Draw the images with the least recall of relations: the annotated graph left, the predicted one right."""
     if not all("predicates" in graph for graph in judged.predictions.values()):
         return ""
     recall = judged.graphs.images

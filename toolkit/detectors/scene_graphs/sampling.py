@@ -16,8 +16,11 @@ from toolkit.step.freezing import eval_mode
 
 @dataclass
 class SampledPairs:
-    """pairs: (S, 2) int64 subject, object rows of this image, foreground first. labels: (S,) predicates, 0 = none.
-    related: (n, n) bool, symmetric: is there a relation between the two, in whatever direction?"""
+    """The sampled pairs of one image.
+
+    pairs: (S, 2) int64 subject, object rows of this image, foreground first. labels: (S,) predicates, 0 = none.
+    related: (n, n) bool, symmetric: is there a relation between the two, in either direction?
+    """
 
     pairs: Tensor
     labels: Tensor
@@ -25,8 +28,8 @@ class SampledPairs:
 
 
 def annotated_graph(target: Mapping) -> dict[str, Tensor]:
-    """`boxes (N, 4)`, `labels (N,)` and `relations (R, 3)` of a target, without crowd regions; all from 0. Where the
-    target has `attributes (N, A)`, these too, from 1."""
+    """Return `boxes (N, 4)`, `labels (N,)` and `relations (R, 3)` of a target, without crowd regions; all from 0. A
+    target with `attributes (N, A)` adds these too, from 1."""
     keep = target["iscrowd"] == 0
     relations = target["relations"]
     relations = relations[keep[relations[:, :2]].all(1)]
@@ -39,7 +42,7 @@ def annotated_graph(target: Mapping) -> dict[str, Tensor]:
 def given_objects(
     model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping], truths_on_host: Sequence[Mapping]
 ) -> dict:
-    """Fields of a RelationBatch for annotated boxes; in sgcls also the detector's class logits.
+    """Return fields of a RelationBatch for annotated boxes; in sgcls also the detector's class logits.
 
     truths: annotated graphs on the device. truths_on_host: the same on the host.
     """
@@ -56,7 +59,7 @@ def given_objects(
 def _looked_at(
     model: nn.Module, maps: Mapping, images_hw: Sequence, boxes: list[Tensor], on_host: list[Tensor]
 ) -> tuple[Tensor, dict]:
-    """The pooled features of boxes, and the fields of a RelationBatch that every kind of boxes has."""
+    """Return the pooled features of boxes, and the fields of a RelationBatch that every kind of boxes has."""
     pooled = model.detector.box_pool(dict(maps), _behind(model, boxes), list(images_hw), _behind(model, on_host))
     counts = [len(image_boxes) for image_boxes in boxes]
     features = model.box_features(pooled)
@@ -64,7 +67,7 @@ def _looked_at(
 
 
 def _behind(model: nn.Module, boxes: list[Tensor]) -> list[Tensor]:
-    """The boxes as the detector below takes them, which end behind their last pixel; see `whole_pixels`."""
+    """Return the boxes as the detector below takes them, which end behind their last pixel; see `whole_pixels`."""
     return [moved_ends(image_boxes, model.last_pixel) for image_boxes in boxes] if model.last_pixel else boxes
 
 
@@ -76,9 +79,10 @@ def detected_objects(
     annotated_on_host: Sequence[Mapping] | None,
     outputs: Mapping | None = None,
 ) -> tuple[dict, list[Tensor], dict]:
-    """Fields of a RelationBatch for what the detector finds, the boxes on the host, and the labels (and attributes) of
-    what each overlaps, on the host too; these with truths only, see `given_objects`. outputs: what the detector says of
-    the maps in evaluation, where that is known.
+    """Return fields of a RelationBatch for detected objects, their boxes on the host, and the labels (and attributes)
+    of the annotated objects that they overlap, on the host too.
+
+    The last two need truths, see `given_objects`. outputs: the detector's outputs for the maps in evaluation, if known.
 
     In training the annotated boxes are proposals too, unless the settings say otherwise: a weak detector finds few of
     the objects that have relations.
@@ -108,8 +112,8 @@ def detected_objects(
 
 
 def match_labels(boxes_xyxy: Tensor, truth: Mapping, match_iou: float) -> tuple[Tensor, Tensor]:
-    """(K,) row of the annotated object that each detection overlaps most (-1: none by `match_iou`), and its label from
-    1."""
+    """Return the (K,) row of the annotated object that each detection overlaps most (-1: none by `match_iou`), and its
+    label from 1."""
     count = len(boxes_xyxy)
     if not len(truth["boxes"]) or not count:
         return boxes_xyxy.new_full((count,), -1, dtype=torch.int64), boxes_xyxy.new_zeros(count, dtype=torch.int64)
@@ -125,10 +129,11 @@ def sampled_pairs(
     labels: Tensor | None = None,
     draws: Sequence[Generator | None] = (),
 ) -> dict:
-    """`pairs`, `num_pairs`, `relation_labels`, `related` of a RelationBatch: a sample in training, else all pairs.
+    """Return `pairs`, `num_pairs`, `relation_labels`, `related` of a RelationBatch: a sample in training, else all
+    pairs.
 
-    boxes: (N_i, 4) of each image. labels: (N,) from 1 of the boxes that the detector found, in training. All of it and
-    the truths are on the host, which decides without waiting. draws: generator of each image; none: torch's own.
+    boxes: (N_i, 4) of each image. labels: (N,) from 1 of the boxes that the detector found, in training. These and
+    the truths are on the host, which decides without waiting. draws: generator of each image; None: torch's own.
     """
     counts = [len(b) for b in boxes]
     if not model.training:
@@ -153,13 +158,13 @@ def sampled_pairs(
 
 
 def _without_relations_apart(truth: Mapping) -> dict:
-    """The graph without relations between boxes that do not overlap (+1 widths): evaluation asks no such pair."""
+    """Remove relations between boxes that do not overlap (+1 widths): evaluation does not consider such pairs."""
     subjects, objects = truth["boxes"][truth["relations"][:, :2]].unbind(1)
     return {**truth, "relations": truth["relations"][intersection_areas(subjects, objects) > 0]}
 
 
 def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overlap: bool) -> SampledPairs:
-    """All pairs of an image, with the predicates that are annotated for them, the same one of several every time."""
+    """Return all pairs of an image with their annotated predicates; of several predicates, always the same one."""
     pairs = pairs_to_ask(boxes, require_overlap)
     labels = pairs.new_zeros(len(pairs))
     if truth is not None and len(truth["boxes"]) and len(pairs):
@@ -174,17 +179,18 @@ def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overl
 
 
 def _matrix(truth: Mapping, draw: Generator | None) -> Tensor:
-    """`relation_matrix` of a graph, whose predicates count from 0."""
+    """Return `relation_matrix` of a graph, whose predicates count from 0."""
     return relation_matrix(truth["relations"] + torch.tensor([0, 0, 1]), len(truth["boxes"]), generator=draw)
 
 
 def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[str, float]:
-    """How many pairs, objects (those with attributes, too) and images with objects `sampled_pairs` will give for
+    """Count the pairs, objects (those with attributes, too) and images with objects that `sampled_pairs` will give for
     annotated boxes."""
     pairs = objects = images = named = 0
     for truth in map(annotated_graph, targets):
         count = len(truth["boxes"])
-        objects, images = objects + count, images + (count > 0)
+        objects = objects + count
+        images = images + (count > 0)
         named += int((truth["attributes"].sum(1) > 0).sum()) if "attributes" in truth else 0
         if not model.training:
             pairs += count * (count - 1) if count != 1 else 1
@@ -200,11 +206,11 @@ def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[st
 def relation_matrix(
     relations: Tensor, num_objects: int, one_of_each: bool = True, generator: Generator | None = None
 ) -> Tensor:
-    """(R, 3) subject, object, predicate from 1 -> (n, n) int64 with one predicate per ordered pair, 0 = none.
+    """Convert (R, 3) subject, object, predicate from 1 -> (n, n) int64 with one predicate per ordered pair, 0 = none.
 
     A pair that is annotated more than once gets one of its predicates by chance, differently every time. one_of_each:
     drawn uniformly from the list, so that repeated ones weigh more; otherwise each further one takes over with
-    probability 1/2 (what the original does when it does not filter duplicates).
+    probability 1/2 (like the original when it does not filter duplicates).
     """
     matrix = torch.zeros(num_objects, num_objects, dtype=torch.int64, device=relations.device)
     if not len(relations):
@@ -230,7 +236,7 @@ def relation_matrix(
 def sample_given_boxes(
     relations: Tensor, batch_size: int = 1024, positive_fraction: float = 0.25, generator: Generator | None = None
 ) -> SampledPairs:
-    """Pairs of one image whose boxes are given (predcls, sgcls).
+    """Sample pairs of one image whose boxes are given (predcls, sgcls).
 
     relations: (n, n) of `relation_matrix`. At most batch_size * positive_fraction related pairs, filled up to
     batch_size with pairs of two different objects without a relation. A self relation is sampled like any other.
@@ -258,7 +264,7 @@ def sample_detected_boxes(
     positive_fraction: float = 0.25,
     generator: Generator | None = None,
 ) -> SampledPairs:
-    """Pairs of the n proposals of one image with m annotated objects (sgdet).
+    """Sample pairs of the n proposals of one image with m annotated objects (sgdet).
 
     boxes_xyxy (n, 4), labels (n,) of the proposals, 0 = no object; relations: (m, m) of `relation_matrix`. A proposal
     stands for an annotated object of the same label and IoU > fg_iou (+1 widths). Of the proposal pairs that stand
@@ -288,7 +294,8 @@ def sample_detected_boxes(
 
 
 def join_samples(samples: Sequence[SampledPairs], num_objects: Sequence[int]) -> dict[str, Tensor | list[int]]:
-    """The fields `pairs`, `num_pairs`, `relation_labels` and `related` of a RelationBatch from those of its images."""
+    """Join the fields `pairs`, `num_pairs`, `relation_labels` and `related` of a RelationBatch from those of its
+    images."""
     width = max(num_objects, default=0)
     starts = [sum(num_objects[:i]) for i in range(len(num_objects))]
     return {
@@ -300,8 +307,8 @@ def join_samples(samples: Sequence[SampledPairs], num_objects: Sequence[int]) ->
 
 
 def pairs_to_ask(boxes_xyxy: Tensor, require_overlap: bool = False) -> Tensor:
-    """(K, 2) every ordered pair of one image's objects, of those that overlap (+1 widths) if asked; [[0, 0]] if none
-    is left and there is at least one object."""
+    """Return (K, 2) every ordered pair of one image's objects, only overlapping ones (+1 widths) if `require_overlap`;
+    [[0, 0]] if none is left and there is at least one object."""
     allowed = ~torch.eye(len(boxes_xyxy), dtype=torch.bool, device=boxes_xyxy.device)
     if require_overlap:
         allowed &= iou_plus_one(boxes_xyxy[:, None], boxes_xyxy[None]) > 0
@@ -319,14 +326,14 @@ def _background_candidates(boxes_xyxy: Tensor, labels: Tensor, require_overlap: 
 
 
 def _draw(rows: Tensor, count: int, generator: Generator | None, always: bool = True) -> Tensor:
-    """`count` random rows in random order; all of them, in order, when there are not more (unless `always`)."""
+    """Draw `count` random rows in random order; all of them, in order, when there are not more (unless `always`)."""
     if not always and len(rows) <= count:
         return rows
     return rows[torch.randperm(len(rows), generator=generator).to(rows.device)[:count]]
 
 
 def _draw_per_group(group: Tensor, weight: Tensor, count: int, generator: Generator | None) -> Tensor:
-    """Rows kept of each group: all, or `count` drawn without replacement in proportion to `weight`.
+    """Return the rows kept of each group: all, or `count` drawn without replacement in proportion to `weight`.
 
     Exponential clocks with rate `weight` ring in the order of such a draw (Efraimidis and Spirakis, 2006).
     """

@@ -1,4 +1,4 @@
-"""Builds the model of a scene graph run, with its weights and the statistics of the training split."""
+"""The start of a scene graph run: its model, with weights and the statistics of the training split."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -26,23 +26,24 @@ COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
 def start_scene_graph(
     options: GraphOptions, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
 ) -> GraphDetector:
-    """The model as the settings say, on the weights of `options.detector`, with the counts of the training data.
+    """Build the model of the settings, on the weights of `options.detector`, with the counts of the training data.
 
-    What data and detector's run say about the model is written to `<folder>/pretrained_config.json`, so that the run
-    folder alone builds it again, and which tensor took which to `<folder>/detector_weights.txt`.
+    The settings that data and the detector's run determine are written to `<folder>/pretrained_config.json`, so that
+    the run folder alone builds the model again, and which parameter took which tensor to
+    `<folder>/detector_weights.txt`.
 
     Args:
         options: settings; `detector` is a run, checkpoint or final/ folder of a detector, or a file of published
             weights, as of maskrcnn-benchmark.
         table: training data.
         folder: the run folder.
-        checkpoint: that a resumed run will load; weights and counts, read again from nowhere else, are in it.
+        checkpoint: the one that a resumed run will load; weights and counts are in it and not read from elsewhere.
         say: prints a text on the main process.
 
     Raises:
-        BadInput: training data without a single relation; a detector that cannot be had, is a scene graph itself, or
-            knows other classes; `pretrained` graphs of other classes, predicates or attributes; training data whose
-            attributes are not those of the checkpoint; what `start_detector` raises.
+        BadInput: training data without a single relation; a detector that cannot be loaded, is a scene graph itself, or
+            has other classes; `pretrained` graphs of other classes, predicates or attributes; training data whose
+            attributes are not those of the checkpoint; the errors of `start_detector`.
     """
     source, known = None, None
     check_joined(table, "data.path, data.train")
@@ -88,14 +89,15 @@ def start_scene_graph(
 
 def _start_from_words(model: GraphDetector, options: SceneGraphOptions, table: DetectionTable, say: Callable) -> None:
     vectors = load_word_vectors(options.word_vectors, table.class_names, model.embed_dim)
-    if not (names := start_from_words(model.head, vectors)):
+    names = start_from_words(model.head, vectors)
+    if not names:
         raise BadInput(f"model.word_vectors: the head {options.head} has no class vectors; leave them out")
     say(f"class vectors of {options.word_vectors}: {', '.join(names)}")
 
 
 def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) -> Tensor:
-    """(2 + C, dim) float32 for "nothing before", for background, and for each class, of a text file with a word vector
-    per line, as those of GloVe (Pennington et al., 2014).
+    """Load (2 + C, dim) float32 for "nothing before", for background, and for each class, from a text file with a word
+    vector per line, such as those of GloVe (Pennington et al., 2014).
 
     A class takes the vector of its name, else that of the longest word in it that the file has, else one drawn from
     N(0, 1), as in Scene-Graph-Benchmark. Raises BadInput for a file that cannot be read or has other widths.
@@ -127,7 +129,7 @@ def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) ->
 
 @torch.no_grad()
 def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
-    """Sets the class embeddings of a head; returns their names. Those of label decoders know "nothing before" too."""
+    """Set the class embeddings of a head and return their names. Those of label decoders have "nothing before" too."""
     rows = {"embed_in": vectors[1:], "embed_out": vectors[1:], "embed": vectors}
     changed = []
     for name, module in head.named_modules():
@@ -139,19 +141,23 @@ def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
 
 
 def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in it.
-    pairs_apart: count relations between boxes that share no area, too."""
+    """Return `count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in
+    it.
+
+    pairs_apart: count relations between boxes that share no area, too.
+    """
     classes, predicates = len(table.categories), len(table.predicates)
     relations, candidates = count_predicates(table_graphs(table, pairs_apart), classes + 1, predicates + 1)
     seen = np.zeros((classes, classes, predicates), bool)
     for row in map(table.row, range(len(table))):
-        ends, labels = row["relations"], row["objects"]["category"]
+        ends = row["relations"]
+        labels = row["objects"]["category"]
         seen[labels[ends["subject"]], labels[ends["object"]], ends["predicate"]] = True
     return relations, candidates, seen
 
 
 def lacking_relations(table: DetectionTable, val_table: DetectionTable) -> list[str]:
-    """Warnings about relations that training or validation data lack; both have the same predicates."""
+    """Return warnings about relations that training or validation data lack; both have the same predicates."""
     tables = (table, val_table)
     trained, validated = (np.bincount(t.relations().predicate, minlength=len(t.predicates)) for t in tables)
     if not validated.any():
@@ -165,7 +171,8 @@ def lacking_relations(table: DetectionTable, val_table: DetectionTable) -> list[
 
 
 def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
-    """A head's tensors combine classes and predicates, so its rows fit no other names: they must be the same."""
+    """Check that source and table have the same names: a head's tensors combine classes and predicates, so its rows fit
+    no other names."""
     trained = {"classes": source.class_names, "predicates": source.options.get("predicates", [])}
     if "attributes" in source.options:  # published weights have no such classifier: a new one is trained
         trained["attributes"] = source.options["attributes"]
@@ -176,7 +183,7 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
         for kind in trained
         if list(trained[kind]) != given[kind]
     ]
-    if source.architecture in GRAPHS and faults:  # what else it may be, start_detector refuses
+    if source.architecture in GRAPHS and faults:  # start_detector refuses other architectures
         raise BadInput(faults)
 
 
@@ -186,22 +193,22 @@ def _given_settings(options: GraphOptions, source: Pretrained) -> dict:
 
 
 def _is_free(name: str, source: Pretrained) -> bool:
-    """Whether a setting of the detector can be given beside its weights: it changes nothing that was learned, or
-    they are a file of published weights, which does not know it."""
+    """Return whether a setting of the detector can be given beside its weights: it changes nothing that was learned, or
+    the weights are a published file, which does not hold the setting."""
     of_file = Path(source.name).expanduser().is_file() and name not in source.options
     return of_file or name in options_class(source.architecture).inference_only
 
 
 def _other_settings(options: GraphOptions, source: Pretrained) -> list[str]:
-    """The settings of the detector that are given and are not those of the source, as the config.yaml of a run on
-    that source has them."""
+    """Return the given settings of the detector that differ from the source's, as in the config.yaml of a run on that
+    source."""
     source_settings = asdict(options_class(source.architecture)()) | source.options
     given = {name: value for name, value in _given_settings(options, source).items() if not _is_free(name, source)}
     return [name for name, value in given.items() if source_settings.get(name, value) not in (None, value)]
 
 
 def _detector_of(source: Pretrained) -> Pretrained:
-    """The detector below a published scene graph."""
+    """Return the detector below a published scene graph."""
     prefix = "detector."
     tensors = {name[len(prefix) :]: value for name, value in source.tensors.items() if name.startswith(prefix)}
     options = dict(source.options["detector_options"])
@@ -219,7 +226,8 @@ def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     if source.class_names != table.class_names:
         mismatch = f"knows the classes {source.class_names}, the data {table.class_names}"
         problems.append(f"model.detector {name} {mismatch}; train the detector on the same classes in the same order")
-    if other := ", ".join(_other_settings(options, source)):
+    other = ", ".join(_other_settings(options, source))
+    if other:
         given = "model.detector_options and model.backbone are those of"
         problems.append(f"{given} model.detector {name}, which has another {other}: leave them out")
     if problems:

@@ -1,5 +1,5 @@
-"""PE-Net, REACT and REACT++ on a one-stage detector in a form that exporters can trace: every image has as many
-objects, and all their pairs; what a detector did not find is a row of score 0."""
+"""PE-Net, REACT and REACT++ on a one-stage detector in a form that exporters can trace: every image has equally many
+objects, and all their pairs; an object that a detector did not find is a row of score 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ TRACED = ("penet", "react", "react_pp")  # heads without trees, sequences and me
 
 @dataclass
 class _EqualImages(RelationBatch):
-    """A batch whose `num_objects` is one number for all images; how many images there are, only the run knows."""
+    """A batch whose `num_objects` is one number for all images; the number of images is known only at run time."""
 
     rows_of_images: Tensor | None = None
 
@@ -32,20 +32,21 @@ class _EqualImages(RelationBatch):
 
 
 def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
-    """`GraphDetector.decode_graph` of a `SceneGraph` on a `DetectorBelow`."""
+    """Compute `GraphDetector.decode_graph` of a `SceneGraph` on a `DetectorBelow`."""
     below = model.detector
     with kept_maps(below.inner.map_taps()) as tapped:
         outputs = below.inner(images, sizes)
     maps = {name: lateral(tapped[int(name)]) for name, lateral in below.laterals.items()}
     boxes, labels, found, logits = _objects(below, outputs, sizes, model.detections_per_image)
-    real, count = found > 0, boxes.shape[1]
+    real = found > 0
+    count = boxes.shape[1]
     pairs = torch.tensor([*permutations(range(count), 2)], device=boxes.device).reshape(-1, 2)
     ends = boxes[:, pairs]  # (B, R, 2, 4)
     both = real[:, pairs].all(2)
     of_pairs = sizes[:, None].expand(-1, pairs.shape[0], -1).flatten(0, 1)
     rectangles = model.union.rectangles(*ends.flatten(0, 1).unbind(1), of_pairs)
     pooled = pool(model.union.pool, maps, union_boxes(*ends.unbind(2)), both)
-    apart = boxes.where(real[..., None], -1e6)  # what was not found takes no class from what was, in late NMS
+    apart = boxes.where(real[..., None], -1e6)  # missing objects take no class from found ones in late NMS
     first = torch.arange(images.shape[0], device=boxes.device)
     batch = _EqualImages(
         boxes_xyxy=boxes.flatten(0, 1),
@@ -77,13 +78,14 @@ def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, po
 
 
 def _objects(below: nn.Module, outputs: dict, sizes: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Boxes (B, K, 4), labels from 0 and scores (B, K), 0 for none, and logits (B, K, 1 + C), as of
+    """Return boxes (B, K, 4), labels from 0 and scores (B, K), 0 for none, and logits (B, K, 1 + C), as in
     `DetectorBelow.detect_with_logits`."""
     boxes, scores = below.inner.all_predictions(outputs, sizes)
     boxes = boxes.clamp(min=0).minimum(sizes.flip(1).repeat(1, 2)[:, None].to(boxes))
     count = min(CANDIDATES, scores.shape[1])
     rows = scores.amax(2).topk(count, dim=1).indices
-    boxes, logits = rows_of(boxes, rows), distribution_logits(rows_of(scores, rows).flatten(0, 1))
+    boxes = rows_of(boxes, rows)
+    logits = distribution_logits(rows_of(scores, rows).flatten(0, 1))
     logits = logits.unflatten(0, (-1, count))
     scores = logits.softmax(-1)[..., 1:].transpose(1, 2)  # (B, C, N)
     scores = scores.where(scores > below.score_threshold, 0)

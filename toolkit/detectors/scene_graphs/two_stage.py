@@ -2,7 +2,7 @@
 detector.
 
 The heads are in the folder `heads`, one file each; this module has their objects, the features of objects and pairs,
-losses and predictions. What differs from the original is listed in docs/differences.md.
+losses and predictions. Differences from the original are listed in docs/differences.md.
 """
 
 import copy
@@ -59,7 +59,7 @@ class SceneGraph(GraphDetector):
         options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are notes, they are not read here.
         predicates: one name each, in the order of the labels.
         attributes: names, in the order of their ids in the data, which a linear classifier on the box features
-            predicts; without names there is no such classifier, nor with the frequency head, which sees no features.
+            predicts; omitted without names, and with the frequency head, which has no features.
 
     Raises:
         BadInput: unknown mode, head or option, no predicates; all of them.
@@ -79,14 +79,18 @@ class SceneGraph(GraphDetector):
         o = options
         freeze = self._freeze = o.freeze or ("none" if o.detector is None else "detector")
         _check(o, freeze, predicates)
-        self.predicates, self.mode, self.given_boxes = tuple(predicates), o.mode, o.mode != "sgdet"
+        self.predicates = tuple(predicates)
+        self.mode = o.mode
+        self.given_boxes = o.mode != "sgdet"
         self.pairs_per_image, self.positive_fraction = o.pairs_per_image, o.positive_fraction
         self.pairs_per_relation, self.match_iou = o.pairs_per_relation, o.match_iou
         self.add_annotated_boxes = o.add_annotated_boxes
-        self.require_overlap, self.label_smoothing = o.require_overlap, o.label_smoothing
+        self.require_overlap = o.require_overlap
+        self.label_smoothing = o.label_smoothing
         self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
         self.rare_predicate_power, self.class_balanced_beta = o.rare_predicate_power, o.class_balanced_beta
-        self.prior_adjustment, self.embed_dim = o.prior_adjustment, o.embed_dim
+        self.prior_adjustment = o.prior_adjustment
+        self.embed_dim = o.embed_dim
         holds_detector = freeze in ("detector", "detector_and_norms")
         self.joint = not holds_detector and o.mode != "predcls"
         below = _build_below(class_names, o, self.joint)
@@ -94,14 +98,15 @@ class SceneGraph(GraphDetector):
         channels, width = below.map_channels, below.representation_size
         box_head = below.make_box_head() if isinstance(below, DetectorBelow) else below.box_head
         self.box_features = copy.deepcopy(box_head)
-        pool, box_head = copy.deepcopy(below.box_pool), copy.deepcopy(box_head)
+        pool = copy.deepcopy(below.box_pool)
+        box_head = copy.deepcopy(box_head)
         pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
         self.last_pixel = float(o.whole_pixels)
         spatial = {"separate_spatial": width if o.separate_spatial else 0, "last_pixel": self.last_pixel}
         self.union = UnionFeatures(pool, box_head, channels, **spatial)
         if holds_detector:
             freeze_module(_detector_of(below))
-        elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # nothing asks or may train them
+        elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # they are not used and must not be trained
             freeze_module(below.rpn)
             freeze_module(below.roi_heads)
         classes, size = len(class_names) + 1, len(predicates) + 1
@@ -143,7 +148,8 @@ class SceneGraph(GraphDetector):
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
-        """See `GraphDetector.learn_counts`; starts the frequency bias and the weights of predicates too."""
+        """Take the training counts, see `GraphDetector.learn_counts`; also start the frequency bias and the weights of
+        predicates."""
         super().learn_counts(relations, candidates, seen)
         log_frequency = log_frequencies(relations, candidates)
         for module in self.head.modules():
@@ -155,7 +161,7 @@ class SceneGraph(GraphDetector):
             self.predicate_weights.copy_(class_balanced_weights(relations, self.class_balanced_beta))
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
-        """Takes the weights of a detector: its own, and of a Faster R-CNN its box head for objects and union boxes.
+        """Load the weights of a detector: its own, and those of a Faster R-CNN's box head for objects and union boxes.
 
         Returns:
             which parameter took which. Raises BadInput for shapes that differ.
@@ -166,7 +172,7 @@ class SceneGraph(GraphDetector):
         return self._load_below(weights, "detector", {"box_features": head, "union.head": head})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """The head's outputs for sampled pairs (in training) or for all pairs, with the batch that it was given.
+        """Return the head's outputs for sampled pairs (in training) or for all pairs, with the batch that it was given.
 
         Args:
             images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
@@ -174,11 +180,11 @@ class SceneGraph(GraphDetector):
 
         Returns:
             `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, on the
-            host; `attribute_logits (N, attributes + 1)`, column 0 background, where there are attributes; `detector`:
-            what the detector's own criterion takes, where it is trained too.
+            host; `attribute_logits (N, attributes + 1)`, column 0 background, if there are attributes; `detector`:
+            the input of the detector's own criterion, if it is trained too.
 
         Raises:
-            BadInput: boxes are to be given and there are no targets.
+            BadInput: boxes must be given, but there are no targets.
         """
         if targets is None and (self.given_boxes or self.training):
             raise BadInput(
@@ -188,12 +194,14 @@ class SceneGraph(GraphDetector):
         maps, images_hw = self.detector.features(images, sizes, targets)
         graphs = None if targets is None else [annotated_graph(on_host(target)) for target in targets]
         truths = None if graphs is None else send_dicts(graphs, images.device)
-        learns, detector_outputs = self.joint and targets is not None, None
+        learns = self.joint and targets is not None
+        detector_outputs = None
         if learns and not self.training:  # first: the proposals of its losses are those of its detections
             detector_outputs = self.detector.from_features(maps, images_hw, targets)
         if self.given_boxes:
             objects = given_objects(self, maps, images_hw, truths, graphs)
-            boxes, learned = [graph["boxes"] for graph in graphs], {}
+            boxes = [graph["boxes"] for graph in graphs]
+            learned = {}
         else:
             objects, boxes, learned = detected_objects(self, maps, images_hw, truths, graphs, detector_outputs)
         draws = [image_generator(target, "pairs") for target in targets or ()]
@@ -209,16 +217,16 @@ class SceneGraph(GraphDetector):
         outputs = {"output": output, "batch": batch, "truths": graphs}
         if self.attribute_predictor is not None:
             outputs["attribute_logits"] = self.attribute_predictor(batch.roi_features)
-        # DDP waits for gradients of all that the outputs hang on: nothing may be among them that no loss is made of,
-        # as the features of a batch without objects are.
+        # DDP waits for gradients of everything that the outputs depend on. A tensor without a loss, such as the
+        # features of a batch without objects, must not be among them.
         batch.roi_features = batch.union_features = batch.spatial_features = output.context = None
         if learns:
             outputs["detector"] = detector_outputs or self.detector.from_features(maps, images_hw, targets)
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
-        columns), known from the targets where boxes are given; else images."""
+        """Return pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
+        columns), known from the targets if boxes are given; else images."""
         counts = {"images": float(len(targets))}
         if self.given_boxes:
             counts |= count_sampled_pairs(self, targets)
@@ -228,10 +236,10 @@ class SceneGraph(GraphDetector):
         return {name: counts[name] for name in self.denominator_names}
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Losses and metrics (sum, count).
+        """Return losses and metrics (sum, count).
 
-        Where boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator;
-        in sgdet, whose pairs nobody knows before, the sum of the images' own means / denominators["images"].
+        If boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator; in
+        sgdet, whose pairs are not known beforehand, the sum of the images' own means / denominators["images"].
         relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
         """
         output, batch = outputs["output"], outputs["batch"]
@@ -261,7 +269,7 @@ class SceneGraph(GraphDetector):
 
     def graph_obstacle(self) -> str | None:
         obstacles = {
-            f"in {self.mode} they are those of boxes that are given": self.given_boxes,
+            f"in {self.mode} the boxes are given": self.given_boxes,
             f"of the heads only {', '.join(TRACED)} can be traced": self.options["head"] not in TRACED,
             "its detector has two stages, whose proposals vary": not isinstance(self.detector, DetectorBelow),
             "union features of all levels cannot be traced": self.options["union_levels"] == "all",
@@ -275,16 +283,17 @@ class SceneGraph(GraphDetector):
     def postprocess(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
-        """The graph of each image, in pixels of the original image.
+        """Return the graph of each image, in pixels of the original image.
+
+        score_threshold: detections below it are left out with their pairs.
 
         Returns:
             per image `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1: lost every class); `pairs (P, 2)`, best
             first, `predicate_scores (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)` of the `top_k` best
-            pairs (recall at K <= top_k needs no others) and, where boxes are given, of all annotated pairs (accuracy
-            needs them); there also `true_labels (M,)`, `true_relations (R, 3)` and, of data with attributes,
-            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` where there are any, but in sgdet with
-            targets: no metric looks at them there, and of 26,000 images they are 1.6 GB. score_threshold: detections
-            below it are left out with their pairs.
+            pairs (recall at K <= top_k needs no others) and, if boxes are given, of all annotated pairs (accuracy
+            needs them); then also `true_labels (M,)`, `true_relations (R, 3)` and, for data with attributes,
+            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` if there are any, but not in sgdet with
+            targets: no metric uses them there, and for 26,000 images they are 1.6 GB.
         """
         output = outputs["output"]
         if self.prior_adjustment:
@@ -308,7 +317,7 @@ class SceneGraph(GraphDetector):
 
 
 def _divisor(loss: str) -> str:
-    """The denominator of a loss of a head on given boxes."""
+    """Return the denominator of a loss of a head on given boxes."""
     of_others = {"loss_refine_obj": "relation_objects"}
     of_images = ("binary_loss", "l21_loss", "dist_loss2", "loss_mask_query", "loss_mask_e2e", "loss_mask_n2e")
     of_others |= dict.fromkeys(of_images, "relation_images")
@@ -316,7 +325,8 @@ def _divisor(loss: str) -> str:
 
 
 def _attribute_predictor(width: int, count: int) -> nn.Linear:
-    """One logit for each attribute, column 0 for background as in the ids; begins as the published one does."""
+    """Build a layer with one logit per attribute, column 0 for background as in the ids; initialised like the published
+    one."""
     predictor = nn.Linear(width, count + 1)
     nn.init.normal_(predictor.weight, std=0.01)
     nn.init.zeros_(predictor.bias)

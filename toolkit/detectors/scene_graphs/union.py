@@ -32,7 +32,8 @@ class RectangleFeatures(nn.Module):
         )
 
     def forward(self, subjects_xyxy: Tensor, objects_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
-        """(R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms alone."""
+        """Convolve (R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms
+        unchanged."""
         masks = rectangle_masks(torch.stack([subjects_xyxy, objects_xyxy], 1), sizes_hw[:, None], self.mask_size)
         if not len(masks):
             resolution = (self.mask_size + 1) // 4
@@ -41,24 +42,25 @@ class RectangleFeatures(nn.Module):
 
 
 class AllLevelsPool(nn.Module):
-    """Boxes pooled from every level of the pyramid, and the levels joined by a 3 x 3 convolution.
+    """A pool of boxes from every level of the pyramid; a 3 x 3 convolution joins the levels.
 
     A frozen detector cannot make its levels alike; the convolution, which is trained, can.
     """
 
     def __init__(self, pool: nn.Module, channels: int):
-        """pool: a detector's `box_pool`, whose levels and whose rule for the ends of boxes are taken over."""
+        """Build the pool on a detector's `box_pool`, whose levels and rule for the ends of boxes it keeps."""
         super().__init__()
         self.last_pixel = float(hasattr(pool, "pool"))  # `WholePixelPool`: boxes end at it, not behind it
         align = getattr(pool, "pool", pool)
         self.names, self.scales = tuple(align.featmap_names), tuple(align.scales)
-        self.size, self.ratio = align.output_size, align.sampling_ratio
+        self.size = align.output_size
+        self.ratio = align.sampling_ratio
         self.reduce = nn.Conv2d(channels * len(self.names), channels, 3, padding=1)
         nn.init.kaiming_normal_(self.reduce.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(self.reduce.bias)
 
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *on_host) -> Tensor:
-        """(R, channels, resolution, resolution); arguments as of `LevelPool`."""
+        """Return (R, channels, resolution, resolution); arguments as of `LevelPool`."""
         ends = [moved_ends(image_boxes, -self.last_pixel) for image_boxes in boxes]
         levels = zip(self.names, self.scales, strict=True)
         pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio) for name, scale in levels]
@@ -70,7 +72,7 @@ class UnionFeatures(nn.Module):
 
     pool: torchvision's MultiScaleRoIAlign or the like. head: (R, channels, resolution, resolution) -> (R, U).
     separate_spatial: U; the rectangles go through two layers of their own instead of the box head; 0: they do not.
-    last_pixel: what the pool's boxes end behind the given ones.
+    last_pixel: by how much the pool's boxes end behind the given ones.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class UnionFeatures(nn.Module):
         last_pixel: float = 0.0,
     ):  # fmt: skip
         super().__init__()
-        self.pool, self.head, self.rectangles = pool, head, RectangleFeatures(channels, resolution)
+        self.pool = pool
+        self.head = head
+        self.rectangles = RectangleFeatures(channels, resolution)
         self.last_pixel = last_pixel
         self.spatial = None
         if separate_spatial:
@@ -95,12 +99,12 @@ class UnionFeatures(nn.Module):
         images_hw: Sequence[tuple[int, int]] | None = None,
         on_host: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(R, U) of the pairs, and with `separate_spatial` (R, U) of where the two are.
+        """Return (R, U) of the pairs, and with `separate_spatial` (R, U) of the positions of the two boxes.
 
         boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
-        images without padding, on whatever device; images_hw: the same on the host, where it is known there. on_host:
-        boxes and pairs, where they are known there. In evaluation `PAIRS_AT_ONCE`, so that an image of hundreds of
-        objects fits the memory.
+        images without padding, on any device; images_hw: the same on the host, if known there. on_host: boxes and
+        pairs, if known there. Evaluation computes `PAIRS_AT_ONCE`, so that an image of hundreds of objects fits the
+        memory.
         """
         about = feature_maps, boxes_xyxy, sizes_hw, images_hw or list(map(tuple, sizes_hw.tolist()))
         if self.training or len(pairs) <= PAIRS_AT_ONCE:

@@ -1,5 +1,5 @@
 """Scene graphs of Scene-Graph-Benchmark and SGG-Benchmark (`upload_causal_motif_sgdet/model_0028000.pth`): a Faster
-R-CNN of maskrcnn-benchmark with a relation head, as `scene_graph` with the settings that the tensors tell.
+R-CNN of maskrcnn-benchmark with a relation head, as `scene_graph` with the settings read from the tensors.
 
 The heads are those of `roi_relation_predictors.py`: Motifs, VCTree, IMP, Transformer, and the causal one with its three
 contexts. `mode`, and the width of a transformer's attention heads, stand in the program's settings, not in the file:
@@ -27,12 +27,12 @@ FEATURES = pairs(f"""
     {RELATION}union_feature_extractor.rect_conv union.rectangles.conv
     {RELATION}union_feature_extractor.spatial_fc union.spatial
 """)
-# What the program's configuration says of the detector below a relation head.
+# Settings of the detector below a relation head, from the program's configuration.
 DETECTOR = {"rpn_pre_nms_top_n_train": 6000, "rpn_pre_nms_top_n_test": 6000, "rpn_post_nms_top_n_train": 1000}
 DETECTOR |= {"score_threshold": 0.01, "nms_threshold": 0.3, "rpn_min_size": 0.0, "box_bg_iou_thresh": 0.3}
 SIZE = {"shortest_edge": 600, "longest_edge": 1000}
 CONV_POSITIONS = "untreated_conv_spt"  # read with separate spatial features only
-DEAD = [CONV_POSITIONS, "avg_post_ctx", "untreated_feat"]  # buffers that nothing reads
+DEAD = [CONV_POSITIONS, "avg_post_ctx", "untreated_feat"]  # buffers that are not read
 DEAD_UNLESS_VTRANSE = "context_layer.untreated_obj_feat"
 NAMES = [  # of the original -> ours, applied in order to "<head>:<name>"
     (r"context_layer\.untreated_dcd_feat", "context.mean_decoder_input.value"),
@@ -110,10 +110,10 @@ NAMES = [  # of the original -> ours, applied in order to "<head>:<name>"
 
 
 def our_name(head: str, name: str) -> str | None:
-    """The name in a head of ours of a tensor of the original's predictor; head: motif, vctree, imp, transformer,
-    causal_motifs, causal_vctree or causal_vtranse.
+    """Return our name for a tensor of the original's predictor, or None for one that we do not have: buffers that are
+    not read, and shared parameters listed twice.
 
-    None for what we do not have: buffers that nothing reads, and shared parameters listed twice.
+    head: motif, vctree, imp, transformer, causal_motifs, causal_vctree or causal_vtranse.
     """
     if name in DEAD or (name == DEAD_UNLESS_VTRANSE and "vtranse" not in head):
         return None
@@ -125,16 +125,16 @@ def our_name(head: str, name: str) -> str | None:
 
 
 def head_of(state: Mapping[str, Tensor]) -> tuple[str, dict]:
-    """The head by its name in `our_name`, and its settings, from the tensors of a predictor.
+    """Return the head by its name in `our_name`, and its settings, from the tensors of a predictor.
 
-    Raises KeyError: none that is known.
+    Raises KeyError: no known head.
     """
     if "context_layer.node_gru.weight_ih" in state:
         return "imp", {}
     if "context_layer.context_obj.layer_stack.0.slf_attn.w_qs.weight" in state:
         return "transformer", transformer_options(state, KEY_DIM)
     tree, translates = (f"context_layer.{name}.weight" in state for name in ("score_sub", "pred_layer"))
-    if not translates:  # what tells objects' labels; SGG-Benchmark left it out
+    if not translates:  # the layer for the objects' labels; SGG-Benchmark left it out
         state["context_layer.decoder_rnn.obj_embed.weight"]
     if "vis_compress.weight" in state:
         context = "vctree" if tree else "vtranse" if translates else "motifs"
@@ -147,7 +147,7 @@ def head_of(state: Mapping[str, Tensor]) -> tuple[str, dict]:
 
 
 def transformer_options(state: Mapping[str, Tensor], key_dim: int) -> dict:
-    """Settings of a transformer head whose attention heads have `key_dim` numbers."""
+    """Return the settings of a transformer head whose attention heads have `key_dim` numbers."""
     layers = [name for name in state if name.endswith("slf_attn.w_qs.weight")]
     first = layers[0].removesuffix("slf_attn.w_qs.weight")
     heads = len(state[layers[0]]) // key_dim
@@ -162,7 +162,7 @@ def transformer_options(state: Mapping[str, Tensor], key_dim: int) -> dict:
 
 
 def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors below a prefix, by what their names have after it."""
+    """Return the tensors below a prefix, with the prefix removed from their names."""
     return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
@@ -170,29 +170,32 @@ class _SceneGraphs:
     """A publisher, see `names.Publisher`."""
 
     def recognised(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether a relation head is among the tensors."""
+        """Return whether a relation head is among the tensors."""
         return any(name.startswith(PREDICTOR) for name in state)
 
     def described(self, state: Mapping[str, Tensor], file: str) -> Description:
-        """The scene graph that the tensors are of. Raises BadInput for a head or features that are not here."""
-        if missing := [name for name in (STEM, CLASSIFIER) if name not in state]:
+        """Describe the scene graph that the tensors belong to. Raises BadInput for a head or features that are not
+        supported."""
+        missing = [name for name in (STEM, CLASSIFIER) if name not in state]
+        if missing:
             raise BadInput(
-                f"model.pretrained {file}: a relation head on a detector that is no Faster R-CNN of maskrcnn-benchmark "
-                f"(it has no {missing[0]}), such as SGG-Benchmark's on detectors of ultralytics; train a head on a "
-                "detector of yours instead: scripts/train_sgg.py --model.detector RUN --model.head react"
+                f"model.pretrained {file}: a relation head on a detector that is not a Faster R-CNN of "
+                f"maskrcnn-benchmark (it has no {missing[0]}), such as SGG-Benchmark's on detectors of ultralytics; "
+                "train a head on a detector of yours instead: scripts/train_sgg.py --model.detector RUN "
+                "--model.head react"
             )
         predictor = below(state, PREDICTOR)
         try:
             head, head_options = head_of(predictor)
         except KeyError as error:
             raise BadInput(
-                f"model.pretrained {file}: a relation head that is not known here (it has no {error}); known are those "
+                f"model.pretrained {file}: an unknown relation head (it has no {error}); supported are those "
                 "of Motifs, VCTree, IMP, Transformer and CausalAnalysis. --model.detector takes its detector"
             ) from error
         faults = ["attributes (ATTRIBUTE_ON)"] * any(".att_feature_extractor." in name for name in state)
         faults += ["CONTEXT_POOLING_DIM other than MLP_HEAD_DIM"] * ("up_dim.weight" in predictor)
         if faults:
-            raise BadInput(f"model.pretrained {file}: a relation head with {', '.join(faults)}: not known here")
+            raise BadInput(f"model.pretrained {file}: a relation head with {', '.join(faults)}: not supported")
         detector = MASKRCNN_BENCHMARK.described(state, file)
         union = f"{RELATION}union_feature_extractor."
         outputs = [f"{name}.weight" for name in ("ctx_compress", "rel_compress", "context_layer.rel_fc")]
@@ -217,7 +220,7 @@ class _SceneGraphs:
         return Description("scene_graph", options, named(len(state[CLASSIFIER]) - 1), notes, SIZE)
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors under our names; those without a counterpart keep theirs."""
+        """Return the publisher's tensors under our names; those without a counterpart keep their own names."""
         predictor = below(state, PREDICTOR)
         head = head_of(predictor)[0]
         detector = MASKRCNN_BENCHMARK.ours_from({k: v for k, v in state.items() if not k.startswith(RELATION)})

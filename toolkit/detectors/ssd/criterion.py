@@ -20,7 +20,7 @@ IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class
 
 
 def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple[float, float]]:
-    """Side of the small and of the large square anchor of each level, as fractions of the image.
+    """Return the sides of the small and of the large square anchor of each level, as fractions of the image.
 
     The small ones lie evenly from `min_scale` to `max_scale`, which a further level would have; the large one is the
     geometric mean of the small ones of its level and the next.
@@ -30,7 +30,7 @@ def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple
 
 
 def level_anchors(hw: tuple[int, int], scales: tuple[float, float], aspect_ratios: Sequence[float], clip: bool = True):
-    """Anchors (H * W * (2 + 2 R), 4) cxcywh of one feature map, cell by cell, row by row; float32.
+    """Return the anchors (H * W * (2 + 2 R), 4) cxcywh of one feature map, cell by cell, row by row; float32.
 
     Of a cell: the small square, the large one, then for each of the R ratios r the small one stretched by sqrt(r) in
     width and 1 / sqrt(r) in height, and the other way round. A ratio given twice counts once.
@@ -52,7 +52,7 @@ def level_anchors(hw: tuple[int, int], scales: tuple[float, float], aspect_ratio
 
 
 def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
-    """Offsets (..., 4) of boxes (..., 4) from anchors (..., 4), which may be fewer by leading dimensions.
+    """Return the offsets (..., 4) of boxes (..., 4) from anchors (..., 4), which may have fewer leading dimensions.
 
     Centres in units of the anchor's sides, sizes as logarithms of the ratio, both divided by their variance.
     """
@@ -62,7 +62,7 @@ def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: fl
 
 
 def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
-    """The inverse of `encode_boxes`: offsets (..., 4) to boxes (..., 4) xyxy, not clipped."""
+    """Invert `encode_boxes`: offsets (..., 4) to boxes (..., 4) xyxy, not clipped."""
     centres = offsets[..., :2] * center_variance * anchors_cxcywh[..., 2:] + anchors_cxcywh[..., :2]
     return cxcywh_to_xyxy(torch.cat([centres, (offsets[..., 2:] * size_variance).exp() * anchors_cxcywh[..., 2:]], -1))
 
@@ -77,7 +77,7 @@ class Objects(NamedTuple):
 
 
 def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> Objects:
-    """The targets of a batch as `Objects`. image_hw: (2,) height and width of the batch's images in pixels."""
+    """Convert the targets of a batch to `Objects`. image_hw: (2,) height and width of the batch's images in pixels."""
     padding = {"boxes": 0.0, "labels": -1, "iscrowd": 0}
     boxes, labels, crowd = (_pad([target[name] for target in targets], value) for name, value in padding.items())
     return Objects(normalize_boxes(boxes.float(), image_hw), labels, crowd > 0)
@@ -92,8 +92,8 @@ def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float
     """Assign a box to each anchor.
 
     An anchor takes the box that it overlaps most, if by an IoU of at least the threshold; each box takes the anchor
-    that overlaps it most in any case, the later box where two want the same one. Crowd boxes take none: what is left
-    over is ignored where `iou_threshold` of the anchor's area lies in one of them, as in COCO's evaluation.
+    that overlaps it most in any case, the later box where two want the same one. Crowd boxes take none: an
+    unmatched anchor is ignored if `iou_threshold` of its area lies in one of them, as in COCO's evaluation.
 
     Args:
         anchors_cxcywh: (A, 4) fractions.
@@ -124,7 +124,8 @@ def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float
 
 
 def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tensor:
-    """The background anchors with the largest loss, at most `ratio` per positive of their image: bool (B, A)."""
+    """Return a (B, A) bool mask of the background anchors with the largest loss, at most `ratio` per positive of the
+    image."""
     losses = background_loss.masked_fill(labels != 0, -torch.inf)
     order = losses.argsort(dim=1, descending=True)
     positions = torch.arange(order.shape[1], device=order.device).expand_as(order)
@@ -141,7 +142,8 @@ def multibox_loss(
     label_smoothing: float = 0.0,
     labelled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sums over a batch of cross-entropy (positives and mined negatives) and smooth L1 (positives); 0 without boxes.
+    """Return sums over a batch of cross-entropy (positives and mined negatives) and smooth L1 (positives); 0 without
+    boxes.
 
     Args:
         logits: (B, A, C), column 0 is the background. offsets, target_offsets: (B, A, 4). labels: (B, A), see
@@ -149,7 +151,9 @@ def multibox_loss(
         ratio: negatives per positive of an image.
         labelled: (B, C - 1) bool, the classes that each image labels; None: all.
     """
-    positive, chosen, classes = labels > 0, logits.flatten(0, 1), labels.flatten().clamp(min=0)
+    positive = labels > 0
+    chosen = logits.flatten(0, 1)
+    classes = labels.flatten().clamp(min=0)
     unlabelled = unlabelled_columns(labelled, 0)
     if unlabelled is not None:
         unlabelled = unlabelled[:, None].expand_as(logits).flatten(0, 1)
@@ -179,7 +183,8 @@ class SelfWeighting(nn.Module):
 
     def __init__(self, steps: int, every: int):
         super().__init__()
-        self.steps, self.every = steps, every
+        self.steps = steps
+        self.every = every
         self.register_buffer("weight", torch.ones(()))
         self.register_buffer("sums", torch.full((2,), 1e-7))  # classification, regression
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -187,7 +192,7 @@ class SelfWeighting(nn.Module):
     @torch.no_grad()
     def observe(self, of_step: Tensor) -> None:
         """Accumulate the losses of one step, (2,) classification and regression, summed over positives (not divided),
-        the regression's without the weight. Nothing is read from the device."""
+        the regression loss without its weight. Nothing is read from the device."""
         if self.steps == 0:
             return
         adjusts = self.seen <= self.steps
@@ -224,12 +229,14 @@ class SsdCriterion(nn.Module):
         self_weighting_every: int = 200,
     ):
         super().__init__()
-        self.iou_threshold, self.variances = iou_threshold, (center_variance, size_variance)
-        self.negatives_per_positive, self.label_smoothing = negatives_per_positive, label_smoothing
+        self.iou_threshold = iou_threshold
+        self.variances = (center_variance, size_variance)
+        self.negatives_per_positive = negatives_per_positive
+        self.label_smoothing = label_smoothing
         self.balance = SelfWeighting(self_weighting_steps, self_weighting_every)
 
     def denominators(self, anchors_cxcywh: Tensor, targets: Sequence[Mapping], image_hw: Tensor) -> dict[str, float]:
-        """How many anchors of the batch are positive; on the CPU, arguments as in `forward`."""
+        """Return the number of positive anchors of the batch, on the CPU; arguments as in `forward`."""
         labels, _ = match_anchors(anchors_cxcywh, pad_objects(targets, image_hw), self.iou_threshold)
         return {"positives": float((labels > 0).sum())}
 
@@ -242,7 +249,7 @@ class SsdCriterion(nn.Module):
         targets: Sequence[Mapping],
         denominators: Mapping[str, float | Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Losses divided by `denominators["positives"]`, and the metric positives per image as (sum, count).
+        """Return losses divided by `denominators["positives"]`, and the metric positives per image as (sum, count).
 
         Args:
             logits: (B, A, C + 1), column 0 is the background. offsets: (B, A, 4). anchors_cxcywh: (A, 4) fractions.
@@ -267,7 +274,7 @@ class SsdCriterion(nn.Module):
         return losses, {"positives": ((labels > 0).sum().float(), torch.full_like(loss_cls, len(labels)).detach())}
 
     def balance_losses(self, reduced: Mapping[str, float]) -> None:
-        """After a step: adjusts the weight of the regression from the step's losses, reduced over window and ranks."""
+        """Adjust the weight of the regression after a step, from the step's losses reduced over window and ranks."""
         if self.balance.steps:
             of_step = [reduced[f"{name}_unscaled"] * reduced["positives/sum"] for name in self.loss_names]
             weight = self.balance.weight

@@ -42,7 +42,8 @@ class SSD(Detector):
     loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
     divided_by = "positives"
     masks_unlabelled = True
-    fixed_size, exported_sides = True, "fixed"  # the sizes of the maps are measured with a forward
+    fixed_size = True
+    exported_sides = "fixed"  # the sizes of the maps are measured with a forward
     buffers_steer_training = False  # those of its weight are the same on all processes
     max_detections = 200  # as Liu et al., CVNets and torchvision
 
@@ -50,19 +51,23 @@ class SSD(Detector):
         super().__init__()
         o = options
         backbone_strides = _backbone_strides(o.backbone, o.strides, o.channels, o.aspect_ratios)
-        self.strides, self.stride = tuple(o.strides), backbone_strides[-1]
+        self.strides = tuple(o.strides)
+        self.stride = backbone_strides[-1]
         scales = anchor_scales(len(o.strides), o.min_scale, o.max_scale)
-        self.anchor_options, self.clips_anchors = (scales, tuple(o.aspect_ratios)), o.clip_anchors
+        self.anchor_options = (scales, tuple(o.aspect_ratios))
+        self.clips_anchors = o.clip_anchors
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.backbone, widths = timm_features(
             o.backbone, strides=backbone_strides, pretrained_backbone=o.pretrained_backbone, norm=o.norm
         )
         self.leaves_unused = leaves_stages(self.backbone)
-        self.map_widths, self.num_outputs = tuple(widths), 4 + 1 + len(class_names)
+        self.map_widths = tuple(widths)
+        self.num_outputs = 4 + 1 + len(class_names)
         self._build_levels(o, widths, len(backbone_strides))
         settings = (o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing)
         self.multibox = SsdCriterion(*settings, o.self_weighting_steps, o.self_weighting_every)
-        self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
+        self.score_threshold = o.score_threshold
+        self.nms_threshold = o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
         default_mean, default_std = image_statistics(o.backbone)
         self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
@@ -71,7 +76,8 @@ class SSD(Detector):
         return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
 
     def _build_levels(self, o: SsdOptions, widths: list[int], of_backbone: int) -> None:
-        """`extra` levels behind the `of_backbone` first ones, whose channels are `widths`, and the `heads` of all."""
+        """Build the `extra` levels after the `of_backbone` first ones, whose channels are `widths`, and the `heads` of
+        all."""
         self.extra = nn.ModuleList()
         for stride, width in zip(o.strides[of_backbone:], o.channels[of_backbone:], strict=True):
             self.extra.append(self._extra_level(widths[-1], width, whole=stride == WHOLE_IMAGE))
@@ -92,7 +98,7 @@ class SSD(Detector):
             self.extra, self.heads = convert(self.extra), convert(self.heads)
 
     def _extra_level(self, width: int, out_width: int, whole: bool) -> nn.Module:
-        """A level of half the size, or the one that sees the whole image."""
+        """Build a level of half the size, or one that covers the whole image."""
         if whole:
             return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, out_width, 1), nn.ReLU())
         if self.separable:
@@ -100,7 +106,7 @@ class SSD(Detector):
         return nn.Sequential(conv(width, out_width // 2, 1), conv(out_width // 2, out_width, 3, stride=2))
 
     def _head(self, width: int, into: int, anchors: int, whole: bool) -> nn.Module:
-        """Offsets and class scores of a level's anchors: (B, anchors * num_outputs, H, W)."""
+        """Build the head for offsets and class scores of a level's anchors: (B, anchors * num_outputs, H, W)."""
         outputs = anchors * self.num_outputs
         if whole:
             return nn.Conv2d(width, outputs, 1)
@@ -112,7 +118,7 @@ class SSD(Detector):
         return nn.Sequential(*layers)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Scores and offsets of every anchor.
+        """Return scores and offsets of every anchor.
 
         Args:
             images: `(B, 3, H, W)` uint8.
@@ -138,13 +144,15 @@ class SSD(Detector):
     @torch.compiler.disable
     @torch.no_grad()
     def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Anchors (A, 4) cxcywh fractions of images of (h, w) pixels, and that size (2,), on `device`; kept there.
+        """Return anchors (A, 4) cxcywh, fractions of images of (h, w) pixels, and that size (2,), on `device`; they are
+        cached.
 
         The backbone runs once to measure its maps: MobileViT-v2, for one, rounds to whole patches.
         """
         key = (*image_hw, str(device))
         if key not in self._anchors:
-            parameter, training = next(self.backbone.parameters()), self.backbone.training
+            parameter = next(self.backbone.parameters())
+            training = self.backbone.training
             self.backbone.eval()
             images = parameter.new_zeros(1, 3, *image_hw)
             with torch.autocast(parameter.device.type, enabled=False):
@@ -155,7 +163,7 @@ class SSD(Detector):
         return self._anchors[key]
 
     def _anchors_of(self, images: Tensor, maps: Sequence[Tensor]) -> Tensor:
-        """Anchors (A, 4) of images whose maps the backbone gave."""
+        """Return the anchors (A, 4) of images from the backbone's maps."""
         sizes = [tuple(level.shape[-2:]) for level in maps]
         for stride in self.strides[len(maps) :]:
             sizes.append((1, 1) if stride == WHOLE_IMAGE else tuple(-(-side // 2) for side in sizes[-1]))
@@ -163,7 +171,7 @@ class SSD(Detector):
         return torch.cat([level_anchors(hw, *of_level, self.clips_anchors) for hw, *of_level in levels])
 
     def map_taps(self) -> list[MapTap]:
-        """The backbone's; the levels behind them are too coarse to look at a box."""
+        """Return the backbone's taps; the levels after it are too coarse to localise a box."""
         return [MapTap(self.backbone, self.strides[: len(self.map_widths)], self.map_widths)]
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,31 +179,32 @@ class SSD(Detector):
         return self._boxes(outputs, outputs["image_hw"].expand(len(scores), 2)), scores
 
     def _boxes(self, outputs: Mapping[str, Tensor], sizes_hw: Tensor) -> Tensor:
-        """Boxes (B, A, 4) xyxy of all anchors, not clipped, in images of (B, 2) h, w."""
+        """Return boxes (B, A, 4) xyxy of all anchors, not clipped, in images of (B, 2) h, w."""
         boxes = decode_offsets(outputs["offsets"].float(), outputs["anchors"], *self.multibox.variances)
         return denormalize_boxes(boxes, sizes_hw)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
+        """Return this batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
         largest = torch.stack([target["size"] for target in targets]).amax(dim=0).tolist()
         anchors, image_hw = self.anchors([-(-side // self.stride) * self.stride for side in largest], "cpu")
         return self.multibox.denominators(anchors, targets, image_hw)
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Losses and metrics `(losses, metrics)` of `forward`'s outputs; see `SsdCriterion.forward`."""
+        """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `SsdCriterion.forward`."""
         parts = (outputs[name] for name in ("logits", "offsets", "anchors", "image_hw"))
         return self.multibox(*parts, targets, denominators)
 
     def decode(
         self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Boxes after class-wise suppression, clipped to the original image, best first; scores are above the
+        """Return boxes after class-wise suppression, clipped to the original image, best first; scores are above the
         `score_threshold` of the settings. See `Detector.decode`."""
         boxes = self._boxes(outputs, outputs["image_hw"] * orig_sizes / sizes)  # padding may be part of the image
         scores = outputs["logits"].float().softmax(dim=-1)[..., 1:].transpose(1, 2)  # (B, C, A)
         scores, anchor = scores.topk(min(self.candidates_per_class, scores.shape[2]), dim=2)
         boxes = clip_boxes(boxes, orig_sizes).gather(1, anchor.flatten(1)[..., None].expand(-1, -1, 4))
-        order, count = scores.flatten(1).sort(dim=1, descending=True).indices, scores.shape[2]
+        order = scores.flatten(1).sort(dim=1, descending=True).indices
+        count = scores.shape[2]
         candidates = scores.where(scores > max(score_threshold, self.score_threshold), 0)
         turns = class_wise_nms(boxes.unflatten(1, scores.shape[1:]), candidates, self.nms_threshold, order)
         turns, rows = best_rows(turns.flatten(1), top_k)
@@ -203,8 +212,9 @@ class SSD(Detector):
 
 
 def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Tensor:
-    """Anchors (A, 4) cxcywh whose sides are fractions of a square's, for an image of (h, w): those of aspect 1 are
-    squares in its pixels, all have the area they had. Clipped to [0, 1] if wanted; as they are for square images."""
+    """Convert anchors (A, 4) cxcywh, whose sides are fractions of a square's, for an image of (h, w): those of aspect 1
+    become squares in pixels, and all keep their area. They are clipped to [0, 1] if `clip`; square images leave them
+    unchanged."""
     height, width = image_hw
     if height == width:
         return anchors
@@ -214,7 +224,7 @@ def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Te
 
 
 class SSDLite(SSD):
-    """An `SSD` with depthwise separable convolutions in extra levels and heads; what CVNets calls SSD."""
+    """An `SSD` with depthwise separable convolutions in extra levels and heads; CVNets calls it SSD."""
 
     Options = SsdliteOptions
     separable = True
@@ -232,7 +242,8 @@ class SSD300(SSD):
     Options = Ssd300Options
     builder = staticmethod(ssd300_vgg16)
     class_tensors = {"head.classification_head.module_list.*": (1, 1, 0)}  # background first
-    stride, map_strides = 1, (8, 16, 32)
+    stride = 1
+    map_strides = (8, 16, 32)
 
     def __init__(self, class_names: Sequence[str], options: Ssd300Options):
         Detector.__init__(self)
@@ -241,12 +252,15 @@ class SSD300(SSD):
             remedy = "give torchvision's file of weights as model.pretrained, or set it to false"
             raise BadInput(f"model.pretrained_backbone: {o.architecture} starts from whole detectors: {remedy}")
         model = self.builder(weights=None, weights_backbone=None, num_classes=1 + len(class_names))
-        self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
+        self.backbone = model.backbone
+        self.head = model.head
+        self.anchor_generator = model.anchor_generator
         self.clips_anchors = self.anchor_generator.clip
         self.multibox = SsdCriterion(o.iou_threshold, negatives_per_positive=o.negatives_per_positive)
         for name in list(self.multibox.balance._buffers):  # no factor is learned: the names stay torchvision's
             self.multibox.balance._non_persistent_buffers_set.add(name)
-        self.score_threshold, self.nms_threshold = o.score_threshold, o.nms_threshold
+        self.score_threshold = o.score_threshold
+        self.nms_threshold = o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
         self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
@@ -255,13 +269,13 @@ class SSD300(SSD):
         return Detector.resolved_options(self)
 
     def map_taps(self) -> list[MapTap]:
-        """The three finest levels, where the others are too coarse to look at a box."""
+        """Return taps of the three finest levels; the others are too coarse to localise a box."""
         heads = self.head.classification_head.module_list[:3]
         widths = [next(m for m in head.modules() if isinstance(m, nn.Conv2d)).in_channels for head in heads]
         return [MapTap(self.backbone, self.map_strides, widths, lambda _, maps: list(maps.values())[:3])]
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Scores and offsets of every anchor; see `SSD.forward`."""
+        """Return scores and offsets of every anchor; see `SSD.forward`."""
         dtype = next(self.backbone.parameters()).dtype
         maps = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)).values())
         predictions = self.head(maps)
@@ -284,7 +298,7 @@ class SSDLite320(SSD300):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm that takes its running statistics where a batch has one value per channel, and so no variance."""
+    """Batch norm that takes its running statistics if a batch has one value per channel, and so no variance."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.numel() == x.shape[1]:
@@ -293,16 +307,17 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 def conv(width: int, out_width: int, kernel: int, *, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Module:
-    """Convolution, batch norm and, if wanted, ReLU; the size is kept, or divided by the stride and rounded up."""
+    """Build convolution, batch norm and, if `act`, ReLU; the size is kept, or divided by the stride and rounded up."""
     layers = [nn.Conv2d(width, out_width, kernel, stride, kernel // 2, groups=groups, bias=False), BatchNorm(out_width)]
     return nn.Sequential(*layers, nn.ReLU()) if act else nn.Sequential(*layers)
 
 
 def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence, ratios: Sequence) -> list[int]:
-    """The strides that the backbone has maps of.
+    """Return the strides that the backbone has maps of.
 
     Raises:
-        BadInput: none is, the others do not go on by doubling, or there are not as many channels and ratios.
+        BadInput: the backbone has none of the strides, the others do not double, or channels and ratios differ in
+            length.
     """
     problems = []
     if not len(strides) == len(channels) == len(ratios):

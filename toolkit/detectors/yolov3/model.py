@@ -1,7 +1,7 @@
 """YOLOv3 (Redmon & Farhadi, 2018) as GluonCV trains it, on timm's Darknet-53 or any timm backbone.
 
 `python -m toolkit.tools.anchors --annotations FILE` computes anchors for a data set.
-Targets and losses are in the module `targets` beside this one; docs/differences.md lists what differs from GluonCV.
+Targets and losses are in the module `targets` beside this one; docs/differences.md lists the differences from GluonCV.
 """
 
 import math
@@ -37,7 +37,8 @@ TIMM_LEAKY_SLOPE = 0.01
 
 
 def conv_bn_leaky(in_channels: int, out_channels: int, kernel_size: int) -> nn.Sequential:
-    """Convolution without bias, batch norm (eps 1e-5, momentum 0.1), leaky ReLU of slope 0.1; keeps the map's size."""
+    """Build a convolution without bias, batch norm (eps 1e-5, momentum 0.1), leaky ReLU of slope 0.1; keeps the map's
+    size."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -56,7 +57,7 @@ class DetectionBlock(nn.Module):
 
 
 class YOLOv3(Detector):
-    """Images to raw predictions, losses and boxes.
+    """The detector YOLOv3: from images to raw predictions, losses and boxes.
 
     Heads start as in GluonCV: convolutions U(-0.07, 0.07), biases 0, norms 1 and 0. The backbone starts as timm has it.
 
@@ -67,8 +68,8 @@ class YOLOv3(Detector):
             8, 16, 32.
 
     Raises:
-        BadInput: unknown backbone, none with feature maps of strides 8, 16 and 32, no weights available, a slope that
-            has to be given, anchors that are none.
+        BadInput: unknown backbone, one without feature maps of strides 8, 16 and 32, unavailable weights, a slope that
+            must be given, invalid anchors.
     """
 
     Options = Yolov3Options
@@ -78,14 +79,20 @@ class YOLOv3(Detector):
     divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
     fixed_size = True  # there is no mask: padding would look like a black image
-    weighs_boxes, masks_unlabelled, buffers_steer_training = True, True, False
+    weighs_boxes = True
+    masks_unlabelled = True
+    buffers_steer_training = False
     exported_sides = "multiples"
 
     def __init__(self, class_names: Sequence[str], options: Yolov3Options, *, features: nn.Module | None = None):
         super().__init__()
-        o, self.num_classes = options, len(class_names)
-        self.label_smoothing, self.ignore_iou = o.label_smoothing, o.ignore_iou
-        self.score_threshold, self.nms_threshold, self.nms_topk = o.score_threshold, o.nms_threshold, o.nms_topk
+        o = options
+        self.num_classes = len(class_names)
+        self.label_smoothing = o.label_smoothing
+        self.ignore_iou = o.ignore_iou
+        self.score_threshold = o.score_threshold
+        self.nms_threshold = o.nms_threshold
+        self.nms_topk = o.nms_topk
         default_mean, default_std = image_statistics(o.backbone)
         self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
         self.register_buffer("anchors", _checked_anchors(o.anchors), persistent=False)
@@ -122,13 +129,14 @@ class YOLOv3(Detector):
             biases[:, 4] = math.log(objectness_prior / (1 - objectness_prior))
 
     def raw_maps(self, pixels: Tensor) -> list[Tensor]:
-        """Normalised images (B, 3, H, W) to three maps (B, A * (5 + C), H / s, W / s), s = 32, 16, 8.
+        """Return three maps (B, A * (5 + C), H / s, W / s), s = 32, 16, 8, of normalised images (B, 3, H, W).
 
         Channels: anchor by anchor tx, ty, tw, th, objectness, classes. Raises ValueError unless 32 divides H and W.
         """
         if pixels.shape[-2] % 32 or pixels.shape[-1] % 32:
             raise ValueError(f"YOLOv3 needs images whose sides are multiples of 32, got {tuple(pixels.shape[-2:])}")
-        maps, x = [], None
+        maps = []
+        x = None
         for i, tap in enumerate(self.backbone(pixels)[::-1]):
             if x is not None:
                 x = torch.cat((interpolate(self.transitions[i - 1](x), scale_factor=2.0, mode="nearest"), tap), dim=1)
@@ -137,7 +145,7 @@ class YOLOv3(Detector):
         return maps
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[dict] | None = None) -> dict[str, Tensor]:
-        """Raw maps of uint8 images (B, 3, H, W) whose pixels beyond `sizes` (B, 2) are padding.
+        """Return raw maps of uint8 images (B, 3, H, W) whose pixels beyond `sizes` (B, 2) are padding.
 
         Returns `raw_stride32`, `raw_stride16`, `raw_stride8`, see `raw_maps`, and `sizes`. Targets are not used.
         """
@@ -145,7 +153,8 @@ class YOLOv3(Detector):
         return {f"raw_stride{s}": m for s, m in zip(STRIDES, maps, strict=True)} | {"sizes": sizes}
 
     def flat_predictions(self, maps: Sequence[Tensor]) -> tuple[Tensor, Grid]:
-        """Maps of strides 32, 16, 8 to (B, N, 5 + C) in at least float32, and the grid of the N predictions."""
+        """Convert maps of strides 32, 16, 8 to (B, N, 5 + C) in at least float32, and return the grid of the N
+        predictions."""
         grid = make_grid((maps[0].shape[-2] * 32, maps[0].shape[-1] * 32), self.anchors)
         per_cell = self.anchors.shape[1]
         flat = [m.unflatten(1, (per_cell, -1)).permute(0, 3, 4, 1, 2).flatten(1, 3) for m in maps]
@@ -159,19 +168,19 @@ class YOLOv3(Detector):
         return self._decoded(outputs, sizes)[:2]
 
     def _decoded(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor, Grid]:
-        """Boxes (B, N, 4) in pixels of the network input, scores (B, N, C), 0 in the padding, and the grid."""
+        """Return boxes (B, N, 4) in pixels of the network input, scores (B, N, C), 0 in the padding, and the grid."""
         predictions, grid = self.flat_predictions([outputs[f"raw_stride{s}"] for s in STRIDES])
         scores = class_scores(predictions).masked_fill(in_padding(sizes.to(predictions), grid)[..., None], 0)
         return decode_boxes(predictions, grid), scores, grid
 
     def denominators(self, targets: Sequence[dict]) -> dict[str, float]:
-        """Losses are sums over an image, averaged over images."""
+        """Return the number of images: losses are sums over an image, averaged over images."""
         return {"images": float(len(targets))}
 
     def criterion(
         self, outputs: Mapping[str, Tensor], targets: Sequence[dict], denominators: Mapping[str, Tensor | float]
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Losses of this micro-batch, its sum / denominators["images"], and metrics as (sum, count).
+        """Return losses of this micro-batch, sums / denominators["images"], and metrics as (sum, count).
 
         class_error: per cent of the assigned predictions whose best class is wrong. box_iou: their IoU with the box.
         """
@@ -181,7 +190,7 @@ class YOLOv3(Detector):
         boxes = decode_boxes(predictions.detach(), grid)
         objectness = objectness_targets(boxes, assigned, sizes, grid, self.ignore_iou)
         labelled = labelled_classes(targets, predictions.device)
-        if labelled is not None:  # what looks like an object of an unlabelled class may be one
+        if labelled is not None:  # a prediction of an unlabelled class may be right
             is_labelled = labelled.gather(1, predictions[..., 5:].detach().argmax(-1))
             objectness = objectness.masked_fill((objectness == 0) & ~is_labelled, -1)
         losses = yolov3_losses(predictions, objectness, assigned, self.label_smoothing, labelled)
@@ -194,7 +203,7 @@ class YOLOv3(Detector):
     def decode(
         self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Boxes after class-wise suppression, best first, clipped to the original image; scores are above the
+        """Return boxes after class-wise suppression, best first, clipped to the original image; scores are above the
         `score_threshold` of the settings. See `Detector.decode`."""
         boxes, scores, grid = self._decoded(outputs, sizes)
         minimum = max(score_threshold, self.score_threshold)
@@ -216,14 +225,14 @@ def _checked_anchors(anchors: Sequence) -> Tensor:
 
 
 def class_scores(predictions: Tensor) -> Tensor:
-    """(B, N, C) = sigmoid(class) * sigmoid(objectness) of raw predictions (B, N, 5 + C)."""
+    """Return (B, N, C) = sigmoid(class) * sigmoid(objectness) of raw predictions (B, N, 5 + C)."""
     return predictions[..., 5:].sigmoid() * predictions[..., 4:5].sigmoid()
 
 
 def class_nms(
     boxes: Tensor, scores: Tensor, grid: Grid, nms_threshold: float, topk: int, score_threshold: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GluonCV's box_nms: the `topk` best of all classes together, then suppression within each class.
+    """Run GluonCV's box_nms: keep the `topk` best of all classes together, then suppress within each class.
 
     Args:
         boxes, scores: (B, N, 4) xyxy and (B, N, C) >= 0.
@@ -241,7 +250,7 @@ def class_nms(
 
 
 def _class_major_order(grid: Grid, num_classes: int) -> Tensor:
-    """(N, C) int64: place of each score in GluonCV's output, which lists a level class by class."""
+    """Return (N, C) int64: the position of each score in GluonCV's output, which lists a level class by class."""
     per_level = torch.stack([(grid.strides == s).sum() for s in STRIDES])
     level = torch.stack([grid.strides[:, 0] == s for s in STRIDES]).long().argmax(dim=0)
     start = (per_level.cumsum(0) - per_level)[level]
@@ -251,7 +260,7 @@ def _class_major_order(grid: Grid, num_classes: int) -> Tensor:
 
 
 def _timm_backbone(o: Yolov3Options) -> nn.Module:
-    """Feature maps of strides 8, 16 and 32 of a timm model, with YOLO's leaky ReLUs where it has such."""
+    """Build feature maps of strides 8, 16 and 32 of a timm model, with YOLO's leaky ReLUs if the model has such."""
     features, _ = timm_features(
         o.backbone, strides=STRIDES[::-1], pretrained_backbone=o.pretrained_backbone, norm=o.norm
     )

@@ -36,12 +36,16 @@ class Grid:
 
 
 def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
-    """Grid of an input of (h, w) pixels, both multiples of 32, for anchors (3, A, 2) in pixels, on their device."""
+    """Return the grid of an input of (h, w) pixels, both multiples of 32, for anchors (3, A, 2) in pixels, on their
+    device."""
     cells_xy, strides, anchors_wh = [], [], []
     for stride, level_anchors in zip(STRIDES, anchors, strict=True):
-        height, width, per_cell = image_hw[0] // stride, image_hw[1] // stride, len(level_anchors)
+        height = image_hw[0] // stride
+        width = image_hw[1] // stride
+        per_cell = len(level_anchors)
         rows, columns = (torch.arange(n, device=anchors.device, dtype=anchors.dtype) for n in (height, width))
-        rows, columns = rows[:, None, None], columns[:, None].expand(height, -1, per_cell)
+        rows = rows[:, None, None]
+        columns = columns[:, None].expand(height, -1, per_cell)
         cells_xy.append(torch.stack((columns, rows.expand_as(columns)), dim=-1).reshape(-1, 2))
         strides.append(anchors.new_full((height * width * per_cell, 1), stride))
         anchors_wh.append(level_anchors.repeat(height * width, 1))
@@ -49,7 +53,7 @@ def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
 
 
 def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
-    """Boxes (B, N, 4) xyxy in pixels of the network input, not clipped, of raw predictions (B, N, 5 + C)."""
+    """Return boxes (B, N, 4) xyxy in pixels of the network input, not clipped, of raw predictions (B, N, 5 + C)."""
     x, y, w, h = predictions[..., :4].movedim(-1, 0).contiguous()  # planes (B, N): far faster than slices of rows
     column, row = grid.cells_xy.unbind(1)
     half_w, half_h = (size.exp() * anchor / 2 for size, anchor in zip((w, h), grid.anchors_wh.unbind(1), strict=True))
@@ -59,7 +63,7 @@ def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where each of the T boxes of a batch goes, and what the prediction there should be.
+    """The predictions that the T boxes of a batch are assigned to, and their targets.
 
     image, index: (T,) int64, image in the batch and prediction of that image.
     kept: (T,) bool, False for crowd regions and for boxes overwritten by a later one of the same cell and anchor.
@@ -83,7 +87,7 @@ class Assignment:
 
 
 def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, grid: Grid) -> Assignment:
-    """Each box to the cell of its centre and the anchor, of all levels, that is nearest to it in shape.
+    """Assign each box to the cell of its centre and to the anchor, of all levels, that is nearest to it in shape.
 
     Args:
         targets: one dict per image with boxes (n, 4) xyxy pixels, labels (n,), and optionally iscrowd (n,) and the
@@ -94,7 +98,9 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     A centre on or beyond the right or lower border belongs to the last cell. Of boxes in the same cell and anchor the
     last wins. Nothing here reads from the device.
     """
-    device, dtype, per_cell = anchors.device, anchors.dtype, anchors.shape[1]
+    device = anchors.device
+    dtype = anchors.dtype
+    per_cell = anchors.shape[1]
     counts = tuple(len(t["labels"]) for t in targets)
     image = image_of_each(counts, device)
     boxes = _joined(targets, "boxes", 0, anchors).reshape(-1, 4)
@@ -137,13 +143,13 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
 
 
 def _joined(targets: Sequence[dict], key: str, default: float, like: Tensor) -> Tensor:
-    """`target[key]` of all images joined, with the dtype and device of `like`; `default` for images without the key."""
+    """Join `target[key]` of all images, with the dtype and device of `like`; `default` for images without the key."""
     values = [t[key].to(like) if key in t else like.new_full((len(t["labels"]),), default) for t in targets]
     return torch.cat(values) if values else like.new_zeros(0)
 
 
 def _shape_iou(sizes1_wh: Tensor, sizes2_wh: Tensor) -> Tensor:
-    """IoU (T, K) of boxes (T, 2) and (K, 2) put on a common centre; 0 for boxes without area."""
+    """Return the IoU (T, K) of boxes (T, 2) and (K, 2) put on a common centre; 0 for boxes without area."""
     inner = torch.minimum(sizes1_wh[:, None], sizes2_wh[None]).prod(dim=-1)
     return inner / (sizes1_wh.prod(dim=-1)[:, None] + sizes2_wh.prod(dim=-1)[None] - inner + 1e-15)
 
@@ -152,7 +158,8 @@ def _shape_iou(sizes1_wh: Tensor, sizes2_wh: Tensor) -> Tensor:
 def objectness_targets(
     pred_boxes: Tensor, assigned: Assignment, sizes_hw: Tensor, grid: Grid, ignore_iou: float
 ) -> Tensor:
-    """Target (B, N) of each prediction: the mixup ratio (1 without mixup) where a box is assigned, else 0, or -1.
+    """Return the target (B, N) of each prediction: the mixup ratio (1 without mixup) if a box is assigned, else 0 or
+    -1.
 
     -1 is ignored: predictions whose box has an IoU above `ignore_iou` with any box of the image, or lies for more than
     that share of its area in a crowd region, and cells that begin in the padding of an image smaller than the batch.
@@ -170,12 +177,13 @@ def objectness_targets(
 
 
 def in_padding(sizes_hw: Tensor, grid: Grid) -> Tensor:
-    """(B, N) bool: predictions of cells that begin beyond the size (h, w) of an image in a padded batch."""
+    """Return a (B, N) bool mask of predictions of cells that begin beyond the size (h, w) of an image in a padded
+    batch."""
     return (grid.cells_xy * grid.strides >= sizes_hw.flip(1)[:, None].to(grid.cells_xy)).any(dim=-1)
 
 
 def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tensor:
-    """(B, N) bool: IoU with a box > threshold, or that share of the prediction's area is inside a crowd region.
+    """Return (B, N) bool: IoU with a box > threshold, or that share of the prediction's area is inside a crowd region.
 
     inter / (area_p + area_g - inter) > t is inter > t / (1 + t) * (area_p + area_g): no division, and a crowd region is
     the same comparison with other constants, inter > t * area_p.
@@ -193,14 +201,14 @@ def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tens
 
 
 def _over_threshold(left, top, right, bottom, x0, y0, x1, y1, factor, gt_area) -> Tensor:
-    """(b, N) bool, of planes (b, 1, N) of predictions and (b, M, 1) of boxes; see `_covered`."""
+    """Return (b, N) bool, of planes (b, 1, N) of predictions and (b, M, 1) of boxes; see `_covered`."""
     inter = torch.minimum(right, x1).sub_(torch.maximum(left, x0)).clamp_(min=0)
     inter *= torch.minimum(bottom, y1).sub_(torch.maximum(top, y0))  # a negative height fails the comparison as well
     return (inter > torch.addcmul(gt_area * factor, (right - left) * (bottom - top), factor)).any(dim=1)
 
 
 def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Tensor:
-    """(T, C): 1 for the class and 0 for the others, or 1 - s and s with s = min(1 / C, 1 / 40)."""
+    """Return (T, C): 1 for the class and 0 for the others, or 1 - s and s with s = min(1 / C, 1 / 40)."""
     smooth = min(1 / num_classes, 1 / 40) if label_smoothing else 0.0
     one_hot = labels[:, None] == torch.arange(num_classes, device=labels.device)
     return torch.where(one_hot, 1 - smooth, smooth)
@@ -213,7 +221,7 @@ def yolov3_losses(
     label_smoothing: bool = False,
     labelled: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The four losses, each summed over the batch, in the dtype of the predictions.
+    """Return the four losses, each summed over the batch, in the dtype of the predictions.
 
     Args:
         predictions: (B, N, 5 + C) raw tx, ty, tw, th, objectness, classes.
@@ -230,7 +238,8 @@ def yolov3_losses(
     ratio = assigned.ratio.to(predictions.dtype)[:, None]
     ratio_weight = ratio * assigned.weight[:, None].to(predictions.dtype)
     classes = class_targets(assigned.labels, predictions.shape[2] - 5, label_smoothing).to(predictions.dtype)
-    center, class_weight = assigned.center.to(predictions.dtype), ratio.expand_as(classes)
+    center = assigned.center.to(predictions.dtype)
+    class_weight = ratio.expand_as(classes)
     if labelled is not None:
         is_class = assigned.labels[:, None] == torch.arange(classes.shape[1], device=classes.device)
         class_weight = class_weight.where(labelled[assigned.image] | is_class, 0)
@@ -243,7 +252,7 @@ def yolov3_losses(
 
 
 def _objectness_and_rows(predictions: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
-    """Objectness logits (B, N) and the predictions (T, 5 + C) at the boxes.
+    """Return objectness logits (B, N) and the predictions (T, 5 + C) at the boxes.
 
     Picked by one index: the gradient of each slice of its own would fill an array as large as the predictions.
     """
@@ -258,7 +267,7 @@ def _objectness_and_rows(predictions: Tensor, assigned: Assignment) -> tuple[Ten
 def kmeans_anchors(
     sizes_wh: np.ndarray, clusters: int = 9, seed: int = 0, rounds: int = 300
 ) -> tuple[np.ndarray, float]:
-    """Anchors by k-means with 1 - IoU of centred boxes as distance (Redmon & Farhadi, YOLO9000, section 2).
+    """Compute anchors by k-means with 1 - IoU of centred boxes as distance (Redmon & Farhadi, YOLO9000, section 2).
 
     Args:
         sizes_wh: (n, 2) box sizes in pixels of the network input, all positive, n >= clusters.
@@ -285,6 +294,6 @@ def kmeans_anchors(
 
 
 def shape_iou(sizes1_wh: np.ndarray, sizes2_wh: np.ndarray) -> np.ndarray:
-    """IoU (n, k) of positive box sizes (n, 2) and (k, 2) put on a common centre."""
+    """Return the IoU (n, k) of positive box sizes (n, 2) and (k, 2) put on a common centre."""
     inner = np.minimum(sizes1_wh[:, None], sizes2_wh[None]).prod(axis=2)
     return inner / (sizes1_wh.prod(axis=1)[:, None] + sizes2_wh.prod(axis=1)[None] - inner)

@@ -1,8 +1,8 @@
 """Training augmentation of YOLOv3 as GluonCV orders it: colour, expand, constrained crop, resize, flip; all in uint8.
 
 Interface as in `geometry`; the whole recipe takes the size of the batch as one more argument. Ranges are
-those of gluoncv `YOLO3DefaultTrainTransform` and SSD (Liu et al. 2016, section 2.2); docs/differences.md lists what
-differs.
+those of gluoncv `YOLO3DefaultTrainTransform` and SSD (Liu et al. 2016, section 2.2); docs/differences.md lists the
+differences.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,8 @@ class ColourDistortion:
 
 @dataclass(frozen=True)
 class RandomExpand:
-    """With `probability`, the image somewhere on a canvas of up to `max_ratio` times its sides, else FILL_RGB."""
+    """Expansion, with `probability`: the image somewhere on a canvas of up to `max_ratio` times its sides, else
+    FILL_RGB."""
 
     max_ratio: float = 4.0
     probability: float = 0.5
@@ -83,7 +84,8 @@ class RandomExpand:
 
 @dataclass(frozen=True)
 class ConstrainedCrop:
-    """A region of the image that overlaps all boxes by one of several IoUs, or the whole image (SSD's sampling).
+    """A crop to a region of the image that overlaps all boxes by one of several IoUs, or the whole image (SSD's
+    sampling).
 
     For each of `constraints`, (least, largest) IoU of every box with the region, the first of `trials` random regions
     that meets it is a candidate, the whole image is another; one candidate that holds the centre of a box is taken.
@@ -96,7 +98,7 @@ class ConstrainedCrop:
     trials: int = 50
 
     def draw(self, boxes: Tensor, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
-        """The region (top, left, height, width) to cut from an image of `size_hw` with boxes (N, 4) xyxy."""
+        """Return the region (top, left, height, width) to cut from an image of `size_hw` with boxes (N, 4) xyxy."""
         regions = self._random_regions(size_hw, generator)
         if not len(boxes):
             return tuple(regions[0, 0].tolist())
@@ -113,7 +115,7 @@ class ConstrainedCrop:
         return candidates[0]
 
     def _random_regions(self, size_hw: tuple[int, int], generator: torch.Generator) -> Tensor:
-        """(constraints, trials, 4) int64 top, left, height, width."""
+        """Return (constraints, trials, 4) int64 top, left, height, width."""
         u = torch.rand(4, len(self.constraints), self.trials, generator=generator)
         scale = _between(self.min_scale, 1.0, u[0])
         lowest, highest = scale.square().clamp(min=1 / self.max_aspect), scale.square().reciprocal()
@@ -146,7 +148,8 @@ class Yolov3Transform:
 def yolov3_transform(
     *, photometric: bool = False, zoom_out: float = 1.0, iou_crop: bool = False, flip: bool = False
 ) -> Transform:
-    """GluonCV's recipe, or what of it is wanted (there zoom_out is 4); 1 and nothing else: a plain resize."""
+    """Build GluonCV's recipe, or the requested part of it (there zoom_out is 4); with zoom_out 1 and nothing else, a
+    plain resize."""
     if not (photometric or zoom_out > 1 or iou_crop or flip):
         return ThenResize()
     steps = (ColourDistortion(),) * photometric + (RandomExpand(zoom_out),) * (zoom_out > 1)
@@ -155,7 +158,7 @@ def yolov3_transform(
 
 
 def resize_by(image: Tensor, target: Target, size_hw: tuple[int, int], method: Image.Resampling) -> Sample:
-    """Resized to exactly `size_hw` by one of Pillow's filters, which widen when they shrink an image."""
+    """Resize to exactly `size_hw` by one of Pillow's filters, which widen when they shrink an image."""
     target = resize_target(target, tuple(image.shape[-2:]), size_hw)
     if tuple(image.shape[-2:]) == tuple(size_hw):
         return image, target

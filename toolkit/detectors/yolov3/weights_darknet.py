@@ -20,7 +20,7 @@ NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the 
 
 
 def backbone_layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name of the convolution, of its norm, shape) in Darknet's order."""
+    """Return (name of the convolution, of its norm, shape) in Darknet's order."""
     yield "backbone.stem_conv1.conv", "backbone.stem_conv1.bn", (32, 3, 3, 3)
     for stage, blocks in enumerate(BLOCKS):
         width = 64 * 2**stage
@@ -33,7 +33,7 @@ def backbone_layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def head_layers(classes: int, anchors: int = 3) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
-    """Likewise of the heads at strides 32, 16 and 8; predictions have no norm."""
+    """Return the same for the heads at strides 32, 16 and 8; predictions have no norm."""
     for level, width in enumerate((512, 256, 128)):
         if level:
             yield f"transitions.{level - 1}.0", f"transitions.{level - 1}.1", (width, 2 * width, 1, 1)
@@ -50,14 +50,14 @@ def _size(layers) -> int:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The numbers of a file, `{"darknet": (N,) float32}`.
+    """Read the numbers of a file, `{"darknet": (N,) float32}`.
 
     Raises:
-        BadInput: it is no file of Darknet weights.
+        BadInput: it is not a file of Darknet weights.
     """
     raw = path.read_bytes()
     if len(raw) < 20:
-        raise BadInput(f"model.pretrained {path}: {len(raw)} bytes are no Darknet weights")
+        raise BadInput(f"model.pretrained {path}: {len(raw)} bytes are not Darknet weights")
     major, minor, _ = np.frombuffer(raw, "<i4", 3)
     # images seen: 8 bytes from version 0.2 on, 4 before
     start = 20 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 16
@@ -67,12 +67,12 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Whether this is what `read` returns."""
+    """Return whether this is the result of `read`."""
     return list(state) == ["darknet"]
 
 
 def classes_of(numbers: int) -> int | None:
-    """Number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
+    """Return the number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
     backbone, heads = _size(backbone_layers()), _size(head_layers(0))
     if numbers == backbone:
         return 0
@@ -82,7 +82,7 @@ def classes_of(numbers: int) -> int | None:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """The detector that these weights belong to.
+    """Describe the detector that these weights belong to.
 
     Raises:
         BadInput: another network than YOLOv3 and Darknet-53: the file does not say which.
@@ -90,16 +90,19 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     classes = classes_of(len(state["darknet"]))
     if classes is None:
         raise BadInput(
-            f"model.pretrained {file}: {len(state['darknet'])} numbers are those of no YOLOv3 on Darknet-53; "
-            "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 can be taken"
+            f"model.pretrained {file}: {len(state['darknet'])} numbers do not make a YOLOv3 on Darknet-53; "
+            "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 are supported"
         )
     options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.0] * 3, "std": [1.0] * 3}
     return Description("yolov3", options, named(classes) if classes else ["none"])
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers as tensors under our names."""
-    numbers, classes, position, tensors = state["darknet"], classes_of(len(state["darknet"])), 0, {}
+    """Return the numbers as tensors under our names."""
+    numbers = state["darknet"]
+    classes = classes_of(len(state["darknet"]))
+    position = 0
+    tensors = {}
     for conv, norm, shape in [*backbone_layers(), *(head_layers(classes) if classes else ())]:
         for name in [f"{norm}.{leaf}" for leaf in NORM] if norm else [f"{conv}.bias"]:
             tensors[name] = numbers[position : position + shape[0]].clone()

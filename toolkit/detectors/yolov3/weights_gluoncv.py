@@ -2,9 +2,9 @@
 
 The file is MXNet's list of arrays (`NDArray::Save`), little endian: magic number 0x112 and a reserved number (8 bytes
 each), the number of arrays (8), the arrays, the number of names (8), the names, each after its length (8). An array:
-its own magic number (4), what tells version and kind of storage, shape, device (8) and type of number (4), and the
-numbers. Its networks beside YOLOv3 on Darknet-53 have no counterpart here, nor have sparse arrays and files of 2017 and
-before, whose names are those of layers counted through.
+its own magic number (4), which gives the version, the kind of storage, shape, device (8) and type of number (4), and
+the numbers. Only GluonCV's YOLOv3 on Darknet-53 is supported; its other networks, sparse arrays, and files of 2017 and
+before, which number the layers consecutively, are not.
 """
 
 import re
@@ -21,22 +21,23 @@ from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.models.weights.class_names import named
 from toolkit.models.weights.names import Description
 
-LIST, V1, V2, V3 = 0x112, 0xF993FAC8, 0xF993FAC9, 0xF993FACA
+LIST = 0x112
+V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 TYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
 NORM = {"bias": "beta", "weight": "gamma", "running_mean": "running_mean", "running_var": "running_var"}
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name.
+    """Read the tensors of a file by name.
 
     Raises:
-        BadInput: it is none of these, or what it holds cannot be read without MXNet.
+        BadInput: it is not such a file, or its content cannot be read without MXNet.
     """
     raw = path.read_bytes()
     try:
         return _read(raw)
     except (struct.error, ValueError, UnicodeDecodeError) as error:
-        raise BadInput(f"model.pretrained {path}: no list of MXNet arrays that can be read: {error}") from error
+        raise BadInput(f"model.pretrained {path}: not a readable list of MXNet arrays: {error}") from error
 
 
 def _read(raw: bytes) -> dict[str, Tensor]:
@@ -54,7 +55,8 @@ def _read(raw: bytes) -> dict[str, Tensor]:
     arrays = []
     for _ in range(number):
         version = take("I")
-        if version in (V2, V3) and (storage := take("i")) != 0:
+        storage = take("i") if version in (V2, V3) else 0
+        if storage != 0:
             raise ValueError(f"sparse arrays (storage {storage})")
         if version in (V1, V2, V3):
             dimensions = take("I")
@@ -73,19 +75,19 @@ def _read(raw: bytes) -> dict[str, Tensor]:
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Whether these are its names."""
+    """Return whether the names are GluonCV's."""
     return "stages.0.0.0.weight" in state and "yolo_outputs.0.prediction.weight" in state
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """The detector that these tensors belong to."""
+    """Describe the detector that these tensors belong to."""
     rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
     options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
     return Description("yolov3", options, named(rows))
 
 
 def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
-    """(our name, theirs) of every tensor of YOLOv3 on Darknet-53."""
+    """Return (our name, GluonCV's) of every tensor of YOLOv3 on Darknet-53."""
     for conv, norm, _ in [*darknet.backbone_layers(), *darknet.head_layers(classes)]:
         yield f"{conv}.weight", f"{_theirs(conv)}.weight"
         if norm is None:
@@ -95,7 +97,7 @@ def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
 
 
 def _theirs(name: str) -> str:
-    """Their name of one of our convolutions or norms, which have the numbers 0 and 1 in the backbone."""
+    """Return GluonCV's name of one of our convolutions or norms, which are numbered 0 and 1 in the backbone."""
     if not name.startswith("backbone."):
         return re.sub(r"^predictions\.(\d)$", r"yolo_outputs.\1.prediction", name).replace("blocks.", "yolo_blocks.")
     number = 0 if name.endswith(".conv") else 1
@@ -110,7 +112,7 @@ def _theirs(name: str) -> str:
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors under our names; anchors and offsets are no weights."""
+    """Return the publisher's tensors under our names; anchors and offsets are not weights and are left out."""
     classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
     tensors = {our_name: state[their_name].float() for our_name, their_name in tensor_names(classes)}
     counted = [name.replace("running_var", "num_batches_tracked") for name in tensors if name.endswith("running_var")]

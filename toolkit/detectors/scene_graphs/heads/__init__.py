@@ -20,12 +20,14 @@ HEADS = (
 
 
 def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, **options) -> nn.Module:
-    """The head of that name; all take a RelationBatch and give a RelationOutput, and tell their `loss_names` and
-    `of_labels`, the parts that only say what the objects are.
+    """Build the head of that name.
+
+    All heads take a RelationBatch and give a RelationOutput, and have `loss_names` and `of_labels`, the parts that only
+    classify the objects. `vtranse` is the causal head with the VTransE context and no effect, `react` a `penet` that
+    keeps the detector's labels.
 
     mode: predcls, sgcls or sgdet. log_frequency: (C, C, P) of the training split. options: the head's own, see its
-    constructor. `vtranse` is the causal head with the VTransE context and no effect, `react` a `penet` that keeps the
-    detector's labels.
+    constructor.
     Raises BadInput for an unknown name.
     """
     if name == "frequency":

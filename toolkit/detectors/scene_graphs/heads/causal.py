@@ -33,8 +33,10 @@ PAIR_NUMBERS = 32
 
 
 class VTransEContext(ObjectContext):
-    """No context (VTransE, Zhang et al., CVPR 2017, as Scene-Graph-Benchmark has it): labels every object by itself, in
-    predcls too (the given labels only enter as embedding); background may win."""
+    """The empty context (VTransE, Zhang et al., CVPR 2017, as Scene-Graph-Benchmark has it).
+
+    It labels every object by itself, in predcls too (the given labels only enter as embedding); background may win.
+    """
 
     def __init__(self, mode: str, sizes: HeadSizes):
         super().__init__(mode, sizes)
@@ -44,7 +46,7 @@ class VTransEContext(ObjectContext):
         self.mean_edge_input = RunningMean(sizes.roi_dim + POSITION_DIM)
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Object logits (N, C), labels (N,), context (N, hidden), None."""
+        """Return object logits (N, C), labels (N,), context (N, hidden), None."""
         position = self.position(batch_box_numbers(batch))
         embedded = label_embedding(self.embed_in, batch, self.mode)
         object_input = torch.cat([batch.roi_features, embedded, position], 1)
@@ -58,7 +60,9 @@ class VTransEContext(ObjectContext):
 
 
 class CausalHead(nn.Module):
-    """Context motifs, vctree or vtranse; the branches are added ("sum") or the context is gated ("gate").
+    """The causal head with the context motifs, vctree or vtranse.
+
+    The branches are added ("sum") or the context is gated ("gate").
 
     effect (an attribute, read in evaluation only): "none" is the plain prediction; TDE takes the context away, NIE the
     labels, TE both. The reference of all three is a second pass of the context layer on running means of its inputs.
@@ -77,12 +81,18 @@ class CausalHead(nn.Module):
         nms_threshold: float = 0.5,
         separate_spatial: bool = False,
     ):
-        """use_positions: multiply the context by an embedding of 32 numbers of both boxes. separate_spatial: and by the
-        batch's `spatial_features`. effect: in any case."""
+        """Build the head.
+
+        use_positions: multiply the context by an embedding of 32 numbers of both boxes. separate_spatial: also
+        multiply it by the batch's `spatial_features`. effect: upper or lower case.
+        """
         super().__init__()
         effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
         _check(context, fusion, effect, sizes)
-        self.sizes, self.fusion, self.effect, self.translates = sizes, fusion, effect, context == "vtranse"
+        self.sizes = sizes
+        self.fusion = fusion
+        self.effect = effect
+        self.translates = context == "vtranse"
         hidden, pooling, num_predicates = sizes.hidden_dim, sizes.pooling_dim, sizes.num_predicates
         if context == "motifs":
             self.context = MotifsContext(mode, sizes, dropout, nms_threshold, keep_averages=True)
@@ -104,7 +114,8 @@ class CausalHead(nn.Module):
         self.positions = self.mean_positions = None
         if use_positions:
             layers = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
-            self.positions, self.mean_positions = nn.Sequential(*layers), RunningMean(PAIR_NUMBERS)
+            self.positions = nn.Sequential(*layers)
+            self.mean_positions = RunningMean(PAIR_NUMBERS)
         self.of_labels = () if self.translates else ("context.decoder",)
         self.loss_names = ("loss_rel", "loss_refine_obj", "auxiliary_ctx")
         self.loss_names += ("auxiliary_vis", "auxiliary_frq") if fusion == "sum" else ()
@@ -146,7 +157,8 @@ class CausalHead(nn.Module):
         return from_context * (from_vision + frequency + self.gate(pair_context)).sigmoid()
 
     def _branch_losses(self, batch: RelationBatch, pair_context, frequency, related) -> dict:
-        """Each branch must be able to predict by itself, else the differences between them mean nothing."""
+        """Compute a loss for each branch alone: each must be able to predict by itself, else their differences mean
+        nothing."""
         branches = {"auxiliary_ctx": self.context_out(pair_context)}
         if self.fusion == "sum":
             branches |= {"auxiliary_vis": self.visual_out(batch.union_features), "auxiliary_frq": frequency}
@@ -163,7 +175,9 @@ class CausalHead(nn.Module):
             without = without * self.mean_spatial.expanded(1)
         # Nearly equal numbers are subtracted below: in half precision their difference would be noise.
         with torch.autocast(pair_context.device.type, enabled=False):
-            visual, context, without = batch.union_features.float(), pair_context.float(), without.float()
+            visual = batch.union_features.float()
+            context = pair_context.float()
+            without = without.float()
             seen = self._expected_frequency(logits, batch.pairs)
             if self.effect == "TDE":
                 return self._fuse(visual, context, seen) - self._fuse(visual, without, seen)

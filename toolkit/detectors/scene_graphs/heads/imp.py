@@ -15,14 +15,16 @@ from toolkit.detectors.scene_graphs.heads.layers import (
 
 
 class IMPHead(nn.Module):
-    """No word vectors, no frequency bias. Both sides of a round read the state before it."""
+    """The IMP head, without word vectors and frequency bias. Both sides of a round read the state before it."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
     of_labels = ("object_out",)
 
     def __init__(self, mode: str, sizes: HeadSizes, rounds: int = 3):
         super().__init__()
-        self.mode, self.sizes, self.rounds = check_mode(mode), sizes, rounds
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.rounds = rounds
         hidden = sizes.hidden_dim
         self.union = union_projection(sizes)
         self.object_in, self.pair_in = fc(sizes.roi_dim, hidden), fc(sizes.pooling_dim, hidden)

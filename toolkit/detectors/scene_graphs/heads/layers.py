@@ -34,7 +34,7 @@ class HeadSizes:
 
     @property
     def object_dim(self) -> int:
-        """Of `object_features`."""
+        """Return the width of `object_features`."""
         return self.roi_dim + self.embed_dim + POSITION_DIM
 
 
@@ -45,7 +45,7 @@ def check_mode(mode: str) -> str:
 
 
 def class_embedding(sizes: HeadSizes) -> nn.Embedding:
-    """Trainable vectors of the classes; see `toolkit.detectors.scene_graphs.start.start_from_words`."""
+    """Build trainable vectors of the classes; see `toolkit.detectors.scene_graphs.start.start_from_words`."""
     return nn.Embedding(sizes.num_classes, sizes.embed_dim)
 
 
@@ -59,7 +59,7 @@ class ObjectBatchNorm(nn.BatchNorm1d):
 
 
 def position_embedding() -> nn.Sequential:
-    """(N, 9) `box_numbers` -> (N, 128)."""
+    """Build the embedding of `box_numbers` (N, 9) -> (N, 128)."""
     norm = ObjectBatchNorm(32, momentum=0.001)
     return nn.Sequential(nn.Linear(9, 32), norm, nn.Linear(32, POSITION_DIM), nn.ReLU())
 
@@ -69,45 +69,46 @@ def batch_box_numbers(batch: RelationBatch) -> Tensor:
 
 
 class ObjectContext(nn.Module):
-    """Embeds what is known of the objects; its subclasses label each and give it a context feature.
+    """A context that embeds the known properties of objects; its subclasses label each and give it a context feature.
 
     embed_in, embed_out: vectors of the classes as they come in, and of the labels that are given.
     """
 
     def __init__(self, mode: str, sizes: HeadSizes):
         super().__init__()
-        self.mode, self.sizes = check_mode(mode), sizes
+        self.mode = check_mode(mode)
+        self.sizes = sizes
         self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
         self.position = position_embedding()
 
 
 def label_embedding(embedding: nn.Embedding, batch: RelationBatch, mode: str) -> Tensor:
-    """(N, E): of the given label in predcls, else the mean over the detector's class probabilities."""
+    """Return (N, E): of the given label in predcls, else the mean over the detector's class probabilities."""
     if mode == "predcls":
         return embedding(batch.labels)
     return batch.logits.detach().softmax(1) @ embedding.weight
 
 
 def object_features(batch: RelationBatch, embedding: nn.Embedding, position: nn.Module, mode: str) -> Tensor:
-    """(N, RoI + E + 128): what is seen of each object, its `label_embedding`, and where it is."""
+    """Return (N, RoI + E + 128): each object's RoI feature, its `label_embedding`, and its position."""
     embedded = label_embedding(embedding, batch, mode)
     return torch.cat([batch.roi_features, embedded, position(batch_box_numbers(batch))], 1)
 
 
 def given_labels(batch: RelationBatch, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Logits and labels of predcls."""
+    """Return logits and labels of predcls."""
     return certain_logits(batch.labels, num_classes), batch.labels
 
 
 def best_labels(head: nn.Module, batch: RelationBatch, logits: Tensor) -> Tensor:
-    """(N,) the best class above background; of detected boxes in evaluation `late_labels`."""
+    """Return (N,) the best class above background; for detected boxes in evaluation `late_labels`."""
     if head.mode == "sgdet" and not head.training:
         return late_labels(batch, logits, head.nms_threshold)
     return logits[:, 1:].argmax(1) + 1
 
 
 def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
-    """The output of a head for a batch without objects: empty, but part of the graph, so that backward works."""
+    """Return the output of a head for a batch without objects: empty, but part of the graph, so that backward works."""
     zero = parameter.sum() * 0.0
     logits = [torch.zeros(0, width, device=zero.device) + zero for width in (sizes.num_classes, sizes.num_predicates)]
     labels = torch.zeros(0, dtype=torch.int64, device=zero.device)
@@ -115,13 +116,13 @@ def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
 
 
 def paired(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, 2 D) features with a half for each role -> (R, D) of the subjects and (R, D) of the objects."""
+    """Split (N, 2 D) features with a half for each role -> (R, D) of the subjects and (R, D) of the objects."""
     as_subject, as_object = context.chunk(2, -1)
     return as_subject[pairs[:, 0]], as_object[pairs[:, 1]]
 
 
 def split_layer(hidden_dim: int, out_dim: int) -> nn.Linear:
-    """The layer that makes the two roles; wide initial weights, as published."""
+    """Build the layer that makes the two roles; its initial weights are wide, as published."""
     layer = nn.Linear(hidden_dim, out_dim)
     nn.init.normal_(layer.weight, std=10.0 * hidden_dim**-0.5)
     nn.init.zeros_(layer.bias)
@@ -136,7 +137,7 @@ def xavier_linear(in_dim: int, out_dim: int) -> nn.Linear:
 
 
 def fc(in_dim: int, out_dim: int) -> nn.Linear:
-    """A linear layer that begins as maskrcnn-benchmark's do."""
+    """Build a linear layer initialised as in maskrcnn-benchmark."""
     layer = nn.Linear(in_dim, out_dim)
     nn.init.kaiming_uniform_(layer.weight, a=1)
     nn.init.zeros_(layer.bias)
@@ -144,21 +145,23 @@ def fc(in_dim: int, out_dim: int) -> nn.Linear:
 
 
 def union_projection(sizes: HeadSizes) -> nn.Module:
-    """Brings union features to the pooled size; nothing when they have it."""
+    """Build the projection of union features to the pooled size; the identity if they already have it."""
     same = sizes.union_dim == sizes.pooling_dim
     return nn.Identity() if same else xavier_linear(sizes.union_dim, sizes.pooling_dim)
 
 
 class RunningMean(nn.Module):
-    """The slowly moving mean of feature rows in training, started at 0; a batch without rows leaves it alone."""
+    """The slowly moving mean of feature rows in training, started at 0; a batch without rows leaves it unchanged."""
 
     def __init__(self, dim: int):
         super().__init__()
         self.register_buffer("value", torch.zeros(dim))
 
     def forward(self, rows: Tensor, from_averages: bool = False, counts: list[int] | None = None) -> Tensor:
-        """The rows, or as many of the mean in their place. counts: the mean moves once for each image, which has so
-        many rows; without, once for the batch."""
+        """Return the rows, or as many rows of the mean in their place.
+
+        counts: rows per image; the mean moves once for each image. Without counts, it moves once for the batch.
+        """
         if self.training and len(rows):
             counts = [count for count in counts or [len(rows)] if count]
             sums = pad_rows(rows.detach().float(), counts).sum(1)
@@ -168,27 +171,29 @@ class RunningMean(nn.Module):
         return self.expanded(len(rows)) if from_averages else rows
 
     def expanded(self, count: int) -> Tensor:
-        """(count, dim)."""
+        """Return the mean as (count, dim)."""
         return self.value.expand(count, -1)
 
 
 def averaged(
     mean: RunningMean | None, rows: Tensor, from_averages: bool, counts: list[int] | None = None
 ) -> Tensor:
-    """`RunningMean` of a context that may do without."""
+    """Apply the `RunningMean` of a context that may have none."""
     return rows if mean is None else mean(rows, from_averages, counts)
 
 
 class ContextHead(nn.Module):
-    """Predicates from the contexts of both objects times the union features, and the frequency bias."""
+    """A head for predicates from the contexts of both objects times the union features, and the frequency bias."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
     of_labels = ("context.decoder",)
 
     def __init__(self, context: nn.Module, sizes: HeadSizes, log_frequency: Tensor):
-        """context: a batch -> object logits (N, C), labels (N,), context (N, hidden), relatedness logits or None."""
+        """Build the head. context: a batch -> object logits (N, C), labels (N,), context (N, hidden), relatedness
+        logits or None."""
         super().__init__()
-        self.sizes, self.context = sizes, context
+        self.sizes = sizes
+        self.context = context
         self.split = split_layer(sizes.hidden_dim, 2 * sizes.hidden_dim)
         self.join = xavier_linear(2 * sizes.hidden_dim, sizes.pooling_dim)
         self.union = union_projection(sizes)
@@ -196,7 +201,7 @@ class ContextHead(nn.Module):
         self.frequency = FrequencyBias(log_frequency)
 
     def roles(self, context: Tensor) -> Tensor:
-        """(N, 2 hidden) of the objects as subject and as object."""
+        """Return (N, 2 hidden) of the objects as subject and as object."""
         return self.split(context)
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
@@ -211,7 +216,7 @@ class ContextHead(nn.Module):
 
 
 def tree_losses(related: Tensor | None, batch: RelationBatch) -> dict[str, tuple[Tensor, Tensor]]:
-    """`binary_loss` of relatedness logits (B, N_max, N_max); of a context without, none."""
+    """Return `binary_loss` of relatedness logits (B, N_max, N_max), or no loss for a context without them."""
     if related is None:
         return {}
     truth = pad_rows(batch.related.float(), batch.num_objects)

@@ -25,7 +25,9 @@ class LabelDecoder(nn.Module):
 
     def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()
-        self.in_dim, self.hidden_dim, self.dropout = in_dim, sizes.hidden_dim, dropout
+        self.in_dim = in_dim
+        self.hidden_dim = sizes.hidden_dim
+        self.dropout = dropout
         self.embed = nn.Embedding(sizes.num_classes + 1, sizes.embed_dim)  # first "nothing before"
         self.input = nn.Linear(in_dim + sizes.embed_dim, 6 * sizes.hidden_dim)
         self.state = nn.Linear(sizes.hidden_dim, 5 * sizes.hidden_dim)
@@ -34,12 +36,12 @@ class LabelDecoder(nn.Module):
         nn.init.zeros_(self.state.bias)
 
     def forward(self, features: Tensor, batch_sizes: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits (N, C) and labels (N,) of packed features (N, in_dim).
+        """Return logits (N, C) and labels (N,) of packed features (N, in_dim).
 
-        labels: (N,) packed, in training: the next object is told these, and the best guess where the label is 0;
-        None feeds back its best guess above background throughout. Those are the labels returned.
+        labels: (N,) packed, in training: each is the input of the next object, or the best guess where it is 0.
+        None: the best guess above background is always the input. The labels returned are these inputs.
         """
-        # What the input layer makes of the features is known for all steps, and of a label for all labels.
+        # The input layer's part for the features is known for all steps, and its part for a label for all labels.
         from_features = F.linear(features, self.input.weight[:, : self.in_dim], self.input.bias)
         from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])
         teacher = None if labels is None else (labels - 1).split(batch_sizes.tolist())
@@ -72,15 +74,17 @@ class LabelDecoder(nn.Module):
 
 
 class MotifsContext(ObjectContext):
-    """Labels the objects and gives each a context feature."""
+    """The context of Neural Motifs, which labels the objects and gives each a context feature."""
 
     def __init__(
         self, mode: str, sizes: HeadSizes, dropout: float = 0.2, nms_threshold: float = 0.5, keep_averages: bool = False
     ):
-        """keep_averages: for causal effects, see `causal`."""
+        """Build the context. keep_averages: for causal effects, see `causal`."""
         super().__init__(mode, sizes)
         self.nms_threshold = nms_threshold
-        object_dim, edge_dim, hidden = sizes.object_dim, sizes.embed_dim + sizes.roi_dim, sizes.hidden_dim
+        object_dim = sizes.object_dim
+        edge_dim = sizes.embed_dim + sizes.roi_dim
+        hidden = sizes.hidden_dim
         self.object_lstm = nn.LSTM(object_dim, hidden, bidirectional=True)
         self.object_out = nn.Linear(2 * hidden, hidden)
         self.decoder = LabelDecoder(object_dim + hidden, sizes, dropout)
@@ -90,9 +94,9 @@ class MotifsContext(ObjectContext):
         self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Object logits (N, C), labels (N,), context (N, hidden), None.
+        """Return object logits (N, C), labels (N,), context (N, hidden), None.
 
-        from_averages: what decoder and edge LSTM would make of objects without evidence of their own.
+        from_averages: the result of decoder and edge LSTM for objects without evidence of their own.
         """
         boxes = batch.boxes_xyxy if batch.on_host is None else batch.on_host[0]
         order, inverse, batch_sizes = reading_order(boxes, batch.num_objects, batch.boxes_xyxy.device)

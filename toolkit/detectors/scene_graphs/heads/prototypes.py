@@ -29,18 +29,20 @@ NEAREST = 10  # wrong prototypes that a pair is held away from
 
 
 class MLP(nn.Sequential):
-    """Two linear layers with a ReLU between."""
+    """An MLP of two linear layers with a ReLU between."""
 
     def __init__(self, in_dim: int, inner_dim: int, out_dim: int):
         super().__init__(nn.Linear(in_dim, inner_dim), nn.ReLU(), nn.Linear(inner_dim, out_dim))
 
 
 class Residual(nn.Module):
-    """norm(dropout(relu(linear(x))) + x)."""
+    """The residual layer norm(dropout(relu(linear(x))) + x)."""
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(dim, dim), nn.LayerNorm(dim), nn.Dropout(dropout)
+        self.linear = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, values: Tensor) -> Tensor:
         return self.norm(self.dropout(self.linear(values).relu()) + values)
@@ -63,9 +65,12 @@ class PrototypeHead(nn.Module):
         join: str = "product",
         nms_threshold: float = 0.5,
     ):
-        """dim: width of the space of prototypes. The predicates' own vectors are drawn from N(0, 1)."""
+        """Build the head. dim: width of the prototype space. The predicates' own vectors are drawn from N(0, 1)."""
         super().__init__()
-        self.mode, self.sizes, self.nms_threshold, self.dim = check_mode(mode), sizes, nms_threshold, dim
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.nms_threshold = nms_threshold
+        self.dim = dim
         self.embed_out = class_embedding(sizes)
         self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim)
         self.split = nn.Linear(sizes.roi_dim, 2 * dim)
@@ -78,7 +83,8 @@ class PrototypeHead(nn.Module):
         self.join = nn.Linear(2 * dim, dim) if join == "linear" else None
         same = join == "linear" and sizes.union_dim == dim
         self.union = nn.Identity() if same else MLP(sizes.union_dim, dim, dim)
-        self.project, self.dropout = MLP(dim, dim, 2 * dim), nn.Dropout(dropout)
+        self.project = MLP(dim, dim, 2 * dim)
+        self.dropout = nn.Dropout(dropout)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         self.object_in = self.object_out = None
         if refine_objects:
@@ -110,7 +116,7 @@ class PrototypeHead(nn.Module):
         return logits, best_labels(self, batch, logits)
 
     def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:
-        """(R, 2 dim) of the pairs, in the space of the projected prototypes."""
+        """Return (R, 2 dim) of the pairs, in the space of the projected prototypes."""
         as_object, as_subject = self.split(batch.roi_features).chunk(2, 1)
         words = self.embed_out(labels)
         subjects = self._corrected(self.subject_word(words), self.seen(as_subject), self.subject_gate)
@@ -130,10 +136,12 @@ class PrototypeHead(nn.Module):
         return words + seen * gate(torch.cat([words, seen], 1)).sigmoid()
 
     def _losses(self, batch: RelationBatch, pairs: Tensor, prototypes: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """(sums, denominators) of the images by name; those of the prototypes count once for each with objects."""
+        """Return (sums, denominators) of the images by name; losses of the prototypes count once for each image with
+        objects."""
         with torch.autocast(pairs.device.type, enabled=False):
             pairs, prototypes = pairs.float(), prototypes.float()
-            unit, count = _unit(prototypes), len(prototypes)
+            unit = _unit(prototypes)
+            count = len(prototypes)
             alike = (unit @ unit.detach().T).norm(dim=1).sum() / count**2
             between = squared_distances(prototypes, prototypes.detach()).sort(1).values
             close = (APART - between[:, :2].sum(1)).clamp(min=0).mean()
@@ -142,7 +150,7 @@ class PrototypeHead(nn.Module):
 
 
 def detector_labels(head: nn.Module, batch: RelationBatch) -> tuple[Tensor, Tensor]:
-    """Logits and labels of a head that classifies no objects: those given, else those of the detector."""
+    """Return logits and labels of a head that does not classify objects: the given labels, else the detector's."""
     if head.mode == "predcls":
         return given_labels(batch, head.sizes.num_classes)
     logits = batch.logits.detach()
@@ -150,7 +158,7 @@ def detector_labels(head: nn.Module, batch: RelationBatch) -> tuple[Tensor, Tens
 
 
 def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-    """(R,) squared distance of a pair to its prototype, less the mean of those to the nearest others."""
+    """Return the (R,) squared distance of a pair to its prototype, less the mean distance to the nearest others."""
     distances = squared_distances(pairs, prototypes)
     right = distances.gather(1, labels[:, None])[:, 0]
     wrong = distances.scatter(1, labels[:, None], math.inf).sort(1).values
@@ -160,7 +168,7 @@ def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Ten
 def prototype_losses(
     batch: RelationBatch, alike: Tensor, close: Tensor, missed: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(sums, denominators) of the images by name: two of the prototypes, and `missed` (R,) of the pairs."""
+    """Return (sums, denominators) of the images by name: two of the prototypes, and `missed` (R,) of the pairs."""
     images = send(torch.tensor([float(number > 0) for number in batch.num_objects]), missed.device).to(missed)
     return {
         "l21_loss": (alike * images, images),
@@ -174,6 +182,6 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
-    """(N, M) of (N, D) and (M, D), without the (N, M, D) differences."""
+    """Return (N, M) of (N, D) and (M, D), without the (N, M, D) differences."""
     squares = rows.square().sum(1)[:, None] + others.square().sum(1)[None]
     return (squares - 2 * rows @ others.T).clamp(min=0)

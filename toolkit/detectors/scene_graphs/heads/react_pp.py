@@ -32,7 +32,7 @@ def linear(in_dim: int, out_dim: int) -> nn.Linear:
 
 
 class RMSNorm(nn.Module):
-    """Rows over their root mean square, in float32: in float16 epsilon would be 0."""
+    """A norm that divides rows by their root mean square, in float32: in float16 epsilon would be 0."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedLayers(nn.Module):
-    """out(dropout(silu(gate(x)) * value(x))): SwiGLU (Shazeer, 2020), its width rounded up to a multiple of 8."""
+    """SwiGLU (Shazeer, 2020): out(dropout(silu(gate(x)) * value(x))), its width rounded up to a multiple of 8."""
 
     def __init__(self, in_dim: int, out_dim: int, expansion: float, dropout: float):
         super().__init__()
@@ -57,11 +57,12 @@ class GatedLayers(nn.Module):
 
 
 class GatedResidual(nn.Module):
-    """norm(x + gated layers of x)."""
+    """The residual layer norm(x + gated layers of x)."""
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
-        self.layers, self.norm = GatedLayers(dim, dim, 4 / 3, dropout), RMSNorm(dim)
+        self.layers = GatedLayers(dim, dim, 4 / 3, dropout)
+        self.norm = RMSNorm(dim)
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.norm(rows + self.layers(rows))
@@ -86,7 +87,7 @@ class WordAttention(nn.Module):
 
 
 class MovingPrototypes(nn.Module):
-    """Unit vectors (P, D): learned ones, and of predicates that were seen the moving mean of their pairs.
+    """Unit vectors (P, D): learned ones, and for predicates already seen the moving mean of their pairs.
 
     Like the statistics of a batch norm, the means move with every batch in training, unless `moves` is set to False.
     """
@@ -103,7 +104,7 @@ class MovingPrototypes(nn.Module):
 
     @torch.no_grad()
     def follow(self, pairs: Tensor, labels: Tensor) -> None:
-        """pairs: (R, D) unit vectors. labels: (R,) predicates; "no relation" has no mean."""
+        """Move the means. pairs: (R, D) unit vectors. labels: (R,) predicates; "no relation" has no mean."""
         found = torch.zeros_like(self.counts).index_add_(0, labels, (labels > 0).to(self.counts))
         sums = torch.zeros_like(self.means).index_add_(0, labels, pairs.to(self.means))
         means = sums / found.clamp(min=1)[:, None]
@@ -113,18 +114,23 @@ class MovingPrototypes(nn.Module):
 
 
 class ReactPlusPlusHead(nn.Module):
-    """Losses beside the cross entropy: `l21_loss` and `dist_loss2` keep prototypes apart, by cosine and by distance;
+    """The REACT++ head.
+
+    Losses beside the cross entropy: `l21_loss` and `dist_loss2` keep prototypes apart, by cosine and by distance;
     `loss_dis` draws a pair to its prototype and from the nearest others. Its recipe for VG150 weighs them 1, 0.1, 0.5.
     """
 
     loss_names = ("loss_rel", "loss_refine_obj", "l21_loss", "dist_loss2", "loss_dis")
 
     def __init__(self, mode: str, sizes: HeadSizes, dim: int = 512, dropout: float = 0.2, nms_threshold: float = 0.5):
-        """dim: width of the space of prototypes, a multiple of 4. Vectors of classes and predicates are not trained."""
+        """Build the head. dim: width of the prototype space, a multiple of 4. Vectors of classes and predicates are not
+        trained."""
         super().__init__()
         if dim % HEADS:
             raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {HEADS}")
-        self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.nms_threshold = nms_threshold
         self.embed_out = class_embedding(sizes).requires_grad_(False)
         self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim).requires_grad_(False)
         self.split = nn.Sequential(linear(sizes.roi_dim, 2 * dim), RMSNorm(2 * dim))
@@ -134,7 +140,8 @@ class ReactPlusPlusHead(nn.Module):
         )
         self.seen_norm, self.union_norm = RMSNorm(dim), RMSNorm(dim)
         self.subject_mix, self.object_mix, self.pair_mix = (GatedResidual(dim, dropout) for _ in range(3))
-        self.union, self.union_gate = linear(sizes.union_dim, dim), linear(dim, dim)
+        self.union = linear(sizes.union_dim, dim)
+        self.union_gate = linear(dim, dim)
         self.project = nn.Sequential(linear(dim, 2 * dim), RMSNorm(2 * dim), nn.SiLU(), linear(2 * dim, dim))
         self.prototypes = MovingPrototypes(sizes.num_predicates, dim)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
@@ -154,9 +161,10 @@ class ReactPlusPlusHead(nn.Module):
         return RelationOutput(logits, relation_logits, labels, pairs.new_zeros(0), losses, stay)
 
     def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:
-        """(R, dim) of the pairs."""
+        """Return (R, dim) of the pairs."""
         as_subject, as_object = self.split(batch.roi_features).chunk(2, 1)
-        classes, words = self.class_word(self.embed_out.weight), self.class_word(self.embed_out(labels))
+        classes = self.class_word(self.embed_out.weight)
+        words = self.class_word(self.embed_out(labels))
         subjects = self.seen_norm(as_subject + self.subject_attention(as_subject, classes))
         objects = self.seen_norm(as_object + self.object_attention(as_object, classes))
         subject = (self.subject_mix(subjects) + words)[batch.pairs[:, 0]]
@@ -168,7 +176,7 @@ class ReactPlusPlusHead(nn.Module):
 
     @staticmethod
     def _losses(batch: RelationBatch, pairs: Tensor, prototypes: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """As of `PrototypeHead`, of unit vectors, and with a soft hinge."""
+        """Return the losses of `PrototypeHead` for unit vectors, with a soft hinge."""
         alike = (prototypes @ prototypes.T).norm(dim=1).sum() / len(prototypes) ** 2
         between = squared_distances(prototypes, prototypes.detach())
         itself = torch.eye(len(prototypes), dtype=torch.bool, device=between.device)

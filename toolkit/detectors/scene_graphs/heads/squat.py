@@ -1,4 +1,4 @@
-"""SQUAT (Jung et al., CVPR 2023, hesedjds/SQUAT): the pairs worth it attend to the pairs and objects of their image.
+"""SQUAT (Jung et al., CVPR 2023, hesedjds/SQUAT): relevant pairs attend to the pairs and objects of their image.
 
 Three small networks score every pair. The best of the first score are updated, and read the best of the second.
 """
@@ -48,7 +48,7 @@ class PairScore(nn.Module):
 
 
 class SelectiveLayer(nn.Module):
-    """Chosen pairs attend to each other, then to some pairs and to the objects of their image."""
+    """A layer in which the chosen pairs attend to each other, then to some pairs and to the objects of their image."""
 
     def __init__(self, dim: int, inner_dim: int, dropout: float):
         super().__init__()
@@ -57,11 +57,15 @@ class SelectiveLayer(nn.Module):
         )
         self.pair_norm, self.object_norm, self.seen_norm, self.out_norm = (nn.LayerNorm(dim) for _ in range(4))
         inner = nn.Linear(dim, inner_dim), nn.ReLU(), nn.Dropout(dropout), nn.Linear(inner_dim, dim)
-        self.inner, self.dropout = nn.Sequential(*inner), nn.Dropout(dropout)
+        self.inner = nn.Sequential(*inner)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, chosen: Tensor, objects: Tensor, pairs: Tensor, rows: dict, real: dict) -> Tensor:
-        """chosen: (B, Q, D), the pairs at `rows["query"]` (B, Q). objects: (B, M, D). pairs: (B, R, D), all of them
-        before any layer, of which those at `rows["e2e"]` (B, K) are read. real: what is no padding, by name."""
+        """Return the updated pairs.
+
+        chosen: (B, Q, D), the pairs at `rows["query"]` (B, Q). objects: (B, M, D). pairs: (B, R, D), all of them before
+        any layer; those at `rows["e2e"]` (B, K) are read. real: masks that are false for padding, by name.
+        """
         attended = self._attend(self.among_pairs, chosen, chosen, real["query"])
         chosen = self.pair_norm(chosen + attended)
         objects = self.object_norm(objects + self._attend(self.among_objects, objects, objects, real["objects"]))
@@ -77,21 +81,22 @@ class SelectiveLayer(nn.Module):
 
 
 def with_rows(pairs: Tensor, chosen: Tensor, rows: Tensor, real: Tensor) -> Tensor:
-    """(B, R, D) with the real ones of `chosen` (B, Q, D) at `rows` (B, Q)."""
+    """Return (B, R, D) with the real ones of `chosen` (B, Q, D) at `rows` (B, Q)."""
     chosen = torch.where(real[..., None], chosen, rows_of(pairs, rows))
     return pairs.scatter(1, rows[..., None].expand_as(chosen), chosen)
 
 
 def best_rows(scores: Tensor, real: Tensor, counts: list[int], share: float) -> tuple[Tensor, Tensor]:
-    """(B, K) rows of the best `share` of each image's pairs, at least one, and which of these are no padding."""
+    """Return the (B, K) rows of the best `share` of each image's pairs, at least one, and a mask that is false for
+    padding."""
     kept = [max(1, int(count * share)) if count else 0 for count in counts]
     rows = scores.masked_fill(~real, -torch.inf).topk(max(kept), 1).indices
     return rows, object_mask(kept, scores.device)
 
 
 class SquatHead(nn.Module):
-    """Keeps the detector's labels. Its losses beside the cross entropy say which pairs have a relation, in whatever
-    direction: a third of the binary cross entropy of each score."""
+    """The SQUAT head, which keeps the detector's labels. Its losses beside the cross entropy say which pairs have a
+    relation, in either direction: a third of the binary cross entropy of each score."""
 
     loss_names = ("loss_rel", "loss_refine_obj", *(f"loss_mask_{name}" for name in SCORES))
 
@@ -108,25 +113,34 @@ class SquatHead(nn.Module):
         dropout: float = 0.1,
         nms_threshold: float = 0.5,
     ):
-        """dim: width of a pair, a multiple of 8. query_share, key_share: of an image's pairs, those updated and those
-        read (rho and beta). use_union: add the features of union boxes, which the published configuration leaves out.
+        """Build the head.
+
+        dim: width of a pair, a multiple of 8. query_share, key_share: the shares of an image's pairs that are updated
+        and read (rho and beta). use_union: add the features of union boxes, which the published configuration leaves
+        out.
         """
         super().__init__()
         _check(sizes, dim, query_share, key_share)
-        self.mode, self.sizes, self.nms_threshold, self.reads_union = check_mode(mode), sizes, nms_threshold, use_union
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.nms_threshold = nms_threshold
+        self.reads_union = use_union
         self.shares = {"query": query_share, "e2e": key_share}
         hidden = sizes.hidden_dim
         object_dim = sizes.embed_dim + sizes.roi_dim + hidden
         self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
         self.position = position_embedding()
-        self.object_in, self.split = fc(sizes.object_dim, hidden), fc(object_dim, 2 * hidden)
+        self.object_in = fc(sizes.object_dim, hidden)
+        self.split = fc(object_dim, 2 * hidden)
         place = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, 2 * hidden), nn.ReLU()
         self.positions = nn.Sequential(*place)
-        self.join, self.objects = fc(2 * hidden, dim), fc(object_dim, dim)
+        self.join = fc(2 * hidden, dim)
+        self.objects = fc(object_dim, dim)
         self.union = xavier_linear(sizes.union_dim, dim) if use_union else None
         self.scores = nn.ModuleDict({name: PairScore(dim, hidden) for name in SCORES})
         self.layers = nn.ModuleList(SelectiveLayer(dim, 2 * hidden, dropout) for _ in range(layers))
-        self.out, self.frequency = nn.Linear(dim, sizes.num_predicates), FrequencyBias(log_frequency)
+        self.out = nn.Linear(dim, sizes.num_predicates)
+        self.frequency = FrequencyBias(log_frequency)
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
@@ -155,14 +169,15 @@ class SquatHead(nn.Module):
         best = {name: best_rows(scores[name], real, batch.num_pairs, share) for name, share in self.shares.items()}
         rows, kept = ({name: part[i] for name, part in best.items()} for i in range(2))
         kept["objects"] = object_mask(batch.num_objects, pairs.device)
-        objects, chosen = pad_rows(objects, batch.num_objects), rows_of(pairs, rows["query"])
+        objects = pad_rows(objects, batch.num_objects)
+        chosen = rows_of(pairs, rows["query"])
         for layer in self.layers:
             chosen = layer(chosen, objects, pairs, rows, kept)
         return with_rows(pairs, chosen, rows["query"], kept["query"])
 
     @staticmethod
     def _losses(batch: RelationBatch, scores: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """(sums, denominators) of the images by name: an image counts once if it has objects."""
+        """Return (sums, denominators) of the images by name: an image counts once if it has objects."""
         starts = send(torch.tensor([0, *accumulate(batch.num_objects)]), batch.pairs.device)
         subjects, others = batch.pairs.unbind(1)
         related = batch.related[subjects, others - starts[batch.image[subjects]]].float()

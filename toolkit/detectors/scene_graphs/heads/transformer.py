@@ -1,4 +1,4 @@
-"""Objects and their edges encoded by self-attention (Transformer of Scene-Graph-Benchmark, Tang et al., 2020)."""
+"""Encoding of objects and their edges by self-attention (Transformer of Scene-Graph-Benchmark, Tang et al., 2020)."""
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,11 @@ class EncoderLayer(nn.Module):
         nn.init.xavier_normal_(self.out.weight)
         self.attention_norm, self.inner_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.inner_in, self.inner_out = nn.Linear(dim, inner_dim), nn.Linear(inner_dim, dim)
-        self.dropout, self.attention_dropout = nn.Dropout(dropout), dropout
+        self.dropout = nn.Dropout(dropout)
+        self.attention_dropout = dropout
 
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
-        """features: (B, n, dim), mask: (B, n) bool of real objects, at least one per image."""
+        """Encode features (B, n, dim); mask: (B, n) bool of real objects, at least one per image."""
         query, key, value = (self._heads(layer(features)) for layer in (self.query, self.key, self.value))
         dropout = self.attention_dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, mask[:, None, None], dropout)
@@ -64,7 +65,8 @@ class ObjectEncoder(nn.ModuleList):
 
 
 class TransformerHead(nn.Module):
-    """Predicates from the contexts of both objects, alone and times the union features, and the frequency bias."""
+    """The head for predicates from the contexts of both objects, alone and times the union features, and the frequency
+    bias."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
     of_labels = ("object_out",)
@@ -84,7 +86,9 @@ class TransformerHead(nn.Module):
         nms_threshold: float = 0.5,
     ):
         super().__init__()
-        self.mode, self.sizes, self.nms_threshold = check_mode(mode), sizes, nms_threshold
+        self.mode = check_mode(mode)
+        self.sizes = sizes
+        self.nms_threshold = nms_threshold
         hidden = sizes.hidden_dim
         self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
         layers = nn.Linear(9, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, POSITION_DIM), nn.ReLU()

@@ -1,4 +1,4 @@
-"""Builds and traverses trees over the objects of an image, for all images of a batch at once (VCTree)."""
+"""Trees over the objects of an image, built and traversed for all images of a batch at once (VCTree)."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Forest:
     parent: (N,) of the tree before it was made binary. left, right, up: (N,) children and parent in the binary tree.
     levels: objects of each depth, from the roots on. order: (N,) all levels in a row, inverse: its inverse.
     up_place: per level, place of each parent in the level before. left_place, right_place: per level, place of each
-    child in the next level; the length of that level where there is none. num_images: up to the last with an object.
+    child in the next level; the length of that level if there is none. num_images: up to the last with an object.
     """
 
     parent: Tensor
@@ -33,7 +33,7 @@ class Forest:
 
 
 def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
-    """Maximum spanning trees, made binary (left: first child, right: next sibling).
+    """Grow maximum spanning trees, made binary (left: first child, right: next sibling).
 
     scores: (B, N_max, N_max) padded, of subject row to child column. The root has the largest mean score; then always
     the best pair of a tree node and a free object is joined. Equal scores: the earlier node of the tree, then the
@@ -54,7 +54,8 @@ def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
 
 def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], depth: np.ndarray) -> None:
     num_images, size = scores.shape[:2]
-    images, real = np.arange(num_images), np.arange(size) < counts[:, None]
+    images = np.arange(num_images)
+    real = np.arange(size) < counts[:, None]
     means = np.where(real[:, None], scores, 0).sum(2) / np.maximum(counts, 1)[:, None]
     node = np.where(real, means, -np.inf).argmax(1) if size else images
     best = np.full((num_images, size), -np.inf)
@@ -77,7 +78,7 @@ def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], 
 
 
 def _attach(image, child, parent, local: dict[str, np.ndarray], youngest: np.ndarray, depth: np.ndarray) -> None:
-    """Make `child` the next child of `parent`: in the binary tree the left child, or right of the sibling before."""
+    """Make `child` the next child of `parent`: in the binary tree the left child, or right of its previous sibling."""
     sibling = youngest[image, parent]
     eldest = sibling < 0
     up = np.where(eldest, parent, sibling)
@@ -111,7 +112,7 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, d
 
 
 def _orthogonal_gates(layer: nn.Linear, dim: int, forget: slice = slice(0), bias: float = 0.0) -> nn.Linear:
-    """The weight of each gate orthogonal, biases 0, those of the forget gates `bias`."""
+    """Draw the weight of each gate orthogonal; set biases to 0 and those of the forget gates to `bias`."""
     with torch.no_grad():
         for gate in layer.weight.split(dim):
             nn.init.orthogonal_(gate)
@@ -121,7 +122,7 @@ def _orthogonal_gates(layer: nn.Linear, dim: int, forget: slice = slice(0), bias
 
 
 class UpwardLSTM(nn.Module):
-    """From the leaves to the roots: each object sees its two children. Highway around every cell."""
+    """An LSTM from the leaves to the roots: each object sees its two children. Every cell has a highway connection."""
 
     def __init__(self, in_dim: int, dim: int):
         super().__init__()
@@ -133,7 +134,7 @@ class UpwardLSTM(nn.Module):
         self.right = _orthogonal_gates(nn.Linear(dim, 6 * dim), dim, gates, 0.5)
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
-        """(N, in_dim) -> (N, dim)."""
+        """Encode (N, in_dim) -> (N, dim)."""
         direct, projected = self.direct(features), self.input(features)
         state = memory = direct.new_zeros(1, self.dim)  # the last row stands for a missing child
         outputs = []
@@ -151,7 +152,7 @@ class UpwardLSTM(nn.Module):
 
 
 class DownwardLSTM(nn.Module):
-    """From the roots to the leaves: each object sees its parent. Highway around every cell."""
+    """An LSTM from the roots to the leaves: each object sees its parent. Every cell has a highway connection."""
 
     def __init__(self, in_dim: int, dim: int):
         super().__init__()
@@ -167,9 +168,10 @@ class DownwardLSTM(nn.Module):
         return highway * out.sigmoid() * memory.tanh() + (1 - highway) * direct, memory
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
-        """(N, in_dim) -> (N, dim)."""
+        """Encode (N, in_dim) -> (N, dim)."""
         direct, projected = self.direct(features), self.input(features)
-        outputs, state = [], direct.new_zeros(len(features), self.dim)
+        outputs = []
+        state = direct.new_zeros(len(features), self.dim)
         memory = state
         for depth, (level, up) in enumerate(zip(forest.levels, forest.up_place, strict=True)):
             if depth == 0:
@@ -180,7 +182,7 @@ class DownwardLSTM(nn.Module):
 
 
 class TreeLSTM(nn.Module):
-    """Both directions side by side: (N, in_dim) -> (N, dim)."""
+    """Upward and downward LSTM side by side: (N, in_dim) -> (N, dim)."""
 
     def __init__(self, in_dim: int, dim: int):
         super().__init__()

@@ -25,7 +25,7 @@ SCORE_DIM = 128
 
 
 class PairScores(nn.Module):
-    """Scores how likely two objects of an image are related, from their features and from frequencies."""
+    """Scores of how likely two objects of an image are related, from their features and from frequencies."""
 
     def __init__(self, sizes: HeadSizes, log_frequency: Tensor):
         super().__init__()
@@ -42,7 +42,7 @@ class PairScores(nn.Module):
 
     @torch.no_grad()
     def start_from(self, log_frequency: Tensor) -> None:
-        """Sets the prior of two classes being related, from (C, C, P)."""
+        """Set the prior of two classes being related, from (C, C, P)."""
         together = log_frequency.sum(-1)
         self.prior.weight.copy_((together + together.T).reshape(1, -1))
 
@@ -51,21 +51,23 @@ class PairScores(nn.Module):
         return nn.Sequential(nn.Linear(count, SCORE_DIM), ObjectBatchNorm(SCORE_DIM, momentum=0.001), nn.ReLU())
 
     def forward(self, batch: RelationBatch, embedded: Tensor, logits: Tensor) -> Tensor:
-        """(B, N_max, N_max) logits of object row (as object) and column (as subject), padded.
+        """Return (B, N_max, N_max) logits of object row (as object) and column (as subject), padded.
 
         embedded: (N, E) label embedding, logits: (N, C). Neither they nor the RoI features get a gradient from here.
         """
         mask = object_mask(batch.num_objects, embedded.device)
         overlaps = overlap_numbers(pad_rows(batch.boxes_xyxy, batch.num_objects), mask)
         overlaps = unpad_rows(overlaps, batch.num_objects)
-        words, rois = self.word(embedded.detach()), self.roi(batch.roi_features.detach())
+        words = self.word(embedded.detach())
+        rois = self.roi(batch.roi_features.detach())
         joined = torch.cat([rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)], 1)
         joined = self.joined(joined).relu()
         with torch.autocast(embedded.device.type, enabled=False):  # trees hang on small differences
             return self._bilinear(joined.float(), logits.detach().float(), batch.num_objects)
 
     def _bilinear(self, joined: Tensor, logits: Tensor, num_objects: list[int]) -> Tensor:
-        """The published code expands N x N x C^2 and N x N x 3 hidden; both layers are bilinear: this is the same."""
+        """Compute the two bilinear layers, which the published code expands to N x N x C^2 and N x N x 3 hidden; same
+        result."""
         subject = pad_rows(self.subject(joined).relu(), num_objects)
         obj = pad_rows(self.object(joined).relu(), num_objects)
         classes = pad_rows(logits.softmax(1), num_objects)
@@ -79,11 +81,12 @@ class PairScores(nn.Module):
 
 
 class TreeDecoder(nn.Module):
-    """Labels the objects from the roots to the leaves, with the parent's label as input."""
+    """A decoder that labels the objects from the roots to the leaves, with the parent's label as input."""
 
     def __init__(self, in_dim: int, sizes: HeadSizes, dropout: float):
         super().__init__()
-        self.in_dim, self.dropout = in_dim, dropout
+        self.in_dim = in_dim
+        self.dropout = dropout
         self.embed = nn.Embedding(sizes.num_classes + 1, sizes.embed_dim)  # first that of no parent
         self.lstm = DownwardLSTM(in_dim + sizes.embed_dim, sizes.hidden_dim)
         self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
@@ -91,8 +94,8 @@ class TreeDecoder(nn.Module):
     def forward(
         self, features: Tensor, forest: Forest, image: Tensor, clocks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits (N, C) and the best labels above background (N,). With the `clocks` (N, C - 1) of `drawn_columns`,
-        given in training, parents tell a drawn label."""
+        """Return logits (N, C) and the best labels above background (N,). With the `clocks` (N, C - 1) of
+        `drawn_columns`, given in training, the label passed on by a parent is drawn."""
         direct, from_parent_direct = self._project(self.lstm.direct, features)
         projected, from_parent = self._project(self.lstm.input, features)
         # One mask for all objects of an image.
@@ -116,19 +119,19 @@ class TreeDecoder(nn.Module):
         return torch.cat(all_logits)[forest.inverse], torch.cat(all_labels)[forest.inverse]
 
     def _project(self, layer: nn.Linear, features: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer over [features, parent's label]: its part for all objects and its part for all labels."""
+        """Apply a layer to [features, parent's label]: return its part for all objects and its part for all labels."""
         weight, label_weight = layer.weight[:, : self.in_dim], layer.weight[:, self.in_dim :]
         return F.linear(features, weight, layer.bias), F.linear(self.embed.weight, label_weight)
 
 
 def drawn_columns(weights: Tensor, clocks: Tensor) -> Tensor:
-    """(N,) columns of (N, C), drawn as `multinomial` draws one of each row; that asks whether all are finite, and so
+    """Draw (N,) columns of (N, C) as `multinomial` draws one of each row; that checks whether all are finite, and so
     makes the host wait for a GPU. clocks: (N, C) exponentially distributed numbers."""
     return (weights / clocks).argmax(1)
 
 
 def clocks_of(batch: RelationBatch, columns: int) -> Tensor:
-    """(N, columns) exponentially distributed numbers for the objects, those of an image from its own generator."""
+    """Draw (N, columns) exponentially distributed numbers for the objects, those of an image from its own generator."""
     draws = batch.draws or [None] * len(batch.num_objects)
     clocks = batch.boxes_xyxy.new_empty(sum(batch.num_objects), columns, dtype=torch.float32)
     for rows, draw in zip(clocks.split(batch.num_objects), draws, strict=True):
@@ -137,14 +140,15 @@ def clocks_of(batch: RelationBatch, columns: int) -> Tensor:
 
 
 class VCTreeContext(ObjectContext):
-    """Labels the objects and gives each a context feature; builds the trees on the way."""
+    """The context of VCTree, which labels the objects and gives each a context feature; it builds the trees as well."""
 
     def __init__(
         self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2, keep_averages: bool = False
     ):
         super().__init__(mode, sizes)
         self.scores = PairScores(sizes, log_frequency)
-        object_dim, edge_dim = sizes.object_dim, sizes.embed_dim + sizes.roi_dim
+        object_dim = sizes.object_dim
+        edge_dim = sizes.embed_dim + sizes.roi_dim
         self.object_lstm = TreeLSTM(object_dim, sizes.hidden_dim)
         self.decoder = TreeDecoder(object_dim + sizes.hidden_dim, sizes, dropout)
         self.edge_lstm = TreeLSTM(edge_dim + sizes.hidden_dim, sizes.hidden_dim)
@@ -152,13 +156,13 @@ class VCTreeContext(ObjectContext):
         self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
 
     def plant(self, batch: RelationBatch, embedded: Tensor) -> tuple[Forest, Tensor]:
-        """The trees, and the (B, N_max, N_max) relatedness logits they were grown from."""
+        """Return the trees, and the (B, N_max, N_max) relatedness logits they were grown from."""
         logits = batch.logits if self.mode != "predcls" else given_labels(batch, self.sizes.num_classes)[0]
         related = self.scores(batch, embedded, logits)
         return grow_trees(related.sigmoid(), batch.num_objects), related
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Object logits (N, C), labels (N,), context (N, hidden), relatedness logits (B, N_max, N_max)."""
+        """Return object logits (N, C), labels (N,), context (N, hidden), relatedness logits (B, N_max, N_max)."""
         embedded = label_embedding(self.embed_in, batch, self.mode)
         features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)
         forest, related = self.plant(batch, embedded)

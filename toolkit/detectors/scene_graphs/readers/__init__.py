@@ -17,7 +17,7 @@ from toolkit.detectors.scene_graphs.readers.graphs import read_graphs
 def open_graphs(
     source: str, image_dir: str | Path | Sequence[str] | None, format: str, name: str | Path | None, **options
 ) -> DetectionTable:
-    """One split of a data set; arguments as of `toolkit.data.formats.open_dataset`. Raises BadInput."""
+    """Read one split of a data set; arguments as of `toolkit.data.formats.open_dataset`. Raises BadInput."""
     split, _, count = source.partition(":")
     problems = []
     if name is None:
@@ -29,7 +29,8 @@ def open_graphs(
         problems.append(f"format {format!r} has no split {source!r}; expected train, val, test, train:50 or val:50")
     if problems:
         raise BadInput(problems)
-    module, path = importlib.import_module(f"{__name__}.{format}"), Path(name).expanduser()
+    module = importlib.import_module(f"{__name__}.{format}")
+    path = Path(name).expanduser()
     num_val = int(count) if count and module.NUM_VAL_IMAGES else module.NUM_VAL_IMAGES
     if format == "visual_genome":
         return module.read_visual_genome(path, image_dir, split, num_val_images=num_val, **options)

@@ -20,12 +20,13 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
-    """Images, boxes and relations; classes and predicates in the order of how often training has them.
+    """Return images, boxes and relations; classes and predicates are ordered by how often training has them.
 
     test: the images of the validation file; val: the first `num_val` of the training file; train: its others. Other
     objects, their relations, and images that are then left without a relation are left out.
     """
-    training, problems = read_json(files[0]), []
+    training = read_json(files[0])
+    problems = []
     classes, predicates = _vocabulary(training, files[0], problems)
     graphs = read_json(files[1]) if split == "test" else training
     names = list(graphs)
@@ -53,7 +54,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
 
 
 def _vocabulary(training: dict, file: Path, problems: list[str]) -> tuple[list[str], list[str]]:
-    """The 200 most frequent names of objects and 100 of relations; equal ones by the alphabet."""
+    """Return the 200 most frequent names of objects and 100 of relations; equal ones alphabetically."""
     objects: Counter = Counter()
     relations: Counter = Counter()
     for name, graph in training.items():

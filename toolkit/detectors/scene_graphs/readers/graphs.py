@@ -26,21 +26,23 @@ def read_graphs(
     check_images: bool | str = True,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionTable:
-    """The table of images with relations, from the cache where files, images and options are those of before.
+    """Return the table of images with relations, from the cache if files, images and options are unchanged.
 
     Args:
-        files: that the data are made of; their content is the key of the cache.
-        read: reads them; it is told where the images lie. What it has not checked itself is checked here.
-        what: format, split and options in words, for the name of the table. key: the same for the cache, where it is
+        files: the files that hold the data; their content is the key of the cache.
+        read: reads them, given the place of the images. The part that it has not checked itself is checked here.
+        what: format, split and options as a text, for the name of the table. key: the same for the cache, if it is
             more than `what`.
         others: as in `read_coco`.
 
     Raises:
-        BadInput: a file that is not there or no JSON; what `read_coco` raises.
+        BadInput: a file that is missing or not JSON; the errors of `read_coco`.
     """
-    if missing := [f"{file}: no such annotation file" for file in files if not file.is_file()]:
+    missing = [f"{file}: no such annotation file" for file in files if not file.is_file()]
+    if missing:
         raise BadInput(missing)
-    sources, name = open_sources(image_dir, must_exist=bool(check_images)), f"{files[0]} {what}"
+    sources = open_sources(image_dir, must_exist=bool(check_images))
+    name = f"{files[0]} {what}"
 
     def make(cache_file: Path) -> DetectionTable:
         annotations = read(sources)
@@ -57,7 +59,7 @@ def read_graphs(
 
 @contextmanager
 def noting_faults(problems: list[str], where: str, expected: str) -> Iterator[None]:
-    """Adds a sentence to `problems` if the entry that is read inside is not as expected."""
+    """Add a sentence to `problems` if the entry that is read inside is not as expected."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -66,24 +68,25 @@ def noting_faults(problems: list[str], where: str, expected: str) -> Iterator[No
 
 
 def empty_graphs(classes: Sequence[str], predicates: Sequence[str]) -> Annotations:
-    """No images yet; ids of classes and predicates count from 0."""
+    """Return an annotation without images; ids of classes and predicates count from 0."""
     annotations = Annotations([{"id": number, "name": name} for number, name in enumerate(classes)])
     annotations.predicates = [{"id": number, "name": name} for number, name in enumerate(predicates)]
     return annotations
 
 
 def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: Sequence[Sequence]) -> None:
-    """One image with its boxes and relations; ids of annotations count from 1.
+    """Add one image with its boxes and relations; ids of annotations count from 1.
 
     image: `id`, `file_name`, `width`, `height`. boxes: (class from 0, [x, y, width, height]). relations: (subject,
-    object, predicate from 0), the first two positions in `boxes`. What none of these is goes on to the check.
+    object, predicate from 0), the first two positions in `boxes`. Invalid entries are passed on to the check.
     """
-    first, count = len(to) + 1, len(boxes)
+    first = len(to) + 1
+    count = len(boxes)
     to.add_image(image)
     for number, (label, xywh) in enumerate(boxes):
         to.add({"id": first + number, "image_id": image["id"], "category_id": label, "bbox": xywh})
     for *positions, predicate in relations:
-        ends = [  # a position that is not there becomes an id that is not there, which the check then quotes
+        ends = [  # an invalid position becomes an unknown id, which the check then quotes
             first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
             for end in positions
         ]

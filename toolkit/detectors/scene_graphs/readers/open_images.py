@@ -18,11 +18,14 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: None) -> Annotations:
-    """Images, boxes and relations."""
-    entries, names = read_json(files[0], list), read_json(files[1])
-    if missing := [key for key in ("obj", "rel") if not isinstance(names.get(key), list)]:
+    """Return images, boxes and relations."""
+    entries = read_json(files[0], list)
+    names = read_json(files[1])
+    missing = [key for key in ("obj", "rel") if not isinstance(names.get(key), list)]
+    if missing:
         raise BadInput([f"{files[1]}: list `{key}` missing" for key in missing])
-    annotations, problems = empty_graphs(names["obj"], names["rel"]), []
+    annotations = empty_graphs(names["obj"], names["rel"])
+    problems = []
     for number, entry in enumerate(entries):
         with noting_faults(problems, f"{files[0]}, entry {number}", "img_fn, img_size, bbox, det_labels and rel"):
             width, height = entry["img_size"]

@@ -17,7 +17,7 @@ def files_of(file: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
-    """The images of one split with their relations; category ids stay 0-based, as in the file.
+    """Return the images of one split with their relations; category ids stay 0-based, as in the file.
 
     test: the images of `test_image_ids`; val: the first `num_val` of the others; train: the rest.
     """
@@ -56,7 +56,7 @@ def _checked(file: Path) -> dict:
 
 
 def _entry_faults(entry: object, number: int) -> list[str]:
-    """What keeps an entry of `data` from being read at all; validation finds the rest."""
+    """Return the faults that keep an entry of `data` from being read at all; validation finds the rest."""
     if not isinstance(entry, dict):
         return [f"entry {number} of `data` is {str(entry)[:80]}; expected an object"]
     named = f"entry {number} of `data` (image {entry.get('image_id')})"
@@ -76,7 +76,7 @@ def _is_class(number: object) -> bool:
 
 
 def _xywh(box: object) -> object:
-    """Corners become width and height; a box that is none stays as it is, for validation to report."""
+    """Convert corners to width and height; an invalid box stays as it is, for validation to report."""
     if isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box):
         return [box[0], box[1], box[2] - box[0], box[3] - box[1]]
     return box

@@ -2,7 +2,7 @@
 
 An HDF5 file holds boxes and relations, a JSON file the names, another one the image sizes. Classes, predicates and
 attributes are counted from 1 in the files; the arrays here keep that, the table counts classes and predicates from 0.
-Where no attributes are named, none are read.
+Attributes without names are not read.
 """
 
 from collections.abc import Sequence
@@ -99,9 +99,10 @@ def load_graphs(
 
 
 def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]:
-    """Class, predicate and attribute names in the order of their ids, which start at 1."""
+    """Return class, predicate and attribute names in the order of their ids, which start at 1."""
     info = read_json(Path(dicts_file))
-    names, faults = [], []
+    names = []
+    faults = []
     for key in ("label_to_idx", "predicate_to_idx", "attribute_to_idx"):
         ids = info.get(key, {} if key == "attribute_to_idx" else None)
         if not isinstance(ids, dict):
@@ -116,14 +117,15 @@ def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]
 
 
 def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources, num_images: int) -> list[dict]:
-    """The entries {image_id, width, height, file_name} of image_data.json that the rows of the HDF5 file stand for, in
-    order.
+    """Return the entries {image_id, width, height, file_name} of image_data.json in the order of the rows of the HDF5
+    file.
 
-    All of them, where their count is `num_images`; else without the four corrupted images of Visual Genome; else those
+    All of them, if their count is `num_images`; else without the four corrupted images of Visual Genome; else those
     with a file (as the original always does). Raises BadInput when none of these fits.
     """
     entries = read_json(Path(image_data_file), list)
-    if wrong := [entry for entry in entries if not _is_image(entry)]:
+    wrong = [entry for entry in entries if not _is_image(entry)]
+    if wrong:
         expected = "a list of objects, each with image_id and, as whole numbers, width and height"
         raise BadInput([f"{image_data_file}: {str(entry)[:80]}; expected {expected}" for entry in wrong[:20]])
     suffix = _suffix(entries, image_dir)
@@ -142,7 +144,7 @@ def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources,
 
 
 def _suffix(entries: list[dict], image_dir: Path | ImageSources) -> str:
-    """Of the image files, by those of the first entries."""
+    """Return the suffix of the image files, judged by those of the first entries."""
     for suffix in SUFFIXES:
         if any(is_there(image_dir / f"{entry['image_id']}{suffix}") for entry in entries[:20]):
             return suffix
@@ -156,18 +158,18 @@ def _is_image(entry: object) -> bool:
 
 
 def scale_boxes(boxes_1024: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
-    """(n, 4) boxes of the file -> float64 pixels of an image of `size_wh`, not clipped."""
+    """Scale (n, 4) boxes of the file to float64 pixels of an image of `size_wh`, not clipped."""
     return boxes_1024 / BOX_SCALE * max(size_wh)
 
 
 def clip_boxes(boxes_xyxy: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
-    """(n, 4) float32 clipped to [0, width - 1] x [0, height - 1], as the published numbers have it."""
+    """Clip (n, 4) boxes to [0, width - 1] x [0, height - 1], float32, as the published numbers require."""
     limit = np.asarray([size_wh[0], size_wh[1]] * 2) - 1
     return np.clip(boxes_xyxy, 0, limit).astype(np.float32)
 
 
 def drop_empty(boxes_xyxy: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) bool boxes with width and height, and the relations between those, rows renumbered."""
+    """Return (n,) bool of boxes with width and height, and the relations between those, rows renumbered."""
     keep = (boxes_xyxy[:, 2:] > boxes_xyxy[:, :2]).all(1)
     number = np.cumsum(keep) - 1
     relations = relations[keep[relations[:, :2]].all(1)]
@@ -184,7 +186,7 @@ def read_visual_genome(
     drop_non_overlapping: bool = False,
     **checking,
 ) -> DetectionTable:
-    """One split as a DetectionTable, cached by the content of the three files and the options.
+    """Read one split as a DetectionTable, cached by the content of the three files and the options.
 
     folder: as in `find_files`. Options as in `load_graphs`; `checking` as in `read_coco`. Boxes that clipping leaves
     without width or height are dropped from train, with their relations; val and test keep them. Repeated relations
@@ -203,7 +205,8 @@ def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSourc
     classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))
-    rows, problems = [], []
+    rows = []
+    problems = []
     for position, image in enumerate(graphs.index):
         faults = _faults(graphs, position, len(classes), len(predicates), len(attributes))
         image_id = images[image]["image_id"]
@@ -220,9 +223,11 @@ def _faults(
 ) -> list[tuple[str, str]]:
     labels, relations = graphs.labels[position], graphs.relations[position]
     faults = []
-    if len(wrong := np.setdiff1d(labels, np.arange(1, num_classes + 1))):
+    wrong = np.setdiff1d(labels, np.arange(1, num_classes + 1))
+    if len(wrong):
         faults.append(("error", f"class {int(wrong[0])} is not defined; ids are 1 .. {num_classes}"))
-    if len(wrong := np.setdiff1d(relations[:, 2], np.arange(1, num_predicates + 1))):
+    wrong = np.setdiff1d(relations[:, 2], np.arange(1, num_predicates + 1))
+    if len(wrong):
         faults.append(("error", f"predicate {int(wrong[0])} is not defined; ids are 1 .. {num_predicates}"))
     wrong = np.setdiff1d(graphs.attributes[position], np.arange(num_attributes + 1))
     if num_attributes and len(wrong):
@@ -254,22 +259,24 @@ def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: boo
 
 
 def _read_h5(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of the file: those with a row for each image (I,), the others with as many columns as `WIDTHS` says.
-    They are integers, but for boxes, which may be fractions."""
+    """Read the arrays of the file: those with a row for each image (I,), the others with as many columns as `WIDTHS`
+    says. They are integers, except boxes, which may be fractions."""
     if not path.is_file():
         raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
     try:
         with h5py.File(path, "r") as file:
-            if missing := [key for key in (*PER_IMAGE, *WIDTHS) if not isinstance(file.get(key), h5py.Dataset)]:
+            missing = [key for key in (*PER_IMAGE, *WIDTHS) if not isinstance(file.get(key), h5py.Dataset)]
+            if missing:
                 raise BadInput([f"{path}: data set `{key}` missing" for key in missing])
             data = {key: file[key][:] for key in (*PER_IMAGE, *WIDTHS)}
             attributes = file["attributes"][:] if "attributes" in file else None
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # what damaged files make h5py raise
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # raised by h5py for damaged files
         raise BadInput(f"{path}: not a readable HDF5 file: {error}") from error
     if attributes is None:
         attributes = np.zeros((len(data["labels"]), NUM_ATTRIBUTE_COLUMNS), np.int64)
     data["attributes"] = attributes
-    images, faults = len(data["split"]), []
+    images = len(data["split"])
+    faults = []
     for key, values in data.items():
         width = 1 if key in PER_IMAGE else WIDTHS.get(key, values.shape[-1])
         rows = values.reshape(len(values), np.prod(values.shape[1:], dtype=int))
@@ -285,7 +292,7 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> None:
-    """Checks that the arrays of the file are consistent; the original asserts the same."""
+    """Check that the arrays of the file are consistent; the original asserts the same."""
     faults = []
     centre_wh = data["boxes_1024"]
     sound = np.isfinite(centre_wh).all(1) & (centre_wh[:, :2] >= 0).all(1) & (centre_wh[:, 2:] > 0).all(1)
@@ -311,7 +318,7 @@ def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> Non
 
 
 def _relations_of(data: dict[str, np.ndarray], image: int, first_box: int) -> np.ndarray:
-    """(r, 3) int64 of one image, box rows counted within the image."""
+    """Return (r, 3) int64 relations of one image, box rows counted within the image."""
     first = data["img_to_first_rel"][image]
     if first < 0:
         return np.zeros((0, 3), np.int64)
@@ -321,7 +328,8 @@ def _relations_of(data: dict[str, np.ndarray], image: int, first_box: int) -> np
 
 
 def _corners(centre_wh: np.ndarray) -> np.ndarray:
-    """Centre boxes -> corners in integers: the left top corner is truncated towards 0, then width and height added."""
+    """Convert centre boxes to integer corners: the left top corner is truncated towards 0, then width and height
+    added."""
     corners = centre_wh.copy()
     corners[:, :2] = (centre_wh[:, :2] - centre_wh[:, 2:] / 2).astype(centre_wh.dtype)
     corners[:, 2:] += corners[:, :2]

@@ -1,4 +1,4 @@
-"""The three files of a data set in the layout of Visual Genome, found by what is in them."""
+"""The three files of a data set in the layout of Visual Genome, found by their content."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import h5py
 from toolkit.base.errors import BadInput
 
 LARGEST_NAMES_FILE = 64_000_000  # bytes; objects.json of Visual Genome beside it is much larger
-HEAD = 4096  # bytes of a list that tell what it lists
+HEAD = 4096  # bytes of a list that show its content
 NAMES = (rb'"label_to_idx"', rb'"predicate_to_idx"')
 SIZES = (rb'"image_id"\s*:', rb'"width"\s*:', rb'"height"\s*:')
 WANTED = {
@@ -19,10 +19,10 @@ WANTED = {
 
 
 def find_files(place: Path) -> tuple[Path, Path, Path]:
-    """Graphs (HDF5), names and image list (JSON) of a folder; or of the folder of `place`, an HDF5 file of it.
+    """Return graphs (HDF5), names and image list (JSON) of a folder; or of the folder of `place`, an HDF5 file of it.
 
-    Of several files with names, the one counts that agrees with the graphs in whether it names attributes, or that is
-    called like them (`VG-SGG.h5`, `VG-SGG-dicts.json`). Raises BadInput for what is missing or is there more than once.
+    If several files have names, the one counts that agrees with the graphs in whether it names attributes, or that has
+    their name (`VG-SGG.h5`, `VG-SGG-dicts.json`). Raises BadInput for files that are missing or found more than once.
     """
     folder = place if place.is_dir() else place.parent
     if not place.exists() or not folder.is_dir():
@@ -50,7 +50,7 @@ def _listed(files: list[Path]) -> str:
 
 
 def _only_graphs(files: list[Path]) -> list[Path]:
-    """Those with graphs; the only one there is, whatever is in it: that is said when it is read."""
+    """Return the files with graphs. A single file is returned whatever its content: reading it reports that."""
     return files if len(files) == 1 else [file for file in files if _has(file, "boxes_1024", "relationships")]
 
 

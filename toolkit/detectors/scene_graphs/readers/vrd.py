@@ -24,14 +24,18 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
-    """Images, boxes and relations. An object that several relations name, by box and class, is one; but where a
-    relation names one twice, as 109 of 37,993 do, its object is another one in the same box.
+    """Return images, boxes and relations.
+
+    An object that several relations name, by box and class, is one object; but if a relation names one twice, as 109 of
+    37,993 do, its object is another one in the same box.
 
     test: the images of the test file; val: the first `num_val` of the training file; train: its others. The file does
-    not say how large the images are: they are looked at.
+    not say how large the images are: their sizes are read from the image files.
     """
-    annotated, classes, predicates = read_json(files[0]), *map(_names, files[1:])
-    names, problems = list(annotated), []
+    annotated = read_json(files[0])
+    classes, predicates = map(_names, files[1:])
+    names = list(annotated)
+    problems = []
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
     annotations = empty_graphs(classes, predicates)
     for number, name in enumerate(chosen):
@@ -61,7 +65,7 @@ def _names(file: Path) -> list:
 
 
 def _size_hw(images: Path | ImageSources, name: str) -> tuple[int, int]:
-    """Of an image that cannot be opened 1, 1: the check of the files says why."""
+    """Return the size of an image, or 1, 1 if it cannot be opened: the check of the files reports the reason."""
     try:
         return (1, 1) if unsafe_file_name(name) else probe_image(images / name).size_hw
     except ImageError:
