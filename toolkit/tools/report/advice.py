@@ -1,4 +1,4 @@
-"""Suggests what to try next; each suggestion cites the figure it rests on and the flag to change.
+"""Suggestions of what to try next; each cites the figure it is based on and the flag to change.
 
 Each rule is a function that checks one thing and returns nothing without evidence.
 """
@@ -17,10 +17,10 @@ from toolkit.tools.report.own_errors import doubt
 
 BARELY_BEGUN = 0.1  # of the planned epochs: before that a detector's mistakes say nothing about data or settings
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
-ENOUGH_EVALUATIONS = 4  # to tell that AP rises no longer
+ENOUGH_EVALUATIONS = 4  # to decide that AP no longer rises
 SMALL_SHARE = 0.1  # of the boxes
 COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
-HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
+HARDLY_ANY = 0.02  # AP50 below which other numbers say nothing more
 FEW_SUSPECTS = 5  # fewer are not worth an advice
 FEW_PIXELS = 16  # median side of small objects at the network's input
 MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
@@ -28,7 +28,8 @@ MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # 
 
 @dataclass(frozen=True)
 class Advice:
-    """topic in two or three words; evidence: the figures; advice: what to do, with the flag; command: that does it."""
+    """A suggestion. topic: two or three words; evidence: the figures; advice: what to do, with the flag; command:
+    the command that does it."""
 
     topic: str
     evidence: str
@@ -37,7 +38,8 @@ class Advice:
 
 
 def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
-    """Every suggestion that the metrics of a detector, and the log and settings of its run if it has one, support."""
+    """Return every suggestion that the metrics of a detector, and the log and settings of its run if it has one,
+    support."""
     run = run or RunFacts()
     data, model = run.config.get("data", {}), run.config.get("model", {})
     barely_begun = _barely_begun(run)
@@ -59,12 +61,12 @@ def _hardly_anything(judged) -> Advice | None:
     return Advice(
         "Hardly anything is found",
         f"AP50 is {judged.numbers['AP50']:.4f}. {'; '.join(causes)}.",
-        "Mend this before anything else; of a detector that has just begun to train, it says only that.",
+        "Fix this before anything else; for a detector that has just begun to train, it is normal.",
     )
 
 
 def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the averaged weights, or where there are none, of the raw ones."""
+    """Return steps and values of the averaged weights, or of the raw ones if there are no averaged ones."""
     averaged = series(rows, f"val/ema/{metric}")
     return averaged if len(averaged[0]) else series(rows, f"val/{metric}")
 
@@ -98,7 +100,7 @@ def _train_longer(evidence: str, run: RunFacts) -> Advice:
 
 
 def _rise(run: RunFacts) -> str:
-    """A sentence about the AP of the last quarter of the training where it still rose, else ""."""
+    """Return a sentence about the AP in the last quarter of the training if it still rose there, else ""."""
     steps, ap = _evaluations(run.rows, "bbox_AP")
     if len(ap) < 2 or ap.argmax() < len(ap) - 1:
         return ""
@@ -112,7 +114,7 @@ def _rise(run: RunFacts) -> str:
 
 
 def _has_levelled_off(run: RunFacts) -> bool:
-    """Whether AP is known to have stopped rising: then the length of the training was not what it lacked."""
+    """Return whether AP is known to have stopped rising, so that a longer training would not have helped."""
     if "eval.early_stopping_patience" in run.ended_by:
         return True
     steps, ap = _evaluations(run.rows, "bbox_AP")
@@ -186,7 +188,7 @@ def _duplicates(judged, model) -> Advice | None:
     if "nms_threshold" in model:
         ending = f"Suppress more: lower --model.nms_threshold (now {model['nms_threshold']})."
     elif model:
-        ending = "This detector has no suppression of its own: it learns to tell twins apart late, so train longer."
+        ending = "This detector has no suppression of its own: it learns late to suppress duplicates, so train longer."
     else:
         ending = "Lower the IoU threshold of the detector's suppression (NMS)."
     return Advice(
@@ -208,7 +210,7 @@ def _confused_classes(judged) -> Advice | None:
         "Confused classes",
         f"Wrong classes cost {judged.errors.cost['class']:.3f} AP50; most often "
         f"{names[a]} is taken for {names[b]}: {matrix[a, b]} of {boxes} boxes.",
-        "Look at these pairs below: where the annotation itself is not clear, mend it or join the classes; "
+        "Look at these pairs below: where the annotation itself is not clear, fix it or join the classes; "
         "else add images of both.",
     )
 

@@ -1,4 +1,4 @@
-"""Finds boxes that are probably annotated wrongly: where a usually correct detector disagrees with them.
+"""Boxes that are probably annotated wrongly: where a usually correct detector disagrees with them.
 
 Four kinds: a confident prediction where no box is ("no box"); one of another class on a box that no confident
 prediction of its own class supports ("class"); one beside such a box ("place"); and a box that no prediction supports
@@ -43,7 +43,7 @@ class Suspect:
 
 
 def suspects(matches: Matches) -> list[Suspect]:
-    """All suspicious boxes, those with a prediction first, each group sorted by strength."""
+    """Return all suspicious boxes, those with a prediction first, each group sorted by strength."""
     m = matches
     threshold = thresholds_of_classes(m)[m.found.labels]
     strong = m.found.scores > threshold
@@ -54,7 +54,7 @@ def suspects(matches: Matches) -> list[Suspect]:
     result, explained = [], supported | m.crowd
 
     def pair(among: np.ndarray, kind: str) -> None:
-        """Each box gets the strongest of its predictions, each prediction one box."""
+        """Pair each box with the strongest of its predictions, and each prediction with one box."""
         rows = np.flatnonzero(among & strong[m.det] & ~explained[m.gt])
         for row in rows[np.lexsort((-m.iou[rows], -m.found.scores[m.det[rows]]))].tolist():
             det, gt = int(m.det[row]), int(m.gt[row])
@@ -82,8 +82,8 @@ def suspects(matches: Matches) -> list[Suspect]:
 
 
 def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
-    """Predictions where no box is, with the box of their class and about their size that nothing supports beside them:
-    the nearest pairs first, each in one."""
+    """Pair predictions that are on no box with a box near them of their class and about their size that no
+    prediction supports. The nearest pairs come first; each box and prediction is in one pair at most."""
     alike: dict[tuple, list[int]] = {}
     for gt in gts:
         alike.setdefault((m.truth.image_index[gt], m.truth.labels[gt]), []).append(gt)
@@ -103,7 +103,8 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
 
 
 def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
-    """(D,) bool: a stronger prediction of the same image overlaps it by half: a duplicate, not another object."""
+    """Return (D,) bool, true if a stronger prediction of the same image overlaps by half: a duplicate, not another
+    object."""
     result = np.zeros(len(m.found), bool)
     rows = np.flatnonzero(strong)  # of an image the best first
     for first, second in paired(m.found.image_index[rows], m.found.image_index[rows]):
@@ -113,7 +114,8 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
 
 
 def thresholds_of_classes(m: Matches) -> np.ndarray:
-    """(K,) threshold of the best F1 of each class; the overall one for a class with too few true positives."""
+    """Return (K,), the threshold of the best F1 of each class; the overall one for a class with too few true
+    positives."""
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)
     true_positives = np.bincount(m.found.labels[m.right], minlength=m.num_classes)

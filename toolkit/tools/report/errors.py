@@ -1,4 +1,4 @@
-"""Error types and the AP that each of them costs, TIDE (Bolya et al., ECCV 2020), and recall by what an object is like.
+"""Error types and the AP that each of them costs, TIDE (Bolya et al., ECCV 2020), and recall by properties of objects.
 
 Every wrong prediction has one type, by what it overlaps (IoU 0.5 counts as found, below 0.1 as background); a box that
 no prediction finds, and no corrected one would find, is missed. The cost of a type is AP50 with all its errors
@@ -19,10 +19,10 @@ MEANING = {
     "localisation": "the class is right, the box overlaps its object by less than half",
     "both": "the class is another and the box overlaps its object by less than half",
     "duplicate": "the object was already found by a better prediction",
-    "background": "there is no annotated box",
+    "background": "no annotated box is at this place",
     "missed": "no prediction is near the object",
 }
-RIGHT, IGNORED, NOT_COUNTED = 6, 7, 8  # what is no mistake, beside the rows of KINDS
+RIGHT, IGNORED, NOT_COUNTED = 6, 7, 8  # predictions without a mistake, beside the rows of KINDS
 MAX_PER_IMAGE = 100  # predictions of an image that count, of all classes together
 FOUND = 0.5
 EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
@@ -36,7 +36,8 @@ IN_IMAGE = {"1": (1, 2), "2 to 5": (2, 6), "6 to 20": (6, 21), "more than 20": (
 
 @dataclass(frozen=True)
 class Errors:
-    """kind: (D,) row of KINDS, or RIGHT, IGNORED (in a crowd), NOT_COUNTED (not among the 100 best of its image).
+    """Errors of a detector. kind: (D,) row of KINDS, or RIGHT, IGNORED (in a crowd), NOT_COUNTED (not among the 100
+    best of its image).
 
     gt: (D,) row of the box that a prediction of kind class or localisation is about; -1: none.
     missed: (G,) bool. ap50: from 0 to 1, with what each kind costs in `cost`; also "false positives" and "false
@@ -50,7 +51,7 @@ class Errors:
     cost: dict[str, float]
 
     def of(self, kind: str) -> np.ndarray:
-        """Rows of the predictions with this kind of mistake."""
+        """Return the rows of the predictions with this kind of mistake."""
         return np.flatnonzero(self.kind == KINDS.index(kind))
 
 
@@ -91,7 +92,7 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         gt[holds] = -1 if boxes is None else boxes[holds]
     for code, rows in ((IGNORED, ~m.counts), (RIGHT, right), (NOT_COUNTED, ~counted)):
         kind[rows], gt[rows] = code, -1
-    gt[np.append(used, False)[gt]] = -1  # another one has it: nothing to mend
+    gt[np.append(used, False)[gt]] = -1  # another prediction has found it: nothing to correct
     return kind, gt
 
 
@@ -104,7 +105,7 @@ class _Whole:
         rows = np.flatnonzero(gt >= 0)
         rows = rows[np.lexsort((-rows, m.found.scores[rows]))]
         self.best = np.full(len(m.truth), -1, np.int64)
-        self.best[gt[rows]] = rows  # of several that could have the box, the one with the highest score mends it
+        self.best[gt[rows]] = rows  # of several that could have the box, the one with the highest score corrects it
 
     def ap50(self, mended: str | None = None) -> float:
         m = self.m
@@ -158,7 +159,7 @@ def strata(matches: Matches, threshold: float) -> list[Stratum]:
 
 
 def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-    """By topic and name, which of the boxes `rows` belong to it, bool."""
+    """Return, by topic and name, a bool for each of the boxes `rows` that says whether it belongs to the group."""
     boxes, image = m.truth.xyxy[rows], m.truth.image_index[rows]
     height, width = m.sizes_hw[image].T
     cut = (boxes[:, :2] <= EDGE).any(axis=1) | (boxes[:, 2] >= width - EDGE) | (boxes[:, 3] >= height - EDGE)
@@ -179,7 +180,7 @@ def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 
 
 def neighbours(m: Matches) -> np.ndarray:
-    """(G,) how many other boxes of its image overlap each box."""
+    """Return (G,), the number of other boxes of its image that overlap each box."""
     counts = np.full(len(m.truth), -1)  # a box touches itself
     for first, second in paired(m.truth.image_index, m.truth.image_index):
         common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])

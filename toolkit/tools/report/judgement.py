@@ -23,7 +23,7 @@ class Judgement:
     than a minute for COCO's validation data.
 
     Args:
-        name: of the detector, in words.
+        name: of the detector, for people.
         predictions: as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
         about: their metadata, as in a predictions file.
         draws: bootstrap samples.
@@ -35,7 +35,7 @@ class Judgement:
     class_ap, class_recall: (K,) AP and AR100, NaN where undefined. ap_by_iou: (10,) mean AP at IoU 0.5, ..., 0.95.
     sweeps: of each class. threshold: of the best F1 over all classes; 0.5 where nothing was found.
     matrix: see `confusion_matrix`, at that threshold. graphs: a `GraphReport` of `toolkit.detectors.scene_graphs`;
-    None: there are no relations to judge.
+    None: no relations to judge.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Judgement:
 
     @cached_property
     def image_counts(self) -> np.ndarray:
-        """(I, 3) right predictions, wrong ones and missed boxes of each image at the threshold."""
+        """Return (I, 3): right predictions, wrong predictions and missed boxes of each image at the threshold."""
         m = self.matches
         kept = (m.found.scores > self.threshold) & m.counts
         right = np.bincount(m.found.image_index[kept & m.right], minlength=m.num_images)
@@ -72,7 +72,7 @@ class Judgement:
 
     @cached_property
     def image_f1(self) -> np.ndarray:
-        """(I,) 1 for an image without boxes in which nothing is found."""
+        """Return (I,), the F1 of each image; 1 for an image without boxes and without predictions."""
         right, wrong, missed = self.image_counts.T
         return np.where(right + wrong + missed == 0, 1.0, 2 * right / np.maximum(2 * right + wrong + missed, 1))
 
@@ -88,7 +88,7 @@ def _judge_graphs(predictions: Mapping, table, about: Mapping) -> Any:
 
 
 def as_json(judged: Judgement) -> dict:
-    """The numbers for other programs: `report.json`; `threshold` and `thresholds` are what to deploy."""
+    """Return the numbers of `report.json`, for other programs; `threshold` and `thresholds` are those to deploy."""
     names = judged.matches.class_names
     best = [s.best for s in judged.sweeps]
     return {

@@ -1,4 +1,4 @@
-"""Writes the README of a run's report, using only the files of the run folder."""
+"""The README of a run's report, made only from the files of the run folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
 
 
 def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
-    """`curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) of the rows of
-    metrics.jsonl.
+    """Draw `curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) of the rows of
+    metrics.jsonl, and return the files.
 
-    Columns that are missing leave their chart out; a picture without any chart is not written. Returns the files.
+    A chart whose columns are missing is left out; a picture without charts is not written.
     """
     groups = training_charts(rows)
     files = {"curves.png": groups[LOSSES], "ap.png": groups[PRECISION]}
@@ -26,8 +26,8 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
 
 
 def write_markdown(run_folder: Path, run: RunFacts) -> Path:
-    """`report/README.md`, which is returned, with curves, the final numbers, the newest pictures, settings and
-    surroundings of a run. Whatever is missing in the run folder is missing in the report. Made anew each time."""
+    """Write `report/README.md` again, with curves, the final numbers, the newest pictures, settings and environment
+    of a run, and return it. Anything missing in the run folder is missing in the report."""
     run_folder = Path(run_folder)
     report = run_folder / "report"
     report.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def _state(run: RunFacts) -> str:
 
 
 def _numbers(rows: list[dict]) -> list[str]:
-    """Markdown tables of the twelve numbers and of the classes: last and best evaluation, raw and EMA."""
+    """Return Markdown tables of the twelve numbers and of the classes: last and best evaluation, raw and EMA."""
     columns, graphs = {}, any(row.get("val/R@100") is not None for row in rows)
     decisive = "R@100" if graphs else "bbox_AP"
     for prefix, name in (("val/", "raw"), ("val/ema/", "EMA")):
@@ -64,7 +64,7 @@ def _numbers(rows: list[dict]) -> list[str]:
             columns[f"{name}, last (step {evaluated[-1]['step']})"] = (prefix, evaluated[-1])
             columns[f"{name}, best (step {best['step']})"] = (prefix, best)
     if not columns:
-        return ["There is no evaluation with ground truth yet."]
+        return ["No evaluation with ground truth yet."]
     metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
     metrics += ["attribute_R_precision"] if any("val/attribute_R_precision" in row for row in rows) else []
     metrics += [f"bbox_{name}" for name in TWELVE] if any("val/bbox_AP" in row for row in rows) else []

@@ -53,7 +53,7 @@ class Shown:
     threshold: float
 
     def figures(self) -> dict:
-        """F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
+        """Return F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
         charts = {
             "f1": f1_chart(self.curves, self.curves[ALL].best),
             "confusion_matrix": confusion_chart(self.matrix, self.matrix_names, self.threshold),
@@ -63,7 +63,7 @@ class Shown:
 
 
 def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
-    """Collects what trackers display of an evaluation.
+    """Collect everything that trackers display of an evaluation.
 
     Args:
         matches: of the predictions with the table. scores: as `CocoEvaluator.evaluate` returned them. pictures: images,

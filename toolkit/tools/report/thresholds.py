@@ -24,11 +24,11 @@ class Sweep:
 
     @property
     def best(self) -> "Point | None":
-        """Where F1 is highest; of several such points the one with the highest score."""
+        """Return the point of the highest F1; among several, the one with the highest score."""
         return self.point(int(np.argmax(self.f1))) if len(self.f1) and self.f1.max() > 0 else None
 
     def at_precision(self, wanted: float) -> "Point | None":
-        """Most recall with at least this precision; None: no threshold gives it."""
+        """Return the point of the highest recall with at least this precision; None: no threshold reaches it."""
         rows = np.flatnonzero(self.precision >= wanted - 1e-12)
         return self.point(int(rows[np.argmax(self.recall[rows])])) if len(rows) else None
 
@@ -40,7 +40,8 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """A threshold and what it gives; whether a score equal to it counts does not matter, for none is."""
+    """A threshold and its metrics. No score equals a threshold, so that it does not matter whether an equal one
+    counts."""
 
     threshold: float
     precision: float
@@ -49,7 +50,7 @@ class Point:
 
 
 def sweep(matches: Matches, label: int | None = None) -> Sweep:
-    """Of one class, or of all boxes of all classes together (`label` None)."""
+    """Compute precision, recall and F1 of one class, or of all boxes of all classes together (`label` None)."""
     rows = matches.order
     if label is not None:
         rows = rows[matches.found.labels[rows] == label]
@@ -63,7 +64,7 @@ def sweep(matches: Matches, label: int | None = None) -> Sweep:
 
 
 def _between(low: float, high: float) -> float:
-    """A short decimal fraction t with low < t < high."""
+    """Return a short decimal fraction t with low < t < high."""
     for digits in range(2, 17):
         scale = 10.0**digits
         value = (np.ceil(high * scale) - 1) / scale
@@ -74,7 +75,7 @@ def _between(low: float, high: float) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Do scores say how often a prediction is right? Ten bins of equal width.
+    """Agreement between scores and how often predictions are right, in ten bins of equal width.
 
     score, precision: (10,) mean score, share that is right; NaN in an empty bin. error: mean distance of the two over
         all predictions (ECE, Naeini et al. 2015; for detections Küppers et al. 2020), None without predictions.
@@ -98,7 +99,7 @@ def calibration(matches: Matches, bins: int = 10) -> Calibration:
 
 
 def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
-    """Counts annotated boxes by their class and the predicted one, at IoU 0.5, for predictions above `threshold`.
+    """Count annotated boxes by their class and the predicted one, at IoU 0.5, for predictions above `threshold`.
 
     A prediction first finds a box of its class, as in AP. What is left over is then paired across classes, largest IoU
     first. Crowds and what lies in them do not count.

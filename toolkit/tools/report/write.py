@@ -1,4 +1,4 @@
-"""Writes the report of one detector or of several: `index.html`, one file, and `report.json` with its numbers."""
+"""The report of one detector or of several: `index.html`, one file, and `report.json` with its numbers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ PAGE, NUMBERS = "index.html", "report.json"
 
 
 def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str) -> Path:
-    """`index.html`, which is returned, and of a detector that was judged `report.json`.
+    """Write `index.html`, and `report.json` if a detector was judged. Returns the page.
 
-    judged: None: there are no predictions; the page then has the curves and settings of the run.
+    judged: None without predictions; the page then has the curves and settings of the run.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,8 @@ def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str,
 
 
 def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
-    """`index.html` with the detectors side by side, and `report.json` with the numbers of each and their differences.
+    """Write `index.html` with the detectors side by side, and `report.json` with the numbers of each and their
+    differences. Returns the page.
 
     Raises:
         BadInput: they were not made on the same data.
