@@ -63,21 +63,21 @@ class Distillation(nn.Module):
 
     @property
     def loss_names(self) -> list[str]:
-        """Those of `LOSSES` that these two detectors have."""
+        """Return the names in `LOSSES` that apply to these two detectors."""
         return list(LOSSES)[0 if self.maps else 1 : 3 if self.has_queries else 1]
 
     @property
     def default_weights(self) -> dict[str, float]:
-        """The weight of each loss that the settings do not give."""
+        """Return the weight of each loss that the settings do not give."""
         return {name: LOSSES[name][0] for name in self.loss_names}
 
     @property
     def divided_by(self) -> dict[str, str]:
-        """What each loss is a mean over: "images" or "boxes"."""
+        """Return what each loss is averaged over: "images" or "boxes"."""
         return {name: LOSSES[name][1] for name in self.loss_names}
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict]:
-        """The optimizer group of the convolutions; none without maps."""
+        """Return the optimizer group of the convolutions, or no group if there are no maps."""
         named = dict(self.named_parameters())
         group = {"name": "distillation", "params": list(named.values()), "param_names": list(named)}
         return [{**group, "lr": lr, "weight_decay": weight_decay}] if named else []
@@ -86,7 +86,7 @@ class Distillation(nn.Module):
         return {"teacher": self.source, "sha256": self.digest}
 
     def set_extra_state(self, state: Mapping[str, str]) -> None:
-        """Raises BadInput: the checkpoint was trained with another teacher."""
+        """Check that the checkpoint was trained with this teacher. Raises BadInput if it was another one."""
         if state["sha256"] != self.digest:
             raise BadInput(
                 f"loss.teacher {self.source}: its weights are not those of {state['teacher']} that the checkpoint was "
@@ -95,7 +95,7 @@ class Distillation(nn.Module):
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
-        """While it lasts, the student's next outputs and maps are kept for `forward`; batch: what it is run on."""
+        """Keep the student's next outputs and maps for `forward` inside the block. batch: the input of the student."""
         student = self._both[0]
         with kept_maps(student.map_taps() if self.maps else []) as self._maps:
             self._batch, hook = batch, student.register_forward_hook(self._keep)
@@ -109,7 +109,7 @@ class Distillation(nn.Module):
         self._outputs = outputs
 
     def forward(self) -> dict[str, Tensor]:
-        """Losses in float32, each a mean over the images or boxes of the batch, as `LOSSES` says."""
+        """Return the losses in float32, each a mean over the images or boxes of the batch, as `LOSSES` says."""
         student, teacher = self._both
         batch = self._batch
         with torch.autocast(batch.images.device.type, enabled=False):
@@ -126,8 +126,8 @@ class Distillation(nn.Module):
 
 
 def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
-    """Mean over images and channels of 1 - Pearson's correlation of two maps (B, C, h, w), over the positions of an
-    image; the second is resized to the first."""
+    """Return the mean of 1 - Pearson's correlation of two maps (B, C, h, w) over images and channels. The
+    correlation is over the positions of an image; the second map is resized to the first."""
     if own.shape != taught.shape:
         taught = interpolate(taught.float(), own.shape[-2:], mode="bilinear", align_corners=False)
     own, taught = (maps.float().flatten(2) for maps in (own, taught))
@@ -139,8 +139,9 @@ def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
 def query_losses(
     own: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], targets: Sequence[Mapping]
 ) -> dict[str, Tensor]:
-    """Binary cross-entropy of class scores (B, Q, C) and L1 distance of boxes (B, Q, 4), of the queries of both that
-    are matched to the same object; sums divided by the number of boxes of `targets`."""
+    """Return the binary cross-entropy of class scores (B, Q, C) and the L1 distance of boxes (B, Q, 4) between the
+    queries of both detectors that are matched to the same object. Sums are divided by the number of boxes of
+    `targets`."""
     from toolkit.detectors.detr.detr_criterion import pad_targets  # scipy: other detectors do not wait for it
 
     padded = pad_targets(targets, own[0].device, torch.float32)
@@ -160,7 +161,7 @@ def _scores_and_boxes(detector: Detector, outputs: Mapping) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
-    """(B, T) the query that is matched to each object of `PaddedTargets` by DETR's costs; -1: none."""
+    """Return (B, T) the query that is matched to each object of `PaddedTargets` by DETR's costs; -1: none."""
     from toolkit.detectors.detr.detr_criterion import MatchingCosts, match
 
     labels = padded.labels[:, None].expand(-1, scores.shape[1], -1)
@@ -171,7 +172,7 @@ def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
 
 
 def state_digest(module: nn.Module) -> str:
-    """SHA-256 of the weights by name, wherever and in whatever file they lie."""
+    """Return the SHA-256 of the weights by name, independent of device and file format."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

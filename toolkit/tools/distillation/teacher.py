@@ -1,4 +1,4 @@
-"""Opens the teacher of a distillation."""
+"""The teacher of a distillation."""
 
 from collections.abc import Sequence
 

@@ -15,7 +15,7 @@ from toolkit.tools.export.operators import roi_align_where
 
 
 class FasterRcnnGraph(PixelsToBoxes):
-    """For images of any size."""
+    """Faster R-CNN as a function, for images of any size."""
 
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__(detector, top_k)
@@ -34,7 +34,7 @@ class FasterRcnnGraph(PixelsToBoxes):
         return detector.best_detections(boxes, scores.where((objectness > 0)[..., None], 0), sizes)
 
     def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 where there is none."""
+        """Return the boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 in empty rows."""
         detector, rpn = self.detector, self.detector.rpn
         anchors, logits, deltas, per_level = detector._predict_anchors(features)
         limit, kept, start = rpn.pre_nms_top_n(), [], 0
@@ -57,7 +57,8 @@ class FasterRcnnGraph(PixelsToBoxes):
 
 
 def pool_where(pool: MultiScaleRoIAlign, features, boxes: Tensor, real: Tensor) -> Tensor:
-    """(B * P, C, 7, 7): each box of (B, P, 4) that is `real` (B, P) from the map of its size, as by `pool`; or 0."""
+    """Return features (B * P, C, 7, 7): each box of (B, P, 4) that is `real` (B, P), pooled by `pool` from the map
+    that fits its size; 0 for the other boxes."""
     maps = [features[name] for name in pool.featmap_names]
     batch, count = real.shape
     image = torch.arange(batch, device=boxes.device)[:, None].expand(-1, count).flatten()

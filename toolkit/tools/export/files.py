@@ -1,4 +1,4 @@
-"""Writes and runs exported detectors: ONNX, torch.export, OpenVINO.
+"""Exported detectors as files: ONNX, torch.export, OpenVINO.
 
 A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and labels, as NumPy arrays; see
 `toolkit.tools.export.graph.PixelsToBoxes`.
@@ -24,7 +24,7 @@ Runner = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 OUTPUTS = ("boxes", "scores", "labels")
 OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # outputs too, see `toolkit.tools.export.relations`
 KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
-AT_LEAST = 300  # detections of an image that a prediction keeps, unless told otherwise
+AT_LEAST = 300  # detections of an image that a prediction keeps by default
 
 
 @dataclass
@@ -57,12 +57,12 @@ class About:
         return (*OUTPUTS, *OF_GRAPHS) if self.predicates else OUTPUTS
 
     def to_text(self) -> str:
-        """JSON."""
+        """Return the metadata as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str | None, path) -> "About":
-        """Raises BadInput for a file that this toolkit did not write."""
+        """Read the metadata from JSON. Raises BadInput for a file that this toolkit did not write."""
         try:
             entries = json.loads(text or "")
             entries["categories"] = [Category(entry["id"], str(entry["name"])) for entry in entries["categories"]]
@@ -78,12 +78,12 @@ class About:
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
-    """A `.pt2` of torch.export."""
+    """Write a `.pt2` file of torch.export."""
     torch.export.save(program, path, extra_files={KEY: about.to_text()})
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
-    """One ONNX file of opset 18."""
+    """Write one ONNX file of opset 18."""
     optimizer = import_extra("onnxscript", "onnx", "ONNX files").optimizer
     from toolkit.tools.export.operators import TRANSLATIONS
 
@@ -99,7 +99,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) 
 
 
 def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[np.ndarray] | None = None) -> None:
-    """Writes `path` (.xml) and its weights (.bin).
+    """Write `path` (.xml) and its weights (.bin).
 
     calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show. What
         comes behind the network (decoding, suppression) stays as it is.
@@ -121,20 +121,20 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
 
 
 def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
-    """A runner of an exported file on the CPU, and the file's metadata.
+    """Return a runner of an exported file on the CPU, and the file's metadata.
 
     trusted: this process wrote it, or a person said so; see `toolkit.base.trust`.
 
     Raises:
-        BadInput: no such file, none that `scripts/export.py` wrote, a `.pt2` that nobody trusts, or the program that
-            runs it is not installed.
+        BadInput: no such file, a file that `scripts/export.py` did not write, a `.pt2` that is not trusted, or the
+            program that runs it is not installed.
     """
     path = Path(path)
     if not path.is_file():
         raise BadInput(f"{path}: no such file")
     openers = {".onnx": _open_onnx, ".pt2": _open_program, ".xml": _open_openvino}
     if path.suffix not in openers:
-        raise BadInput(f"{path}: {path.suffix} is no exported detector; there are {', '.join(openers)}")
+        raise BadInput(f"{path}: {path.suffix} is not an exported detector; expected {', '.join(openers)}")
     # beside its pickles, torch.export evaluates expressions of the file, calls what it names and loads its libraries
     if path.suffix == ".pt2" and not (trusted or files_are_trusted()):
         remedy = "add --trust if you exported it or trust who did, or take the .onnx, which cannot"
@@ -144,7 +144,7 @@ def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
 
 
 def runner_of(module: Callable) -> Runner:
-    """The runner of a function of PyTorch."""
+    """Return the runner of a function of PyTorch."""
 
     @torch.no_grad()
     def run(images: np.ndarray):
@@ -154,7 +154,8 @@ def runner_of(module: Callable) -> Runner:
 
 
 def _held_to(about: About, run: Runner, path: Path) -> Runner:
-    """Wraps a runner: BadInput for images that the file cannot run on and for outputs of unexpected shapes."""
+    """Wrap a runner so that it raises BadInput for images that the file cannot run on and for outputs of unexpected
+    shapes."""
 
     def checked(images: np.ndarray):
         try:

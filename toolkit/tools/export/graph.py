@@ -19,7 +19,7 @@ MAX_BATCH, MAX_SIDE = 4096, 16384
 
 
 class PixelsToBoxes(nn.Module):
-    """A detector in evaluation mode with all that comes before and after its network.
+    """A detector in evaluation mode with everything before and after its network.
 
     forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K),
     labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1. Images have the
@@ -34,11 +34,11 @@ class PixelsToBoxes(nn.Module):
         self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of the detector's `decode` for images whose sides are multiples of its stride."""
+        """Return the outputs of the detector's `decode` for images whose sides are multiples of its stride."""
         return self.detector.decode(self.detector(images, sizes), sizes, sizes, 0.0, self.top_k)
 
     def prepared(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images with sides that are multiples of the detector's stride, and their sizes (B, 2) before."""
+        """Return the images padded to multiples of the detector's stride, and their sizes (B, 2) before padding."""
         height, width = images.shape[-2:]
         sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
         stride = self.detector.stride
@@ -55,7 +55,7 @@ class PixelsToBoxes(nn.Module):
 
 
 def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` rows of highest score of each image, best first; filled up with rows of 0.
+    """Return the `count` rows of highest score of each image, best first, filled up with zeros.
 
     Exporters know no stable order: that of exactly equal scores is the runtime's.
     """
@@ -66,7 +66,7 @@ def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Ten
 
 
 def copy_for_files(detector: nn.Module) -> nn.Module:
-    """A copy in evaluation mode that computes as a file does: on the CPU, in float32, with contiguous weights.
+    """Return a copy in evaluation mode that computes as a file does: on the CPU, in float32, with contiguous weights.
 
     Training leaves weights in channels last, of which torch.export warns in every file.
     """
@@ -76,7 +76,8 @@ def copy_for_files(detector: nn.Module) -> nn.Module:
 
 
 def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
-    """The function of this detector, or of the one below a scene graph, which is left in evaluation mode."""
+    """Return the function of this detector, or of the detector inside a scene graph model. That detector stays in
+    evaluation mode."""
     from toolkit.detectors.faster_rcnn.model import FasterRCNN
     from toolkit.tools.export.faster_rcnn import FasterRcnnGraph
 
@@ -86,14 +87,15 @@ def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
 
 
 def detector_meant(detector: nn.Module) -> nn.Module:
-    """The detector itself; of a scene graph the one below."""
+    """Return the detector itself, or the one inside a scene graph model."""
     below = getattr(detector, "detector", None)
     below = getattr(below, "inner", below)
     return below if isinstance(below, Detector) else detector
 
 
 def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architecture: str) -> tuple[int, int]:
-    """The (h, w) of images to trace a detector with; the only ones afterwards where `sides` is "fixed".
+    """Return the (h, w) of images to trace a detector with. If `sides` is "fixed", they are the only ones allowed
+    afterwards.
 
     Raises:
         BadInput: one size is needed, but `size` gives images of many.
@@ -109,7 +111,7 @@ def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architectu
 
 
 def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = True) -> torch.export.ExportedProgram:
-    """Traces the function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
+    """Trace the function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
 
     size_hw: of the images it is traced with, the only ones when its `sides` are "fixed". grid_sample: whether the
         program may have that operator; else `grid_sample_by_gather`.
@@ -134,7 +136,7 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = Tr
 
 @contextlib.contextmanager
 def traceable(detector: nn.Module) -> Iterator[None]:
-    """Takes away what stops torch.export in the code of detectors, as long as it lasts.
+    """Replace the code of detectors that torch.export cannot trace, inside the block.
 
     transformers checks the shapes of every deformable attention in a way that exporters to ONNX cannot translate
     (`aten._is_all_true`; huggingface/transformers issue 44265); it has a switch for that. `len(tensor)`, which must be
@@ -162,7 +164,7 @@ def _symbolic_len(of):
 
 
 def same_padding(side: int, kernel_size: int, stride: int, dilation: int) -> int:
-    """`timm.layers.padding.get_same_padding` in whole numbers, without a maximum where none is needed."""
+    """Compute `timm.layers.padding.get_same_padding` in integers, without a maximum if none is needed."""
     reach = dilation * (kernel_size - 1) + 1
     missing = (side + stride - 1) // stride * stride - side + reach - stride  # from reach - stride to reach - 1
     if reach == 1:

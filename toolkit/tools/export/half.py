@@ -21,7 +21,7 @@ LARGEST = float(np.finfo(np.float16).max)
 
 
 def write_half(onnx: Path, path: Path) -> None:
-    """Writes `path` from a float32 file; its inputs, outputs and metadata stay as they are."""
+    """Write `path` from a float32 file; its inputs, outputs and metadata stay as they are."""
     model = passes.ShapeInferencePass()(ir.load(onnx)).model  # of some values the file does not say the type
     graph, casts = model.graph, {}
     half = _in_half(graph)
@@ -43,8 +43,8 @@ def write_half(onnx: Path, path: Path) -> None:
 
 
 def _in_half(graph) -> dict:
-    """The nodes that compute in float16, in their order: all products, and what has only such nodes or constants before
-    it and some such node behind it."""
+    """Return the nodes that compute in float16, in their order: all products, and each node that has only such nodes
+    or constants before it and at least one such node after it."""
     half = {node: None for node in graph if node.op_type in PRODUCTS | BETWEEN and _is_float(node.outputs[0])}
 
     def stays(node) -> bool:
@@ -72,7 +72,7 @@ def _half_weight(graph, value):
 
 
 def _cast(value, to_half: bool):
-    """A value in the other precision, made behind the node that makes it."""
+    """Return a value in the other precision, by a node right after the one that computes it."""
     dtype = ir.DataType.FLOAT16 if to_half else ir.DataType.FLOAT
     node = ir.node("Cast", [value], {"to": dtype.value})
     node.outputs[0].name, node.outputs[0].dtype = f"{value.name}_{dtype.name.lower()}", dtype

@@ -31,7 +31,8 @@ def _onnx_nms_keep(boxes, scores, nms_iou: float):
 def roi_align_where(
     maps: Tensor, boxes: Tensor, image: Tensor, use: Tensor, scale: float, side: int, samples: int
 ) -> Tensor:
-    """RoIAlign (R, C, side, side) of maps (B, C, H, W) for the boxes (R, 4) that `use` (R,) says, 0 for the others.
+    """Compute RoIAlign (R, C, side, side) of maps (B, C, H, W) for the boxes (R, 4) selected by `use` (R,); 0 for the
+    others.
 
     image: (R,) int64, place in the batch. scale: pixels of the map by those of the boxes.
     """

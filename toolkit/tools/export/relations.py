@@ -15,7 +15,7 @@ RELATIONS = 100  # of an image, as recall counts
 
 
 class PixelsToGraph(PixelsToBoxes):
-    """A scene graph detector in evaluation mode with all that comes before and after its network.
+    """A scene graph detector in evaluation mode with everything before and after its network.
 
     forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4), scores and labels (B, K) as of `PixelsToBoxes`, but in
     any order; pairs (B, R, 2) int64 subject and object, rows of these, best first; predicate_scores (B, R, predicates);
@@ -41,7 +41,7 @@ def export_graph(
     grid_sample: bool = True,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Writes `graph.onnx` of a scene graph whose `graph_obstacle` is None; arguments as of `export_detector`."""
+    """Write `graph.onnx` of a scene graph whose `graph_obstacle` is None; arguments as of `export_detector`."""
     detector = copy_for_files(detector)
     graph = PixelsToGraph(detector).eval()
     architecture = detector.options["architecture"]
