@@ -1,4 +1,4 @@
-"""The predictions of a cross-validation, each image's by the run that did not see it, as one set."""
+"""The pooled predictions of a cross-validation: each image is predicted by the run that did not train on it."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from toolkit.tools.predict.predict_split import Predicted
 
 
 def pool_folds(parts: Sequence[Predicted], say: Callable[[str], None]) -> Predicted:
-    """Predictions on the whole training data, from those on each of its folds.
+    """Join the predictions on each fold of the training data into predictions on all of it.
 
     Args:
         parts: one for each fold, in any order, as `open_any` gives them.

@@ -18,7 +18,7 @@ NEAR = 0.025  # share of a tile's side: a box that ends so near to a border is c
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
-    """A predictor that runs on tiles of `tile` pixels, and on the whole image if it fits in one.
+    """Return a predictor that runs on tiles of `tile` pixels, and on the whole image if it fits in one.
 
     Args:
         tile: longer side in pixels of tiles that have the aspect of the images the detector was trained on, squares if
@@ -59,7 +59,7 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
 
 
 def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
-    """A predictor that runs on every image twice, once mirrored left to right.
+    """Return a predictor that runs on every image twice, once mirrored left to right.
 
     Boxes of a class that overlap by more than `nms_iou` are one, at the mean of both places by their scores.
     """
@@ -77,13 +77,13 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
 
 
 def tile_hw(tile: int, size: Mapping[str, int] | None) -> tuple[int, int]:
-    """(h, w) of tiles with a longer side of `tile` pixels and the aspect of `size`, if that is one."""
+    """Return the (h, w) of tiles with a longer side of `tile` pixels and the aspect ratio of `size`, if it has one."""
     height, width = (size or {}).get("height", 1), (size or {}).get("width", 1)
     return tuple(max(1, round(tile * side / max(height, width))) for side in (height, width))
 
 
 def starts(length: int, tile: int, overlap: float) -> list[int]:
-    """Where tiles begin along a side: evenly, the last one ends with the image."""
+    """Return where tiles begin along a side: evenly spaced, and the last one ends with the image."""
     if length <= tile:
         return [0]
     step = max(1, int(tile * (1 - overlap)))
@@ -92,7 +92,7 @@ def starts(length: int, tile: int, overlap: float) -> list[int]:
 
 
 def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) -> Found:
-    """One set of detections out of several of one image, best first, after non-maximum suppression class by class.
+    """Merge several sets of detections of one image, best first, by non-maximum suppression class by class.
 
     cut: (K,) bool, boxes of all parts that end where a tile ends: they go where a whole one holds most of them.
     """
@@ -105,8 +105,9 @@ def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) ->
 
 
 def _inside_another(detections: Found, cut: Tensor) -> Tensor:
-    """(K,) bool, of boxes that are cut: one of the same class has `CONTAINED` of it, is whole or larger, and is
-    `AS_SURE`. Class by class, since all pairs of what a detector finds in a hundred tiles are gigabytes."""
+    """Return (K,) bool, true for a cut box if another one of its class contains `CONTAINED` of it, is whole or
+    larger, and has at least `AS_SURE` of its score. Works class by class, since all pairs of the detections in a
+    hundred tiles would take gigabytes."""
     boxes, scores, inside = detections["boxes"], detections["scores"], torch.zeros_like(cut)
     area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
     for label in detections["labels"][cut].unique():
