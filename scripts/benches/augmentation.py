@@ -1,4 +1,4 @@
-"""Images per second of one core through the augmentation of each published recipe and of the start for own data."""
+"""Images per second of one core through the augmentation of each published recipe and of the recipe for own data."""
 
 import dataclasses
 import importlib
@@ -22,7 +22,8 @@ yolov3/darknet53_coco yolov3/own_data""".split()
 
 
 def bench_augmentation(num_images: int = 48, recipes: Iterable[str] = RECIPES) -> list[dict]:
-    """Rows with `name`, `value` and `unit`: decoding, augmenting and padding 640 x 480 JPEGs, by processor time."""
+    """Measure decoding, augmenting and padding of 640 x 480 JPEGs by processor time. Returns rows with `name`,
+    `value` and `unit`."""
     threads, rows = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:

@@ -28,7 +28,7 @@ def bench_criterion(
     device: str = "cpu",
     seed: int = 0,
 ) -> list[dict]:
-    """Seconds of one criterion with its matching, forward and backward, in interleaved rounds.
+    """Measure the seconds of one criterion with its matching, forward and backward, in interleaved rounds.
 
     Rows: milliseconds of both (medians), their ratio, and ours against itself (the noise). The totals of both agree, or
     it is an error.

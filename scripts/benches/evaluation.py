@@ -27,7 +27,7 @@ NAMES = [f"bbox_{name}" for name in "AP AP50 AP75 APs APm APl AR1 AR10 AR100 ARs
 def bench_evaluation(
     num_images: int = 2000, num_detections: int = 100, num_classes: int = 80, repeats: int = 3, seed: int = 0
 ) -> list[dict]:
-    """Seconds of one evaluation: medians over `repeats` interleaved rounds, after one that is not counted.
+    """Measure the seconds of one evaluation: medians over `repeats` interleaved rounds, after one that is not counted.
 
     Rows: ours, pycocotools, their ratio, ours against itself (the noise), and the largest difference of the twelve
     numbers.
@@ -46,7 +46,7 @@ def bench_evaluation(
 def random_detections(
     folder: Path, num_images: int, num_detections: int, num_classes: int, seed: int
 ) -> tuple[DetectionTable, dict]:
-    """About seven objects an image, one in fifty a crowd; most are found, and the other detections are false."""
+    """Make about seven objects per image, one in fifty a crowd; most are found, and the other detections are false."""
     rng = np.random.default_rng(seed)
     rows, predictions = [], {}
     for image_id in range(1, num_images + 1):
@@ -67,7 +67,7 @@ def random_detections(
 
 
 def plain_pycocotools(truth: COCO, predictions: Mapping[int, Mapping]) -> dict[str, float]:
-    """The twelve numbers the usual way: a dict per detection, loadRes, COCOeval."""
+    """Compute the twelve numbers the usual way: a dict per detection, loadRes, COCOeval."""
     results = []
     for image_id, detections in predictions.items():
         boxes = detections["boxes"].double()

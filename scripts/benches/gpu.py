@@ -72,13 +72,14 @@ def bench_gpu(
     most: int = 256,
     options: Sequence[str] = (),
 ) -> Iterator[dict]:
-    """Rows with `name`, `value`, `unit`, some with `required`, as they are measured.
+    """Measure the scripts on a GPU. Yields rows with `name`, `value`, `unit`, and some with `required`, as they are
+    measured.
 
     scripts, modes: whose steps are measured. resumed: scripts that are killed and resumed. warm_up, steps, waited:
     steps that are not measured, that are timed, and whose waits are counted. most: the first batch size to try for the
     largest one. options: further settings of every training.
 
-    Raises BadInput where there is no GPU that CUDA knows.
+    Raises BadInput without a GPU that CUDA supports.
     """
     if not torch.cuda.is_available():
         raise BadInput("no GPU: torch.cuda.is_available() is False. Run it where there is one, with a torch for it.")
@@ -106,7 +107,7 @@ def _recipe(script: str) -> list[str]:
 
 
 class Bench:
-    """Starts the trainings in `scratch` and reads what they leave."""
+    """The trainings in `scratch`: their start, and what they write."""
 
     def __init__(self, scratch: Path):
         paths = os.pathsep.join([str(SCRIPTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -114,7 +115,8 @@ class Bench:
         self.scratch = scratch
 
     def guarded(self, title: str, measure: Callable[..., Iterator[dict]], *arguments) -> Iterator[dict]:
-        """The rows of `measure`, below the title; where it fails one more, whose unit is the end of what was said."""
+        """Yield the rows of `measure`, below the title; if it fails, one more whose unit is the end of the error
+        message."""
         try:
             for each in measure(*arguments):
                 yield each | {"name": f"gpu, {title}, {each['name']}"}
@@ -124,7 +126,7 @@ class Bench:
             yield row(f"gpu, {title}, failed", float("nan"), last)
 
     def speed(self, script: str, arguments: list[str], mode: str, plan: dict, most: int) -> Iterator[dict]:
-        """Of one mode, and of the other loops that train the same model in it."""
+        """Measure one mode, and the other loops that train the same model in it."""
         if mode == "bf16, largest batch":
             arguments = [*arguments, *self._largest_batch(script, arguments, MODES[mode], most)]
         ours = self._measured(script, arguments, MODES[mode], plan)
@@ -149,7 +151,8 @@ class Bench:
         return ["--data.batch_size_per_device", str(batch), "--optim.accumulation_steps", "1"]
 
     def resumes(self, script: str, small: Sequence[str]) -> Iterator[dict]:
-        """Eight steps of the bundled configuration: twice in one go, and killed in the sixth and resumed."""
+        """Run eight steps of the bundled configuration: twice without a break, and once killed in the sixth step and
+        resumed."""
         settings = EXACT | {"run.save_every": 4}
         whole, again = (self.train(script, small, settings, {"until": 8}) / "run" for _ in range(2))
         killed = self.train(script, small, settings, {"kill": 6}, ends=-signal.SIGKILL)
@@ -163,7 +166,7 @@ class Bench:
             yield row(f"largest difference of a tensor, {name}", apart, "relative to its norm")
 
     def moves(self, small: Sequence[str]) -> Iterator[dict]:
-        """SSD on the CPU alone, and on the CPU, the GPU and the CPU again."""
+        """Train an SSD on the CPU alone, and on the CPU, the GPU and the CPU again."""
         settings = EXACT | {"run.save_every": 2, "run.resume": "latest"}
         on_cpu = {"ACCELERATE_USE_CPU": "true"}
         alone = self.train("train_ssd", small, settings, {"until": 6}, environment=on_cpu)
@@ -175,7 +178,8 @@ class Bench:
         yield row("CPU, GPU, CPU: largest difference of a loss", apart, "relative") | {"required": "≤ 0.01"}
 
     def two_processes(self, small: Sequence[str]) -> Iterator[dict]:
-        """SSD on two processes against one with the batch of both; and how soon one ends when the other is killed."""
+        """Train an SSD on two processes and on one with the batch of both; measure how soon one ends when the other
+        is killed."""
         arguments, weights = [*small, *ONE_STEP], []
         for processes in (1, 2):
             settings = EXACT | {"run.max_steps": 1, "data.batch_size_per_device": 8 // processes}
@@ -191,8 +195,8 @@ class Bench:
 
     def train(self, script: str, arguments: Sequence[str], settings: Mapping, plan: dict, folder: Path | None = None,
               ends: int = 0, processes: int = 1, environment: Mapping[str, str] | None = None) -> Path:  # fmt: skip
-        """The folder whose `run/` a training under a plan, see `Driven`, made or went on with. Raises RuntimeError with
-        its last words where it ends otherwise than it should."""
+        """Train under a plan, see `Driven`, and return the folder that contains its `run/`; an existing `folder`
+        continues. Raises RuntimeError with the last output if it does not end as expected."""
         folder = folder or Path(tempfile.mkdtemp(dir=self.scratch))
         (folder / "plan.json").write_text(json.dumps(plan))
         words = steps_alone(SCRIPTS / f"{script}.py", arguments, folder / "run", 1000, settings)[2:]
@@ -227,7 +231,7 @@ def _speed_rows(of: str, measured: Mapping) -> list[dict]:
 
 
 def _tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Of the run's latest checkpoint, by file and name."""
+    """Return the tensors of the run's latest checkpoint, by file and name."""
     from safetensors.torch import load_file
 
     files = sorted((run / "checkpoints" / "latest").glob("*.safetensors"))
@@ -235,7 +239,7 @@ def _tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def _relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Norm of the difference in float64, relative to the norm of `expected`."""
+    """Return the norm of the difference in float64, relative to the norm of `expected`."""
     difference = (expected.double() - found.double()).norm()
     return float(difference / expected.double().norm().clamp(min=1e-30))
 
@@ -248,7 +252,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 class Measured(Exception):
-    """All that was wanted of a training."""
+    """Raised when everything was measured in a training."""
 
 
 class Driven:
@@ -263,7 +267,7 @@ class Driven:
         self.images, self.began, self.data_s, self.measured, self.warned = 0, 0.0, 0.0, {}, []
 
     def tick(self, done: int, images: int, data_s: float = 0.0) -> None:
-        """In front of each step. done: steps of the run so far. data_s: seconds that its batch was waited for."""
+        """Count a step before it begins. done: steps of the run so far. data_s: seconds spent waiting for its batch."""
         plan, self.ticks = self.plan, self.ticks + 1
         if done + 1 == plan.get("kill") and int(os.environ.get("RANK", "0")) == plan.get("rank", 0):
             (self.folder / "killed").touch()
@@ -298,7 +302,7 @@ class Driven:
             self.images, self.data_s = self.images + images, self.data_s + data_s
 
     def windows(self, t, plain: Callable[[], Iterator]) -> Iterator:
-        """Those of the training, with a tick in front of each step."""
+        """Yield the windows of the training, with a tick before each step."""
         began = time.perf_counter()
         for window in plain():
             self.tick(t.step, sum(map(len, window.batches)), time.perf_counter() - began)
@@ -307,7 +311,7 @@ class Driven:
 
 
 def drive(folder: Path, script: str, arguments: list[str]) -> int:
-    """Runs a script in this process under the plan in `folder`; its exit code, 0 once everything is measured."""
+    """Run a script in this process under the plan in `folder`. Returns its exit code, 0 once everything is measured."""
     from toolkit import session
     from toolkit.run.command_line import run_script
 
@@ -332,8 +336,8 @@ def drive(folder: Path, script: str, arguments: list[str]) -> int:
 
 
 def torchvision_loop(t, driven: Driven) -> None:
-    """As torchvision's references train: its model and losses, all of them read for the log in every step. Pixels
-    become floats on the GPU; there they do so in the workers, and four times the bytes are copied."""
+    """Train as torchvision's references do: its model and losses, all of them read for the log in every step. Pixels
+    become floats on the GPU; the references do so in the workers, and copy four times the bytes."""
     from torchvision.models.detection import FasterRCNN
     from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
     from torchvision.ops import FrozenBatchNorm2d
@@ -363,8 +367,8 @@ def torchvision_loop(t, driven: Driven) -> None:
 
 
 def transformers_loop(t, driven: Driven) -> None:
-    """transformers' Trainer on the model inside ours, with its own losses; samples of our data set, normalised in the
-    workers."""
+    """Run transformers' Trainer on the model inside ours, with its own losses; samples of our data set are
+    normalised in the workers."""
     from accelerate.state import AcceleratorState
     from transformers import AutoModelForObjectDetection, Trainer, TrainerCallback, TrainingArguments
 

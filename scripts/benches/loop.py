@@ -49,7 +49,8 @@ WIDE = (
 
 
 def bench_loop(blocks: int = 5, steps: int = 5, narrow_blocks: int = 15, narrow_steps: int = 10) -> list[dict]:
-    """Seconds of a step, both loops in turn, block by block of `steps` steps, each block with one row of metrics.
+    """Measure the seconds of a step, both loops in turn, block by block of `steps` steps, each block with one row of
+    metrics.
 
     Each detector at 256 px, two images, random weights; then a DETR as deep but so narrow that what our loop adds to a
     step shows: that time in ms is what counts where the step itself is short, as on a GPU.
@@ -64,7 +65,7 @@ def bench_loop(blocks: int = 5, steps: int = 5, narrow_blocks: int = 15, narrow_
 
 
 def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size: int, model: dict) -> list[dict]:
-    """The rows of one model: blocks of the bare loop, ours and the bare loop again, after a round that warms up."""
+    """Return the rows of one model: blocks of the bare loop, ours and the bare loop again, after a warm-up round."""
     with full_loop(script, image_size, steps, model) as (config, training):
         bare_losses = []
         bare = bare_loop(copy.deepcopy(training.detector), config, training.loader, bare_losses)
@@ -91,7 +92,7 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
 
 @contextlib.contextmanager
 def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) -> Iterator[tuple[object, Training]]:
-    """What a script's `main` has before its first step."""
+    """Yield the config and everything that a script's `main` has before its first step."""
     config = script.Config()
     options = options_class(model["architecture"]) if "architecture" in model else type(config.model)
     config.model = options(**model)
@@ -112,7 +113,7 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
 
 
 def script_loop(script: ModuleType, t: Training) -> Callable[[int], None]:
-    """Runs the script's loop for so many steps; the printed lines go nowhere."""
+    """Return a function that runs the script's loop for a number of steps; its output is discarded."""
     windows = t.windows
 
     def run(steps: int) -> None:
@@ -129,7 +130,7 @@ def script_loop(script: ModuleType, t: Training) -> Callable[[int], None]:
 def bare_loop(
     detector: nn.Module, config: object, loader: torch.utils.data.DataLoader, losses: list[torch.Tensor]
 ) -> Callable[[int], None]:
-    """The shortest loop that trains the same: no check, no numbers for people, nothing read from the device."""
+    """Return the shortest loop that trains the same: no checks, no log, nothing read from the device."""
     optim: OptimConfig = config.optim
     plain = optim.no_weight_decay_on_norm_and_bias
     rates = {"lr": optim.lr, "backbone_lr": optim.backbone_lr, "weight_decay": optim.weight_decay}
@@ -169,7 +170,7 @@ def bare_loop(
 
 
 def endless_batches(loader: torch.utils.data.DataLoader) -> Iterator[Batch]:
-    """The batches that the script trains on, epoch after epoch."""
+    """Yield the batches that the script trains on, epoch after epoch."""
     sampler = copy.deepcopy(loader.sampler)
     own = make_loader(loader.dataset.dataset, sampler, 0, loader.dataset.stride)
     while True:

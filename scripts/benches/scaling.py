@@ -1,10 +1,10 @@
-"""What a step, its collectives and a checkpoint cost, on one and on several processes: the figures of docs/scaling.md.
+"""The cost of a step, its collectives and a checkpoint on one and on several processes: the figures of docs/scaling.md.
 
     python scripts/benches/scaling.py                          # 1, 2 and 4 processes: minutes
     python scripts/benches/scaling.py --processes 1 --steps 5  # shows that it runs
 
 Each run is scripts/train_detr.py itself, with clocks around the calls of its loop. Processes share this machine's
-cores, so the seconds of several tell what is added to a step, not how fast a larger machine is.
+cores, so the seconds of several show what is added to a step, not how fast a larger machine is.
 """
 
 import argparse
@@ -30,7 +30,8 @@ FASTEST = 25  # percentile over the steps: what else the machine does makes a st
 
 
 def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options: Sequence[str] = ()) -> list[dict]:
-    """Rows with `name`, `value` and `unit` for each number of processes; two more steps in front are not counted."""
+    """Measure each number of processes; two first steps are not counted. Returns rows with `name`, `value` and
+    `unit`."""
     ensure_shapes()
     rows = []
     for count in processes:
@@ -69,7 +70,7 @@ class Clocks:
         self.others: dict[str, float] = {}
 
     def around(self, owner: object, name: str, part: str) -> None:
-        """Times every call of `owner.name` as this part."""
+        """Time every call of `owner.name` as this part."""
         call = getattr(owner, name)
 
         def timed(*args, **kwargs):
@@ -82,7 +83,7 @@ class Clocks:
         setattr(owner, name, timed)
 
     def once(self, owner: object, name: str) -> None:
-        """Keeps the seconds of the first call of `owner.name`."""
+        """Keep the seconds of the first call of `owner.name`."""
         call = getattr(owner, name)
 
         def timed(*args, **kwargs):
@@ -118,7 +119,7 @@ class Clocks:
 
 
 def train_with_clocks(out: Path, arguments: list[str]) -> None:
-    """Runs main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
+    """Run main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
     from toolkit.run import session, training, validation, window
@@ -182,7 +183,8 @@ def _end_of_step(t, clocks: Clocks) -> None:
 
 
 def _count_bytes(t, clocks: Clocks) -> None:
-    """Bytes that one process hands to each kind of collective: gradients by DDP, the rest by torch.distributed."""
+    """Count the bytes that one process hands to each kind of collective: gradients by DDP, the rest by
+    torch.distributed."""
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

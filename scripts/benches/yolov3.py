@@ -31,8 +31,8 @@ from .measuring import in_turn, losses_against, random_target, row
 def bench_yolov3_losses(
     batch: int = 16, side: int = 416, boxes: int = 20, num_classes: int = 80, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Rows of `losses_against`, from raw predictions and boxes. The gradient is one array as large as the predictions
-    for either, which narrows the distance."""
+    """Measure the losses from raw predictions and boxes, as rows of `losses_against`. For both, the gradient is one
+    array as large as the predictions, which narrows the difference."""
     generator = torch.Generator().manual_seed(seed)
     anchors = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
     count = len(make_grid((side, side), anchors).cells_xy)
@@ -43,7 +43,7 @@ def bench_yolov3_losses(
 
 
 def our_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
-    """The toolkit's, as `YOLOv3.criterion` calls it."""
+    """Compute the toolkit's losses, as `YOLOv3.criterion` calls them."""
     grid, sizes = make_grid((side, side), anchors), torch.full((len(targets), 2), side)
     assigned = assign_boxes(targets, sizes, anchors, grid)
     objectness = objectness_targets(decode_boxes(predictions.detach(), grid), assigned, sizes, grid, 0.7)
@@ -51,7 +51,7 @@ def our_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: 
 
 
 def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
-    """The rules written down box by box, with targets for all predictions, as the original keeps them."""
+    """Compute the losses box by box, with targets for all predictions, as the original does."""
     batch, count, outputs = predictions.shape
     num_classes, flat_anchors, per_cell = outputs - 5, anchors.reshape(-1, 2), anchors.shape[1]
     objectness, weights = torch.zeros(batch, count), torch.zeros(batch, count, 1)
@@ -86,7 +86,8 @@ def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, sid
 def bench_yolov3_export(
     backbone: str = "lcnet_050", batch: int = 4, side: int = 256, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Images/s from uint8 pixels to suppressed boxes, PyTorch and ONNX Runtime with as many threads."""
+    """Measure images/s from uint8 pixels to suppressed boxes, with PyTorch and ONNX Runtime on the same number of
+    threads."""
     torch.manual_seed(seed)
     names, widths = [str(c) for c in range(20)], [128, 64, 32]
     detector = build_detector("yolov3", class_names=names, backbone=backbone, head_channels=widths)
