@@ -41,7 +41,7 @@ CHECK_IMAGES = {"auto": True, "none": False}  # as readers have it
 
 
 def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
-    """Every split that was asked for, by a name of its own, and what was asked for."""
+    """Open every requested split, under a name of its own, and return the tables and their sources."""
     reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images")}
     reading["on_error"] = "drop"
     tables: dict[str, DetectionTable] = {}
@@ -65,7 +65,7 @@ def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], li
 
 
 def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
-    """Findings by severity, then what remains to train on."""
+    """Return the findings by severity, followed by the usable data."""
     lines = []
     for severity, heading in HEADINGS.items():
         findings = [finding for finding in inspection.findings if finding.severity == severity]
@@ -92,7 +92,7 @@ def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
 
 
 def _lines_of(finding: Finding) -> list[str]:
-    """Its message and what it lists; of faulty records the list alone, whole."""
+    """Return the message of a finding and its items; for faulty records only the items, all of them."""
     if finding.kind == "record":
         return [f"  {_item(item)}" for item in finding.items]
     lines = [f"  {finding.message}"]
@@ -104,10 +104,10 @@ def _lines_of(finding: Finding) -> list[str]:
 
 
 def data_settings(config: str, script: str | None = None):
-    """The group `data` of a settings file over the defaults of the training script that it is for.
+    """Return the group `data` of a settings file, over the defaults of the training script that it is for.
 
     script: its name; None: the one that the file names first, as the configurations here do in their first line. The
-    config.yaml of a run has every value, so that it needs none.
+    config.yaml of a run has every value and needs no script.
     """
     from toolkit.run.settings import DataConfig
 
@@ -128,7 +128,7 @@ def data_settings(config: str, script: str | None = None):
 
 
 def draw_augmented(config: str, script: str | None, table: DetectionTable, file: Path) -> Path:
-    """A batch of training images with their boxes, through the augmentation of a settings file."""
+    """Draw a batch of training images with their boxes, through the augmentation of a settings file."""
     from toolkit.data.pipeline import loader_of_settings
     from toolkit.tools.doctor.pictures import draw_batch
 
@@ -141,7 +141,8 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
 def training_command(
     options: argparse.Namespace, sources: list[Source], tables: dict[str, DetectionTable], inspection: Inspection
 ) -> str:
-    """The command that trains on these data with the options that were given here; or why there is none."""
+    """Return the command that trains on these data with the given options, or a sentence that says why there is
+    none."""
     if options.script == "train_sgg" and not any(table.predicates for table in tables.values()):
         return "train_sgg needs relations, and these data have none; docs/data.md says how they are written"
     reading = {"name": options.name, "image_size": options.image_size}

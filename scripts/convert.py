@@ -25,7 +25,7 @@ WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet"
 
 
 def open_splits(source: str, format: str, image_dir: list[str] | None, on_error: str) -> dict[str, DetectionTable]:
-    """Every split of a folder, or the one of an annotation file, by name."""
+    """Open every split of a folder, or the one of an annotation file, by name."""
     reading = {"format": format, "image_dir": image_dir, "on_error": on_error}
     if not Path(source).expanduser().is_dir():
         return {"train": open_dataset(source, **reading)}

@@ -41,7 +41,7 @@ from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_an
 
 
 def expected_numbers(arguments: Sequence[str]) -> tuple[dict[str, float], list[str]]:
-    """The `--expect.METRIC VALUE` pairs among arguments, by metric, and the other arguments.
+    """Return the `--expect.METRIC VALUE` pairs among arguments, by metric, and the other arguments.
 
     Raises BadInput for a value that is missing or is not a number.
     """
@@ -61,7 +61,7 @@ def expected_numbers(arguments: Sequence[str]) -> tuple[dict[str, float], list[s
 
 
 def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
-    """Prints the table and returns whether every expected number was met."""
+    """Print the table and return whether every expected number was met."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     how = {key: getattr(arguments, key) for key in ("settings", "backend", "max_detections")}
@@ -95,7 +95,7 @@ def _each_fold(folds: list[Predicted]) -> str:
 
 
 def _measured(predicted: Predicted, backend: str | None) -> dict:
-    """All numbers, and `table` for a person."""
+    """Return all numbers, and a readable `table`."""
     evaluator = predicted.evaluator or CocoEvaluator(predicted.table, backend or "toolkit")
     scores = evaluator.evaluate(predicted.predictions)
     if not predicted.table.num_boxes().any():

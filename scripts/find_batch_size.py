@@ -33,8 +33,8 @@ GIB = 2**30
 
 
 def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> str:
-    """Why training cannot make its first step with this batch; empty if it can. Raises BadInput where something else
-    ends it."""
+    """Return why training cannot make its first step with this batch; empty if it can. Raises BadInput if it ends
+    for another reason than memory or too few images."""
     limit = None
     if memory_bytes is not None:
         import resource  # not on Windows

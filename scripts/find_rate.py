@@ -31,7 +31,7 @@ BELOW_THE_SMALLEST = 10.0
 
 
 def follow(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """(rate, loss, smoothed loss) of each step, up to where the loss diverges."""
+    """Return (rate, loss, smoothed loss) of each step, up to the step where the loss diverges."""
     curve, mean, smallest = [], 0.0, math.inf
     for number, (rate, loss) in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
@@ -44,7 +44,7 @@ def follow(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, fl
 
 
 def proposal(curve: list[tuple[float, float, float]]) -> float:
-    """A tenth of the rate with the smallest smoothed loss. Raises BadInput where the loss did not fall."""
+    """Return a tenth of the rate with the smallest smoothed loss. Raises BadInput if the loss did not fall."""
     smoothed = [row[2] for row in curve]
     if len(curve) < 5 or min(smoothed) > 0.98 * smoothed[0]:
         raise BadInput(f"the loss does not fall at any of {len(curve)} rates: give a smaller --lowest, or more --steps")

@@ -39,7 +39,7 @@ STORAGE = "sqlite:///{}/study.db"
 
 
 def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
-    """The study in `out`, new or as it stands. Raises BadInput where another sweep is in that folder."""
+    """Open the study in `out`, or make a new one. Raises BadInput if the folder has another sweep."""
     (out / "locks").mkdir(parents=True, exist_ok=True)
     direction, pruner = "maximize" if sweep.maximize else "minimize", optuna.pruners.NopPruner()
     if sweep.min_evaluations is not None:
@@ -62,7 +62,7 @@ def sampler(optuna: ModuleType, sweep: Sweep, seed: int):
 
 
 def suggest(trial, name: str, p: Parameter):
-    """The value that a trial has for a parameter, chosen at the first call."""
+    """Return the value of a parameter in a trial, chosen at the first call."""
     if p.values is not None:
         return trial.suggest_categorical(name, p.values)
     if p.is_int:
@@ -84,7 +84,8 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict]) -> Iterator:
-    """A trial left by a killed worker, else a new one, else None once `limit` trials have begun; held by its lock.
+    """Yield a trial left by a killed worker, else a new one, else None once `limit` trials have begun; its lock is
+    held.
 
     grid: the values of each trial; none: they are still to be chosen.
     """
@@ -97,7 +98,7 @@ def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict
                 if open_one and held.enter_context(locked(out / "locks" / f"{frozen.number:05d}", wait=False)):
                     if study.get_trials(deepcopy=False)[frozen.number].state != states.RUNNING:
                         continue  # its worker has ended it since the list was read
-                    trial = optuna.Trial(study, frozen._trial_id)  # there is no public way to take one up again
+                    trial = optuna.Trial(study, frozen._trial_id)  # Optuna has no public way to continue a trial
                     break
             if trial is None and (waiting or len(trials) < limit):
                 if grid and not waiting:
@@ -156,7 +157,7 @@ def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals
 
 
 def write_table(study, out: Path, parameters: list[str]) -> None:
-    """`trials.csv` and `best.json`."""
+    """Write `trials.csv` and `best.json`."""
     trials = study.get_trials(deepcopy=False)
     with locked(out / "locks" / "table"), open(out / "trials.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -179,7 +180,7 @@ def write_table(study, out: Path, parameters: list[str]) -> None:
 
 
 def precision_of(run_folder: Path) -> str:
-    """The precision that a trial was trained in; "" before it has begun, or where its settings are damaged."""
+    """Return the precision that a trial was trained in; "" before it has begun, or if its settings are damaged."""
     try:
         return str(read_groups(run_folder / CONFIG)["run"]["precision"])
     except (BadInput, OSError, KeyError, TypeError):
