@@ -1,4 +1,4 @@
-"""Starts a training script as a separate process, follows the rows that it writes, and asks it for its settings."""
+"""A training script as a separate process: its start, the rows that it writes, and its settings."""
 
 import ctypes
 import os
@@ -69,8 +69,8 @@ class WatchedRun:
             )
 
     def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
-        """Its rows as they are written, each once, those of an earlier start first; until the process has ended, or
-        `stop` says so."""
+        """Yield the rows as they are written, each once, including those of an earlier start, until the process has
+        ended or `stop` returns true."""
         seen = set()
         with closing(GrowingMetrics(self.folder / "metrics.jsonl")) as file:
             while True:
@@ -85,14 +85,15 @@ class WatchedRun:
                 time.sleep(POLL_S)
 
     def stop(self, saving: bool = True) -> int:
-        """Asks it to save and end, if it is to, and after a while without asking; its exit code."""
+        """Stop the process and return its exit code. With `saving` it is asked to save and end first, and killed
+        after a while."""
         posix = os.name == "posix"
         if saving and self.process.poll() is None:
             self._send(signal.SIGTERM if posix else signal.CTRL_BREAK_EVENT)
             with suppress(subprocess.TimeoutExpired):
                 return self.process.wait(STOP_S)
         if self.process.poll() is None:
-            self._send(signal.SIGKILL if posix else signal.SIGTERM)  # on Windows SIGTERM asks nobody
+            self._send(signal.SIGKILL if posix else signal.SIGTERM)  # on Windows SIGTERM kills
         return self.process.wait()
 
     def _send(self, number: int) -> None:
@@ -100,16 +101,17 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        """How it ended, as `status.json` says, which no launcher flattens; "failed" without one."""
+        """Return the final state from `status.json`, which a launcher does not change; "failed" without that file."""
         return read_status(self.folder).get("state", "failed")
 
     def last_words(self, lines: int = 5) -> str:
-        """The end of its output."""
+        """Return the last lines of the output."""
         return "\n".join(self.output.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
 def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int, settings: Mapping) -> list[str]:
-    """Words that train `steps` steps in the run folder `folder` with `settings` on top of the `arguments`."""
+    """Return the command that trains `steps` steps in the run folder `folder` with `settings` on top of the
+    `arguments`."""
     required = {"run.output_dir": folder.parent, "run.name": folder.name, "run.max_steps": steps}
     alone = dict(word.split("=") for word in STEPS_ALONE.split())
     flags = [f"--{key}={value}" for key, value in {**alone, **required, **settings}.items()]
@@ -117,7 +119,8 @@ def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int
 
 
 def resolved_settings(script: Path, arguments: Sequence[str]) -> dict:
-    """The settings that a script has with these arguments. Raises BadInput with what it says against them."""
+    """Return the settings that a script has with these arguments. Raises BadInput with the script's message if it
+    refuses them."""
     command = [sys.executable, str(script), *arguments, "--print_config"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:

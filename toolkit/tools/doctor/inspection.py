@@ -1,4 +1,4 @@
-"""Inspects a data set beyond its single records: leakage, duplicates, classes, sizes; writes a cleaned copy."""
+"""Inspection of a data set beyond its single records: leakage, duplicates, classes and sizes; and a cleaned copy."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ RARE = 0.01  # of all boxes
 
 @dataclass
 class Finding:
-    """One finding. severity: "error", "warning" or "note"; items: every place, as JSON can say it."""
+    """One finding. severity: "error", "warning" or "note"; items: every place, as values for JSON."""
 
     severity: str
     kind: str
@@ -36,7 +36,8 @@ class Finding:
 
 @dataclass
 class SplitSummary:
-    """What a split holds; sizes_px: quantiles (5, 25, 50, 75, 95 %) of the root of a box's area at the input size."""
+    """Contents of a split. sizes_px: quantiles (5, 25, 50, 75, 95 %) of the square root of a box's area at the input
+    size."""
 
     images: int
     background: int
@@ -58,12 +59,12 @@ class Inspection:
 
     @property
     def exit_code(self) -> int:
-        """0: clean; 1: warnings; 2: errors."""
+        """Return 0 without warnings, 1 with warnings, 2 with errors."""
         worst = {finding.severity for finding in self.findings}
         return 2 if "error" in worst else 1 if "warning" in worst else 0
 
     def to_json(self) -> str:
-        """Findings and summaries, for programs."""
+        """Return the findings and summaries as JSON, for programs."""
         all_ = asdict(self)
         content = {"exit_code": self.exit_code, "findings": all_["findings"], "splits": all_["splits"]}
         return json.dumps(content, indent=2)
@@ -75,7 +76,7 @@ def inspect_tables(
     cache_dir: str | Path | None = None,
     compare: bool = True,
 ) -> Inspection:
-    """Inspects all splits of a data set together.
+    """Inspect all splits of a data set together.
 
     Args:
         tables: by the name of the split; read with on_error "drop", so that they carry their problems.
@@ -97,7 +98,7 @@ def inspect_tables(
 
 
 def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
-    """Findings about whole splits: hardly an object, or images of another."""
+    """Yield findings about whole splits: almost no objects, or the same images as another split."""
     for split, table in tables.items():
         if fault := mostly_empty(table):
             yield Finding("error", "background", f"{split}: {fault}; were the labels found?")
@@ -108,7 +109,7 @@ def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
 
 
 def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: Inspection) -> SplitSummary:
-    """Counts, sizes, boxes given twice."""
+    """Count the images and boxes of a split, summarise their sizes, and report small boxes and boxes given twice."""
     truth, names = table.boxes(), table.rows["file_name"].to_pylist()
     plain, classes = truth[~truth.iscrowd], len(table.categories)
     if twice := list(_given_twice(split, table, truth, names, result)):
@@ -141,7 +142,7 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
 def _given_twice(
     split: str, table: DetectionTable, truth: Boxes, names: Sequence[str], result: Inspection
 ) -> Iterator[dict]:
-    """A finding for each duplicated box, whose second copy is marked to be dropped."""
+    """Yield a finding for each duplicated box, whose second copy is marked to be dropped."""
     for index, name in enumerate(names):
         part = truth.of_image(index)
         labels, ids = truth.labels[part], truth.ids[part].tolist()
@@ -153,7 +154,8 @@ def _given_twice(
 
 
 def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list[tuple[int, int]]:
-    """(first, second) of the boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`, crowds apart.
+    """Return pairs (first, second) of boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`, without
+    crowds.
 
     A box is the second of one pair at most, and one that is a second is the first of none.
     """
@@ -171,7 +173,7 @@ def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list
 
 
 def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
-    """The problems of the single records. A file is unlisted when no split of its folder lists it."""
+    """Yield the problems of the single records. A file is unlisted when no split of its folder lists it."""
     roots = Counter(table.image_root for table in tables.values() if table.image_root is not None)
     shared = {root: set() for root, splits in roots.items() if splits > 1}  # names that a split of it lists
     for table in tables.values():
@@ -210,7 +212,7 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
 
 
 def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None, result: Inspection) -> None:
-    """Images that are the same or look alike, between splits (leakage) and in one."""
+    """Find images that are the same or look alike, between splits (leakage) and within one."""
     signatures = [signatures_of(table, cache_dir) for table in tables.values()]
     columns = ([getattr(signature, name) for signature in signatures] for name in ("digests", "thumbnails"))
     joined = ImageSignatures(*map(np.concatenate, columns))
@@ -224,8 +226,8 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
         kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
         items = [f"{split}/{tables[split].file_name(index)}" for split, index in (first, second)]
         pairs_by_kind.setdefault(kind, []).append(items)
-        if kind != "look alike":  # what looks alike within a split is a choice of whoever made the set
-            # what remains is the one that is evaluated on
+        if kind != "look alike":  # images of one split that look alike may be intended
+            # keep the image that is evaluated on
             keep, drop = (second, first) if first[0] == "train" and second[0] != "train" else (first, second)
             if keep not in result.drop_images:
                 result.drop_images.setdefault(drop, f"{kind}: {'/'.join(items)}")
@@ -235,7 +237,8 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
 
 
 def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Pairs of images with the same bytes: each with the first one of its split, and the first ones of two splits."""
+    """Yield pairs of images with the same bytes: each with the first one of its split, and the first ones of two
+    splits."""
     firsts: dict[str, int] = {}
     for index, split in zip(group, splits, strict=True):
         if split in firsts:
@@ -256,7 +259,8 @@ def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
 
 
 def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out: Path) -> list[str]:
-    """Writes the splits as a COCO folder without what was found; returns the log, one line for each change.
+    """Write the splits as a COCO folder without the faults that were found, and return the log with one line for each
+    change.
 
     Left out are records that cannot be used, images that lost all their objects so, images that are in another split or
     twice in one, boxes given twice, and classes without a box; kept are repairs, such as clipped boxes. Files get the

@@ -24,7 +24,7 @@ TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # i
 
 
 def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], folder: Path) -> list[Path]:
-    """Writes `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`; returns the files."""
+    """Write `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(tables.values()))
     truth, files = first.boxes(), []
@@ -46,7 +46,8 @@ def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], f
 
 
 def draw_batch(batch: Batch, class_names: list[str], file: Path) -> Path:
-    """A grid of the images of a training batch (uint8) with their boxes, as the model gets them."""
+    """Draw a grid of the images of a training batch (uint8) with their boxes, as the model gets them, and return the
+    file."""
     tiles = []
     for image, (height, width), target in zip(batch.images, batch.sizes.tolist(), batch.targets, strict=True):
         tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE))
@@ -74,7 +75,8 @@ def _grid(tiles: list[Image.Image], file: Path) -> Path:
 
 
 def _boxes(table: DetectionTable) -> np.ndarray:
-    """(N, 6) centre x, y, width, height in fractions of the image, and width, height of the image in pixels."""
+    """Return (N, 6): centre x, y, width and height in fractions of the image, and the image's width and height in
+    pixels."""
     truth = table.boxes()
     size, low, high = table.sizes_hw()[truth.image_index, ::-1], truth.xyxy[:, :2], truth.xyxy[:, 2:]
     return np.concatenate([(low + high) / 2 / size, (high - low) / size, size], axis=1)[:MAX_BOXES]
@@ -108,7 +110,7 @@ def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path
 
 
 def ticks_of(low: float, high: float) -> list[float]:
-    """Round numbers between two positive ones for a logarithmic axis, far enough from each other for their labels."""
+    """Return round numbers between two positive ones for a logarithmic axis, far enough apart for their labels."""
     decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     apart = (high / low) ** LABEL_WIDTH
     for steps in TICKS:

@@ -1,4 +1,4 @@
-"""Publishes a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
+"""Publication of a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from toolkit.tools.report import write_report
 
 
 def final_folder(source: str | Path) -> Path:
-    """The `final/` folder of a run, or the one that was given. Raises BadInput when there is none."""
+    """Return the `final/` folder of a run, or the given one. Raises BadInput if there is none."""
     path = Path(source).expanduser()
     for folder in (path, path / "final"):
         if (folder / "categories.json").is_file() and (folder / "config.json").is_file():
@@ -20,7 +20,7 @@ def final_folder(source: str | Path) -> Path:
 
 
 def report_and_card(run_folder: Path, table, trained: bool) -> None:
-    """The report of a run that is done, and then the card of its model again, with the intervals that the report found.
+    """Write the report of a finished run, and then the card of its model again, with the intervals from the report.
 
     table: the validation data. trained: it has a new model, and was not an evaluation alone.
     """
@@ -31,7 +31,7 @@ def report_and_card(run_folder: Path, table, trained: bool) -> None:
 
 
 def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
-    """Writes the model card of a run or `final/` folder again, with what the run's report has found since.
+    """Write the model card of a run or `final/` folder again, with the results of the run's report.
 
     Raises BadInput: no such folder, no such licence, or a file of the run that is damaged.
     """
@@ -45,7 +45,7 @@ def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
 
 
 def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
-    """Writes the model card again and uploads the folder.
+    """Write the model card again, upload the folder, and return the address of the model.
 
     Args:
         source: run or `final/` folder.
@@ -72,7 +72,7 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
 
 
 def check_push(name: str) -> None:
-    """Asks the hub, without changing it, whether `push` may write under this name, before hours of training.
+    """Ask the hub, without changing it, whether `push` may write under this name, before hours of training.
 
     Raises:
         BadInput: no token, or one that may only read, a name that is none or another's, or no connection.
@@ -91,13 +91,14 @@ def check_push(name: str) -> None:
 
 @contextmanager
 def _hub(name: str) -> Iterator:
-    """The hub's client; a refusal, a failed connection or a missing token inside the block is raised as BadInput."""
+    """Yield the hub's client; a refusal, a failed connection or a missing token inside the block is raised as
+    BadInput."""
     import httpx
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if get_token() is None:
-        raise BadInput("--hub.push: there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
+        raise BadInput("--hub.push: no token of the hub was found: run `hf auth login`, or set HF_TOKEN")
     try:
         yield HfApi()
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:

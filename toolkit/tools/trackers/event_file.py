@@ -46,8 +46,8 @@ class TensorBoardTracker(Tracker):
 
 
 def _at_thresholds(sweep) -> tuple[np.ndarray, ...]:
-    """True and false positives, true negatives (there are none to count) and false negatives, precision and recall of
-    predictions with at least each threshold."""
+    """Return the true positives, false positives, true negatives (always 0), false negatives, precision and recall
+    of predictions with at least each threshold."""
     thresholds = np.linspace(0, 1, THRESHOLDS)
     row = np.searchsorted(-sweep.score, -thresholds, side="right") - 1  # the last score that is large enough
     precision, recall = (

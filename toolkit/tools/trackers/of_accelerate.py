@@ -40,7 +40,7 @@ class AccelerateTracker(Tracker):
 
 
 def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
-    """What the program of that name takes for the name, id, group, tags and notes of a run.
+    """Return the arguments that a tracker takes for the name, id, group, tags and notes of a run.
 
     run_id: None where the program itself chooses one. goes_on: there is such a run already.
     """
@@ -68,13 +68,14 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
 
 
 def mlflow_names(names: Iterable[str]) -> list[str]:
-    """The names, such as `val/AP/<class>`, with "_" for what MLflow refuses: all but letters, digits, "_-. :" and
-    slashes, and what would be another path to the same place. Names that are then the same get a number."""
+    """Return the names, such as `val/AP/<class>`, with "_" for everything that MLflow refuses: all but letters,
+    digits, "_-. :" and slashes, and different paths to the same place. Names that become equal get a number."""
     return distinct(re.sub(r"[^/\w.\- :]|(?<=/)\.+(?=/|$)|(?<=/)/|/$", "_", name) for name in names)
 
 
 def run_id(name: str, inner: Any, about: About) -> str | None:
-    """By which the program finds the run again. inner: its own object, as Accelerate's `tracker` gives it."""
+    """Return the id by which the tracker finds the run again. inner: its own object, as Accelerate's `tracker` gives
+    it."""
     if name == "mlflow":
         return inner.info.run_id
     if name == "aim":
@@ -85,7 +86,7 @@ def run_id(name: str, inner: Any, about: About) -> str | None:
 
 
 def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None:
-    """Names and tags of programs that take them from a run that has begun; tags once."""
+    """Set the name and tags for trackers that take them from a run that has begun; tags only once."""
     tags = [] if goes_on else about.tags
     if name == "comet_ml":
         inner.set_name(about.name)

@@ -54,7 +54,7 @@ class WandbTracker(Tracker):
         self._run.log({"step": step, **values}, step=step)
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
-        """One artifact that refers to the data by their fingerprints; nothing is copied or sent."""
+        """Log one artifact that refers to the data by their fingerprints; nothing is copied or sent."""
         import wandb
 
         marks = {split: facts.fingerprint for split, facts in data.items()}
@@ -71,7 +71,7 @@ class WandbTracker(Tracker):
         self.notes["data"] = marks
 
     def keep_final(self, final: Path, facts: Mapping) -> None:
-        """The artifact `best-<run id>`, where these files are not its newest version already."""
+        """Log the artifact `best-<run id>`, unless its newest version has these files already."""
         import wandb
 
         artifact = wandb.Artifact(f"best-{self.run_id}", "model", metadata=dict(facts))
@@ -88,7 +88,7 @@ class WandbTracker(Tracker):
 
 
 def _init(wandb, folder: Path, about: About, run_id: str):
-    """The run, online where that can be; else offline, with one warning."""
+    """Start the run, online if possible, otherwise offline with one warning."""
     limits = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S}
     settings = wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields})
     options = {key: getattr(about, key) for key in ("project", "name", "group", "job_type")}
@@ -106,12 +106,12 @@ def _init(wandb, folder: Path, about: About, run_id: str):
             f"`wandb sync {folder}/wandb/offline-run-*`.",
             stacklevel=2,
         )
-        wandb.teardown()  # or it holds the failed attempt's id to be in use
+        wandb.teardown()  # or W&B treats the failed attempt's id as in use
         return wandb.init(**options, mode="offline")
 
 
 def _image(wandb, shown, class_names: list[str]):
-    """A picture as JPEG, with annotated and found boxes as layers; scores can be filtered there."""
+    """Return a picture as JPEG, with annotated and found boxes as layers; scores can be filtered there."""
     names = dict(enumerate(class_names))
 
     def layer(boxes, labels, scores=None) -> dict:
@@ -135,7 +135,8 @@ def _image(wandb, shown, class_names: list[str]):
 
 
 def _plots(wandb, shown) -> dict:
-    """Precision against recall, F1 against score, confusions and AP of each class, as W&B's own kinds of plot."""
+    """Return precision against recall, F1 against score, confusions and AP of each class, as W&B's own kinds of
+    plot."""
     curve, f1 = [], []
     for name, sweep in shown.curves.items():
         rows = np.unique(np.linspace(0, len(sweep.score) - 1, CURVE_POINTS).astype(int)) if len(sweep.score) else []
@@ -145,7 +146,7 @@ def _plots(wandb, shown) -> dict:
     confusions = [[a, p, int(shown.matrix[i, j])] for i, a in enumerate(rows) for j, p in enumerate(columns)]
 
     def plot(kind: str, title: str, columns: dict[str, str], data: list):
-        """columns: by what that kind of plot calls them."""
+        """Return one plot. columns: names of the data's columns by the names that this kind of plot uses."""
         table = wandb.Table(columns=list(columns.values()), data=data)
         return wandb.plot_table(f"wandb/{kind}", table, columns, {"title": title})
 
@@ -163,7 +164,7 @@ def _plots(wandb, shown) -> dict:
 
 @contextmanager
 def _no_prompts() -> Iterator[None]:
-    """W&B asks for an account when it has no key and a terminal; nobody may be there to answer."""
+    """Keep W&B from asking for an account on a terminal without a key, since no user may be present to answer."""
     stdin = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:
         sys.stdin = nothing
