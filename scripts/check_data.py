@@ -133,7 +133,8 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
     from toolkit.tools.doctor.pictures import draw_batch
 
     settings = data_settings(config, script)
-    settings.workers, settings.batch_size_per_device = 0, min(16, len(table))
+    settings.workers = 0
+    settings.batch_size_per_device = min(16, len(table))
     _, loader = loader_of_settings(table, settings, seed=0, stride=1)
     return draw_batch(next(iter(loader)), table.class_names, file)
 

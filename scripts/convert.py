@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.val is not None and "val" in tables:
         raise BadInput(f"--val {options.val}: {options.source} has a split val already")
     if options.val is not None:
-        if (share := share_of(options.val)) is None:
+        share = share_of(options.val)
+        if share is None:
             raise BadInput(f"--val {options.val}: expected a fraction between 0 and 1, or a fold such as 1/5")
         tables["train"], tables["val"] = hold_out(tables["train"], share)
     for split, table in tables.items():

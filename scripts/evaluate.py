@@ -45,7 +45,9 @@ def expected_numbers(arguments: Sequence[str]) -> tuple[dict[str, float], list[s
 
     Raises BadInput for a value that is missing or is not a number.
     """
-    expected, rest, words = {}, [], iter(arguments)
+    expected = {}
+    rest = []
+    words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
         if not flag.startswith("--expect."):

@@ -44,7 +44,9 @@ from toolkit.tools.predict.predict_split import SplitOptions, data_settings
 
 def export(arguments: argparse.Namespace) -> bool:
     """Write and check all files and print a table. Returns whether all files are as good as PyTorch."""
-    trained, table, out = opened(arguments), validation_table(arguments), arguments.out
+    trained = opened(arguments)
+    table = validation_table(arguments)
+    out = arguments.out
     if arguments.score_threshold is None:
         recommended = report_thresholds(Path(arguments.model).expanduser()) or {}
         arguments.score_threshold = recommended.get("", Asked.score_threshold)

@@ -40,10 +40,15 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
         import resource  # not on Windows
 
         limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    settings = {"data.batch_size_per_device": batch_size, "data.workers": 0}
-    settings |= {"run.probe_memory": "true", "optim.accumulation_steps": 1}
+    settings = {
+        "data.batch_size_per_device": batch_size,
+        "data.workers": 0,
+        "run.probe_memory": "true",
+        "optim.accumulation_steps": 1,
+    }
     with tempfile.TemporaryDirectory() as scratch:
-        folder, output = Path(scratch) / "run", Path(scratch) / "output"
+        folder = Path(scratch) / "run"
+        output = Path(scratch) / "output"
         command = steps_alone(script, arguments, folder, 2, settings)
         run = WatchedRun(command, folder, output, limit=limit)
         try:
@@ -60,7 +65,9 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
 
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
-    settings, largest, why = resolved_settings(arguments.script, rest), arguments.most, "not tried"
+    settings = resolved_settings(arguments.script, rest)
+    largest = arguments.most
+    why = "not tried"
     on_cpu = default_device().type == "cpu"
     if arguments.memory_gib is None and on_cpu:
         arguments.memory_gib = 0.8 * psutil.virtual_memory().available / GIB
@@ -73,7 +80,8 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         print(refused or "fits", flush=True)
         if not refused:
             break
-        largest, why = largest // 2, refused
+        largest //= 2
+        why = refused
     else:
         remedy = "give smaller images (data.image_size, data.scales), a smaller model, or --run.precision bf16"
         raise BadInput(f"not even one image fits into memory: {remedy}")

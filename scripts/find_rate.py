@@ -32,7 +32,9 @@ BELOW_THE_SMALLEST = 10.0
 
 def follow(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
     """Return (rate, loss, smoothed loss) of each step, up to the step where the loss diverges."""
-    curve, mean, smallest = [], 0.0, math.inf
+    curve = []
+    mean = 0.0
+    smallest = math.inf
     for number, (rate, loss) in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
         smoothed = mean / (1 - SMOOTHING**number)  # the mean began at 0
@@ -73,9 +75,15 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         raise BadInput(f"{requested}: expected 0 < lowest < highest and at least 10 steps")
     optim = resolved_settings(arguments.script, rest)["optim"]
     ratio = None if optim["backbone_lr"] is None else optim["backbone_lr"] / (optim["lr"] or 1)
-    settings = {"optim.lr": low, "schedule.name": "exponential", "schedule.per": "step"}
-    settings |= {"schedule.final_factor": high / low, "schedule.warmup_steps": 0}
-    settings |= {} if ratio is None else {"optim.backbone_lr": low * ratio}
+    settings = {
+        "optim.lr": low,
+        "schedule.name": "exponential",
+        "schedule.per": "step",
+        "schedule.final_factor": high / low,
+        "schedule.warmup_steps": 0,
+    }
+    if ratio is not None:
+        settings["optim.backbone_lr"] = low * ratio
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         run = WatchedRun(steps_alone(arguments.script, rest, folder, steps, settings), folder, Path(scratch) / "output")

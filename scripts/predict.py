@@ -99,7 +99,8 @@ def predict(arguments: argparse.Namespace) -> int:
     document, labelled, failed = predict_images(arguments, predictor, threshold, names, ids, given)
     errors |= failed
     for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
-        if error := one_video(arguments, predictor, threshold, source):
+        error = one_video(arguments, predictor, threshold, source)
+        if error:
             errors[source] = error
     if names or errors:
         document["errors"] = [{"file_name": str(path), "error": reason} for path, reason in errors.items()]
@@ -155,7 +156,9 @@ def predict_images(
     pictures = {} if arguments.no_pictures else picture_names(names)
     options = {"batch_size": arguments.batch_size, "score_threshold": threshold, "given": given}
     predictions = predict_files(predictor, list(names), **options)
-    entries, detections, errors = {}, {}, {}
+    entries = {}
+    detections = {}
+    errors = {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         path = prediction.path
         if prediction.error is not None:
@@ -165,7 +168,8 @@ def predict_images(
         height, width = prediction.image.shape[-2:]
         entry = {"id": ids[path], "file_name": str(path), "width": width, "height": height}
         entry |= predictor.as_json(prediction.found, arguments.all_scores, not arguments.no_graph_constraint)
-        detections[path], entries[path] = prediction.found, entry
+        detections[path] = prediction.found
+        entries[path] = entry
         if pictures:
             entry["picture"] = str(pictures[path])
             drawn = arguments.out / pictures[path]
@@ -188,7 +192,8 @@ def predict_images(
 def one_video(arguments, predictor: Predictor, threshold: float, source: Path | int) -> str | None:
     """Predict on a video and print a summary. Returns why it ended early, if it did."""
     name = f"camera_{source}" if isinstance(source, int) else source.name
-    lines, number = arguments.out / "videos" / f"{name}.jsonl", 1
+    lines = arguments.out / "videos" / f"{name}.jsonl"
+    number = 1
     while lines.exists():
         number += 1
         lines = lines.with_name(f"{name}_{number}.jsonl")

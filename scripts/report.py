@@ -45,7 +45,8 @@ def report(arguments: argparse.Namespace) -> Path:
         judged.append((predicted, run, judge(name, predicted.predictions, predicted.table, about)))
     if len(judged) > 1:
         return write_comparison(arguments.out or Path("report_comparison"), [judgement for *_, judgement in judged])
-    (predicted, run, judgement), source = judged[0], Path(arguments.sources[0]).expanduser()
+    predicted, run, judgement = judged[0]
+    source = Path(arguments.sources[0]).expanduser()
     of_a_run = predicted.run_folder is not None
     beside = predicted.run_folder / "report" if of_a_run else source.with_name(f"{source.stem}_report")
     return write_page(arguments.out or beside, judgement, run, judgement.name)

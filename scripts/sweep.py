@@ -41,7 +41,8 @@ STORAGE = "sqlite:///{}/study.db"
 def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
     """Open the study in `out`, or make a new one. Raises BadInput if the folder has another sweep."""
     (out / "locks").mkdir(parents=True, exist_ok=True)
-    direction, pruner = "maximize" if sweep.maximize else "minimize", optuna.pruners.NopPruner()
+    direction = "maximize" if sweep.maximize else "minimize"
+    pruner = optuna.pruners.NopPruner()
     if sweep.min_evaluations is not None:
         pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_min_trials=2)
     with locked(out / "locks" / "study"):  # two workers that begin together would both make the tables
@@ -91,7 +92,9 @@ def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict
     """
     with ExitStack() as held:
         with locked(out / "locks" / "study"):
-            trials, trial, states = study.get_trials(deepcopy=False), None, optuna.trial.TrialState
+            trials = study.get_trials(deepcopy=False)
+            trial = None
+            states = optuna.trial.TrialState
             waiting = [t for t in trials if t.state == states.WAITING]  # a kill came before it was begun
             for frozen in trials:
                 open_one = frozen.state == states.RUNNING
@@ -133,7 +136,8 @@ def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals
     print(f"{name}: {values}", flush=True)
     wait_until_free(out / name, signals)
     run = WatchedRun(sweep.command_of(values, extra), out / name, out / "logs" / f"{name}.txt")
-    best, pruned = None, False
+    best = None
+    pruned = False
     for row in run.rows(stop=lambda: signals.received):
         value = row.get(sweep.metric)
         if value is None or math.isnan(value):
@@ -190,8 +194,10 @@ def precision_of(run_folder: Path) -> str:
 def run_sweep(arguments: argparse.Namespace) -> None:
     optuna = import_extra("optuna", "sweeps", "Sweeps")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sweep, out = read_sweep(arguments.sweep), arguments.out.expanduser().absolute()
-    limit, grid = arguments.trials or sweep.trials, []
+    sweep = read_sweep(arguments.sweep)
+    out = arguments.out.expanduser().absolute()
+    limit = arguments.trials or sweep.trials
+    grid = []
     if sweep.method == "grid":
         values = itertools.product(*(p.values for p in sweep.parameters.values()))
         grid = [dict(zip(sweep.parameters, combination, strict=True)) for combination in values]

@@ -34,8 +34,10 @@ def bench_evaluation(
     """
     with tempfile.TemporaryDirectory() as folder:
         table, predictions = random_detections(Path(folder), num_images, num_detections, num_classes, seed)
-        evaluator, truth = CocoEvaluator(table), _coco_ground_truth(table, Path(folder) / "truth.json")
-        ours, plain = evaluator.evaluate(predictions), plain_pycocotools(truth, predictions)
+        evaluator = CocoEvaluator(table)
+        truth = _coco_ground_truth(table, Path(folder) / "truth.json")
+        ours = evaluator.evaluate(predictions)
+        plain = plain_pycocotools(truth, predictions)
         rounds = in_turn(
             lambda: evaluator.evaluate(predictions), lambda: plain_pycocotools(truth, predictions), repeats
         )
@@ -48,15 +50,18 @@ def random_detections(
 ) -> tuple[DetectionTable, dict]:
     """Make about seven objects per image, one in fifty a crowd; most are found, and the other detections are false."""
     rng = np.random.default_rng(seed)
-    rows, predictions = [], {}
+    rows = []
+    predictions = {}
     for image_id in range(1, num_images + 1):
         count = min(int(rng.poisson(7)), num_detections)
-        boxes, labels = random_boxes(rng, count, 440, 8, 200), rng.integers(0, num_classes, count)
+        boxes = random_boxes(rng, count, 440, 8, 200)
+        labels = rng.integers(0, num_classes, count)
         crowd = (rng.random(count) < 0.02).astype(int)
         rows.append(table_row(image_id, (640, 640), boxes, labels, crowd=crowd))
         detections = random_boxes(rng, num_detections, 440, 8, 200)
         classes = rng.integers(0, num_classes, num_detections)
-        detections[:count], classes[:count] = boxes + rng.normal(0, 4, boxes.shape), labels
+        detections[:count] = boxes + rng.normal(0, 4, boxes.shape)
+        classes[:count] = labels
         predictions[image_id] = {
             "boxes": torch.from_numpy(detections),
             "scores": torch.from_numpy(rng.random(num_detections, dtype=np.float32)),

@@ -173,14 +173,16 @@ class Bench:
         folder = None
         for until, where in ((2, on_cpu), (4, {}), (6, on_cpu)):
             folder = self.train("train_ssd", small, settings, {"until": until}, folder, environment=where)
-        expected, losses = _losses(alone / "run"), _losses(folder / "run")
+        expected = _losses(alone / "run")
+        losses = _losses(folder / "run")
         apart = max(abs(losses[step] / loss - 1) for step, loss in expected.items())
         yield row("CPU, GPU, CPU: largest difference of a loss", apart, "relative") | {"required": "≤ 0.01"}
 
     def two_processes(self, small: Sequence[str]) -> Iterator[dict]:
         """Train an SSD on two processes and on one with the batch of both; measure how soon one ends when the other
         is killed."""
-        arguments, weights = [*small, *ONE_STEP], []
+        arguments = [*small, *ONE_STEP]
+        weights = []
         for processes in (1, 2):
             settings = EXACT | {"run.max_steps": 1, "data.batch_size_per_device": 8 // processes}
             folder = self.train("train_ssd", arguments, settings, {}, processes=processes) / "run"
@@ -208,10 +210,16 @@ class Bench:
         if processes > 1:  # without a launcher, which would end the others itself
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
-                shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-            shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+                port = str(probe.getsockname()[1])
+            shared = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+            }
             of_ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-        words, started = [str(word) for word in command], []
+        words = [str(word) for word in command]
+        started = []
         with ExitStack() as held:
             for rank in of_ranks:
                 output = held.enter_context(tempfile.NamedTemporaryFile("w", dir=self.scratch))
@@ -263,12 +271,19 @@ class Driven:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.plan, self.ticks = folder, json.loads((folder / "plan.json").read_text()), 0
-        self.images, self.began, self.data_s, self.measured, self.warned = 0, 0.0, 0.0, {}, []
+        self.folder = folder
+        self.plan = json.loads((folder / "plan.json").read_text())
+        self.ticks = 0
+        self.images = 0
+        self.began = 0.0
+        self.data_s = 0.0
+        self.measured = {}
+        self.warned = []
 
     def tick(self, done: int, images: int, data_s: float = 0.0) -> None:
         """Count a step before it begins. done: steps of the run so far. data_s: seconds spent waiting for its batch."""
-        plan, self.ticks = self.plan, self.ticks + 1
+        plan = self.plan
+        self.ticks += 1
         if done + 1 == plan.get("kill") and int(os.environ.get("RANK", "0")) == plan.get("rank", 0):
             (self.folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -285,9 +300,12 @@ class Driven:
         if timed == self.plan["steps"]:
             torch.cuda.synchronize()
             seconds = time.perf_counter() - self.began
-            self.measured = {"images_per_s": self.images / seconds, "data_share": self.data_s / seconds}
-            self.measured |= {"batch": self.images / self.plan["steps"]}
-            self.measured |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+            self.measured = {
+                "images_per_s": self.images / seconds,
+                "data_share": self.data_s / seconds,
+                "batch": self.images / self.plan["steps"],
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            }
             warnings.simplefilter("always")
             warnings.showwarning = lambda *warning, **_: self.warned.append(warning)  # message, class, file, line
             torch.cuda.set_sync_debug_mode("warn")
@@ -299,7 +317,8 @@ class Driven:
             (self.folder / "measured.json").write_text(json.dumps(self.measured))
             raise Measured
         if timed >= 0:
-            self.images, self.data_s = self.images + images, self.data_s + data_s
+            self.images += images
+            self.data_s += data_s
 
     def windows(self, t, plain: Callable[[], Iterator]) -> Iterator:
         """Yield the windows of the training, with a tick before each step."""
@@ -316,7 +335,9 @@ def drive(folder: Path, script: str, arguments: list[str]) -> int:
     from toolkit.run.command_line import run_script
 
     sys.path.insert(0, str(SCRIPTS))
-    module, driven, make = importlib.import_module(script), Driven(folder), session.training
+    module = importlib.import_module(script)
+    driven = Driven(folder)
+    make = session.training
 
     def training(*objects):
         t = make(*objects)
@@ -344,7 +365,9 @@ def torchvision_loop(t, driven: Driven) -> None:
 
     frozen = {"norm_layer": FrozenBatchNorm2d, "trainable_layers": 3}
     backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, **frozen)
-    device, count, done = t.accelerator.device, len(t.data["training"].class_names) + 1, 0
+    device = t.accelerator.device
+    count = len(t.data["training"].class_names) + 1
+    done = 0
     model = FasterRCNN(backbone, num_classes=count).to(device).train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4)
@@ -375,7 +398,8 @@ def transformers_loop(t, driven: Driven) -> None:
     from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
     from toolkit.data.sampling import SampleKey
 
-    dataset, batch = t.loader.dataset.dataset, len(next(iter(t.loader)))
+    dataset = t.loader.dataset.dataset
+    batch = len(next(iter(t.loader)))
 
     def collate(keys: list[SampleKey]) -> dict:
         samples = [dataset[key] for key in keys]

@@ -138,7 +138,8 @@ def bare_loop(
     optimizer = build_optimizer(optim.name, groups, momentum=optim.momentum, nesterov=optim.nesterov, betas=optim.betas)
     trained = [parameter for group in groups for parameter in group["params"]]
     average = copy.deepcopy(detector).eval().requires_grad_(False)
-    source, into = list(detector.parameters()), list(average.parameters())
+    source = list(detector.parameters())
+    into = list(average.parameters())
     device = source[0].device
     weights = {name: detector.default_weights[name.rstrip("_0123456789")] for name in detector.loss_names}
     batches = endless_batches(loader)

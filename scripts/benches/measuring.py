@@ -69,7 +69,8 @@ def losses_against(
     rows = []
     for what, gradient in (("losses", False), ("losses and gradients", True)):
         ours, reference = (partial(run, function, gradient) for function in losses)
-        actual, expected = ours(), reference()
+        actual = ours()
+        expected = reference()
         rows += against(f"{title} {what}", other, in_turn(ours, reference, repeats), **names)
     apart = max(float((actual[name] / value - 1).abs()) for name, value in expected.items())
     return [*rows, row(f"{title} losses, largest difference", apart, "relative")]

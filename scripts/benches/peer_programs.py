@@ -48,7 +48,10 @@ class Clock:
     """Counter of steps until the minutes are over."""
 
     def __init__(self, minutes: float):
-        self.limit, self.steps, self.images, self.began = 60 * minutes, 0, 0, time.perf_counter()
+        self.limit = 60 * minutes
+        self.steps = 0
+        self.images = 0
+        self.began = time.perf_counter()
         self.seconds = 0.0  # from the start to the end of the last step
 
     @property
@@ -58,7 +61,9 @@ class Clock:
 
     def tick(self, images: int) -> None:
         """Count a step after it has ended."""
-        self.steps, self.images, self.seconds = self.steps + 1, self.images + images, time.perf_counter() - self.began
+        self.steps += 1
+        self.images += images
+        self.seconds = time.perf_counter() - self.began
         if self.steps == 1:
             print("first step", flush=True)
 

@@ -121,12 +121,16 @@ class Watch:
     """Runner of commands, with their output in the folder's `log.txt`."""
 
     def __init__(self, folder: Path):
-        self.folder, self.peak_gib, self.first_s = folder, float("nan"), float("nan")
+        self.folder = folder
+        self.peak_gib = float("nan")
+        self.first_s = float("nan")
 
     def run(self, words: Sequence, first: re.Pattern | None = None, environment: dict | None = None) -> str:
         """Run a command and return its output. first: marks the end of the first step of a training, whose memory is
         measured too. Raises RuntimeError if the command fails."""
-        words, said, began = [str(word) for word in words], [], time.perf_counter()
+        words = [str(word) for word in words]
+        said = []
+        began = time.perf_counter()
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {})
         with (self.folder / "log.txt").open("a") as log:
             print("$", *words, file=log)
@@ -194,7 +198,8 @@ def _program(plan: Plan, watch: Watch) -> Ran:
 
 def _ultralytics(plan: Plan, watch: Watch) -> Ran:
     """Run ultralytics by its command line alone, with its defaults: batches of 16, its own rates and augmentations."""
-    yolo, data = Path(sys.executable).with_name("yolo"), watch.folder / "yolo"
+    yolo = Path(sys.executable).with_name("yolo")
+    data = watch.folder / "yolo"
     if not yolo.is_file():
         raise RuntimeError("no command yolo: install the extra 'peers'")
     for split, annotations, images in (("train", plan.train, plan.train_images), ("val", plan.val, plan.val_images)):

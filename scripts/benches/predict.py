@@ -31,7 +31,8 @@ def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: in
             return _plain_loop(detector, paths, size)
 
         times = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
-        actual, expected = ours(), plain()
+        actual = ours()
+        expected = plain()
     speed = [images / statistics.median(durations) for durations in zip(*times, strict=True)]
     ratio = statistics.median(b / a for a, b in times)
     return [
@@ -47,7 +48,8 @@ def _plain_loop(detector, paths: list[Path], size: int) -> dict:
     from torchvision.io import decode_jpeg, read_file
     from torchvision.transforms.v2.functional import resize
 
-    scores, sizes = {}, torch.tensor([[size, size]])
+    scores = {}
+    sizes = torch.tensor([[size, size]])
     for path in paths:
         image = decode_jpeg(read_file(str(path)))
         orig = torch.tensor([image.shape[-2:]])
@@ -62,7 +64,8 @@ def _apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _write_images(folder: Path, count: int, side: int) -> list[Path]:
-    rng, paths = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    paths = []
     for i in range(count):
         coarse = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8))
         paths.append(folder / f"{i:03d}.jpg")

@@ -52,7 +52,8 @@ def bench_reading(sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000,
 
 def write_large(path: Path, num_images: int, boxes: int) -> Path:
     """Write a COCO file of 80 classes, piece by piece, with annotations in random order of the images."""
-    rng, step = np.random.default_rng(0), 50_000
+    rng = np.random.default_rng(0)
+    step = 50_000
     with open(path, "w") as file:
         file.write('{"categories": [' + ", ".join(f'{{"id": {k}, "name": "class{k}"}}' for k in range(1, 81)))
         file.write('],\n"images": [')
@@ -65,8 +66,10 @@ def write_large(path: Path, num_images: int, boxes: int) -> Path:
         file.write('],\n"annotations": [')
         for first in range(1, boxes + 1, step):
             count = min(step, boxes + 1 - first)
-            corners, sides = rng.uniform(0, 300, (count, 2)).round(2), rng.uniform(5, 200, (count, 2)).round(2)
-            images, classes = rng.integers(1, num_images + 1, count), rng.integers(1, 81, count)
+            corners = rng.uniform(0, 300, (count, 2)).round(2)
+            sides = rng.uniform(5, 200, (count, 2)).round(2)
+            images = rng.integers(1, num_images + 1, count)
+            classes = rng.integers(1, 81, count)
             rows = zip(images.tolist(), classes.tolist(), corners.tolist(), sides.tolist(), strict=True)
             lines = (
                 f'{{"id": {first + n}, "image_id": {i}, "category_id": {k}, "bbox": [{x}, {y}, {w}, {h}], '

@@ -66,7 +66,8 @@ class Clocks:
         self.parts: dict[str, list[float]] = defaultdict(list)
         self.now: dict[str, float] = defaultdict(float)
         self.bytes: dict[str, float] = defaultdict(float)
-        self.began, self.cpu_began = time.perf_counter(), time.process_time()
+        self.began = time.perf_counter()
+        self.cpu_began = time.process_time()
         self.others: dict[str, float] = {}
 
     def around(self, owner: object, name: str, part: str) -> None:
@@ -105,7 +106,8 @@ class Clocks:
         self.begin()
 
     def begin(self) -> None:
-        self.began, self.cpu_began = time.perf_counter(), time.process_time()
+        self.began = time.perf_counter()
+        self.cpu_began = time.process_time()
 
     def written(self, folder: Path) -> dict:
         counted = {part: values[2:-2] for part, values in self.parts.items()}  # the last ones save
@@ -125,7 +127,8 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     from toolkit.run import session, training, validation, window
     from toolkit.run.command_line import run_script
 
-    clocks, make = Clocks(), session.training
+    clocks = Clocks()
+    make = session.training
 
     def with_clocks(*args):
         t = make(*args)
@@ -191,7 +194,8 @@ def _count_bytes(t, clocks: Clocks) -> None:
     if not dist.is_initialized():
         return
 
-    reduce, of_gradients = dist.all_reduce, []
+    reduce = dist.all_reduce
+    of_gradients = []
 
     def hook(state, bucket):
         of_gradients.append(bucket)  # the hook calls all_reduce too

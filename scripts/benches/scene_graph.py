@@ -28,7 +28,8 @@ def bench_graph_evaluation(
     """
     data = random_scene_graphs(num_images, num_objects, num_pairs, num_predicates)
     ours, plain = (partial(f, *data, num_predicates) for f in (our_evaluation, plain_evaluation))
-    actual, expected = ours(), plain()
+    actual = ours()
+    expected = plain()
     apart = max(float(np.abs(actual[name] - value).max()) for name, value in expected.items())
     rows = against("scene graph evaluation", "plain", in_turn(ours, plain, repeats))
     return [*rows, row("scene graph evaluation, largest difference", apart, "recall")]
@@ -43,9 +44,11 @@ def bench_relation_heads(num_images: int = 8, num_objects: int = 10, repeats: in
     rows = []
     for name in ("motifs", "vctree"):
         head, images, batch = head_and_batches(name, num_images, num_objects)
-        together, alone = partial(_logits, head, [batch]), partial(_logits, head, images)
+        together = partial(_logits, head, [batch])
+        alone = partial(_logits, head, images)
         with torch.inference_mode():
-            joined, separate = together(), alone()
+            joined = together()
+            separate = alone()
             rounds = in_turn(together, alone, repeats)
         rows += against(f"relation head {name}", "alone", rounds, ours="together")
         apart = float((joined - separate).abs().max())
@@ -59,7 +62,8 @@ def random_scene_graphs(num_images: int, num_objects: int, num_pairs: int, num_p
     About half of the relations can be found; a tenth of the triplets that occur counts as unseen.
     """
     rng = np.random.default_rng(0)
-    truths, predictions = [], []
+    truths = []
+    predictions = []
     for _ in range(num_images):
         boxes = random_boxes(rng, num_objects, 400, 20, 200)
         labels = rng.integers(0, num_classes, num_objects)
@@ -90,7 +94,9 @@ def plain_evaluation(
     per_predicate = {name: [[[] for _ in range(num_predicates)] for _ in TOP] for name in ("mR", "ngmR")}
     accuracy = []
     for truth, pred in zip(truths, predictions, strict=True):
-        relations, pairs, scores = truth["relations"], pred["pairs"], pred["predicate_scores"]
+        relations = truth["relations"]
+        pairs = pred["pairs"]
+        scores = pred["predicate_scores"]
         unseen = (_triplets(truth["labels"], relations)[:, None] == zero_shot).all(-1).any(1)
         constrained = np.column_stack([pairs, scores.argmax(1)])
         everything = pred["scores"][pairs].prod(1)[:, None] * scores
@@ -125,7 +131,8 @@ def _plain_matches(truth: Mapping, pred: Mapping, triplets: np.ndarray) -> np.nd
     matched = (_triplets(truth["labels"], relations)[:, None] == named).all(-1)
     for r, columns in enumerate(matched):
         for end in (0, 1):
-            box, boxes = truth["boxes"][relations[r, end]], pred["boxes"][triplets[columns.nonzero()[0], end]]
+            box = truth["boxes"][relations[r, end]]
+            boxes = pred["boxes"][triplets[columns.nonzero()[0], end]]
             wide = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2]) + 1
             inter = np.maximum(wide, 0).prod(-1)
             union = (box[2:] - box[:2] + 1).prod() + (boxes[:, 2:] - boxes[:, :2] + 1).prod(-1) - inter

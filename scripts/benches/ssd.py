@@ -35,7 +35,8 @@ def bench_ssd(
 
 def our_losses(logits: Tensor, offsets: Tensor, anchors: Tensor, side: int, targets: list[dict]) -> dict[str, Tensor]:
     """Compute the toolkit's losses, as training calls them."""
-    criterion, image_hw = SsdCriterion(), torch.tensor([side, side])
+    criterion = SsdCriterion()
+    image_hw = torch.tensor([side, side])
     denominators = criterion.denominators(anchors, targets, image_hw)
     losses, _ = criterion(logits, offsets, anchors, image_hw, targets, denominators)
     return losses

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--seed", type=int, default=0)
     options = command.parse_args(arguments)
     reading = {key: getattr(options, key) for key in ("path", "image_dir", "format", "name", "on_error")}
-    side, size_hw = options.image_size[0], tuple(options.image_size)
+    side = options.image_size[0]
+    size_hw = tuple(options.image_size)
     if len(size_hw) > 2 or min(size_hw) < 1:
         raise BadInput(f"--image-size {' '.join(map(str, size_hw))}: expected SIDE or HEIGHT WIDTH in pixels")
     table = open_dataset(options.annotations, **reading)

@@ -147,12 +147,15 @@ def copy(words: list[str]) -> int:
     if stem not in scripts or len(rest) != 1:
         given = "" if stem in scripts else name
         return _refuse("detect copy needs the path of the copy, such as mine.py, after one of", given, scripts)
-    script, target = ROOT / "scripts" / f"{stem}.py", Path(rest[0]).expanduser()
+    script = ROOT / "scripts" / f"{stem}.py"
+    target = Path(rest[0]).expanduser()
     beside = target.with_suffix(".yaml")
-    if faults := _faults_of_copy(target, beside):
+    faults = _faults_of_copy(target, beside)
+    if faults:
         print("\n".join(f"error: {fault}" for fault in faults), file=sys.stderr)
         return 2
-    text, default = script.read_text(encoding="utf-8"), re.compile(r"^DEFAULT_CONFIG = .*$", re.MULTILINE)
+    text = script.read_text(encoding="utf-8")
+    default = re.compile(r"^DEFAULT_CONFIG = .*$", re.MULTILINE)
     config = ROOT.joinpath(*re.findall(r'"([^"]+)"', default.search(text)[0]))
     text = default.sub('DEFAULT_CONFIG = Path(__file__).resolve().with_suffix(".yaml")', text)
     text = re.sub(r'(?<=RunConfig\(name=)"[^"]+"', lambda _: repr(target.stem), text)

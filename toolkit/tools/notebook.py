@@ -120,7 +120,8 @@ def live_curves(file: Path, curves: Mapping[str, Sequence[str]], every_s: float 
     """Show curves of a `metrics.jsonl` in the output of a cell, redrawn by a thread while the block runs."""
     from IPython.display import Image, display  # which notebooks alone have
 
-    handle, drawn_at = display(Image(_picture(file, curves)), display_id=True), 0.0
+    handle = display(Image(_picture(file, curves)), display_id=True)
+    drawn_at = 0.0
     ended = threading.Event()
 
     def draw() -> None:

@@ -45,9 +45,11 @@ class WatchedRun:
         environment: Mapping | None = None,
         limit: Callable[[], None] | None = None,
     ):
-        self.folder, self.output = Path(folder), Path(output)
+        self.folder = Path(folder)
+        self.output = Path(output)
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        system, parent = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
+        system = ctypes.CDLL(None) if sys.platform == "linux" else None
+        parent = os.getpid()
         group = {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}  # Windows
 
         def begin() -> None:

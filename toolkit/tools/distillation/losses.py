@@ -43,7 +43,8 @@ class Distillation(nn.Module):
     def __init__(self, student: Detector, teacher: Detector, source: str, student_classes, teacher_classes):
         super().__init__()
         self._both = student, teacher.requires_grad_(False).eval()  # in a tuple: no submodules
-        self.source, self.digest = source, state_digest(teacher)
+        self.source = source
+        self.digest = state_digest(teacher)
         widths, wanted = (
             {stride: width for tap in each.map_taps() for stride, width in zip(tap.strides, tap.channels, strict=True)}
             for each in self._both
@@ -59,7 +60,9 @@ class Distillation(nn.Module):
             faults.append(f"it has maps of strides {sorted(wanted)}, the detector {sorted(widths)}: none of one stride")
         if faults:
             raise BadInput([f"loss.teacher {source}: {fault}" for fault in faults])
-        self._batch, self._outputs, self._maps = None, {}, {}
+        self._batch = None
+        self._outputs = {}
+        self._maps = {}
 
     @property
     def loss_names(self) -> list[str]:
@@ -98,12 +101,14 @@ class Distillation(nn.Module):
         """Keep the student's next outputs and maps for `forward` inside the block. batch: the input of the student."""
         student = self._both[0]
         with kept_maps(student.map_taps() if self.maps else []) as self._maps:
-            self._batch, hook = batch, student.register_forward_hook(self._keep)
+            self._batch = batch
+            hook = student.register_forward_hook(self._keep)
             try:
                 yield
             finally:
                 hook.remove()
-                self._outputs, self._maps = {}, {}
+                self._outputs = {}
+                self._maps = {}
 
     def _keep(self, _, arguments: tuple, outputs: Mapping) -> None:
         self._outputs = outputs
@@ -120,7 +125,8 @@ class Distillation(nn.Module):
                 apart = [correlation_loss(self.maps[s](self._maps[int(s)].float()), taught[int(s)]) for s in self.maps]
                 losses["loss_distill_maps"] = torch.stack(apart).mean()
             if self.has_queries:
-                own, theirs = _scores_and_boxes(student, self._outputs), _scores_and_boxes(teacher, outputs)
+                own = _scores_and_boxes(student, self._outputs)
+                theirs = _scores_and_boxes(teacher, outputs)
                 losses |= query_losses(own, theirs, batch.targets)
         return losses
 

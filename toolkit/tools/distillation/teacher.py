@@ -19,5 +19,6 @@ def open_teacher(source: str, student: Detector, class_names: Sequence[str], one
         raise BadInput(f"loss.teacher {source}: a model of transformers; give a run of this project or its checkpoint")
     if opened.detector.fixed_size and not one_size:
         raise BadInput(f"loss.teacher {source}: it takes images of one size; leave data.scales out")
-    device, names = next(student.parameters()).device, [category.name for category in opened.categories]
+    device = next(student.parameters()).device
+    names = [category.name for category in opened.categories]
     return Distillation(student, opened.detector.to(device), source, class_names, names).to(device)

@@ -100,25 +100,31 @@ def inspect_tables(
 def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     """Yield findings about whole splits: almost no objects, or the same images as another split."""
     for split, table in tables.items():
-        if fault := mostly_empty(table):
+        fault = mostly_empty(table)
+        if fault:
             yield Finding("error", "background", f"{split}: {fault}; were the labels found?")
     for first, second in itertools.combinations(tables, 2):
-        if text := overlap(tables[first], tables[second], (first, second)):
+        text = overlap(tables[first], tables[second], (first, second))
+        if text:
             message = f"{text}: what is measured on them says nothing about other images"
             yield Finding("warning", "same split", message)
 
 
 def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: Inspection) -> SplitSummary:
     """Count the images and boxes of a split, summarise their sizes, and report small boxes and boxes given twice."""
-    truth, names = table.boxes(), table.rows["file_name"].to_pylist()
-    plain, classes = truth[~truth.iscrowd], len(table.categories)
-    if twice := list(_given_twice(split, table, truth, names, result)):
+    truth = table.boxes()
+    names = table.rows["file_name"].to_pylist()
+    plain = truth[~truth.iscrowd]
+    classes = len(table.categories)
+    twice = list(_given_twice(split, table, truth, names, result))
+    if twice:
         message = f"{split}: {len(twice)} boxes of one class that overlap by an IoU above {NEAR_BOX_IOU}"
         result.findings.append(Finding("warning", "box given twice", message, twice))
     sizes_wh = table.sizes_hw()[plain.image_index, ::-1].astype(np.float32)
     sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * np.float32(image_hw[::-1]) / sizes_wh
     is_small = sides.min(axis=1, initial=np.inf) < SMALL_PX
-    if num_small := int(is_small.sum()):
+    num_small = int(is_small.sum())
+    if num_small:
         few = np.bincount(plain.image_index[is_small])
         small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
         message = f"{split}: {num_small} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input "
@@ -145,9 +151,11 @@ def _given_twice(
     """Yield a finding for each duplicated box, whose second copy is marked to be dropped."""
     for index, name in enumerate(names):
         part = truth.of_image(index)
-        labels, ids = truth.labels[part], truth.ids[part].tolist()
+        labels = truth.labels[part]
+        ids = truth.ids[part].tolist()
         for first, second in near_boxes(truth.xyxy[part].astype(np.float32), labels, ~truth.iscrowd[part]):
-            category, both = table.class_names[labels[first]], [ids[first], ids[second]]
+            category = table.class_names[labels[first]]
+            both = [ids[first], ids[second]]
             again = f"{category} again: annotation {both[0]}"
             result.drop_boxes.setdefault((split, index), {})[second] = again
             yield {"split": split, "image": name, "class": category, "annotations": both}
@@ -164,7 +172,8 @@ def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list
     common, union = common_and_union(boxes[:, None], boxes[None])
     near = common > NEAR_BOX_IOU * union
     near &= (labels[:, None] == labels[None]) & plain[:, None] & plain[None]
-    pairs, gone = [], set()
+    pairs = []
+    gone = set()
     for i, j in zip(*np.nonzero(np.triu(near, 1)), strict=True):
         if i not in gone and j not in gone:
             pairs.append((int(i), int(j)))
@@ -202,7 +211,8 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
     totals = Counter()
     for summary in splits.values():
         totals.update({name: counts["boxes"] for name, counts in summary.classes.items()})
-    if unused := [name for name, count in totals.items() if not count]:
+    unused = [name for name, count in totals.items() if not count]
+    if unused:
         message = f"{len(unused)} classes have no box at all: {', '.join(unused[:10])}"
         yield Finding("warning", "unused classes", message, unused)
     for split, summary in splits.items():
@@ -222,7 +232,8 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
     alike = {(i, j) for i, j in alike_pairs(joined, splits) if joined.digests[i] != joined.digests[j]}
     pairs_by_kind: dict[str, list] = {}
     for i, j in sorted(same | alike):
-        first, second = position[i], position[j]
+        first = position[i]
+        second = position[j]
         kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
         items = [f"{split}/{tables[split].file_name(index)}" for split, index in (first, second)]
         pairs_by_kind.setdefault(kind, []).append(items)
@@ -249,11 +260,13 @@ def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, 
 
 def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
     counts = {name: entry["boxes"] for name, entry in summary.classes.items() if entry["boxes"]}
-    if rare := [name for name, count in counts.items() if count < RARE * summary.boxes]:
+    rare = [name for name, count in counts.items() if count < RARE * summary.boxes]
+    if rare:
         message = f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
         message += "--data.repeat_factor 0.01 shows images with rare classes more often"
         yield Finding("note", "balance", message, rare)
-    if most := summary.largest_count:
+    most = summary.largest_count
+    if most:
         message = f"{split}: at most {most} objects in an image, so that a DETR needs at least {most} queries; "
         yield Finding("note", "queries", message + "twice as many leave room")
 
@@ -281,8 +294,10 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
 
 def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: Set, log: list[str]) -> DetectionTable:
     whole = table.labelled()
-    boxes, relations = whole.boxes, whole.relations
-    images, kept = np.ones(len(table), bool), np.ones(len(boxes), bool)
+    boxes = whole.boxes
+    relations = whole.relations
+    images = np.ones(len(table), bool)
+    kept = np.ones(len(boxes), bool)
     without_usable = {p.image_id for p in table.problems if "annotations is usable" in p.message}
     for index, image in enumerate(whole.images):
         reason = inspection.drop_images.get((split, index))

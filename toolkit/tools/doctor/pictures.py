@@ -27,14 +27,16 @@ def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], f
     """Write `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(tables.values()))
-    truth, files = first.boxes(), []
+    truth = first.boxes()
+    files = []
     for label, category in enumerate(first.categories):
         rows = _with_class(truth, label)
         if rows:
             name = re.sub(r"[^\w-]+", "_", category.name)[:60]
             tiles = [_tile(first, index, label) for index in rows]
             files.append(_grid(tiles, folder / f"samples_{label:03d}_{name}.jpg"))
-    boxes, side = {split: _boxes(table) for split, table in tables.items()}, math.sqrt(math.prod(image_hw))
+    boxes = {split: _boxes(table) for split, table in tables.items()}
+    side = math.sqrt(math.prod(image_hw))
     files.append(_positions(np.concatenate(list(boxes.values())), folder / "positions.png"))
     for name, unit, of in (
         ("sizes", f"root of the area in px, images {size_text(image_hw)}", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * side),

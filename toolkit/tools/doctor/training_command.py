@@ -98,7 +98,8 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
         return f"no training data: there is only {', '.join(by_split)} (--data.train FILE says what trains)"
     settings = {"data.train": _listed(by_split["train"]), "data.val": _listed(by_split.get("val", ["0.2"]))}
     tests = by_split.get("test", [])
-    settings |= {"eval.test_split": tests[0]} if tests else {}
+    if tests:
+        settings["eval.test_split"] = tests[0]
     return Choice(settings, (*tests[1:], *unnamed))
 
 
@@ -124,7 +125,8 @@ def _of_folders(folders: Sequence[Source]) -> Choice | str:
 def _held_out(settings: Mapping[str, str]) -> str:
     """Say what is used for validation if the data have no split for it, and what else could be."""
     text = "no split validates: a fifth of the training data is held out"
-    if test := settings.get("eval.test_split"):
+    test = settings.get("eval.test_split")
+    if test:
         text += f"; to validate on the test split, as papers on Pascal VOC do: --data.val {shlex.quote(test)}"
     return text
 

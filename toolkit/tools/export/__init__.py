@@ -62,7 +62,8 @@ def export_detector(
     kept = max_detections or detector.max_detections
     top_k = top_k or max(AT_LEAST, kept)
     graph = make_graph(detector, top_k)
-    architecture, stride = detector.options["architecture"], graph.detector.stride
+    architecture = detector.options["architecture"]
+    stride = graph.detector.stride
     say(f"tracing {architecture} with torch.export")
     height, width = trace_hw(graph.sides, stride, size, architecture)
     if graph.sides != "fixed" and min(height, width) < graph.smallest_side:

@@ -78,11 +78,13 @@ def milliseconds(open_runner: Callable, images: np.ndarray, cases: Sequence[tupl
 
     open_runner: makes the runner, which takes the number of threads that PyTorch has when it is made.
     """
-    threads, found = torch.get_num_threads(), {}
+    threads = torch.get_num_threads()
+    found = {}
     try:
         for batch, count in cases:
             torch.set_num_threads(count)
-            run, some = open_runner(), images[np.arange(batch) % len(images)]
+            run = open_runner()
+            some = images[np.arange(batch) % len(images)]
             run(some)
             seconds = statistics.median(timeit.repeat(lambda run=run, some=some: run(some), number=1, repeat=7))
             found[f"batch {batch}, {count} thread{'s' * (count > 1)}"] = 1e3 * seconds / batch

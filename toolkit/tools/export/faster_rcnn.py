@@ -27,7 +27,8 @@ class FasterRcnnGraph(PixelsToBoxes):
         proposals, objectness = self._proposals(features, sizes)
         pooled = pool_where(detector.box_pool, features, proposals, objectness > 0)
         logits, deltas = detector.roi_heads.box_predictor(detector.box_head(pooled))
-        count, weights = proposals.shape[1], detector.roi_heads.box_coder.weights
+        count = proposals.shape[1]
+        weights = detector.roi_heads.box_coder.weights
         deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
         boxes = decode_boxes(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
         scores = logits.float().softmax(-1)[:, 1:].unflatten(0, (-1, count))
@@ -35,9 +36,12 @@ class FasterRcnnGraph(PixelsToBoxes):
 
     def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 in empty rows."""
-        detector, rpn = self.detector, self.detector.rpn
+        detector = self.detector
+        rpn = self.detector.rpn
         anchors, logits, deltas, per_level = detector._predict_anchors(features)
-        limit, kept, start = rpn.pre_nms_top_n(), [], 0
+        limit = rpn.pre_nms_top_n()
+        kept = []
+        start = 0
         for number in per_level:
             of_level = slice(start, start + number)
             start = start + number
@@ -62,7 +66,8 @@ def pool_where(pool: MultiScaleRoIAlign, features, boxes: Tensor, real: Tensor) 
     maps = [features[name] for name in pool.featmap_names]
     batch, count = real.shape
     image = torch.arange(batch, device=boxes.device)[:, None].expand(-1, count).flatten()
-    flat, real = boxes.flatten(0, 1), real.flatten()
+    flat = boxes.flatten(0, 1)
+    real = real.flatten()
     level = pool.map_levels([flat]) if len(maps) > 1 else torch.zeros_like(image)
     pooled = [
         roi_align_where(feature, flat, image, real & (level == i), scale, pool.output_size[0], pool.sampling_ratio)

@@ -165,7 +165,9 @@ def _held_to(about: About, run: Runner, path: Path) -> Runner:
             what = f"images {images.dtype} {images.shape}"
             raise BadInput(f"{path}: it does not run on {what}: {_first_line(error)}") from error
         shapes = np.shape(boxes), np.shape(scores), np.shape(labels)
-        rows, largest, classes = (len(images), *shapes[2][1:]), np.max(labels, initial=-1), len(about.categories)
+        rows = (len(images), *shapes[2][1:])
+        largest = np.max(labels, initial=-1)
+        classes = len(about.categories)
         if len(rows) != 2 or shapes != ((*rows, 4), rows, rows) or largest >= classes:
             raise BadInput(
                 f"{path}: for {len(images)} images it gives boxes {shapes[0]}, scores {shapes[1]} and labels "

@@ -15,7 +15,8 @@ from toolkit.base.errors import BadInput
 from toolkit.models.detector import Detector
 from toolkit.tools.export.sampling import grid_sample_by_gather
 
-MAX_BATCH, MAX_SIDE = 4096, 16384
+MAX_BATCH = 4096
+MAX_SIDE = 16384
 
 
 class PixelsToBoxes(nn.Module):
@@ -28,7 +29,8 @@ class PixelsToBoxes(nn.Module):
 
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__()
-        self.detector, self.top_k = detector, top_k
+        self.detector = detector
+        self.top_k = top_k
         self.sides = detector.exported_sides
         # Of images of several sizes, in pixels: a map of a single cell would be taken for one that always has one.
         self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
@@ -60,7 +62,9 @@ def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Ten
     Exporters know no stable order: that of exactly equal scores is the runtime's.
     """
     more = max(0, count - scores.shape[1]) if isinstance(scores.shape[1], int) else count
-    boxes, scores, labels = pad(boxes, (0, 0, 0, more)), pad(scores, (0, more)), pad(labels, (0, more))
+    boxes = pad(boxes, (0, 0, 0, more))
+    scores = pad(scores, (0, more))
+    labels = pad(labels, (0, more))
     scores, order = scores.topk(count, dim=1)
     return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels.gather(1, order)
 
@@ -124,7 +128,8 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = Tr
         rows, columns = (torch.export.Dim(name, min=2, max=MAX_SIDE // stride) for name in ("rows", "columns"))
         dynamic |= {2: stride * rows, 3: stride * columns}
     elif graph.sides == "any":
-        names, lowest = {2: "height", 3: "width"}, graph.smallest_side
+        names = {2: "height", 3: "width"}
+        lowest = graph.smallest_side
         dynamic |= {i: torch.export.Dim(name, min=lowest, max=MAX_SIDE) for i, name in names.items()}
     sampling = torch.nn.functional.grid_sample if grid_sample else grid_sample_by_gather
     with torch.no_grad(), traceable(graph.detector), mock.patch("torch.nn.functional.grid_sample", sampling):

@@ -23,7 +23,8 @@ LARGEST = float(np.finfo(np.float16).max)
 def write_half(onnx: Path, path: Path) -> None:
     """Write `path` from a float32 file; its inputs, outputs and metadata stay as they are."""
     model = passes.ShapeInferencePass()(ir.load(onnx)).model  # of some values the file does not say the type
-    graph, casts = model.graph, {}
+    graph = model.graph
+    casts = {}
     half = _in_half(graph)
     for node in half:
         for i, value in enumerate(node.inputs):
@@ -66,7 +67,8 @@ def _half_weight(graph, value):
     numbers = np.clip(value.const_value.numpy(), -LARGEST, LARGEST).astype(np.float16)
     name = f"{value.name}_float16"
     weight = ir.Value(name=name, const_value=ir.tensor(numbers, name=name))
-    weight.dtype, weight.shape = ir.DataType.FLOAT16, value.shape
+    weight.dtype = ir.DataType.FLOAT16
+    weight.shape = value.shape
     graph.register_initializer(weight)
     return weight
 
@@ -75,6 +77,7 @@ def _cast(value, to_half: bool):
     """Return a value in the other precision, by a node right after the one that computes it."""
     dtype = ir.DataType.FLOAT16 if to_half else ir.DataType.FLOAT
     node = ir.node("Cast", [value], {"to": dtype.value})
-    node.outputs[0].name, node.outputs[0].dtype = f"{value.name}_{dtype.name.lower()}", dtype
+    node.outputs[0].name = f"{value.name}_{dtype.name.lower()}"
+    node.outputs[0].dtype = dtype
     value.producer().append(node)
     return node.outputs[0]

@@ -90,16 +90,19 @@ def write_and_check(
             write_openvino(written["onnx"], written[name], about, samples)
     if "onnx" not in asked.formats:
         written.pop("onnx").unlink()
-    images, run = example_images(table, trained, graph), runner_of(graph)
+    images = example_images(table, trained, graph)
+    run = runner_of(graph)
     cases = BENCHMARK if asked.benchmark else ((1, torch.get_num_threads()),)
     expected = Predictor("PyTorch", trained.categories, predict_with(run, about), **kept)
-    lines, problems = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))], {}
+    lines = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
+    problems = {}
     for name, path in written.items():
         say(f"comparing {path} with PyTorch")
         run, about = open_file(path, trusted=True)  # written a moment ago
         ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about), **kept), table)
         line = Line(path.name, ap, milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases))
-        if problem := _problem(name, path, graph, images, lines[0].AP, line, asked):
+        problem = _problem(name, path, graph, images, lines[0].AP, line, asked)
+        if problem:
             problems[path.name] = problem
             path.rename(path.with_name(path.name + ".wrong"))
         lines.append(line)
@@ -116,9 +119,11 @@ def _problem(name: str, path: Path, graph, images, expected: float | None, line:
             problem = str(error)
     if line.AP is not None:
         line.AP_moved = line.AP - expected
-        lost, allowed = abs(line.AP_moved), asked.tolerance
+        lost = abs(line.AP_moved)
+        allowed = asked.tolerance
         if name == "int8":
-            lost, allowed = -line.AP_moved, asked.int8_tolerance
+            lost = -line.AP_moved
+            allowed = asked.int8_tolerance
         if lost > allowed:
             problem = f"its AP is {line.AP:.4f}, PyTorch's {expected:.4f}: more than {allowed} apart"
     return problem
@@ -188,7 +193,8 @@ def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
 
 def example_images(table: DetectionTable | None, trained: OwnDetector, graph) -> np.ndarray:
     """Return images uint8 (5, 3, H, W): images of the data of one size after resizing, or noise."""
-    count, stride = 5, graph.detector.stride
+    count = 5
+    stride = graph.detector.stride
     if table is None:
         hw = trace_hw(graph.sides, stride, trained.size, trained.detector.options["architecture"])
         return np.random.default_rng(0).integers(0, 256, (count, 3, *hw), dtype=np.uint8)

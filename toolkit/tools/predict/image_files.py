@@ -47,7 +47,8 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
     Raises:
         BadInput: naming all that is not there or holds no image.
     """
-    images, problems = {}, []
+    images = {}
+    problems = []
     for source in map(str, given):
         path = Path(source).expanduser()
         if path.is_file():
@@ -134,7 +135,9 @@ def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
         raise BadInput(f"--image-ids {annotations}: no COCO file with images: {error!r}") from error
     if not entries:
         raise BadInput(f"--image-ids {annotations}: no COCO file with images")
-    ids, problems, by_name = [], [], {}
+    ids = []
+    problems = []
+    by_name = {}
     for parts, image_id in entries:
         by_name.setdefault(parts[-1], []).append((parts, image_id))
     for name in names:
@@ -172,7 +175,8 @@ def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[st
             continue
         if entry.get("image_id") not in image_ids or entry.get("iscrowd"):
             continue
-        label, box = label_of.get(entry.get("category_id")), entry.get("bbox")
+        label = label_of.get(entry.get("category_id"))
+        box = entry.get("bbox")
         where = f"{file}, annotation {entry.get('id', number)}"
         if label is None:
             category = entry.get("category_id")

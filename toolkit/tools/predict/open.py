@@ -97,7 +97,8 @@ def open_predictor(
     Raises:
         BadInput: nothing of all this is there, or it cannot be loaded.
     """
-    path, kind = Path(source).expanduser(), kind_of(source)
+    path = Path(source).expanduser()
+    kind = kind_of(source)
     if kind == "exported" and weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
     opened = None if kind == "exported" else open_own_detector(source, weights, settings)
@@ -130,14 +131,17 @@ def open_own_detector(
 ) -> OwnDetector | None:
     """Open a detector built by this project, as `open_predictor` does. Returns None if `source` can only be a model
     of transformers."""
-    path, kind = Path(source).expanduser(), kind_of(source)
+    path = Path(source).expanduser()
+    kind = kind_of(source)
     if kind == "file" and path.suffix in PUBLISHED and weights is None:
         return _open_published(path, settings)
     if kind not in ("final", "transformers"):
         run = with_settings(open_run(path, options_class), settings)
-        name, data = chosen_weights(run, weights), run.config["data"]
+        name = chosen_weights(run, weights)
+        data = run.config["data"]
         size = processor_size(data["image_size"], data["scales"], data["max_size"])
-        detector, source = load_detector(run, name), f"{run.checkpoint.path} ({name} weights)"
+        detector = load_detector(run, name)
+        source = f"{run.checkpoint.path} ({name} weights)"
         return OwnDetector(source, detector, run.categories, size, evaluated_detections(run.config, detector))
     if weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is not a run folder or checkpoint")
@@ -171,7 +175,8 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
             f"loads ({reason}); give a folder that exists, or the hub name of a model and a connection to fetch it"
             + ("" if path.exists() else near_names(path))
         ) from error
-    names, ids = model.config.id2label, path / "categories.json"
+    names = model.config.id2label
+    ids = path / "categories.json"
     if not names or not 0 <= max(names) < MOST_LABELS:
         words = f"labels up to {max(names)}" if names else "no labels"
         raise BadInput(f"{source}: its config.json names {words} in id2label; expected some, below {MOST_LABELS}")

@@ -30,7 +30,8 @@ def pool_folds(parts: Sequence[Predicted], say: Callable[[str], None]) -> Predic
     if len({fold.of for fold in folds}) > 1 or any(whole != wholes[0] for whole in wholes):
         raise BadInput(f"{', '.join(names)}: folds of different data; give the runs of one cross-validation")
     counts = Counter(fold.number for fold in folds)
-    if wrong := [number for number in range(1, folds[0].of + 1) if counts[number] != 1]:
+    wrong = [number for number in range(1, folds[0].of + 1) if counts[number] != 1]
+    if wrong:
         several = ", ".join(f"fold {number} is given {counts[number]} times" for number in wrong)
         raise BadInput(f"{several}; expected each of the {folds[0].of} folds once")
     if any("pairs" in prediction for part in parts for prediction in _by_image(part).values()):

@@ -102,8 +102,11 @@ def predict_run(
     Raises:
         BadInput: the data has classes that the run does not know; relations, and not the run's classes.
     """
-    config, device, chosen = run.config, accelerator.device, chosen_weights(run, weights)
-    evaluation, names = config["eval"], [category.name for category in run.categories]
+    config = run.config
+    device = accelerator.device
+    chosen = chosen_weights(run, weights)
+    evaluation = config["eval"]
+    names = [category.name for category in run.categories]
     data = data_settings(config, options)
     table = open_split(**data, say=accelerator.print)
     labels = labels_in(table, names, run.folder.name)
@@ -117,7 +120,8 @@ def predict_run(
         loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
         loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
         loss_weights.to(device)
-    settings, kept = config["data"], max_detections or evaluated_detections(config, detector)
+    settings = config["data"]
+    kept = max_detections or evaluated_detections(config, detector)
     result = predict_dataset(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
         validation_loader(
@@ -199,7 +203,8 @@ def _data_of(
 
 def data_settings(config: Mapping, options: SplitOptions) -> dict:
     """Return the arguments of `open_split`, from the settings of a run and the options that replace them."""
-    data, split = config["data"], options.split
+    data = config["data"]
+    split = options.split
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
     other_file = split is not None and (not named or Path(split).expanduser().is_file())  # no split of the run's data
     if options.path is not None or other_file:

@@ -122,7 +122,8 @@ def as_image(image) -> Tensor:
 def of_classes(predictor: Predictor, names: Sequence[str]) -> Predictor:
     """Return a predictor that keeps only these classes. Raises BadInput for names that it does not know."""
     label_of = {name: label for label, name in enumerate(predictor.class_names)}
-    if unknown := [name for name in names if name not in label_of]:
+    unknown = [name for name in names if name not in label_of]
+    if unknown:
         raise BadInput(f"--classes {', '.join(unknown)}: the detector knows {', '.join(label_of)}")
     wanted = torch.tensor([label_of[name] for name in names])
     return _filtered(predictor, lambda detections: torch.isin(detections["labels"], wanted))

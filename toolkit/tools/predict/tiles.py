@@ -42,7 +42,8 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
     def one(image: Tensor, score_threshold: float) -> Found:
         height, width = image.shape[-2:]
         corners = [(x, y) for y in starts(height, rows, overlap) for x in starts(width, columns, overlap)]
-        parts, cut = [], []
+        parts = []
+        cut = []
         for first in range(0, len(corners), batch_size):
             some = corners[first : first + batch_size]
             cuts = [image[:, y : y + rows, x : x + columns] for x, y in some]
@@ -108,11 +109,14 @@ def _inside_another(detections: Found, cut: Tensor) -> Tensor:
     """Return (K,) bool, true for a cut box if another one of its class contains `CONTAINED` of it, is whole or
     larger, and has at least `AS_SURE` of its score. Works class by class, since all pairs of the detections in a
     hundred tiles would take gigabytes."""
-    boxes, scores, inside = detections["boxes"], detections["scores"], torch.zeros_like(cut)
+    boxes = detections["boxes"]
+    scores = detections["scores"]
+    inside = torch.zeros_like(cut)
     area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
     for label in detections["labels"][cut].unique():
         of_class = detections["labels"] == label
-        parts, others = (of_class & cut).nonzero()[:, 0], of_class.nonzero()[:, 0]
+        parts = (of_class & cut).nonzero()[:, 0]
+        others = of_class.nonzero()[:, 0]
         low = torch.maximum(boxes[parts, None, :2], boxes[None, others, :2])
         shared = (torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:]) - low).clamp(min=0).prod(-1)
         better = ~cut[None, others] | (area[None, others] > area[parts, None])

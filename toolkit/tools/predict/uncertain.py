@@ -44,7 +44,9 @@ def most_uncertain(
         widths = [image.shape[-1] for image in images]
         return [{"uncertainty": uncertainty(*one)} for one in zip(plain, mirrored, widths, strict=True)]
 
-    found, looks, options = {}, {}, {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
+    found = {}
+    looks = {}
+    options = {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
     for prediction in predict_files(replace(predictor, predict=predict), paths, **options):
         if prediction.error is None:
             found[prediction.path] = prediction.found["uncertainty"]
@@ -76,7 +78,8 @@ def uncertainty(found: Found, mirrored: Found, width: int) -> tuple[float, float
 def farthest_first(looks: np.ndarray, count: int) -> list[int]:
     """Choose up to `count` rows of (N, D): the first, then each time the one farthest from its nearest chosen row;
     of equally far ones the first."""
-    chosen, distance = [0], np.linalg.norm(looks - looks[0], axis=1)
+    chosen = [0]
+    distance = np.linalg.norm(looks - looks[0], axis=1)
     while len(chosen) < min(count, len(looks)):
         distance[chosen] = -1
         chosen.append(int(distance.argmax()))

@@ -44,7 +44,8 @@ class Video(AbstractContextManager):
 
     def __init__(self, source: Path | int):
         av = import_extra("av", "video", "videos")
-        name, kind = str(source), None
+        name = str(source)
+        kind = None
         if isinstance(source, int):
             kind, name = CAMERAS.get(platform.system(), CAMERAS["Linux"])
             name = name.format(source)
@@ -70,7 +71,6 @@ class Video(AbstractContextManager):
         except av.FFmpegError as error:
             self.broken = str(error)
 
-
     def _upright(self, frame) -> np.ndarray:
         """Return the pixels (H, W, 3) of a frame as a player shows them: square, and turned as the container says.
 
@@ -91,7 +91,9 @@ class VideoWriter:
     """Writer of frames of one size to an MP4 file, in H.264 if PyAV has it; the file is opened with the first frame."""
 
     def __init__(self, path: Path, rate: Fraction):
-        self.path, self.rate, self._container = path, rate, None
+        self.path = path
+        self.rate = rate
+        self._container = None
 
     def add(self, pixels: np.ndarray) -> None:
         """Write a frame. pixels: uint8 (H, W, 3) RGB; the last row or column of an odd side is left out, as the
@@ -103,7 +105,8 @@ class VideoWriter:
             self._container = av.open(str(self.path), "w")
             codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
             self._stream = self._container.add_stream(codec, rate=self.rate)
-            self._stream.height, self._stream.width, self._stream.pix_fmt = *pixels.shape[:2], "yuv420p"
+            self._stream.height, self._stream.width = pixels.shape[:2]
+            self._stream.pix_fmt = "yuv420p"
         self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
 
     def close(self) -> None:

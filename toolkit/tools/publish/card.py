@@ -156,7 +156,8 @@ def _picture(folder: Path, run: Path | None) -> str:
 def _usage(config: Mapping, classes: int) -> str:
     if "model_type" in config:
         return TRANSFORMERS_USAGE
-    model, size = config["model"], config.get("processor_size") or {}
+    model = config["model"]
+    size = config.get("processor_size") or {}
     if model["architecture"] != "fasterrcnn_resnet50_fpn_v2":
         return TOOLKIT_USAGE + "\n\nWithout it: `scripts/export.py` makes an ONNX file of it."
     first = size.get("shortest_edge") or size.get("height") or 800
@@ -166,7 +167,8 @@ def _usage(config: Mapping, classes: int) -> str:
 
 
 def _data(settings: Mapping, environment: Mapping) -> str:
-    data, counts = settings.get("data", {}), environment.get("data", {})
+    data = settings.get("data", {})
+    counts = environment.get("data", {})
     if not data:
         return "Not known."
     splits = {"train": "training", "val": "validation"}

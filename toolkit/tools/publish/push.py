@@ -82,7 +82,8 @@ def check_push(name: str) -> None:
     with _hub(name) as api:
         validate_repo_id(name)
         me = api.whoami()
-    owner, owners = name.rpartition("/")[0], [account["name"] for account in (me, *me.get("orgs", []))]
+    owner = name.rpartition("/")[0]
+    owners = [account["name"] for account in (me, *me.get("orgs", []))]
     if owner and owner not in owners:
         raise BadInput(f"--hub.push {name}: the token of the hub writes for {', '.join(owners)} only, not for {owner}")
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":

@@ -155,7 +155,8 @@ def _session(
     def training(s: Any, detector: Detector, *_) -> OneWindow:
         weights = weights_as_they_were(detector, report)
         optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
-        sampler, log = EpochSampler(len(table), len(table)), Log(True)
+        sampler = EpochSampler(len(table), len(table))
+        log = Log(True)
         sampler.set_epoch(report["epoch"])
         log.writer = SimpleNamespace(folder=folder, log=lambda row: None)
         t = OneWindow(
@@ -172,7 +173,8 @@ def _session(
         return t
 
     stand_in = ModuleType("toolkit.run.session")
-    stand_in.session, stand_in.training = session, training
+    stand_in.session = session
+    stand_in.training = training
     stand_in.open_data = lambda s: (table, table)
     stand_in.make_detector = lambda *_: detector
     stand_in.end = lambda *_: None

@@ -28,7 +28,8 @@ def write_report(run_folder: Path, table=None, state: str = "") -> Path:
     from toolkit.tools.report.write import write_page
 
     run_folder = Path(run_folder)
-    predictions, judged = run_folder / "report" / PREDICTIONS, None
+    predictions = run_folder / "report" / PREDICTIONS
+    judged = None
     if table is not None and predictions.exists() and len(table.categories):
         read = read_predictions(predictions, table)
         judged = judge(run_folder.name, read.predictions, table, read.about)

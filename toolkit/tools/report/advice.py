@@ -41,7 +41,8 @@ def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
     """Return every suggestion that the metrics of a detector, and the log and settings of its run if it has one,
     support."""
     run = run or RunFacts()
-    data, model = run.config.get("data", {}), run.config.get("model", {})
+    data = run.config.get("data", {})
+    model = run.config.get("model", {})
     barely_begun = _barely_begun(run)
     if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
         suggestions = [barely_begun or _too_short(run), _hardly_anything(judged)]
@@ -134,7 +135,8 @@ def _over_fitting(rows) -> Advice | None:
     steps, ap = _evaluations(rows, "bbox_AP")
     if len(loss) < 4 or len(trained) < 8 or len(ap) < 4:
         return None
-    best, quarter = int(loss.argmin()), max(2, len(trained) // 4)
+    best = int(loss.argmin())
+    quarter = max(2, len(trained) // 4)
     falls = np.median(trained[-quarter:]) < 0.95 * np.median(trained[-2 * quarter : -quarter])
     worse_ap = ap.max() - ap[-1] > 0.005
     if best > 0.7 * len(loss) or loss[-1] < 1.1 * loss[best] or not (falls and worse_ap):
@@ -149,7 +151,8 @@ def _over_fitting(rows) -> Advice | None:
 
 
 def _small_objects(judged, data) -> Advice | None:
-    m, numbers = judged.matches, judged.numbers
+    m = judged.matches
+    numbers = judged.numbers
     rows = np.flatnonzero(~m.crowd)
     small = rows[m.truth.area[rows] < 32**2]
     if None in (numbers["APs"], numbers["APl"] or numbers["APm"]) or len(small) < SMALL_SHARE * len(rows):
@@ -157,7 +160,8 @@ def _small_objects(judged, data) -> Advice | None:
     larger = max(numbers["APm"] or 0, numbers["APl"] or 0)
     if numbers["APs"] > 0.6 * larger or larger < 0.05:
         return None
-    seen, flag = "", "Give larger images to the network: --data.image_size, or --data.scales."
+    seen = ""
+    flag = "Give larger images to the network: --data.image_size, or --data.scales."
     if data.get("image_size"):
         scale = _scale(m.sizes_hw[m.truth.image_index[small]], data)
         side = float(np.median(np.sqrt(m.truth.area[small]) * scale))
@@ -200,7 +204,8 @@ def _duplicates(judged, model) -> Advice | None:
 
 
 def _confused_classes(judged) -> Advice | None:
-    matrix, names = judged.matrix[:-1, :-1].copy(), judged.matches.class_names
+    matrix = judged.matrix[:-1, :-1].copy()
+    names = judged.matches.class_names
     np.fill_diagonal(matrix, 0)
     if judged.errors.cost["class"] < COSTS or not matrix.any():
         return None
@@ -216,7 +221,8 @@ def _confused_classes(judged) -> Advice | None:
 
 
 def _imbalance(judged, data) -> Advice | None:
-    counts, ap = judged.matches.num_truth, judged.class_ap
+    counts = judged.matches.num_truth
+    ap = judged.class_ap
     measured = np.flatnonzero(np.isfinite(ap) & (counts > 0))
     if len(measured) < 2:
         return None
@@ -262,7 +268,8 @@ def _too_few_slots(judged, model) -> Advice | None:
 
 
 def _places(judged) -> Advice | None:
-    cost, numbers = judged.errors.cost["localisation"], judged.numbers
+    cost = judged.errors.cost["localisation"]
+    numbers = judged.numbers
     if cost < COSTS or cost < max(v for k, v in judged.errors.cost.items() if " " not in k):
         return None
     return Advice(
@@ -288,7 +295,8 @@ def _annotation(judged) -> Advice | None:
     found = doubt(judged.matches, judged.suspects)
     if found.count < FEW_SUSPECTS:
         return None
-    boxes, rest = int(judged.matches.num_truth.sum()), found.suspects - found.count
+    boxes = int(judged.matches.num_truth.sum())
+    rest = found.suspects - found.count
     of_rest = f" Of the {rest} other predictions of the list, about {found.own_in_rest:.0f} are." if rest else ""
     return Advice(
         "Annotation",

@@ -22,7 +22,8 @@ KINDS = {
     "nothing there": "an annotated box that no prediction supports",
 }
 ENOUGH = 20  # objects found of a class before it has a threshold of its own
-ON_IT, BESIDE = 0.5, BACKGROUND_IOU
+ON_IT = 0.5
+BESIDE = BACKGROUND_IOU
 APART, SCALE = 1.0, 2.0  # of a box that was moved: its way in units of its side, and how much larger it may seem
 WEAK = 0.25  # share of the threshold above which a prediction of any class still supports a box
 
@@ -51,13 +52,15 @@ def suspects(matches: Matches) -> list[Suspect]:
     supported = np.zeros(len(m.truth), bool)
     supported[m.gt[on_box & m.same_class & strong[m.det]]] = True
     busy = m.right.copy()  # predictions that are about a box of the annotation
-    result, explained = [], supported | m.crowd
+    result = []
+    explained = supported | m.crowd
 
     def pair(among: np.ndarray, kind: str) -> None:
         """Pair each box with the strongest of its predictions, and each prediction with one box."""
         rows = np.flatnonzero(among & strong[m.det] & ~explained[m.gt])
         for row in rows[np.lexsort((-m.iou[rows], -m.found.scores[m.det[rows]]))].tolist():
-            det, gt = int(m.det[row]), int(m.gt[row])
+            det = int(m.det[row])
+            gt = int(m.gt[row])
             if not explained[gt] and not busy[det]:
                 explained[gt] = busy[det] = True
                 result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
@@ -89,8 +92,10 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
         alike.setdefault((m.truth.image_index[gt], m.truth.labels[gt]), []).append(gt)
     both = [(det, gt) for det in dets for gt in alike.get((m.found.image_index[det], m.found.labels[det]), ())]
     det, gt = np.array(both, int).reshape(-1, 2).T
-    predicted, annotated = m.found.xyxy[det], m.truth.xyxy[gt]
-    sides, true_sides = predicted[:, 2:] - predicted[:, :2], np.maximum(annotated[:, 2:] - annotated[:, :2], 1e-9)
+    predicted = m.found.xyxy[det]
+    annotated = m.truth.xyxy[gt]
+    sides = predicted[:, 2:] - predicted[:, :2]
+    true_sides = np.maximum(annotated[:, 2:] - annotated[:, :2], 1e-9)
     between_centres = np.abs(predicted[:, 2:] + predicted[:, :2] - annotated[:, 2:] - annotated[:, :2]) / 2
     distance = (between_centres / true_sides).max(axis=1)
     larger = np.maximum(sides / true_sides, true_sides / np.maximum(sides, 1e-9)).max(axis=1)

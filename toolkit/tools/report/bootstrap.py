@@ -30,7 +30,8 @@ def resample(matches: Matches, draws: int = DRAWS, seed: int = 0) -> CocoNumbers
 
 def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
     """Compute the metrics when image i counts `weights[i, b]` times; weights (I, B) float32."""
-    draws, classes = weights.shape[1], matches.num_classes
+    draws = weights.shape[1]
+    classes = matches.num_classes
     shared = ByClass(matches)
 
     def one_class(label: int) -> tuple[np.ndarray, np.ndarray]:
@@ -55,9 +56,12 @@ def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[floa
 
 def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return AP (areas, IoUs, B) and recall (AR1, AR10, AR100, s, m, l; IoUs; B) of one class; NaN: nothing to find."""
-    m, draws = shared.matches, weights.shape[1]
+    m = shared.matches
+    draws = weights.shape[1]
     ap, recall = shared.undefined(draws)
-    rows, near, candidate = shared.of_class[label], shared.near[label], shared.candidate[label]
+    rows = shared.of_class[label]
+    near = shared.near[label]
+    candidate = shared.candidate[label]
     some = weights[m.found.image_index[rows[near]]]
     for a, area in enumerate(AREAS):
         wanted = shared.required[a] & (m.truth.labels == label)

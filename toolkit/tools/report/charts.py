@@ -160,7 +160,8 @@ class MatrixChart:
 
     def draw(self, axes) -> None:
         cells = np.argwhere(self.matrix)
-        counts, totals = self.matrix[tuple(cells.T)], self.matrix.sum(axis=1)[cells[:, 0]]
+        counts = self.matrix[tuple(cells.T)]
+        totals = self.matrix.sum(axis=1)[cells[:, 0]]
         shades = [(COLOURS[0], 0.75 * share) for share in counts / totals]
         axes.bar(cells[:, 1], 1, 1, bottom=cells[:, 0] - 0.5, color=shades)
         for (i, j), count in zip(cells.tolist(), counts.tolist(), strict=True):
@@ -209,7 +210,8 @@ def svg(chart: Chart) -> str:
     """Return a `<figure>` of the page, or "" for an empty chart."""
     if chart.is_empty:
         return ""
-    drawn, stream = figure([chart], titles=False), io.StringIO()
+    drawn = figure([chart], titles=False)
+    stream = io.StringIO()
     drawn.patch.set_visible(False)
     _save(drawn, stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = stream.getvalue()
@@ -217,7 +219,8 @@ def svg(chart: Chart) -> str:
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(LONG_NUMBER, lambda n: f"{float(n[0]):.1f}", tag[0]), text)
     for name, colour in PALETTE.items():
         text = text.replace(colour, f"var(--{name})")
-    title, width = escape(chart.title, quote=True), 96 * chart.size[0]
+    title = escape(chart.title, quote=True)
+    width = 96 * chart.size[0]
     text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" style="width:{width:.0f}px" ', 1)
     return f"<figure><figcaption>{title}</figcaption>{text}</figure>"
 

@@ -77,7 +77,8 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         among = among & ~m.crowd[m.gt]
         return best_pairs(m.det[among], m.gt[among], m.iou[among], len(m.found))
 
-    (same, same_gt), (other, other_gt) = best(m.same_class), best(~m.same_class)
+    same, same_gt = best(m.same_class)
+    other, other_gt = best(~m.same_class)
     duplicate, _ = best(m.same_class & used[m.gt])
     kind = np.full(len(m.found), KINDS.index("both"))
     gt = np.full(len(m.found), -1, np.int64)
@@ -91,7 +92,8 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         kind[holds] = KINDS.index(name)
         gt[holds] = -1 if boxes is None else boxes[holds]
     for code, rows in ((IGNORED, ~m.counts), (RIGHT, right), (NOT_COUNTED, ~counted)):
-        kind[rows], gt[rows] = code, -1
+        kind[rows] = code
+        gt[rows] = -1
     gt[np.append(used, False)[gt]] = -1  # another prediction has found it: nothing to correct
     return kind, gt
 
@@ -100,7 +102,9 @@ class _Whole:
     """AP50 with and without some mistakes."""
 
     def __init__(self, m: Matches, kind: np.ndarray, gt: np.ndarray, used: np.ndarray, missed: np.ndarray):
-        self.m, self.kind, self.gt = m, kind, gt
+        self.m = m
+        self.kind = kind
+        self.gt = gt
         self.lost = {"missed": missed, "false negatives": ~used & ~m.crowd}
         rows = np.flatnonzero(gt >= 0)
         rows = rows[np.lexsort((-rows, m.found.scores[rows]))]
@@ -109,7 +113,9 @@ class _Whole:
 
     def ap50(self, mended: str | None = None) -> float:
         m = self.m
-        labels, scores, right = m.found.labels.copy(), m.found.scores, self.kind == RIGHT
+        labels = m.found.labels.copy()
+        scores = m.found.scores
+        right = self.kind == RIGHT
         shown = self.kind <= RIGHT
         total = m.num_truth
         if mended in self.lost:
@@ -120,7 +126,9 @@ class _Whole:
             rows = np.flatnonzero(self.kind == KINDS.index(mended))
             mendable = rows[self.gt[rows] >= 0]
             good = mendable[self.best[self.gt[mendable]] == mendable]
-            shown[rows], shown[good], right[good] = False, True, True
+            shown[rows] = False
+            shown[good] = True
+            right[good] = True
             labels[good] = m.truth.labels[self.gt[good]]
         order = np.argsort(-scores, kind="stable")
         order = order[shown[order]]
@@ -146,7 +154,8 @@ class Stratum:
 def strata(matches: Matches, threshold: float) -> list[Stratum]:
     m = matches
     rows = np.flatnonzero(~m.crowd)
-    at_any, above = np.zeros(len(m.truth), bool), np.zeros(len(m.truth), bool)
+    at_any = np.zeros(len(m.truth), bool)
+    above = np.zeros(len(m.truth), bool)
     at_any[m.at_half[m.right]] = True
     above[m.at_half[m.right & (m.found.scores > threshold)]] = True
     result = []
@@ -160,7 +169,8 @@ def strata(matches: Matches, threshold: float) -> list[Stratum]:
 
 def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
     """Return, by topic and name, a bool for each of the boxes `rows` that says whether it belongs to the group."""
-    boxes, image = m.truth.xyxy[rows], m.truth.image_index[rows]
+    boxes = m.truth.xyxy[rows]
+    image = m.truth.image_index[rows]
     height, width = m.sizes_hw[image].T
     cut = (boxes[:, :2] <= EDGE).any(axis=1) | (boxes[:, 2] >= width - EDGE) | (boxes[:, 3] >= height - EDGE)
     x, y = (boxes[:, 0] + boxes[:, 2]) / 2 / width, (boxes[:, 1] + boxes[:, 3]) / 2 / height

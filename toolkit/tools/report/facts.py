@@ -101,7 +101,8 @@ def read_records(run_folder: Path) -> tuple[dict, dict]:
     Raises:
         BadInput: they cannot be read, or an entry that reports use is of another type.
     """
-    records, problems = [], []
+    records = []
+    problems = []
     for name, entries in _ENTRIES.items():
         path = run_folder / name
         records.append(read_json(path) if path.exists() else {})
@@ -130,7 +131,8 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
             is raised.
         config: the settings in force. step, epochs: optimizer steps made, and epochs begun.
     """
-    run, patience = config.get("run", {}), config.get("eval", {}).get("early_stopping_patience")
+    run = config.get("run", {})
+    patience = config.get("eval", {}).get("early_stopping_patience")
     flags = ["--run.resume", "latest"]
     if "eval.early_stopping_patience" in ended_by and patience:
         flags += ["--eval.early_stopping_patience", f"{2 * patience}"]

@@ -12,7 +12,8 @@ from toolkit.tools.report.thresholds import Calibration, Point, Sweep
 
 LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.step.losses
 SMOOTHED_FROM = 20  # points
-PRECISION, LOSSES = "Precision and recall", "Losses, learning rates, gradient"
+PRECISION = "Precision and recall"
+LOSSES = "Losses, learning rates, gradient"
 STEP = "optimizer step"
 # Topics of loss terms, by their names; the first that fits.
 TOPICS = (
@@ -94,7 +95,8 @@ def _term(rows, key: str, title: str) -> LineChart:
 def _terms(rows, title: str, names: Sequence[str]) -> LineChart:
     """Return a chart of all terms of a kind; auxiliary layers have the colour of their term, which is named once."""
     bases = list(dict.fromkeys(LAYER.sub("", name) for name in names))
-    lines, seen = [], set()
+    lines = []
+    seen = set()
     for name in names:
         base = LAYER.sub("", name)
         label = "" if base in seen else base.removeprefix("train/") + "_*" * (name != base)

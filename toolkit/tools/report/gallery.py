@@ -41,7 +41,9 @@ class Pictures:
     """
 
     def __init__(self, table, folder: Path, budget: int = BUDGET):
-        self.table, self.folder, self.left = table, Path(folder), budget
+        self.table = table
+        self.folder = Path(folder)
+        self.left = budget
         self.unreadable = self.too_many = 0
 
     def of(self, image: int, marks: Sequence[Mark], caption: str, focus: Sequence[float] | None = None) -> str:
@@ -63,7 +65,8 @@ class Pictures:
         picture.convert("RGB").save(stream, "JPEG", quality=80, optimize=True)
         self.left -= len(stream.getvalue())
         source = base64.b64encode(stream.getvalue()).decode()
-        size, alt = f'width="{picture.width}" height="{picture.height}"', escape(caption, quote=True)
+        size = f'width="{picture.width}" height="{picture.height}"'
+        alt = escape(caption, quote=True)
         shown = f'<img src="data:image/jpeg;base64,{source}" {size} alt="{alt}">'
         shown = f'<a href="{link}">{shown}</a>' if link else shown
         return f"<figure class=picture>{shown}<figcaption>{escape(caption)}</figcaption></figure>"
@@ -106,7 +109,8 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
 
 
 def images(judged: Judgement, maker: Pictures) -> str:
-    counts, f1 = judged.image_counts, judged.image_f1
+    counts = judged.image_counts
+    f1 = judged.image_f1
     with_boxes = np.flatnonzero(counts.sum(axis=1) > 0)
     mistakes = counts[:, 1] + counts[:, 2]
     worst = with_boxes[np.lexsort((-mistakes[with_boxes], f1[with_boxes]))]
@@ -139,7 +143,8 @@ def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") 
 
 
 def mistakes(judged: Judgement, maker: Pictures) -> str:
-    m, parts = judged.matches, {}
+    m = judged.matches
+    parts = {}
     for kind in KINDS[:-1]:
         rows = judged.errors.of(kind)
         rows = rows[np.argsort(-m.found.scores[rows], kind="stable")][:OF_EACH_KIND]
@@ -151,7 +156,8 @@ def mistakes(judged: Judgement, maker: Pictures) -> str:
 
 
 def _mistake(judged: Judgement, maker: Pictures, row: int) -> str:
-    m, image = judged.matches, int(judged.matches.found.image_index[row])
+    m = judged.matches
+    image = int(judged.matches.found.image_index[row])
     near = (m.det == row) & ~m.crowd[m.gt]
     marks = [*(_annotated(m, gt) for gt in m.gt[near]), _predicted(m, row, WRONG)]
     overlap = f"largest IoU {m.iou[near].max():.2f}" if near.any() else "overlaps no box"
@@ -161,7 +167,8 @@ def _mistake(judged: Judgement, maker: Pictures, row: int) -> str:
 
 
 def _missed(judged: Judgement, maker: Pictures, row: int) -> str:
-    image, mark = int(judged.matches.truth.image_index[row]), _annotated(judged.matches, row)
+    image = int(judged.matches.truth.image_index[row])
+    mark = _annotated(judged.matches, row)
     return maker.of(image, [mark], f"{judged.table.image_name(image)}: {mark.text}", focus=mark.box)
 
 

@@ -41,17 +41,26 @@ class Judgement:
     def __init__(
         self, name: str, predictions: Boxes | Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
     ):
-        self.name, self.table, self.predictions, self.about = name, table, predictions, about or {}
+        self.name = name
+        self.table = table
+        self.predictions = predictions
+        self.about = about or {}
         m = self.matches = match(predictions, table)
-        exact, self.draws = exact_numbers(m), bootstrap.resample(m, draws)
-        self.class_ap, self.class_recall = exact.of_class[0], exact.recall_of_class[0]
+        exact = exact_numbers(m)
+        self.draws = bootstrap.resample(m, draws)
+        self.class_ap = exact.of_class[0]
+        self.class_recall = exact.recall_of_class[0]
         self.ap_by_iou = exact.by_iou[:, 0]
         self.numbers = {key: float(v[0]) if np.isfinite(v[0]) else None for key, v in exact.numbers.items()}
         self.intervals = {key: self._interval(key) for key in self.numbers}
-        self.overall, self.sweeps = sweep(m), [sweep(m, label) for label in range(m.num_classes)]
+        self.overall = sweep(m)
+        self.sweeps = [sweep(m, label) for label in range(m.num_classes)]
         self.threshold = 0.5 if self.overall.best is None else self.overall.best.threshold
-        self.matrix, self.calibration = confusion_matrix(m, self.threshold), calibration(m)
-        self.errors, self.voc, self.suspects = tide_errors(m), voc_metrics(m), suspects(m)
+        self.matrix = confusion_matrix(m, self.threshold)
+        self.calibration = calibration(m)
+        self.errors = tide_errors(m)
+        self.voc = voc_metrics(m)
+        self.suspects = suspects(m)
         self.strata = strata(m, self.threshold)
         self.graphs = _judge_graphs(predictions, table, self.about)
 
@@ -123,8 +132,12 @@ def _point(point: Point | None) -> dict | None:
 
 def _suspect(judged: Judgement, suspect: Suspect) -> dict:
     m = judged.matches
-    row = {"kind": suspect.kind, "image_id": m.image_ids[suspect.image]}
-    row |= {"file_name": judged.table.file_name(suspect.image), "strength": round(suspect.strength, 4)}
+    row = {
+        "kind": suspect.kind,
+        "image_id": m.image_ids[suspect.image],
+        "file_name": judged.table.file_name(suspect.image),
+        "strength": round(suspect.strength, 4),
+    }
     for what, boxes, at in (("predicted", m.found, suspect.det), ("annotated", m.truth, suspect.gt)):
         if at >= 0:
             name = m.class_names[boxes.labels[at]]

@@ -35,7 +35,8 @@ def write_markdown(run_folder: Path, run: RunFacts) -> Path:
     parts = [f"# {run_folder.name}", _state(run), *_numbers(run.rows)]
     parts.append("More, with what is wrong and which threshold to deploy: [index.html](index.html).")
     parts += [f"![{path.stem}]({path.name})" for path in reversed(curves)]
-    if pictures := sorted(report.glob("pictures/*.png")):
+    pictures = sorted(report.glob("pictures/*.png"))
+    if pictures:
         newest = pictures[-1].relative_to(report).as_posix()
         parts += [f"## Predictions\n\nGround truth left, predictions right ({pictures[-1].stem}).", f"![]({newest})"]
     parts += _settings(run)
@@ -55,7 +56,8 @@ def _state(run: RunFacts) -> str:
 
 def _numbers(rows: list[dict]) -> list[str]:
     """Return Markdown tables of the twelve numbers and of the classes: last and best evaluation, raw and EMA."""
-    columns, graphs = {}, any(row.get("val/R@100") is not None for row in rows)
+    columns = {}
+    graphs = any(row.get("val/R@100") is not None for row in rows)
     decisive = "R@100" if graphs else "bbox_AP"
     for prefix, name in (("val/", "raw"), ("val/ema/", "EMA")):
         evaluated = [row for row in rows if row.get(f"{prefix}{decisive}") is not None]
@@ -71,7 +73,8 @@ def _numbers(rows: list[dict]) -> list[str]:
     metrics += ["loss"]
     parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
     keys = (key for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/"))
-    if classes := list(dict.fromkeys(key.split("/AP/", 1)[1] for key in keys)):
+    classes = list(dict.fromkeys(key.split("/AP/", 1)[1] for key in keys))
+    if classes:
         cells = [[in_markdown(name), *_cells(f"AP/{name}", columns)[1:]] for name in classes]
         parts += ["## AP by class", _markdown(["class", *columns], cells)]
     return parts

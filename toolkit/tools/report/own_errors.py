@@ -62,7 +62,8 @@ def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
     if 2 * (own_alone.loss - both.loss) < LIKELIER or both.share > LARGEST_SHARE:
         return nothing
     own = 1 - both.is_annotation(_log_odds(matches.found.scores[rows]))
-    expected, places = np.cumsum(own), np.arange(1, len(rows) + 1)
+    expected = np.cumsum(own)
+    places = np.arange(1, len(rows) + 1)
     enough = np.flatnonzero(expected <= OWN_SHARE * places)
     count = int(places[enough[-1]]) if len(enough) else 0
     return Doubt(len(rows), count, float(own[:count].sum()), float(own[count:].sum()))

@@ -92,7 +92,8 @@ def _low_high(interval) -> tuple[str, str]:
 
 
 def _classes(judged: Judgement) -> str:
-    m, rows = judged.matches, []
+    m = judged.matches
+    rows = []
     columns = zip(m.class_names, m.num_truth, judged.class_ap, judged.class_recall, judged.sweeps, strict=True)
     for name, boxes, ap, recall, sweep in columns:
         threshold, *numbers = _point(sweep.best)
@@ -126,10 +127,7 @@ def thresholds(judged: Judgement) -> str:
         figures.calibration_chart(judged.calibration),
     ]
     error = judged.calibration.error
-    words = (
-        "Over all boxes of all classes together, at IoU 0.5. The table by class has a threshold for each class."
-        ""
-    )
+    words = "Over all boxes of all classes together, at IoU 0.5. The table by class has a threshold for each class."
     if error is not None:
         words += (
             f" Scores and precision differ by {error:.3f} on average (expected calibration error): with a large "
@@ -146,7 +144,8 @@ def _curve_classes(judged: Judgement) -> list[int]:
 
 
 def confusion(judged: Judgement) -> str:
-    matrix, names = judged.matrix, list(judged.matches.class_names)
+    matrix = judged.matrix
+    names = list(judged.matches.class_names)
     k = len(names)
     wrong = matrix.copy()
     np.fill_diagonal(wrong, 0)

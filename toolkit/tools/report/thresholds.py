@@ -56,9 +56,11 @@ def sweep(matches: Matches, label: int | None = None) -> Sweep:
         rows = rows[matches.found.labels[rows] == label]
     rows = rows[matches.counts[rows]]
     total = int(matches.num_truth.sum() if label is None else matches.num_truth[label])
-    score, right = matches.found.scores[rows], np.cumsum(matches.right[rows])
+    score = matches.found.scores[rows]
+    right = np.cumsum(matches.right[rows])
     last = np.flatnonzero(np.diff(score, append=-np.inf))  # of equal scores all count or none
-    true_positives, kept = right[last].astype(float), last + 1.0
+    true_positives = right[last].astype(float)
+    kept = last + 1.0
     recall = true_positives / total if total else np.full(len(last), np.nan)
     return Sweep(score[last], true_positives / kept, recall, 2 * true_positives / (kept + total), total)
 
@@ -88,7 +90,8 @@ class Calibration:
 
 def calibration(matches: Matches, bins: int = 10) -> Calibration:
     rows = np.flatnonzero(matches.counts)
-    scores, right = matches.found.scores[rows], matches.right[rows]
+    scores = matches.found.scores[rows]
+    right = matches.right[rows]
     which = np.clip((scores * bins).astype(int), 0, bins - 1)
     count = np.bincount(which, minlength=bins)
     with np.errstate(invalid="ignore"):
@@ -108,7 +111,8 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
         (K + 1, K + 1) int64, rows the annotated class, columns the predicted one; the last row is the background
         (predictions without a box), the last column "missed". A row sums to the boxes of its class.
     """
-    m, k = matches, matches.num_classes
+    m = matches
+    k = matches.num_classes
     kept = (m.found.scores > threshold) & m.counts
     paired = np.where(kept & m.right, m.at_half, -1)
     matched = np.zeros(len(m.truth), bool)
@@ -116,9 +120,11 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
     left = kept[m.det] & (paired[m.det] < 0) & ~matched[m.gt] & ~m.crowd[m.gt] & ~m.same_class & (m.iou >= 0.5)
     rows = np.flatnonzero(left)
     for row in rows[np.argsort(-m.iou[rows], kind="stable")].tolist():
-        det, gt = m.det[row], m.gt[row]
+        det = m.det[row]
+        gt = m.gt[row]
         if paired[det] < 0 and not matched[gt]:
-            paired[det], matched[gt] = gt, True
+            paired[det] = gt
+            matched[gt] = True
     matrix = np.zeros((k + 1, k + 1), np.int64)
     pairs = np.flatnonzero(paired >= 0)
     np.add.at(matrix, (m.truth.labels[paired[pairs]], m.found.labels[pairs]), 1)

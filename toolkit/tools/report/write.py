@@ -12,7 +12,8 @@ from toolkit.tools.report.gallery import Pictures
 from toolkit.tools.report.judgement import Judgement, as_json
 from toolkit.tools.report.page import page, paragraph
 
-PAGE, NUMBERS = "index.html", "report.json"
+PAGE = "index.html"
+NUMBERS = "report.json"
 
 
 def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str) -> Path:
@@ -37,7 +38,8 @@ def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str,
         return [("summary", "Summary", paragraph("There are no annotated boxes: nothing can be measured."))]
     maker = Pictures(judged.table, folder)
     annotation = gallery.annotation_mistakes(judged, maker)
-    images, mistakes = gallery.images(judged, maker), gallery.mistakes(judged, maker)
+    images = gallery.images(judged, maker)
+    mistakes = gallery.mistakes(judged, maker)
     graphs = "" if judged.graphs is None else judged.graphs.section(judged, maker, page_parts)
     return [
         ("summary", "Summary", sections.summary(judged)),

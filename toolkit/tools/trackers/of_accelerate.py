@@ -15,7 +15,8 @@ from toolkit.run.trackers import About, Tracker, flat
 
 class AccelerateTracker(Tracker):
     def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
-        kind, goes_on = LOGGER_TYPE_TO_CLASS[self.name], self.run_id is not None
+        kind = LOGGER_TYPE_TO_CLASS[self.name]
+        goes_on = self.run_id is not None
         place = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
         if self.name == "comet_ml" and not goes_on:
             self.run_id = uuid.uuid4().hex
@@ -44,7 +45,8 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
 
     run_id: None where the program itself chooses one. goes_on: there is such a run already.
     """
-    tags, notes = list(about.tags), about.notes or None
+    tags = list(about.tags)
+    notes = about.notes or None
     if name == "mlflow":
         marks = dict.fromkeys(tags, "") | ({"group": about.group} if about.group else {}) | {"job_type": about.job_type}
         return {"run_name": about.name, "run_id": run_id, "tags": marks, "description": notes}
@@ -92,6 +94,7 @@ def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None
         inner.set_name(about.name)
         inner.add_tags([*tags, *([about.group] if about.group and not goes_on else [])])
     elif name == "aim":  # where Accelerate puts the project
-        inner.name, inner.description = about.name, about.notes
+        inner.name = about.name
+        inner.description = about.notes
         for tag in tags:
             inner.add_tag(tag)

@@ -92,8 +92,11 @@ def _init(wandb, folder: Path, about: About, run_id: str):
     limits = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S}
     settings = wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields})
     options = {key: getattr(about, key) for key in ("project", "name", "group", "job_type")}
-    options |= {"dir": str(folder), "settings": settings, "config": flat(about.config)}
-    options |= {"tags": list(about.tags) or None, "notes": about.notes or None}
+    options["dir"] = str(folder)
+    options["settings"] = settings
+    options["config"] = flat(about.config)
+    options["tags"] = list(about.tags) or None
+    options["notes"] = about.notes or None
     if agent_run_id() is None:  # else W&B takes the agent's id and group, and warns of any other
         options["id"] = run_id
     online = {} if os.environ.get("WANDB_MODE") == "offline" else {"resume": "allow"}
@@ -137,7 +140,8 @@ def _image(wandb, shown, class_names: list[str]):
 def _plots(wandb, shown) -> dict:
     """Return precision against recall, F1 against score, confusions and AP of each class, as W&B's own kinds of
     plot."""
-    curve, f1 = [], []
+    curve = []
+    f1 = []
     for name, sweep in shown.curves.items():
         rows = np.unique(np.linspace(0, len(sweep.score) - 1, CURVE_POINTS).astype(int)) if len(sweep.score) else []
         curve += [[name, float(sweep.recall[i]), float(sweep.precision[i])] for i in rows]
@@ -153,7 +157,8 @@ def _plots(wandb, shown) -> dict:
     of_curve = {"class": "class", "x": "recall", "y": "precision"}
     of_f1 = {"step": "score", "lineVal": "f1", "lineKey": "class"}
     of_matrix = {name: name for name in ("Actual", "Predicted", "nPredictions")}
-    above, ap = f"Confusions above {shown.threshold:g}, IoU 0.5", [[name, value] for name, value in shown.ap.items()]
+    above = f"Confusions above {shown.threshold:g}, IoU 0.5"
+    ap = [[name, value] for name, value in shown.ap.items()]
     return {
         "val/precision_recall": plot("area-under-curve/v0", "Precision against recall, IoU 0.5", of_curve, curve),
         "val/f1": plot("lineseries/v0", "F1 against score, IoU 0.5", of_f1, f1),
