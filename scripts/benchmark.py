@@ -62,8 +62,8 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("peers", bench_peers, {"minutes": 0.05}),
     ("peers_bccd", partial(bench_peers, "bccd"), {"minutes": 0.05}),
 )
-ASKED_FOR = {"gpu", "peers", "peers_bccd"}  # not run unless named
-# What a row must reach; the others explain it.
+ASKED_FOR = {"gpu", "peers", "peers_bccd"}  # run only if named
+# Requirements of rows; the other rows explain them.
 REQUIREMENTS = {
     "loop, DETR-R50, ours / bare": "≤ 1.03",
     "loop, Faster R-CNN-R50, ours / bare": "≤ 1.03",

@@ -37,7 +37,7 @@ from toolkit.tools.doctor.training_command import Source, command_for
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
 LISTED = 50
-CHECK_IMAGES = {"auto": True, "none": False}  # as readers have it
+CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 
 
 def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
@@ -106,7 +106,7 @@ def _lines_of(finding: Finding) -> list[str]:
 def data_settings(config: str, script: str | None = None):
     """Return the group `data` of a settings file, over the defaults of the training script that it is for.
 
-    script: its name; None: the one that the file names first, as the configurations here do in their first line. The
+    script: its name; None: the script named first in the file, as in the first line of the configurations here. The
     config.yaml of a run has every value and needs no script.
     """
     from toolkit.run.settings import DataConfig
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(options.image_size or []) == 1:
         options.image_size = options.image_size[0]
     size_hw = pair_hw(options.image_size or 640)
-    logging.disable(logging.WARNING)  # its summary is in the report
+    logging.disable(logging.WARNING)  # the summary of warnings is in the report
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")

@@ -104,7 +104,7 @@ def _measured(predicted: Predicted, backend: str | None) -> dict:
         return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
     table = evaluator.describe(scores, predicted.predictions)
     voc = {}
-    if "bbox_AP" in scores:  # of each class too
+    if "bbox_AP" in scores:  # also of each class
         voc = voc_metrics(match(predicted.predictions, predicted.table))
         table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
     return {**scores, **predicted.losses, **voc, "table": table}

@@ -27,7 +27,7 @@ from toolkit.base.text import ShortUsage
 from toolkit.run.settings_file import save_config
 from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
-TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # of toolkit/data/sampling.py
+TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # message of toolkit/data/sampling.py
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
 GIB = 2**30
 
@@ -55,7 +55,7 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
             if any("train/loss" in row for row in run.rows()):
                 return ""
         finally:
-            run.stop(saving=False)  # nothing of it is kept
+            run.stop(saving=False)  # the training is discarded
         text = output.read_text(errors="replace", encoding="utf-8")
     if run.process.returncode == -9 or any(phrase in text for phrase in OUT_OF_MEMORY):
         return "out of memory"

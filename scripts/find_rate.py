@@ -91,7 +91,7 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
             rows = (row for row in run.rows() if "train/loss" in row)
             curve = follow(_until(rows, low, high, steps))
         finally:
-            run.stop(saving=False)  # nothing of it is kept
+            run.stop(saving=False)  # the training is discarded
         if not curve:
             raise BadInput(f"the training did not make a step:\n{run.last_words(20)}")
     rate = proposal(curve)

@@ -34,7 +34,7 @@ from toolkit.run.status import LOCK
 from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.tools.watch import POLL_S, WatchedRun
 
-HOPELESS = 3  # trials that failed before any did not
+HOPELESS = 3  # failed trials without a successful one
 STORAGE = "sqlite:///{}/study.db"
 
 
@@ -45,7 +45,7 @@ def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
     pruner = optuna.pruners.NopPruner()
     if sweep.min_evaluations is not None:
         pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_min_trials=2)
-    with locked(out / "locks" / "study"):  # two workers that begin together would both make the tables
+    with locked(out / "locks" / "study"):  # else two workers that start together would both create the tables
         storage = optuna.storages.RDBStorage(STORAGE.format(out), engine_kwargs={"connect_args": {"timeout": 100}})
         how = {"direction": direction, "pruner": pruner, "sampler": sampler(optuna, sweep, seed)}
         study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True, **how)
@@ -88,14 +88,14 @@ def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict
     """Yield a trial left by a killed worker, else a new one, else None once `limit` trials have begun; its lock is
     held.
 
-    grid: the values of each trial; none: they are still to be chosen.
+    grid: the values of each trial; empty: they are chosen by the sampler.
     """
     with ExitStack() as held:
         with locked(out / "locks" / "study"):
             trials = study.get_trials(deepcopy=False)
             trial = None
             states = optuna.trial.TrialState
-            waiting = [t for t in trials if t.state == states.WAITING]  # a kill came before it was begun
+            waiting = [t for t in trials if t.state == states.WAITING]  # its worker was killed before the trial began
             for frozen in trials:
                 open_one = frozen.state == states.RUNNING
                 if open_one and held.enter_context(locked(out / "locks" / f"{frozen.number:05d}", wait=False)):
@@ -210,14 +210,14 @@ def run_sweep(arguments: argparse.Namespace) -> None:
             with next_trial(optuna, study, out, limit, grid) as trial:
                 if trial is None:
                     break
-                # A function of the number of the trial, so that a kill changes nothing.
+                # The seed depends only on the number of the trial, so that a kill changes nothing.
                 study.sampler = sampler(optuna, sweep, arguments.seed * 100_003 + trial.number)
                 run_trial(optuna, study, trial, sweep, out, signals)
             write_table(study, out, list(sweep.parameters))
             ended = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
             if len(ended) >= HOPELESS and all(t.state == optuna.trial.TrialState.FAIL for t in ended):
                 raise BadInput(f"{len(ended)} trials have failed and none has succeeded: see {out}/logs")
-    write_table(study, out, list(sweep.parameters))  # where there was nothing left to do
+    write_table(study, out, list(sweep.parameters))  # in case no trial was left
 
 
 def main(argv: list[str] | None = None) -> int:

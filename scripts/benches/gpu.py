@@ -3,7 +3,7 @@
     python scripts/benchmark.py --only gpu --out runs/gpu     # `make gpu`; an hour or so, runs/gpu/ is what to send in
 
 Models of the published recipes on random weights and the bundled pictures, enlarged to the recipes' sizes and at most
-mirrored. Each training is a process of its own: one that fails costs its own rows, and one row says why as its unit.
+mirrored. Each training is a process of its own: if one fails, only its rows are lost, and the unit of one row says why.
 """
 
 import importlib
@@ -36,7 +36,7 @@ from .measuring import row
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 WAIT = "called a synchronizing CUDA operation"  # as torch.cuda.set_sync_debug_mode says it
-RECIPES = {  # of the model of each script
+RECIPES = {  # the recipe of each script's model
     "train_detr": "detr/rtdetr_v2_r18_coco",
     "train_faster_rcnn": "faster_rcnn/faster_rcnn_r50_fpn_coco",
     "train_ssd": "ssd/mobilevit_s_coco",
@@ -101,7 +101,7 @@ def bench_gpu(
 
 
 def _recipe(script: str) -> list[str]:
-    random = [] if script == "train_sgg" else ["--model.pretrained_backbone", "false"]  # it has no such setting
+    random = [] if script == "train_sgg" else ["--model.pretrained_backbone", "false"]  # train_sgg has no such setting
     workers = ["--data.workers", str(max(1, min(8, usable_cores() - 1)))]
     return ["--config", str(ROOT / "configs" / f"{RECIPES[script]}.yaml"), *ON_SHAPES, *random, *workers]
 
@@ -207,7 +207,7 @@ class Bench:
 
     def _run(self, command: Sequence, ends: int = 0, processes: int = 1, environment: Mapping | None = None) -> None:
         of_ranks = [{"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}]
-        if processes > 1:  # without a launcher, which would end the others itself
+        if processes > 1:  # without a launcher, which would stop the others itself
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = str(probe.getsockname()[1])
@@ -416,7 +416,7 @@ def transformers_loop(t, driven: Driven) -> None:
             driven.tick(state.global_step, args.per_device_train_batch_size)
 
     bf16 = t.accelerator.mixed_precision == "bf16"
-    AcceleratorState._reset_state()  # which would refuse another precision
+    AcceleratorState._reset_state()  # or it would refuse another precision
     arguments = TrainingArguments(
         str(driven.folder / "trainer"), per_device_train_batch_size=batch, max_steps=10**6, logging_steps=10,
         save_strategy="no", report_to="none", remove_unused_columns=False, dataloader_num_workers=t.loader.num_workers,

@@ -73,7 +73,7 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
         runs = (bare, ours, bare)
         times = [[seconds_of(partial(run, steps)) for run in runs] for _ in range(blocks + 1)][1:]
         rows = map(json.loads, (training.folder / "metrics.jsonl").read_text().splitlines())
-        # Those of the last step of each block: epochs begin and end with rows too.
+        # Only the last step of each block, since epochs begin and end with rows too.
         our_losses = [row["train/loss"] for row in rows if "train/loss" in row and row["step"] % steps == 0]
     seconds = [[t[i] / steps for t in times] for i in range(3)]
     added_ms = [1000 * (ours - (bare + again) / 2) for bare, ours, again in zip(*seconds, strict=True)]
@@ -101,7 +101,7 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
         config.run = replace(config.run, output_dir=folder, name="bench", **often)
         shapes = {"format": "shapes", "image_size": image_size, "cache_images": True, "max_train_images": 64}
         config.data = replace(config.data, **shapes, batch_size_per_device=2, workers=0)
-        # so low that random weights stay what they are: with the default rate ResNet-50 was NaN after seven steps
+        # so low that random weights hardly change: with the default rate ResNet-50 was NaN after seven steps
         config.optim = replace(config.optim, lr=1e-6, backbone_lr=1e-6, ema_decay=0.9998)
         with contextlib.redirect_stdout(io.StringIO()):
             s = held.enter_context(session.session(config))
@@ -117,10 +117,10 @@ def script_loop(script: ModuleType, t: Training) -> Callable[[int], None]:
     windows = t.windows
 
     def run(steps: int) -> None:
-        t.windows = lambda: itertools.islice(windows(), steps)  # a run that ends would look at its whole state
+        t.windows = lambda: itertools.islice(windows(), steps)  # the end of a run would check its whole state
         end = t.step + steps
         with contextlib.redirect_stdout(io.StringIO()):
-            while t.step < end:  # an epoch may be over before
+            while t.step < end:  # an epoch may end earlier
                 steps = end - t.step
                 script.train_one_epoch(t)
 
@@ -151,7 +151,7 @@ def bare_loop(
         for _ in range(steps):
             batch = next(batches)
             seed_micro_batch(batch.targets, config.run.seed, updates, 0, 0)  # the same anchors and regions are sampled
-            optimizer.zero_grad()  # here, as the scripts: memory given back after the update is fetched again
+            optimizer.zero_grad()  # here, as in the scripts: memory freed after the update is allocated again
             counts = detector.denominators(batch.targets)
             batch = batch.to(device, non_blocking=True)
             outputs = detector(batch.images, batch.sizes, batch.targets)

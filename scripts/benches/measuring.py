@@ -41,7 +41,7 @@ def against(
 ) -> list[dict]:
     """Return rows of rounds from `in_turn`: the seconds of both, their ratio, and ours against itself, the noise.
 
-    alone: what the other is called in its own row.
+    alone: name of the other in its own row.
     """
     measured = {
         ours: ("s", [t[0] for t in rounds]),
@@ -57,7 +57,7 @@ def losses_against(
 ) -> list[dict]:
     """Measure the seconds of losses, also with their gradients, and the largest relative difference of a loss, as rows.
 
-    losses: ours and the other's, from the raw outputs of a network to losses by name. names: as `against` has them.
+    losses: ours and the other's, from the raw outputs of a network to losses by name. names: as in `against`.
     """
 
     def run(function: Callable, gradient: bool) -> dict[str, Tensor]:

@@ -270,10 +270,10 @@ def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
         raise RuntimeError(f"{folder}: git clone https://github.com/facebookresearch/detr into it")
     sys.path.insert(0, str(folder))
     for name in [name for name in sys.modules if name.partition(".")[0] in ("datasets", "models", "util")]:
-        del sys.modules[name]  # its packages have such names
+        del sys.modules[name]  # the packages of that repository have these names
     import torchvision
 
-    torchvision.__version__ = "1.0"  # of which it reads three characters, and 0.29 would be older than 0.7
+    torchvision.__version__ = "1.0"  # the repository compares three characters, so that 0.29 would be older than 0.7
     from engine import train_one_epoch
     from models.detr import SetCriterion
     from models.matcher import HungarianMatcher
@@ -331,7 +331,7 @@ def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
     for index, (pixels, _, _) in enumerate(val):
         with torch.no_grad():
             outputs = model(torch.tensor(pixels).permute(2, 0, 1)[None])
-        scores, labels = outputs["pred_logits"][0].softmax(-1)[:, :-1].max(-1)  # as its PostProcess
+        scores, labels = outputs["pred_logits"][0].softmax(-1)[:, :-1].max(-1)  # as in its PostProcess
         centre, size = outputs["pred_boxes"][0].split(2, dim=1)
         found += val.results(index, plan.side * torch.cat([centre - size / 2, centre + size / 2], 1), scores, labels)
     return found, clock

@@ -5,8 +5,8 @@
     python scripts/benchmark.py --only peers_bccd --out runs/peers/table_bccd  # BCCD, from a folder with bccd/
 
 Each program is a process of its own; `runs/peers/` keeps its log and its detections, which pycocotools judges on the
-same file for all. The minutes contain no evaluation, and all are judged by their last weights. One that cannot run
-costs its own row, whose unit says why.
+same file for all. The minutes contain no evaluation, and all are judged by their last weights. If one cannot run,
+the unit of its row says why.
 """
 
 import csv
@@ -53,7 +53,7 @@ class Ran:
     steps: int
     images: int
     seconds: float
-    lines: int  # that a user writes
+    lines: int  # of code that a user writes
     first: re.Pattern = re.compile(r"first step|step 1/")  # what is printed after the first step
 
 

@@ -26,7 +26,7 @@ from toolkit.data.shapes import ensure_shapes
 PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
 PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]
 DRIVEN = "--driven"
-FASTEST = 25  # percentile over the steps: what else the machine does makes a step slower, never faster
+FASTEST = 25  # percentile over the steps: other work of the machine makes a step slower, never faster
 
 
 def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options: Sequence[str] = ()) -> list[dict]:
@@ -110,7 +110,7 @@ class Clocks:
         self.cpu_began = time.process_time()
 
     def written(self, folder: Path) -> dict:
-        counted = {part: values[2:-2] for part, values in self.parts.items()}  # the last ones save
+        counted = {part: values[2:-2] for part, values in self.parts.items()}  # the last steps save a checkpoint
         sizes = [path.stat().st_size for path in (folder / "checkpoints").glob("step_*/*")]
         steps = len(self.parts["a step"])
         return self.others | {

@@ -45,7 +45,7 @@ def _first_step(options: Sequence[str]) -> tuple[float, float]:
         try:
             times = [_when(folder / name, process, began) for name in ("status.json", "metrics.jsonl")]
         finally:
-            process.terminate()  # what comes after the first step is not measured
+            process.terminate()  # nothing after the first step is measured
             process.wait()
         if None in times:
             printed.seek(0)

@@ -102,7 +102,7 @@ def bench_yolov3_export(
     names = [str(c) for c in range(20)]
     widths = [128, 64, 32]
     detector = build_detector("yolov3", class_names=names, backbone=backbone, head_channels=widths)
-    for prediction in detector.predictions:  # scores that are not all equal, whose order would be rounding
+    for prediction in detector.predictions:  # so that scores differ: the order of equal ones would depend on rounding
         torch.nn.init.normal_(prediction.weight, std=0.3)
     coarse = torch.rand(batch, 3, 8, 8) * 255
     images = torch.nn.functional.interpolate(coarse, size=(side, side), mode="bicubic").clamp(0, 255).to(torch.uint8)

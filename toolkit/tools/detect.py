@@ -99,7 +99,7 @@ def run_as_main(script: Path, arguments: list[str]) -> int:
     """Run a script as `python SCRIPT ARGUMENTS` does."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")  # ends with the SystemExit of the script
+    runpy.run_path(str(script), run_name="__main__")  # raises the SystemExit of the script
     return 0
 
 

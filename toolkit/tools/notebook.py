@@ -42,7 +42,7 @@ def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> Mod
     file: where the copy is written, such as "my_loop.py"; the runs that it makes remember it.
     below: what the line begins with -> the text that is put below its statement, with the indentation of that line.
 
-    Raises BadInput: a line is there never or several times.
+    Raises BadInput: no line or several lines have this beginning.
     """
     before = Path(import_script(name).__file__).read_text(encoding="utf-8").splitlines(keepends=True)
     after = list(before)
@@ -56,7 +56,7 @@ def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> Mod
     path.write_text("".join(after), encoding="utf-8")
     print("".join(difflib.unified_diff(before, after, f"{name}.py", path.name, n=1)))
     module = load_script(path, path.stem)
-    module.DEFAULT_CONFIG = import_script(name).DEFAULT_CONFIG  # a script finds it by its own place
+    module.DEFAULT_CONFIG = import_script(name).DEFAULT_CONFIG  # a script finds it relative to its own path
     return module
 
 
@@ -96,7 +96,7 @@ def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> No
         axes.imshow(picture)
         axes.axis("off")
         axes.set_title(titles[i] if titles else "", fontsize=9)
-    display(Image(_encoded(figure, "jpeg")))  # photographs: a tenth of their size as PNG
+    display(Image(_encoded(figure, "jpeg")))  # for photographs a tenth of the size of a PNG
 
 
 def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str]] = CURVES) -> dict[str, float] | None:
@@ -151,7 +151,7 @@ def live_curves(file: Path, curves: Mapping[str, Sequence[str]], every_s: float 
 def _picture(file: Path, curves: Mapping[str, Sequence[str]]) -> bytes:
     try:
         rows = read_metrics(file) if file.exists() else []
-    except (BadInput, OSError):  # a row that is just being written; the next drawing has it
+    except (BadInput, OSError):  # a row that is being written; the next drawing has it
         rows = []
     charts = []
     for title, keys in curves.items():

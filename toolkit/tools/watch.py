@@ -19,7 +19,7 @@ from toolkit.run.status import read_status
 POLL_S = 0.5
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 STOP_S = 120  # a process that was asked to stop saves its state first
-# Nothing but steps: no evaluation, checkpoint or tracker, and no settings that go by the length of the training.
+# Only steps: no evaluation, checkpoint or tracker, and no settings that depend on the length of the training.
 STEPS_ALONE = (
     "run.max_minutes=null run.log_every=1 run.eval_every=0 run.save_every=0 run.tracker=none run.resume=never "
     "run.on_nonfinite=stop run.epochs=100000 data.plain_epochs=0 eval.before_training=false run.export=false"
@@ -30,11 +30,11 @@ class WatchedRun:
     """A process that trains; its output goes to a file.
 
     Args:
-        command: words that start it. folder: its run folder. output: file for what it prints, made longer.
+        command: words that start it. folder: its run folder. output: file that its output is appended to.
         environment: variables on top of those of this process.
         limit: called in the new process before the command, such as one that limits its memory.
 
-    It ends with this process: on Linux the system sends it SIGTERM, which saves its state, however this one ended.
+    It ends with this process: on Linux the system sends it SIGTERM, so that it saves its state, however this one ended.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WatchedRun:
         def begin() -> None:
             if system is not None:
                 system.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-                if os.getppid() != parent:  # gone before it was asked for
+                if os.getppid() != parent:  # the parent has ended already
                     os.kill(os.getpid(), signal.SIGTERM)
             if limit is not None:
                 limit()
@@ -76,7 +76,7 @@ class WatchedRun:
         seen = set()
         with closing(GrowingMetrics(self.folder / "metrics.jsonl")) as file:
             while True:
-                over = self.process.poll() is not None  # asked first: what is written before the end is read
+                over = self.process.poll() is not None  # checked first, so that rows written before the end are read
                 for row in file.new_rows():
                     key = (row["step"], frozenset(row))  # a resumed run writes some again, with the same numbers
                     if key not in seen:

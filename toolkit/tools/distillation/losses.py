@@ -18,7 +18,7 @@ from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
 from toolkit.models.detector import Detector, kept_maps
 
-# Losses by name: default weight, and what they are a mean over.
+# Losses by name: default weight, and what they are averaged over.
 LOSSES = {
     "loss_distill_maps": (1.0, "images"),
     "loss_distill_classes": (1.0, "boxes"),
@@ -29,11 +29,11 @@ LOSSES = {
 class Distillation(nn.Module):
     """The losses of a student beside a teacher; its parameters are 1 x 1 convolutions, for training alone.
 
-    The state dict has these and a hash of the teacher, no weight of it.
+    The state dict has these and a hash of the teacher, but not its weights.
 
     Args:
         teacher: in evaluation mode, on the device of the student.
-        source: where it comes from, for messages.
+        source: where the teacher comes from, for messages.
         student_classes, teacher_classes: names in the order of the labels.
 
     Raises:
@@ -42,7 +42,7 @@ class Distillation(nn.Module):
 
     def __init__(self, student: Detector, teacher: Detector, source: str, student_classes, teacher_classes):
         super().__init__()
-        self._both = student, teacher.requires_grad_(False).eval()  # in a tuple: no submodules
+        self._both = student, teacher.requires_grad_(False).eval()  # in a tuple, so that they are not submodules
         self.source = source
         self.digest = state_digest(teacher)
         widths, wanted = (
@@ -148,7 +148,7 @@ def query_losses(
     """Return the binary cross-entropy of class scores (B, Q, C) and the L1 distance of boxes (B, Q, 4) between the
     queries of both detectors that are matched to the same object. Sums are divided by the number of boxes of
     `targets`."""
-    from toolkit.detectors.detr.detr_criterion import pad_targets  # scipy: other detectors do not wait for it
+    from toolkit.detectors.detr.detr_criterion import pad_targets  # imports scipy, which other detectors do not need
 
     padded = pad_targets(targets, own[0].device, torch.float32)
     rows, their_rows = (_query_of_each(*predictions, padded) for predictions in (own, theirs))

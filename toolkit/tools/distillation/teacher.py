@@ -12,7 +12,7 @@ def open_teacher(source: str, student: Detector, class_names: Sequence[str], one
     """Build the losses of `student` beside the detector of a run, a checkpoint or a `final/` folder.
 
     class_names: of the data. one_size: all images of a batch have one size, without padding. Raises BadInput as
-    `Distillation`; a detector that takes no padding, where there is some; a model of transformers.
+    `Distillation`; a detector that takes no padding, if batches are padded; a model of transformers.
     """
     opened = open_own_detector(source)
     if opened is None:

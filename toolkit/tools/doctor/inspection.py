@@ -20,8 +20,8 @@ from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
 
 NEAR_BOX_IOU = 0.9
-SMALL_PX = 4  # shorter side of a box, at the input size
-RARE = 0.01  # of all boxes
+SMALL_PX = 4  # the shorter side of a small box, at the input size
+RARE = 0.01  # share of all boxes
 
 
 @dataclass
@@ -165,7 +165,7 @@ def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list
     """Return pairs (first, second) of boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`, without
     crowds.
 
-    A box is the second of one pair at most, and one that is a second is the first of none.
+    A box is the second of one pair at most; a second box is never the first of another pair.
     """
     if len(boxes) < 2:
         return []
@@ -184,7 +184,7 @@ def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list
 def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     """Yield the problems of the single records. A file is unlisted when no split of its folder lists it."""
     roots = Counter(table.image_root for table in tables.values() if table.image_root is not None)
-    shared = {root: set() for root, splits in roots.items() if splits > 1}  # names that a split of it lists
+    shared = {root: set() for root, splits in roots.items() if splits > 1}  # file names listed by a split of the root
     for table in tables.values():
         if table.image_root in shared:
             shared[table.image_root].update(table.rows["file_name"].to_pylist())
@@ -275,9 +275,9 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
     """Write the splits as a COCO folder without the faults that were found, and return the log with one line for each
     change.
 
-    Left out are records that cannot be used, images that lost all their objects so, images that are in another split or
-    twice in one, boxes given twice, and classes without a box; kept are repairs, such as clipped boxes. Files get the
-    ending of their content. `changes.txt` in the folder has the log.
+    It leaves out unusable records, images that lose all their objects by that, images that are in another split or
+    twice in one, boxes given twice, and classes without a box. It keeps repairs, such as clipped boxes. Files get the
+    suffix of their content. `changes.txt` in the folder has the log.
     """
     log = []
     unused = next((set(finding.items) for finding in inspection.findings if finding.kind == "unused classes"), set())

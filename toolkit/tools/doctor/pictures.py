@@ -19,8 +19,8 @@ from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_pi
 SAMPLES = 9
 TILE = 320
 MAX_BOXES = 200_000
-LABEL_WIDTH = 0.09  # of an axis, of the label of a tick
-TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # in each decade: the most that have room
+LABEL_WIDTH = 0.09  # of the label of a tick, as a share of the axis
+TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # in each decade; the first fit is used
 
 
 def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], folder: Path) -> list[Path]:

@@ -149,7 +149,7 @@ def recipe_for(asked: str | None) -> tuple[str, str, str]:
     """
     from huggingface_hub import constants
 
-    from toolkit.base.distributed import default_device  # here: `--help` does without torch
+    from toolkit.base.distributed import default_device  # imported here, so that `--help` does not need torch
     from toolkit.models.weights.pretrained import hub_answers
 
     why = ""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from toolkit.tools.export.files import open_file
 
-# Largest differences that rounding explains: of a score, and of a corner in units of the image's longer side.
+# Largest differences due to rounding: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
-MOSTLY = 0.98  # share of the detections that must be found again: of equal ones, others may be left over
+MOSTLY = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
 BATCHES = (1, 2, 5)
 
 
@@ -53,7 +53,7 @@ def difference(expected, outputs, side: int) -> Difference:
     A row is found again when a row of its label has its score and its box, each within its tolerance.
     """
     boxes, scores, labels = expected
-    unit = boxes.abs().amax(-1).clamp(min=side)  # a wild box is compared in its own size
+    unit = boxes.abs().amax(-1).clamp(min=side)  # a box far outside is compared in its own size
     apart = (boxes[:, :, None] - outputs[0][:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
     of_score = (scores[:, :, None] - outputs[1][:, None]).abs()
     near = (labels[:, :, None] == outputs[2][:, None]) & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)

@@ -19,7 +19,7 @@ class FasterRcnnGraph(PixelsToBoxes):
 
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__(detector, top_k)
-        self.smallest_side = max(33, 2 * detector.stride + 1)  # a map is pooled from the coarsest of the backbone
+        self.smallest_side = max(33, 2 * detector.stride + 1)  # one more map is pooled from the coarsest one
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         detector = self.detector
@@ -45,7 +45,7 @@ class FasterRcnnGraph(PixelsToBoxes):
         for number in per_level:
             of_level = slice(start, start + number)
             start = start + number
-            scores = pad(logits[:, of_level], (0, limit), value=-torch.inf)  # a small map has fewer
+            scores = pad(logits[:, of_level], (0, limit), value=-torch.inf)  # a small map has fewer anchors
             scores, rows = scores.topk(limit, dim=1)
             rows = rows.clamp(max=number - 1)
             moved = deltas[:, of_level].gather(1, rows[..., None].expand(-1, -1, 4))

@@ -22,8 +22,8 @@ from toolkit.models.inference_settings import checked_size
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 OUTPUTS = ("boxes", "scores", "labels")
-OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # outputs too, see `toolkit.tools.export.relations`
-KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
+OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # further outputs, see `toolkit.tools.export.relations`
+KEY = "detection_toolkit"  # in the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
 AT_LEAST = 300  # detections of an image that a prediction keeps by default
 
 
@@ -90,8 +90,8 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) 
     names = {"input_names": ["images"], "output_names": list(about.outputs)}
     how = {"dynamo": True, "opset_version": 18, "custom_translation_table": TRANSLATIONS}
     exported = torch.onnx.export(program, **names, **how, verbose=False, optimize=False)
-    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # which operators it does not fold: nothing to act on
-    # Not its patterns: a third of the time for a graph that runs as fast, and clamps that it joins wrongly.
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it warns of operators that it does not fold
+    # Its patterns are not used: they take a third of the time, do not make the graph faster, and join clamps wrongly.
     optimizer.fold_constants(exported.model)
     optimizer.remove_unused_nodes(exported.model)
     exported.model.metadata_props[KEY] = about.to_text()
@@ -101,8 +101,8 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) 
 def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[np.ndarray] | None = None) -> None:
     """Write `path` (.xml) and its weights (.bin).
 
-    calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show. What
-        comes behind the network (decoding, suppression) stays as it is.
+    calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show.
+        Everything after the network (decoding, suppression) is not changed.
 
     Raises:
         BadInput: a package is not installed.
@@ -113,7 +113,7 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
         nncf = import_extra("nncf", "openvino", "int8 files")
         nncf.set_log_level(40)  # errors
         batches = list(calibration)
-        # Convolutions and matrix products of transformers, not of boxes: those are known to a fraction of a pixel.
+        # Convolutions and matrix products of transformers, but not of boxes, which need a fraction of a pixel.
         mixed = nncf.QuantizationPreset.MIXED
         model = nncf.quantize(model, nncf.Dataset(batches), subset_size=len(batches), preset=mixed)
     model.set_rt_info(about.to_text(), [KEY])
@@ -135,7 +135,7 @@ def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
     openers = {".onnx": _open_onnx, ".pt2": _open_program, ".xml": _open_openvino}
     if path.suffix not in openers:
         raise BadInput(f"{path}: {path.suffix} is not an exported detector; expected {', '.join(openers)}")
-    # beside its pickles, torch.export evaluates expressions of the file, calls what it names and loads its libraries
+    # torch.export unpickles, evaluates expressions of the file, calls functions that it names and loads its libraries
     if path.suffix == ".pt2" and not (trusted or files_are_trusted()):
         remedy = "add --trust if you exported it or trust who did, or take the .onnx, which cannot"
         raise BadInput(f"{path}: a .pt2 can run any code when it is opened; {remedy}")
@@ -199,7 +199,7 @@ def _open_onnx(path: Path) -> tuple[Runner, About]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # or its threads take the others' cores
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # or its threads occupy the others' cores
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - its errors have no common class
@@ -212,7 +212,7 @@ def _open_program(path: Path) -> tuple[Runner, About]:
     from toolkit.tools.export import operators  # noqa: F401 - the program names its operators
 
     texts = {KEY: ""}
-    logging.getLogger("torch.export").setLevel(logging.ERROR)  # warns with a traceback of what it then raises
+    logging.getLogger("torch.export").setLevel(logging.ERROR)  # it logs a traceback of the error that it then raises
     try:
         module = torch.export.load(path, extra_files=texts).module()
     except Exception as error:  # noqa: BLE001 - torch.export raises anything on a changed file

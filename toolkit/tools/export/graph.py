@@ -32,7 +32,7 @@ class PixelsToBoxes(nn.Module):
         self.detector = detector
         self.top_k = top_k
         self.sides = detector.exported_sides
-        # Of images of several sizes, in pixels: a map of a single cell would be taken for one that always has one.
+        # In pixels, for images of several sizes: a map of a single cell would be traced as always having one.
         self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +45,7 @@ class PixelsToBoxes(nn.Module):
         sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
         stride = self.detector.stride
         if self.sides == "any" and stride > 1:
-            # of -height % stride SymPy simplifies nothing, and ONNX rounds the quotient of a negative number up
+            # SymPy does not simplify -height % stride, and ONNX rounds the quotient of a negative number up
             rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
             images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
         return images, sizes
@@ -59,7 +59,7 @@ class PixelsToBoxes(nn.Module):
 def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the `count` rows of highest score of each image, best first, filled up with zeros.
 
-    Exporters know no stable order: that of exactly equal scores is the runtime's.
+    Exporters have no stable sort, so that the order of exactly equal scores depends on the runtime.
     """
     more = max(0, count - scores.shape[1]) if isinstance(scores.shape[1], int) else count
     boxes = pad(boxes, (0, 0, 0, more))
@@ -72,10 +72,10 @@ def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Ten
 def copy_for_files(detector: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode that computes as a file does: on the CPU, in float32, with contiguous weights.
 
-    Training leaves weights in channels last, of which torch.export warns in every file.
+    Training leaves weights in channels last, which torch.export warns about in every file.
     """
     detector = copy.deepcopy(detector).float().eval()
-    vars(detector).pop("forward", None)  # that of Accelerate, under autocast
+    vars(detector).pop("forward", None)  # Accelerate's, under autocast
     return detector.to("cpu", memory_format=torch.contiguous_format)
 
 
@@ -133,7 +133,7 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = Tr
         dynamic |= {i: torch.export.Dim(name, min=lowest, max=MAX_SIDE) for i, name in names.items()}
     sampling = torch.nn.functional.grid_sample if grid_sample else grid_sample_by_gather
     with torch.no_grad(), traceable(graph.detector), mock.patch("torch.nn.functional.grid_sample", sampling):
-        graph(images)  # what a detector keeps of an image size is made now, outside of the trace
+        graph(images)  # a detector caches values of an image size here, outside of the trace
         return torch.export.export(
             graph, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
         )

@@ -22,7 +22,7 @@ LARGEST = float(np.finfo(np.float16).max)
 
 def write_half(onnx: Path, path: Path) -> None:
     """Write `path` from a float32 file; its inputs, outputs and metadata stay as they are."""
-    model = passes.ShapeInferencePass()(ir.load(onnx)).model  # of some values the file does not say the type
+    model = passes.ShapeInferencePass()(ir.load(onnx)).model  # the file lacks the type of some values
     graph = model.graph
     casts = {}
     half = _in_half(graph)
@@ -39,7 +39,7 @@ def write_half(onnx: Path, path: Path) -> None:
                 for user, i in users:
                     user.replace_input_with(i, back)
             value.dtype = ir.DataType.FLOAT16
-    passes.RemoveUnusedNodesPass()(model)  # with the weights in float32
+    passes.RemoveUnusedNodesPass()(model)  # and the unused weights in float32
     ir.save(model, path)
 
 

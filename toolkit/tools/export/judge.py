@@ -29,7 +29,7 @@ from toolkit.tools.predict.prediction import (
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2", "fp16": "model_fp16.onnx", "openvino": "model.xml",
          "int8": "model_int8.xml"}  # fmt: skip
-LOSSY = ("fp16", "int8")  # other detectors by design, of which AP alone counts
+LOSSY = ("fp16", "int8")  # these change the outputs by design, so that only their AP counts
 BENCHMARK = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
 
 
@@ -70,7 +70,7 @@ def write_and_check(
     """Write the files; return a table that compares them with PyTorch, and by name the problems of those that are
     renamed.
 
-    table: data to measure AP on; None: none are known.
+    table: data to measure AP on; None: AP is not measured.
 
     Raises:
         BadInput: as `export_detector`; int8 without data; a package is not installed.

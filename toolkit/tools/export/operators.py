@@ -36,7 +36,7 @@ def roi_align_where(
     """Compute RoIAlign (R, C, side, side) of maps (B, C, H, W) for the boxes (R, 4) selected by `use` (R,); 0 for the
     others.
 
-    image: (R,) int64, place in the batch. scale: pixels of the map by those of the boxes.
+    image: (R,) int64, place in the batch. scale: pixels of the map per pixel of the boxes.
     """
     pooled = maps.new_zeros(len(boxes), maps.shape[1], side, side)
     rois = torch.cat([image[use, None].to(boxes), boxes[use]], dim=1)

@@ -11,7 +11,7 @@ from toolkit.tools.export.faster_rcnn import pool_where
 from toolkit.tools.export.files import About, write_onnx
 from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
-RELATIONS = 100  # of an image, as recall counts
+RELATIONS = 100  # per image, as many as recall counts
 
 
 class PixelsToGraph(PixelsToBoxes):

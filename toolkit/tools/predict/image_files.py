@@ -45,7 +45,7 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
         leave_out: a folder whose files are not taken, such as that of the pictures made last time.
 
     Raises:
-        BadInput: naming all that is not there or holds no image.
+        BadInput: names everything that does not exist or has no image.
     """
     images = {}
     problems = []
@@ -110,7 +110,7 @@ def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> P
 
 
 def _is_image_file(path: Path, leave_out: Path | None) -> bool:
-    # not `resolve`, which raises for a link that leads to itself
+    # not `resolve`, which raises for a link to itself
     if leave_out is not None and Path(os.path.realpath(leave_out)) in Path(os.path.realpath(path)).parents:
         return False
     # A broken link is taken too, so that it is reported among the errors.
@@ -233,7 +233,7 @@ def _size_or_nothing(path: Path) -> tuple[int, int]:
     try:
         return probe_image(path).size_hw
     except ImageError:
-        return (0, 0)  # decoding says why
+        return (0, 0)  # decoding reports the reason
 
 
 def _decode_or_error(path: Path) -> Tensor | ImageError:

@@ -51,8 +51,8 @@ FLAGS = {
 }
 ABOUT_DATA = ("--image-dir", "--format", "--path")
 PUBLISHED = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
-MOST_LABELS = 1_000_000  # of a model of transformers, whose file may name any
-REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
+MOST_LABELS = 1_000_000  # of a model of transformers, whose file may have any label
+REPORT = "report.json"  # in a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
 
 class OwnDetector(NamedTuple):
@@ -160,12 +160,12 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # of reading the weights: a blink
+    transformers_logging.disable_progress_bar()  # reading the weights takes a moment
     path = Path(source).expanduser()
     name = str(path) if path.exists() else str(source)
     try:
         with cached_when_offline():
-            # said, as transformers would ask on standard input whether to run what lies beside the weights
+            # explicit, since transformers would ask on standard input whether to run code beside the weights
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
             model = AutoModelForObjectDetection.from_pretrained(name, trust_remote_code=False).eval().to(device)
     except Exception as error:  # noqa: BLE001 - offline, no detector, or anything of a foreign folder
@@ -200,7 +200,7 @@ def report_thresholds(path: Path) -> dict[str, float] | None:
     """Return the thresholds that a run's report recommends, by class name and for all classes as ""; None without a
     report.
 
-    path: the run folder, or anything in it.
+    path: the run folder, or a path in it.
 
     Raises:
         BadInput: a file that cannot be read.
@@ -226,7 +226,7 @@ def _open_published(path: Path, settings: Mapping) -> OwnDetector:
         raise BadInput(f"{path}: these weights do not say what images are resized to; {remedy}, and open that run")
     options = {"architecture": source.architecture, "pretrained_backbone": False, **source.options}
     asked = dict(settings)
-    if "mode" in options:  # of a scene graph, whose file does not say it
+    if "mode" in options:  # a scene graph's file does not have it
         options["mode"] = asked.pop("mode", options["mode"])
     detector = build_detector(**with_inference_settings(options, asked), class_names=source.class_names)
     load_pretrained(detector, source, source.class_names)
@@ -253,7 +253,7 @@ def load_detector(run: Run, weights: str) -> Detector:
 def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
     """Build the detector that `config.yaml` describes, with random weights and frozen layers, without downloads.
 
-    config: of `load_config_dict`. Raises BadInput: nothing can be built of its settings, as of `d_model: -8`.
+    config: of `load_config_dict`. Raises BadInput: its settings are invalid, such as `d_model: -8`.
     """
     settings = {**config["model"], "pretrained_backbone": False}
     try:

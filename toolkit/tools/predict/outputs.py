@@ -18,7 +18,7 @@ from toolkit.data.formats.yolo import write_yolo
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text
 
-# What `scripts/predict.py` writes below its folder.
+# The files and folders that `scripts/predict.py` writes.
 OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv", "uncertain.csv")
 OUTPUTS += ("labels", "annotations", "pictures", "videos", "graphs")
 FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
@@ -40,7 +40,7 @@ def write_outputs(
             graphs/: dot (Graphviz), jsonld (linked data), networkx (its node-link JSON).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    inside = clipped(detections)  # formats of data sets, whose readers refuse boxes that leave the image
+    inside = clipped(detections)  # for formats of data sets, whose readers refuse boxes outside the image
     for name in formats:
         if name == "json":
             write_text_atomic(folder / "predictions.json", _as_text(document))
@@ -57,7 +57,7 @@ def write_outputs(
         elif name == "voc":
             write_voc(inside, folder / "annotations", names)
         elif name == "csv":
-            paths = [os.path.abspath(row.file_name) for row in inside.images]  # the table lies elsewhere
+            paths = [os.path.abspath(row.file_name) for row in inside.images]  # since the table is in another folder
             write_csv(inside.renamed(paths), folder / "predictions.csv")
         else:
             for graph, image in zip(document["images"], names, strict=True):
@@ -141,7 +141,7 @@ def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None
         BadInput: there are results already and `overwrite` is false; an input lies among them.
     """
     old = _earlier(folder)
-    real = {Path(os.path.realpath(path)) for path in old}  # `resolve` raises for a link that leads to itself
+    real = {Path(os.path.realpath(path)) for path in old}  # `resolve` raises for a link to itself
     lost = [path for path in inputs if real & {Path(os.path.realpath(path)), *Path(os.path.realpath(path)).parents}]
     if lost:
         raise BadInput([f"{path}: a new prediction would overwrite it; choose another --out" for path in lost])

@@ -179,7 +179,7 @@ def _data_of(
     table: the requested data, those that `about` names, or those of the run.
 
     Raises:
-        BadInput: none are known, or they cannot be read.
+        BadInput: no data are known, or they cannot be read.
     """
     try:
         folder = run_folder_of(Path(source).expanduser())
@@ -187,7 +187,7 @@ def _data_of(
         folder = None
     is_named = options.split is None and options.path is None and bool(about.get("data"))
     config = {}
-    if folder is not None:  # of which a report reads more than the data, when they are judged
+    if folder is not None:  # when they are judged, a report reads more of it than the data
         needed = () if is_named else ("model", "data")
         config = load_config_dict(folder / "config.yaml", options_class, needed)
     if is_named:
@@ -206,7 +206,7 @@ def data_settings(config: Mapping, options: SplitOptions) -> dict:
     data = config["data"]
     split = options.split
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
-    other_file = split is not None and (not named or Path(split).expanduser().is_file())  # no split of the run's data
+    other_file = split is not None and (not named or Path(split).expanduser().is_file())  # not one of the run's
     if options.path is not None or other_file:
         return _other_data(options) | {"on_error": data["on_error"]}
     reading = {key: data[key] for key in READING if key in data}

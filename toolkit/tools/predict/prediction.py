@@ -92,7 +92,7 @@ class Predictor:
 def as_image(image) -> Tensor:
     """Convert a PIL image, an array uint8 (H, W, 3) or (H, W), or a tensor uint8 (3, H, W) to such a tensor, in RGB.
 
-    A PIL image becomes what training makes of its file: upright, 16 bits scaled, without alpha.
+    A PIL image is decoded as in training: upright, 16 bits scaled, without alpha.
 
     Raises:
         BadInput: anything else, and a PIL image whose file training refuses too: cut off, damaged, with pixels that are

@@ -12,9 +12,9 @@ from toolkit.evaluation.detections import Found
 from toolkit.models.nms import nms_by_label
 from toolkit.tools.predict.prediction import Predictor
 
-CONTAINED = 0.8  # share of a box in another one of its class that makes it a part of that
-AS_SURE = 0.25  # share of a box's score that such another one has at least: a guess does not take a good part away
-NEAR = 0.025  # share of a tile's side: a box that ends so near to a border is cut there; none ends on it exactly
+CONTAINED = 0.8  # share of a box inside another one of its class from which it counts as a part of that
+AS_SURE = 0.25  # minimum score of such another box, as a share of the box's: a weak box does not remove a good part
+NEAR = 0.025  # share of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
@@ -51,7 +51,7 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
                 boxes = detections["boxes"]
                 right, bottom = min(width, x + columns), min(height, y + rows)
                 space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)
-                inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders that cut
+                inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders between tiles
                 cut.append(((space <= NEAR * tile) & inner).any(1))
                 parts.append({**detections, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
         return merged(parts, nms_iou, torch.cat(cut))
@@ -95,7 +95,7 @@ def starts(length: int, tile: int, overlap: float) -> list[int]:
 def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) -> Found:
     """Merge several sets of detections of one image, best first, by non-maximum suppression class by class.
 
-    cut: (K,) bool, boxes of all parts that end where a tile ends: they go where a whole one holds most of them.
+    cut: (K,) bool, boxes of all parts that end where a tile ends; they are dropped if a whole box has most of them.
     """
     joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
     if cut is not None and cut.any():

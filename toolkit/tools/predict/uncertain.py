@@ -18,8 +18,8 @@ from toolkit.evaluation.detections import Found
 from toolkit.tools.predict.image_files import predict_files
 from toolkit.tools.predict.prediction import Predictor
 
-LEAST_SCORE = 0.05  # of a detection that counts; a detector has hundreds of worse ones in any image
-CANDIDATES = 3  # times as many images as are wanted: the most uncertain, of which those that differ most are chosen
+LEAST_SCORE = 0.05  # minimum score to count; a detector has hundreds of lower ones in any image
+CANDIDATES = 3  # times the number of requested images: the most uncertain, among which the most different are chosen
 
 
 def most_uncertain(
@@ -61,7 +61,7 @@ def uncertainty(found: Found, mirrored: Found, width: int) -> tuple[float, float
     """Return (entropy, disagreement), each from 0 to 1, of the detections in an image of this width and in its mirror
     image.
 
-    Entropy is the mean of the scores'. Disagreement is 1 - 2 M / S: S sums the scores of both sets; M is the largest
+    Entropy is the mean over the scores. Disagreement is 1 - 2 M / S: S sums the scores of both sets; M is the largest
     sum, over pairs of detections of one class, of IoU times the smaller score. It is 0 where both sets are empty.
     """
     scores = found["scores"].double().clamp(1e-9, 1 - 1e-9)

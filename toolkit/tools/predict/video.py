@@ -52,7 +52,7 @@ class Video(AbstractContextManager):
         try:
             self._container = av.open(name, format=kind)
             self._stream = self._container.streams.video[0]
-        except (OSError, ValueError, IndexError, EOFError) as error:  # one of them is each of PyAV's
+        except (OSError, ValueError, IndexError, EOFError) as error:  # each of PyAV's errors is one of them
             raise BadInput(f"{name}: no video that can be read: {error}") from error
         self._stream.thread_type = "AUTO"
         self.rate = Fraction(self._stream.average_rate or 25).limit_denominator(65535)
@@ -74,7 +74,7 @@ class Video(AbstractContextManager):
     def _upright(self, frame) -> np.ndarray:
         """Return the pixels (H, W, 3) of a frame as a player shows them: square, and turned as the container says.
 
-        Phones store what the sensor sees, and how the phone was held; old cameras store pixels that are not square.
+        Phones store the picture of the sensor and how the phone was held; old cameras store pixels that are not square.
         """
         aspect = self._stream.sample_aspect_ratio or self._stream.codec_context.sample_aspect_ratio or 1
         height, width = frame.height, frame.width

@@ -16,7 +16,7 @@ from toolkit.run.settings_file import CONFIG, read_groups
 
 SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
 SHOWN_CLASSES = 100
-LICENCE = "apache-2.0"  # of this program; the data may ask for more
+LICENCE = "apache-2.0"  # the licence of this program; the data may require another
 LICENCES_BELOW = (
     "for the weights, as far as the licences of the training data and of the weights that training began with allow "
     "it; check those before you pass the model on."

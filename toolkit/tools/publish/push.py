@@ -24,7 +24,7 @@ def report_and_card(run_folder: Path, table, trained: bool) -> None:
 
     table: the validation data. trained: it has a new model, and was not an evaluation alone.
     """
-    write_report(run_folder, table, state="done")  # status.json says it after the report
+    write_report(run_folder, table, state="done")  # status.json is written after the report
     card = run_folder / "final" / "README.md"
     if trained and card.is_file():
         write_card(card.parent, table.class_names)
@@ -49,7 +49,7 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
 
     Args:
         source: run or `final/` folder.
-        name: `user/name` on the hub; made when it is not there.
+        name: `user/name` on the hub; created if it does not exist.
         say: called with the address of the uploaded model.
 
     Returns:
@@ -61,7 +61,7 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
     from huggingface_hub import ModelCard
 
     card = write_run_card(source, licence)
-    ModelCard.load(card)  # what the hub would refuse is refused here
+    ModelCard.load(card)  # raises here for a card that the hub would refuse
     with _hub(name) as api:
         repository = api.create_repo(name, private=private, exist_ok=True).repo_id
         what = {"folder_path": card.parent, "ignore_patterns": ["*.wrong", ".*"]}
@@ -75,7 +75,7 @@ def check_push(name: str) -> None:
     """Ask the hub, without changing it, whether `push` may write under this name, before hours of training.
 
     Raises:
-        BadInput: no token, or one that may only read, a name that is none or another's, or no connection.
+        BadInput: no token, or one that may only read, an invalid name or another user's, or no connection.
     """
     from huggingface_hub.utils import validate_repo_id
 

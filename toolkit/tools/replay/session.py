@@ -43,7 +43,7 @@ from toolkit.step.window import Window, autocast
 class ReportedWindow(TrainingWindow):
     """The reported window, with the denominators that it had, whatever the other processes had.
 
-    Its batches are those that were trained on. What the script puts in their place is left out: it is in them already.
+    Its batches are those that were trained on. Changes of the batches by the script are ignored, as they contain them.
     """
 
     @property

@@ -15,13 +15,13 @@ from toolkit.tools.report.figures import series
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.own_errors import doubt
 
-BARELY_BEGUN = 0.1  # of the planned epochs: before that a detector's mistakes say nothing about data or settings
+BARELY_BEGUN = 0.1  # share of the planned epochs before which a detector's mistakes say nothing about data or settings
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
 ENOUGH_EVALUATIONS = 4  # to decide that AP no longer rises
-SMALL_SHARE = 0.1  # of the boxes
+SMALL_SHARE = 0.1  # share of the boxes
 COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
 HARDLY_ANY = 0.02  # AP50 below which other numbers say nothing more
-FEW_SUSPECTS = 5  # fewer are not worth an advice
+FEW_SUSPECTS = 5  # the minimum number for an advice
 FEW_PIXELS = 16  # median side of small objects at the network's input
 MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
 

@@ -21,10 +21,10 @@ KINDS = {
     "place": "a confident prediction beside a box, which nothing else supports, or less than half on it",
     "nothing there": "an annotated box that no prediction supports",
 }
-ENOUGH = 20  # objects found of a class before it has a threshold of its own
+ENOUGH = 20  # found objects of a class from which it has its own threshold
 ON_IT = 0.5
 BESIDE = BACKGROUND_IOU
-APART, SCALE = 1.0, 2.0  # of a box that was moved: its way in units of its side, and how much larger it may seem
+APART, SCALE = 1.0, 2.0  # of a moved box: largest distance in units of its side, and largest ratio of sizes
 WEAK = 0.25  # share of the threshold above which a prediction of any class still supports a box
 
 
@@ -111,7 +111,7 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     """Return (D,) bool, true if a stronger prediction of the same image overlaps by half: a duplicate, not another
     object."""
     result = np.zeros(len(m.found), bool)
-    rows = np.flatnonzero(strong)  # of an image the best first
+    rows = np.flatnonzero(strong)  # best first within an image
     for first, second in paired(m.found.image_index[rows], m.found.image_index[rows]):
         common, union = common_and_union(m.found.xyxy[rows[first]], m.found.xyxy[rows[second]])
         result[rows[second[(common > ON_IT * union) & (first < second)]]] = True

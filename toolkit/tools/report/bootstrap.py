@@ -16,7 +16,7 @@ from toolkit.evaluation.coco_numbers import ByClass, CocoNumbers, summary
 from toolkit.evaluation.matches import AREAS, IOUS, Matches
 
 DRAWS = 1000
-VALUES_AT_ONCE = 1_000_000  # float32 values of one array: what stays in the cache of a core
+VALUES_AT_ONCE = 1_000_000  # float32 values of one array, as many as fit in the cache of a core
 
 
 def resample(matches: Matches, draws: int = DRAWS, seed: int = 0) -> CocoNumbers:
@@ -72,7 +72,7 @@ def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.nda
         so_far = _so_far(m.found.image_index[rows], inside, near, weights)
         for t in range(len(IOUS)):
             gt = m.coco.gt[a, t, candidate]
-            at = np.flatnonzero(gt >= 0)  # what finds something, a crowd too
+            at = np.flatnonzero(gt >= 0)  # predictions that find something, also a crowd
             right = shared.required[a][gt[at]]
             true = some[at[right]]
             places = m.rank[rows[near[at[right]]]]

@@ -96,7 +96,7 @@ class LineChart:
         axes.grid(color=GRID, clip_on=False)
         axes.set(xlabel=self.x_label, xlim=self.x_range, ylim=self.y_range)
         if self.log:
-            from matplotlib.ticker import LogFormatter  # without powers in formulas
+            from matplotlib.ticker import LogFormatter  # which writes no powers
 
             axes.yaxis.set_major_formatter(LogFormatter())
             axes.yaxis.set_minor_formatter(LogFormatter())
@@ -177,7 +177,7 @@ Chart = LineChart | BarChart | MatrixChart
 
 def figure(charts: Sequence[Chart], titles: bool = True):
     """Draw charts as a matplotlib `Figure`, two in a row. titles: whether to write the title above each."""
-    from matplotlib.figure import Figure  # half a second that the start of a run need not wait for
+    from matplotlib.figure import Figure  # half a second that would delay the start of a run
 
     columns = min(2, len(charts))
     heights = [max(chart.size[1] for chart in charts[i : i + columns]) for i in range(0, len(charts), columns)]
@@ -229,5 +229,5 @@ def _save(drawn, target, **options) -> None:
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "charts"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # letters of others, which a browser has
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # letters of other scripts, which a browser has
         drawn.savefig(target, **options)

@@ -82,7 +82,7 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
     duplicate, _ = best(m.same_class & used[m.gt])
     kind = np.full(len(m.found), KINDS.index("both"))
     gt = np.full(len(m.found), -1, np.int64)
-    rules = (  # the last one that holds decides
+    rules = (  # the last one that applies decides
         ("background", np.maximum(same, other) <= BACKGROUND_IOU, None),
         ("duplicate", duplicate >= FOUND, None),
         ("class", other >= FOUND, other_gt),
@@ -135,7 +135,7 @@ class _Whole:
         aps = []
         for label in np.flatnonzero(m.num_truth):
             rows = order[labels[order] == label]
-            # with no box left there is nothing to find: tidecv says 0 there, and so does this
+            # without a box left AP is 0, as in tidecv
             aps.append(exact_average_precision(right[rows], ~right[rows], total[label]) if total[label] else 0.0)
         return float(np.mean(aps)) if aps else 0.0
 
@@ -191,7 +191,7 @@ def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 
 def neighbours(m: Matches) -> np.ndarray:
     """Return (G,), the number of other boxes of its image that overlap each box."""
-    counts = np.full(len(m.truth), -1)  # a box touches itself
+    counts = np.full(len(m.truth), -1)  # a box overlaps itself
     for first, second in paired(m.truth.image_index, m.truth.image_index):
         common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])
         counts += np.bincount(first[common > TOUCHING * union], minlength=len(counts))

@@ -39,7 +39,7 @@ class RunFacts:
 def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     """Read the facts of a run from its folder, with the settings in force. Facts without a file are empty.
 
-    state: how the run has ended, where `status.json` does not say it yet.
+    state: how the run has ended, if `status.json` does not say it yet.
     """
     if run_folder is None:
         return RunFacts()
@@ -136,7 +136,7 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
     flags = ["--run.resume", "latest"]
     if "eval.early_stopping_patience" in ended_by and patience:
         flags += ["--eval.early_stopping_patience", f"{2 * patience}"]
-        if len(ended_by) == 1:  # what is left of its length is enough
+        if len(ended_by) == 1:  # the rest of its length is enough
             return flags
     flags += ["--run.resume_schedule", "new"]
     for key, made in (("epochs", epochs), ("max_steps", step)):

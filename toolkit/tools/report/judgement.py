@@ -86,7 +86,7 @@ class Judgement:
         return np.where(right + wrong + missed == 0, 1.0, 2 * right / np.maximum(2 * right + wrong + missed, 1))
 
 
-judge = Judgement  # what it does, where it is called
+judge = Judgement  # the verb, for calls
 
 
 def _judge_graphs(predictions: Mapping, table, about: Mapping) -> Any:

@@ -17,9 +17,9 @@ from scipy.special import expit, logit
 from toolkit.evaluation.matches import Matches
 from toolkit.tools.report.annotations import ON_IT, Suspect, thresholds_of_classes
 
-OWN_SHARE = 0.2  # of the suspects that are called doubtful, at most so many are mistakes of the detector
-LOWEST_SCORE = 0.05  # predictions below say nothing about confident ones
-LARGEST_SHARE = 0.25  # of confident predictions: a detector that contradicts more often is itself the likelier one
+OWN_SHARE = 0.2  # largest share of the detector's own mistakes among the doubtful suspects
+LOWEST_SCORE = 0.05  # predictions below it say nothing about confident ones
+LARGEST_SHARE = 0.25  # of confident predictions: above it the detector itself is more likely wrong than the annotation
 LIKELIER = 5.41  # twice the gain in log-likelihood that chance gives to one of a hundred exact annotations
 FINEST = 1e-6  # scores are distinguished up to this distance from 0 and 1
 BIN_WIDTH = 0.1  # in log-odds
@@ -72,8 +72,8 @@ def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
 def _evidence(m: Matches, suspects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (N,) log-odds of the scores of predictions, and whether each contradicts the annotation.
 
-    Left out are other wrong predictions on a box that a right one is on: duplicates and confusions, which say nothing
-    about the annotation.
+    Other wrong predictions on a box with a right one are left out: duplicates and confusions say nothing about the
+    annotation.
     """
     is_suspect = np.zeros(len(m.found), bool)
     is_suspect[suspects] = True

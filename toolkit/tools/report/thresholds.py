@@ -58,7 +58,7 @@ def sweep(matches: Matches, label: int | None = None) -> Sweep:
     total = int(matches.num_truth.sum() if label is None else matches.num_truth[label])
     score = matches.found.scores[rows]
     right = np.cumsum(matches.right[rows])
-    last = np.flatnonzero(np.diff(score, append=-np.inf))  # of equal scores all count or none
+    last = np.flatnonzero(np.diff(score, append=-np.inf))  # equal scores count together
     true_positives = right[last].astype(float)
     kept = last + 1.0
     recall = true_positives / total if total else np.full(len(last), np.nan)

@@ -15,7 +15,7 @@ class TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Purging hides what an attempt left that has no checkpoint.
+        # Purging hides the rows of an attempt without a checkpoint.
         self._writer = SummaryWriter(str(folder / "tensorboard"), **({"purge_step": 0} if is_new else {}))
         final = {f"best/{about.metric}": 0.0, "best/step": 0.0}
         experiment, start, self._end = hparams(flat(about.config), final)  # SummaryWriter.add_hparams makes a folder

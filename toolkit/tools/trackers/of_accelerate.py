@@ -24,7 +24,7 @@ class AccelerateTracker(Tracker):
         self._inner.start()
         self.run_id = self.run_id or run_id(self.name, self._inner.tracker, about)
         _name_afterwards(self.name, self._inner.tracker, about, goes_on)
-        if not (goes_on and self.name == "mlflow"):  # which refuses other values of what it has
+        if not (goes_on and self.name == "mlflow"):  # MLflow refuses changed values
             self._inner.store_init_configuration(flat(about.config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -43,16 +43,16 @@ class AccelerateTracker(Tracker):
 def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
     """Return the arguments that a tracker takes for the name, id, group, tags and notes of a run.
 
-    run_id: None where the program itself chooses one. goes_on: there is such a run already.
+    run_id: None if the tracker chooses it. goes_on: whether the run exists already.
     """
     tags = list(about.tags)
     notes = about.notes or None
     if name == "mlflow":
         marks = dict.fromkeys(tags, "") | ({"group": about.group} if about.group else {}) | {"job_type": about.job_type}
         return {"run_name": about.name, "run_id": run_id, "tags": marks, "description": notes}
-    if name == "trackio":  # which knows a run by its name alone
+    if name == "trackio":  # it identifies a run only by its name
         return {"name": run_id or about.name, "group": about.group, "resume": "allow" if goes_on else "never"}
-    if name == "comet_ml":  # older releases make `Experiment`, which knows no mode
+    if name == "comet_ml":  # older releases make `Experiment`, which has no mode
         return {"experiment_key": run_id, "mode": "get_or_create" if goes_on else "create"}
     if name == "clearml":
         going_on = {"continue_last_task": run_id} if goes_on else {"reuse_last_task_id": False}
@@ -60,7 +60,7 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
     if name == "swanlab":
         going_on = {"id": run_id, "resume": "allow"} if goes_on else {}
         named = {"experiment_name": about.name, "group": about.group, "job_type": about.job_type}
-        place = {"logdir": str(folder / "swanlog")}  # with the run, and not where the command was given
+        place = {"logdir": str(folder / "swanlog")}  # with the run, and not in the current folder
         return {**named, **place, "tags": tags or None, "description": notes, **going_on}
     if name == "aim":
         return {"run_hash": run_id, "experiment": about.project}
@@ -84,7 +84,7 @@ def run_id(name: str, inner: Any, about: About) -> str | None:
         return inner.hash
     if name in ("clearml", "swanlab"):
         return inner.id
-    return about.name  # Trackio and DVCLive go by names and folders
+    return about.name  # Trackio and DVCLive use names and folders
 
 
 def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None:
@@ -93,7 +93,7 @@ def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None
     if name == "comet_ml":
         inner.set_name(about.name)
         inner.add_tags([*tags, *([about.group] if about.group and not goes_on else [])])
-    elif name == "aim":  # where Accelerate puts the project
+    elif name == "aim":  # Accelerate sets it to the project
         inner.name = about.name
         inner.description = about.notes
         for tag in tags:

@@ -16,21 +16,21 @@ import numpy as np
 from toolkit.run.trackers import About, DataFacts, Tracker, agent_run_id, flat
 
 INIT_TIMEOUT_S = 30
-FINISH_TIMEOUT_S = 300  # a network lost since must not keep a finished run waiting; older releases lack this
+FINISH_TIMEOUT_S = 300  # so that a lost network does not delay a finished run; older releases lack this
 CURVE_POINTS = 100
 FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
 
 
 class WandbTracker(Tracker):
     def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
-        import wandb  # half a second that only its users pay
+        import wandb  # imported here, since it takes half a second
 
-        # Copies of the pictures in tables wait there to be sent: without a network, with the run and not in the home.
+        # Copies of the pictures in tables wait there to be sent; without a network they stay with the run.
         os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
         resumed = self.run_id is not None
         self.run_id = self.run_id or agent_run_id() or uuid.uuid4().hex[:8]
         self._run = _init(wandb, folder, about, self.run_id)
-        if resumed and not was_closed:  # killed: what was sent last may never have reached the server or a file
+        if resumed and not was_closed:  # killed: the last rows may not have reached the server or a file
             self.floor = self._run.step - 1  # of the server; -1 without a network: a row sent twice has the same step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -64,7 +64,7 @@ class WandbTracker(Tracker):
         artifact = wandb.Artifact(f"data-{data['train'].fingerprint[:16]}", "dataset", metadata=metadata)
         for split, facts in data.items():
             artifact.add_reference(f"data://{facts.fingerprint}/{facts.uri}", name=split)
-        if self._run.offline:  # which cannot look up what there is, and refuses `use_artifact`
+        if self._run.offline:  # an offline run cannot look up artifacts, and refuses `use_artifact`
             self._run.log_artifact(artifact)
         else:
             self._run.use_artifact(artifact)
