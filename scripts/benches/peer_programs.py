@@ -129,8 +129,7 @@ def our_detector(plan: Plan, config: str):
 
 
 def transformers_trainer(plan: Plan, ours: bool = False) -> tuple[list[dict], Clock]:
-    """Train with transformers' Trainer as in its object-detection example: albumentations, its processor, AdamW,
-    cosine.
+    """Train with transformers' Trainer as in its object-detection example: albumentations, AdamW, cosine.
 
     ours: begin with weights as we draw them, at the rates, weight decay and clipping of our configuration.
     """
