@@ -1,4 +1,4 @@
-"""Measures this toolkit against plain programs that do the same, and prints one Markdown table.
+"""Measure this toolkit against plain programs that do the same, and print one Markdown table.
 
     python scripts/benchmark.py                       # everything: about 12 minutes on two CPU cores; `make bench`
     python scripts/benchmark.py --only loop startup   # some
@@ -7,7 +7,7 @@
     python scripts/benchmark.py --only peers --out runs/peers/shapes   # beside other toolkits, 45 minutes; an extra
 
 Ratios are medians of interleaved rounds in one process; each has a line of ours (or of the plain program) against
-itself, which is the noise: a ratio that is no further from its requirement than that line is from 1 says nothing.
+itself, which is the noise: a ratio as close to its requirement as that line is to 1 shows nothing.
 """
 
 import sys
@@ -62,8 +62,8 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("peers", bench_peers, {"minutes": 0.05}),
     ("peers_bccd", partial(bench_peers, "bccd"), {"minutes": 0.05}),
 )
-ASKED_FOR = {"gpu", "peers", "peers_bccd"}  # not run unless named
-# What a row must reach; the others explain it.
+ASKED_FOR = {"gpu", "peers", "peers_bccd"}  # run only if named
+# Requirements of rows; the other rows explain them.
 REQUIREMENTS = {
     "loop, DETR-R50, ours / bare": "≤ 1.03",
     "loop, Faster R-CNN-R50, ours / bare": "≤ 1.03",
@@ -91,7 +91,7 @@ REQUIREMENTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
-    """Runs the benches that `argv` names (default: the process's arguments), prints and returns their rows."""
+    """Run the benches that `argv` names (default: the process's arguments), print their rows and return them."""
     parser = Program(__doc__)
     names = [name for name, _, _ in BENCHES]
     usual = [name for name in names if name not in ASKED_FOR]
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
 
 
 def keep(rows: Sequence[dict], folder: Path, quick: bool) -> None:
-    """Writes what is there so far: whatever ends the run, it is kept."""
+    """Write the rows measured so far, so that they are kept however the program ends."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(markdown(rows, quick) + "\n", encoding="utf-8")
     document = {"machine": machine(), "hardware": hardware(), "quick": quick, "rows": rows}
@@ -122,7 +122,7 @@ def keep(rows: Sequence[dict], folder: Path, quick: bool) -> None:
 
 
 def markdown(rows: Sequence[dict], quick: bool = False) -> str:
-    """The rows as a table under one paragraph on the machine and the versions."""
+    """Return the rows as a table below a paragraph on the machine and the versions."""
     lines = [machine() + (" Quick run: sizes too small for the figures to mean anything." if quick else ""), ""]
     lines += ["| measured | value | unit | required |", "|---|---:|---|---|"]
     for row in rows:
@@ -132,7 +132,7 @@ def markdown(rows: Sequence[dict], quick: bool = False) -> str:
 
 
 def machine() -> str:
-    """Date, processor, accelerators, threads and versions in one paragraph."""
+    """Return the date, processor, accelerators, threads and versions in one paragraph."""
     system = hardware()
     gpus = ", ".join(system["gpus"]) or "no GPU"
     installed = []

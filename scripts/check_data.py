@@ -37,11 +37,11 @@ from toolkit.tools.doctor.training_command import Source, command_for
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
 LISTED = 50
-CHECK_IMAGES = {"auto": True, "none": False}  # as readers have it
+CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 
 
 def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
-    """Every split that was asked for, by a name of its own, and what was asked for."""
+    """Open every requested split, under a name of its own, and return the tables and their sources."""
     reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images")}
     reading["on_error"] = "drop"
     tables: dict[str, DetectionTable] = {}
@@ -65,7 +65,7 @@ def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], li
 
 
 def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
-    """Findings by severity, then what remains to train on."""
+    """Return the findings by severity, followed by the usable data."""
     lines = []
     for severity, heading in HEADINGS.items():
         findings = [finding for finding in inspection.findings if finding.severity == severity]
@@ -92,7 +92,7 @@ def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
 
 
 def _lines_of(finding: Finding) -> list[str]:
-    """Its message and what it lists; of faulty records the list alone, whole."""
+    """Return the message of a finding and its items; for faulty records only the items, all of them."""
     if finding.kind == "record":
         return [f"  {_item(item)}" for item in finding.items]
     lines = [f"  {finding.message}"]
@@ -104,10 +104,10 @@ def _lines_of(finding: Finding) -> list[str]:
 
 
 def data_settings(config: str, script: str | None = None):
-    """The group `data` of a settings file over the defaults of the training script that it is for.
+    """Return the group `data` of a settings file, over the defaults of the training script that it is for.
 
-    script: its name; None: the one that the file names first, as the configurations here do in their first line. The
-    config.yaml of a run has every value, so that it needs none.
+    script: its name; None: the script named first in the file, as in the first line of the configurations here. The
+    config.yaml of a run has every value and needs no script.
     """
     from toolkit.run.settings import DataConfig
 
@@ -128,12 +128,13 @@ def data_settings(config: str, script: str | None = None):
 
 
 def draw_augmented(config: str, script: str | None, table: DetectionTable, file: Path) -> Path:
-    """A batch of training images with their boxes, through the augmentation of a settings file."""
+    """Draw a batch of training images with their boxes, through the augmentation of a settings file."""
     from toolkit.data.pipeline import loader_of_settings
     from toolkit.tools.doctor.pictures import draw_batch
 
     settings = data_settings(config, script)
-    settings.workers, settings.batch_size_per_device = 0, min(16, len(table))
+    settings.workers = 0
+    settings.batch_size_per_device = min(16, len(table))
     _, loader = loader_of_settings(table, settings, seed=0, stride=1)
     return draw_batch(next(iter(loader)), table.class_names, file)
 
@@ -141,7 +142,8 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
 def training_command(
     options: argparse.Namespace, sources: list[Source], tables: dict[str, DetectionTable], inspection: Inspection
 ) -> str:
-    """The command that trains on these data with the options that were given here; or why there is none."""
+    """Return the command that trains on these data with the given options, or a sentence that says why there is
+    none."""
     if options.script == "train_sgg" and not any(table.predicates for table in tables.values()):
         return "train_sgg needs relations, and these data have none; docs/data.md says how they are written"
     reading = {"name": options.name, "image_size": options.image_size}
@@ -157,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(options.image_size or []) == 1:
         options.image_size = options.image_size[0]
     size_hw = pair_hw(options.image_size or 640)
-    logging.disable(logging.WARNING)  # its summary is in the report
+    logging.disable(logging.WARNING)  # the summary of warnings is in the report
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")

@@ -25,13 +25,13 @@ WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet"
 
 
 def open_splits(source: str, format: str, image_dir: list[str] | None, on_error: str) -> dict[str, DetectionTable]:
-    """Every split of a folder, or the one of an annotation file, by name."""
+    """Open every split of a folder, or the one of an annotation file, by name."""
     reading = {"format": format, "image_dir": image_dir, "on_error": on_error}
     if not Path(source).expanduser().is_dir():
         return {"train": open_dataset(source, **reading)}
     layout = recognise(source, format)
     print(layout)
-    # trainval is the union of two others wherever these are there
+    # if train exists, trainval is the union of train and val
     names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
     tables = {name: open_dataset(name, path=source, **reading) for name in names}
     return {"train" if name == "all" else name: table for name, table in tables.items()}
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("target", metavar="DST", type=Path, help="new or empty folder")
     parser.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
     add_data_flag(parser, "--format", choices=FORMATS, default="auto", help="format of SRC; auto recognises it")
-    images = "folder, archive or URL of the images, where SRC does not say it; may be repeated"
+    images = "folder, archive or URL of the images, if SRC does not say it; may be repeated"
     add_data_flag(parser, "--image-dir", help=images)
     add_data_flag(parser, "--val", help="fraction of the training images to hold out as split val: 0.2, 20%% or 1/5")
     add_data_flag(parser, "--on-error", choices=("raise", "drop"), default="raise", help="as in training")
@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.val is not None and "val" in tables:
         raise BadInput(f"--val {options.val}: {options.source} has a split val already")
     if options.val is not None:
-        if (share := share_of(options.val)) is None:
+        share = share_of(options.val)
+        if share is None:
             raise BadInput(f"--val {options.val}: expected a fraction between 0 and 1, or a fold such as 1/5")
         tables["train"], tables["val"] = hold_out(tables["train"], share)
     for split, table in tables.items():

@@ -41,11 +41,13 @@ from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_an
 
 
 def expected_numbers(arguments: Sequence[str]) -> tuple[dict[str, float], list[str]]:
-    """The `--expect.METRIC VALUE` pairs among arguments, by metric, and the other arguments.
+    """Return the `--expect.METRIC VALUE` pairs among arguments, by metric, and the other arguments.
 
     Raises BadInput for a value that is missing or is not a number.
     """
-    expected, rest, words = {}, [], iter(arguments)
+    expected = {}
+    rest = []
+    words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
         if not flag.startswith("--expect."):
@@ -61,7 +63,7 @@ def expected_numbers(arguments: Sequence[str]) -> tuple[dict[str, float], list[s
 
 
 def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
-    """Prints the table and returns whether every expected number was met."""
+    """Print the table and return whether every expected number was met."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     how = {key: getattr(arguments, key) for key in ("settings", "backend", "max_detections")}
@@ -95,14 +97,14 @@ def _each_fold(folds: list[Predicted]) -> str:
 
 
 def _measured(predicted: Predicted, backend: str | None) -> dict:
-    """All numbers, and `table` for a person."""
+    """Return all numbers, and a readable `table`."""
     evaluator = predicted.evaluator or CocoEvaluator(predicted.table, backend or "toolkit")
     scores = evaluator.evaluate(predicted.predictions)
     if not predicted.table.num_boxes().any():
         return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
     table = evaluator.describe(scores, predicted.predictions)
     voc = {}
-    if "bbox_AP" in scores:  # of each class too
+    if "bbox_AP" in scores:  # also of each class
         voc = voc_metrics(match(predicted.predictions, predicted.table))
         table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
     return {**scores, **predicted.losses, **voc, "table": table}

@@ -43,8 +43,10 @@ from toolkit.tools.predict.predict_split import SplitOptions, data_settings
 
 
 def export(arguments: argparse.Namespace) -> bool:
-    """Writes and checks everything, prints a table, and returns whether all files are as good as PyTorch."""
-    trained, table, out = opened(arguments), validation_table(arguments), arguments.out
+    """Write and check all files and print a table. Returns whether all files are as good as PyTorch."""
+    trained = opened(arguments)
+    table = validation_table(arguments)
+    out = arguments.out
     if arguments.score_threshold is None:
         recommended = report_thresholds(Path(arguments.model).expanduser()) or {}
         arguments.score_threshold = recommended.get("", Asked.score_threshold)
@@ -64,7 +66,7 @@ def export(arguments: argparse.Namespace) -> bool:
 
 
 def opened(arguments: argparse.Namespace) -> OwnDetector:
-    """The detector to export. Raises BadInput for one that cannot be."""
+    """Open the detector to export. Raises BadInput for one that cannot be exported."""
     path = Path(arguments.model).expanduser()
     trained = open_own_detector(path, arguments.weights, arguments.settings)
     if trained is None and (path.parent / "config.yaml").is_file():  # the folder for transformers inside a run
@@ -77,7 +79,7 @@ def opened(arguments: argparse.Namespace) -> OwnDetector:
 
 
 def validation_table(arguments: argparse.Namespace):
-    """The data to evaluate files on; None where none is known."""
+    """Open the data to evaluate files on; None if no data are known."""
     if arguments.split is not None:
         return open_split(arguments.split, say=print, image_dir=arguments.image_dir, format=arguments.format)
     try:

@@ -27,30 +27,35 @@ from toolkit.base.text import ShortUsage
 from toolkit.run.settings_file import save_config
 from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
-TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # of toolkit/data/sampling.py
+TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # message of toolkit/data/sampling.py
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
 GIB = 2**30
 
 
 def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> str:
-    """Why training cannot make its first step with this batch; empty if it can. Raises BadInput where something else
-    ends it."""
+    """Return why training cannot make its first step with this batch; empty if it can. Raises BadInput if it ends
+    for another reason than memory or too few images."""
     limit = None
     if memory_bytes is not None:
         import resource  # not on Windows
 
         limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    settings = {"data.batch_size_per_device": batch_size, "data.workers": 0}
-    settings |= {"run.probe_memory": "true", "optim.accumulation_steps": 1}
+    settings = {
+        "data.batch_size_per_device": batch_size,
+        "data.workers": 0,
+        "run.probe_memory": "true",
+        "optim.accumulation_steps": 1,
+    }
     with tempfile.TemporaryDirectory() as scratch:
-        folder, output = Path(scratch) / "run", Path(scratch) / "output"
+        folder = Path(scratch) / "run"
+        output = Path(scratch) / "output"
         command = steps_alone(script, arguments, folder, 2, settings)
         run = WatchedRun(command, folder, output, limit=limit)
         try:
             if any("train/loss" in row for row in run.rows()):
                 return ""
         finally:
-            run.stop(saving=False)  # nothing of it is kept
+            run.stop(saving=False)  # the training is discarded
         text = output.read_text(errors="replace", encoding="utf-8")
     if run.process.returncode == -9 or any(phrase in text for phrase in OUT_OF_MEMORY):
         return "out of memory"
@@ -60,7 +65,9 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
 
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
-    settings, largest, why = resolved_settings(arguments.script, rest), arguments.most, "not tried"
+    settings = resolved_settings(arguments.script, rest)
+    largest = arguments.most
+    why = "not tried"
     on_cpu = default_device().type == "cpu"
     if arguments.memory_gib is None and on_cpu:
         arguments.memory_gib = 0.8 * psutil.virtual_memory().available / GIB
@@ -73,7 +80,8 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         print(refused or "fits", flush=True)
         if not refused:
             break
-        largest, why = largest // 2, refused
+        largest //= 2
+        why = refused
     else:
         remedy = "give smaller images (data.image_size, data.scales), a smaller model, or --run.precision bf16"
         raise BadInput(f"not even one image fits into memory: {remedy}")

@@ -31,8 +31,10 @@ BELOW_THE_SMALLEST = 10.0
 
 
 def follow(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """(rate, loss, smoothed loss) of each step, up to where the loss diverges."""
-    curve, mean, smallest = [], 0.0, math.inf
+    """Return (rate, loss, smoothed loss) of each step, up to the step where the loss diverges."""
+    curve = []
+    mean = 0.0
+    smallest = math.inf
     for number, (rate, loss) in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
         smoothed = mean / (1 - SMOOTHING**number)  # the mean began at 0
@@ -44,7 +46,7 @@ def follow(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, fl
 
 
 def proposal(curve: list[tuple[float, float, float]]) -> float:
-    """A tenth of the rate with the smallest smoothed loss. Raises BadInput where the loss did not fall."""
+    """Return a tenth of the rate with the smallest smoothed loss. Raises BadInput if the loss did not fall."""
     smoothed = [row[2] for row in curve]
     if len(curve) < 5 or min(smoothed) > 0.98 * smoothed[0]:
         raise BadInput(f"the loss does not fall at any of {len(curve)} rates: give a smaller --lowest, or more --steps")
@@ -73,9 +75,15 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         raise BadInput(f"{requested}: expected 0 < lowest < highest and at least 10 steps")
     optim = resolved_settings(arguments.script, rest)["optim"]
     ratio = None if optim["backbone_lr"] is None else optim["backbone_lr"] / (optim["lr"] or 1)
-    settings = {"optim.lr": low, "schedule.name": "exponential", "schedule.per": "step"}
-    settings |= {"schedule.final_factor": high / low, "schedule.warmup_steps": 0}
-    settings |= {} if ratio is None else {"optim.backbone_lr": low * ratio}
+    settings = {
+        "optim.lr": low,
+        "schedule.name": "exponential",
+        "schedule.per": "step",
+        "schedule.final_factor": high / low,
+        "schedule.warmup_steps": 0,
+    }
+    if ratio is not None:
+        settings["optim.backbone_lr"] = low * ratio
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         run = WatchedRun(steps_alone(arguments.script, rest, folder, steps, settings), folder, Path(scratch) / "output")
@@ -83,7 +91,7 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
             rows = (row for row in run.rows() if "train/loss" in row)
             curve = follow(_until(rows, low, high, steps))
         finally:
-            run.stop(saving=False)  # nothing of it is kept
+            run.stop(saving=False)  # the training is discarded
         if not curve:
             raise BadInput(f"the training did not make a step:\n{run.last_words(20)}")
     rate = proposal(curve)

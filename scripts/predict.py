@@ -70,7 +70,7 @@ from toolkit.tools.predict.video import VIDEO_SUFFIXES, predict_video
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Writes everything and returns the exit code."""
+    """Write all predictions and return the exit code."""
     videos = [Path(source).expanduser() for source in arguments.images if Path(source).suffix.lower() in VIDEO_SUFFIXES]
     rest = [source for source in arguments.images if Path(source).expanduser() not in videos]
     names, errors, fetched = find_or_fetch(rest, arguments.out) if rest else ({}, {}, set())
@@ -99,7 +99,8 @@ def predict(arguments: argparse.Namespace) -> int:
     document, labelled, failed = predict_images(arguments, predictor, threshold, names, ids, given)
     errors |= failed
     for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
-        if error := one_video(arguments, predictor, threshold, source):
+        error = one_video(arguments, predictor, threshold, source)
+        if error:
             errors[source] = error
     if names or errors:
         document["errors"] = [{"file_name": str(path), "error": reason} for path, reason in errors.items()]
@@ -112,7 +113,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def chosen_predictor(arguments: argparse.Namespace) -> Predictor:
-    """The predictor with all options applied but the score threshold."""
+    """Open the predictor with all options applied except the score threshold."""
     predictor = open_predictor(
         arguments.model, arguments.weights, arguments.device, arguments.settings, arguments.max_detections
     )
@@ -124,14 +125,14 @@ def chosen_predictor(arguments: argparse.Namespace) -> Predictor:
 
 
 def with_threshold(predictor: Predictor, threshold: float | str) -> tuple[Predictor, float]:
-    """The predictor, filtered by the report's thresholds for "auto", and the least score that it is asked for."""
+    """Return the predictor, filtered by the report's thresholds for "auto", and the minimum score to predict with."""
     if threshold == "auto":
         return from_report(predictor), smallest_threshold(predictor)
     return predictor, float(threshold)
 
 
 def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: list[Path]) -> None:
-    """Raises BadInput for options on boxes and graphs that the model has no use for."""
+    """Check options on boxes and graphs. Raises BadInput for those that the model cannot use."""
     if predictor.given and (arguments.boxes is None or videos or arguments.camera is not None):
         mode = {"boxes": "sgcls"}.get(predictor.given, "predcls")
         raise BadInput(
@@ -150,11 +151,14 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
 def predict_images(
     arguments, predictor: Predictor, threshold: float, names, ids, given
 ) -> tuple[dict, LabelledImages, dict[Path, str]]:
-    """The document for all image files, with pictures drawn; their boxes as columns; errors of files not read."""
+    """Predict on all image files and draw pictures. Returns the document, the boxes as columns, and the errors of
+    unreadable files."""
     pictures = {} if arguments.no_pictures else picture_names(names)
     options = {"batch_size": arguments.batch_size, "score_threshold": threshold, "given": given}
     predictions = predict_files(predictor, list(names), **options)
-    entries, detections, errors = {}, {}, {}
+    entries = {}
+    detections = {}
+    errors = {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         path = prediction.path
         if prediction.error is not None:
@@ -164,7 +168,8 @@ def predict_images(
         height, width = prediction.image.shape[-2:]
         entry = {"id": ids[path], "file_name": str(path), "width": width, "height": height}
         entry |= predictor.as_json(prediction.found, arguments.all_scores, not arguments.no_graph_constraint)
-        detections[path], entries[path] = prediction.found, entry
+        detections[path] = prediction.found
+        entries[path] = entry
         if pictures:
             entry["picture"] = str(pictures[path])
             drawn = arguments.out / pictures[path]
@@ -185,9 +190,10 @@ def predict_images(
 
 
 def one_video(arguments, predictor: Predictor, threshold: float, source: Path | int) -> str | None:
-    """Predicts on a video and reports it; returns why it ended early, if it did."""
+    """Predict on a video and print a summary. Returns why it ended early, if it did."""
     name = f"camera_{source}" if isinstance(source, int) else source.name
-    lines, number = arguments.out / "videos" / f"{name}.jsonl", 1
+    lines = arguments.out / "videos" / f"{name}.jsonl"
+    number = 1
     while lines.exists():
         number += 1
         lines = lines.with_name(f"{name}_{number}.jsonl")
@@ -200,7 +206,7 @@ def one_video(arguments, predictor: Predictor, threshold: float, source: Path | 
 
 
 def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
-    """Where the picture of each file goes, below the output folder; files of one name get a number."""
+    """Return the path of each file's picture, relative to the output folder; files of one name get a number."""
     suffixes = [name.suffix if name.suffix.lower() in (".jpg", ".jpeg") else ".png" for name in names.values()]
     pictures = [name.with_suffix(suffix).as_posix() for name, suffix in zip(names.values(), suffixes, strict=True)]
     return {path: Path("pictures") / name for path, name in zip(names, distinct(pictures), strict=True)}

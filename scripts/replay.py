@@ -57,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _verdict(finding: Mapping) -> str:
     if finding["reproduced"]:
         return "reproduced"
-    if lacking := finding["lacking"]:
+    lacking = finding["lacking"]
+    if lacking:
         names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
         return (
             f"not reproduced: this report does not hold {names}, because an older version of the toolkit wrote it; "

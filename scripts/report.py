@@ -1,4 +1,4 @@
-"""What is wrong with a model, and which threshold to deploy: one HTML file with everything, and its numbers as JSON.
+"""Report what is wrong with a model, and which threshold to deploy: one HTML file, and its numbers as JSON.
 
     python scripts/report.py runs/detr                                # writes runs/detr/report/index.html
     python scripts/report.py runs/detr --split test.json --image-dir images --out report_test
@@ -29,7 +29,7 @@ from toolkit.tools.report.write import write_comparison, write_page
 
 
 def report(arguments: argparse.Namespace) -> Path:
-    """Writes the report; returns its page."""
+    """Write the report and return its page."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     names = _names(arguments.sources)
@@ -45,14 +45,15 @@ def report(arguments: argparse.Namespace) -> Path:
         judged.append((predicted, run, judge(name, predicted.predictions, predicted.table, about)))
     if len(judged) > 1:
         return write_comparison(arguments.out or Path("report_comparison"), [judgement for *_, judgement in judged])
-    (predicted, run, judgement), source = judged[0], Path(arguments.sources[0]).expanduser()
+    predicted, run, judgement = judged[0]
+    source = Path(arguments.sources[0]).expanduser()
     of_a_run = predicted.run_folder is not None
     beside = predicted.run_folder / "report" if of_a_run else source.with_name(f"{source.stem}_report")
     return write_page(arguments.out or beside, judgement, run, judgement.name)
 
 
 def _file_of_run(source: str, weights: str | None, options: SplitOptions) -> Path | str:
-    """The predictions that a run has left, unless others are asked for."""
+    """Return the predictions file in the folder of a run, unless other predictions are requested."""
     file = Path(source).expanduser() / "report" / PREDICTIONS
     return file if file.is_file() and weights is None and options == SplitOptions() else source
 
@@ -65,7 +66,7 @@ def _run_folder(source: str) -> Path | None:
 
 
 def _names(sources: list[str]) -> list[str]:
-    """Short names that differ."""
+    """Return short, unique names of the sources."""
     short = [Path(source).expanduser().resolve().stem or source for source in sources]
     return [name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)]
 

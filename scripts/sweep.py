@@ -34,17 +34,18 @@ from toolkit.run.status import LOCK
 from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.tools.watch import POLL_S, WatchedRun
 
-HOPELESS = 3  # trials that failed before any did not
+HOPELESS = 3  # failed trials without a successful one
 STORAGE = "sqlite:///{}/study.db"
 
 
 def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
-    """The study in `out`, new or as it stands. Raises BadInput where another sweep is in that folder."""
+    """Open the study in `out`, or make a new one. Raises BadInput if the folder has another sweep."""
     (out / "locks").mkdir(parents=True, exist_ok=True)
-    direction, pruner = "maximize" if sweep.maximize else "minimize", optuna.pruners.NopPruner()
+    direction = "maximize" if sweep.maximize else "minimize"
+    pruner = optuna.pruners.NopPruner()
     if sweep.min_evaluations is not None:
         pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_min_trials=2)
-    with locked(out / "locks" / "study"):  # two workers that begin together would both make the tables
+    with locked(out / "locks" / "study"):  # else two workers that start together would both create the tables
         storage = optuna.storages.RDBStorage(STORAGE.format(out), engine_kwargs={"connect_args": {"timeout": 100}})
         how = {"direction": direction, "pruner": pruner, "sampler": sampler(optuna, sweep, seed)}
         study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True, **how)
@@ -62,7 +63,7 @@ def sampler(optuna: ModuleType, sweep: Sweep, seed: int):
 
 
 def suggest(trial, name: str, p: Parameter):
-    """The value that a trial has for a parameter, chosen at the first call."""
+    """Return the value of a parameter in a trial, chosen at the first call."""
     if p.values is not None:
         return trial.suggest_categorical(name, p.values)
     if p.is_int:
@@ -84,20 +85,23 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict]) -> Iterator:
-    """A trial left by a killed worker, else a new one, else None once `limit` trials have begun; held by its lock.
+    """Yield a trial left by a killed worker, else a new one, else None once `limit` trials have begun; its lock is
+    held.
 
-    grid: the values of each trial; none: they are still to be chosen.
+    grid: the values of each trial; empty: they are chosen by the sampler.
     """
     with ExitStack() as held:
         with locked(out / "locks" / "study"):
-            trials, trial, states = study.get_trials(deepcopy=False), None, optuna.trial.TrialState
-            waiting = [t for t in trials if t.state == states.WAITING]  # a kill came before it was begun
+            trials = study.get_trials(deepcopy=False)
+            trial = None
+            states = optuna.trial.TrialState
+            waiting = [t for t in trials if t.state == states.WAITING]  # its worker was killed before the trial began
             for frozen in trials:
                 open_one = frozen.state == states.RUNNING
                 if open_one and held.enter_context(locked(out / "locks" / f"{frozen.number:05d}", wait=False)):
                     if study.get_trials(deepcopy=False)[frozen.number].state != states.RUNNING:
                         continue  # its worker has ended it since the list was read
-                    trial = optuna.Trial(study, frozen._trial_id)  # there is no public way to take one up again
+                    trial = optuna.Trial(study, frozen._trial_id)  # Optuna has no public way to continue a trial
                     break
             if trial is None and (waiting or len(trials) < limit):
                 if grid and not waiting:
@@ -132,7 +136,8 @@ def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals
     print(f"{name}: {values}", flush=True)
     wait_until_free(out / name, signals)
     run = WatchedRun(sweep.command_of(values, extra), out / name, out / "logs" / f"{name}.txt")
-    best, pruned = None, False
+    best = None
+    pruned = False
     for row in run.rows(stop=lambda: signals.received):
         value = row.get(sweep.metric)
         if value is None or math.isnan(value):
@@ -156,7 +161,7 @@ def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals
 
 
 def write_table(study, out: Path, parameters: list[str]) -> None:
-    """`trials.csv` and `best.json`."""
+    """Write `trials.csv` and `best.json`."""
     trials = study.get_trials(deepcopy=False)
     with locked(out / "locks" / "table"), open(out / "trials.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -179,7 +184,7 @@ def write_table(study, out: Path, parameters: list[str]) -> None:
 
 
 def precision_of(run_folder: Path) -> str:
-    """The precision that a trial was trained in; "" before it has begun, or where its settings are damaged."""
+    """Return the precision that a trial was trained in; "" before it has begun, or if its settings are damaged."""
     try:
         return str(read_groups(run_folder / CONFIG)["run"]["precision"])
     except (BadInput, OSError, KeyError, TypeError):
@@ -189,8 +194,10 @@ def precision_of(run_folder: Path) -> str:
 def run_sweep(arguments: argparse.Namespace) -> None:
     optuna = import_extra("optuna", "sweeps", "Sweeps")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sweep, out = read_sweep(arguments.sweep), arguments.out.expanduser().absolute()
-    limit, grid = arguments.trials or sweep.trials, []
+    sweep = read_sweep(arguments.sweep)
+    out = arguments.out.expanduser().absolute()
+    limit = arguments.trials or sweep.trials
+    grid = []
     if sweep.method == "grid":
         values = itertools.product(*(p.values for p in sweep.parameters.values()))
         grid = [dict(zip(sweep.parameters, combination, strict=True)) for combination in values]
@@ -203,14 +210,14 @@ def run_sweep(arguments: argparse.Namespace) -> None:
             with next_trial(optuna, study, out, limit, grid) as trial:
                 if trial is None:
                     break
-                # A function of the number of the trial, so that a kill changes nothing.
+                # The seed depends only on the number of the trial, so that a kill changes nothing.
                 study.sampler = sampler(optuna, sweep, arguments.seed * 100_003 + trial.number)
                 run_trial(optuna, study, trial, sweep, out, signals)
             write_table(study, out, list(sweep.parameters))
             ended = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
             if len(ended) >= HOPELESS and all(t.state == optuna.trial.TrialState.FAIL for t in ended):
                 raise BadInput(f"{len(ended)} trials have failed and none has succeeded: see {out}/logs")
-    write_table(study, out, list(sweep.parameters))  # where there was nothing left to do
+    write_table(study, out, list(sweep.parameters))  # in case no trial was left
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -89,7 +89,8 @@ def main(config: Config) -> dict[str, float]:
         table, val_table = session.open_data(s)
         detector = session.make_detector(s, table, start_scene_graph)
         of_graphs = {key: getattr(e, key) for key in OF_GRAPHS}
-        if not s.checkpoint and (note := without_detector(config.model, config.data.path)):
+        note = None if s.checkpoint else without_detector(config.model, config.data.path)
+        if note:
             s.say(note)
         evaluator = make_evaluator(detector, val_table, e.backend, **of_graphs)
         for note in lacking_relations(table, val_table):

@@ -113,7 +113,7 @@ def test_help_lists_every_script_with_what_it_does(capsys):
     (["copy", "train_detr"], 2, "the path of the copy, such as mine.py"),
     (["copy", "train_detr", "mine.txt"], 2, "a name that ends in .py"),
     (["copy", "train_detr", "json.py"], 2, "would hide the module json"),
-    (["copy", "train_detr", "nowhere/mine.py"], 2, "nowhere is no folder"),
+    (["copy", "train_detr", "nowhere/mine.py"], 2, "nowhere is not a folder"),
     (["copy", "train_detr", str(ROOT / "scripts" / "train_detr.py")], 2, "exists already"),
 ])  # fmt: skip
 def test_words_are_answered(words, code, expected, capsys):

@@ -1,4 +1,4 @@
-"""Images per second of one core through the augmentation of each published recipe and of the start for own data."""
+"""Images per second of one core through the augmentation of each published recipe and of the recipe for own data."""
 
 import dataclasses
 import importlib
@@ -22,8 +22,10 @@ yolov3/darknet53_coco yolov3/own_data""".split()
 
 
 def bench_augmentation(num_images: int = 48, recipes: Iterable[str] = RECIPES) -> list[dict]:
-    """Rows with `name`, `value` and `unit`: decoding, augmenting and padding 640 x 480 JPEGs, by processor time."""
-    threads, rows = torch.get_num_threads(), []
+    """Measure decoding, augmenting and padding of 640 x 480 JPEGs by processor time. Returns rows with `name`,
+    `value` and `unit`."""
+    threads = torch.get_num_threads()
+    rows = []
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +34,8 @@ def bench_augmentation(num_images: int = 48, recipes: Iterable[str] = RECIPES) -
                 defaults = importlib.import_module(f"train_{recipe.partition('/')[0]}").Config().data
                 given = yaml.safe_load((CONFIGS / f"{recipe}.yaml").read_text())["data"]
                 settings = dataclasses.replace(defaults, **given)
-                settings.workers, settings.batch_size_per_device = 0, min(8, num_images)
+                settings.workers = 0
+                settings.batch_size_per_device = min(8, num_images)
                 _, loader = loader_of_settings(table, settings, seed=0, stride=1)
                 start = time.process_time()
                 count = sum(len(batch.targets) for batch in loader)

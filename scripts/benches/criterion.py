@@ -13,7 +13,7 @@ from .measuring import in_turn, medians
 
 NUM_CLASSES = 91
 WEIGHTS = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
-# What ForObjectDetectionLoss reads from a DetrConfig; the paper's values.
+# The values that ForObjectDetectionLoss reads from a DetrConfig, as in the paper.
 COSTS = {"class_cost": 1, "bbox_cost": 5, "giou_cost": 2, "bbox_loss_coefficient": 5, "giou_loss_coefficient": 2}
 OTHERS = {"num_labels": NUM_CLASSES, "eos_coefficient": 0.1, "auxiliary_loss": True, "decoder_layers": 6}
 TRANSFORMERS_CONFIG = SimpleNamespace(**COSTS, **OTHERS)
@@ -28,7 +28,7 @@ def bench_criterion(
     device: str = "cpu",
     seed: int = 0,
 ) -> list[dict]:
-    """Seconds of one criterion with its matching, forward and backward, in interleaved rounds.
+    """Measure the seconds of one criterion with its matching, forward and backward, in interleaved rounds.
 
     Rows: milliseconds of both (medians), their ratio, and ours against itself (the noise). The totals of both agree, or
     it is an error.

@@ -27,15 +27,17 @@ NAMES = [f"bbox_{name}" for name in "AP AP50 AP75 APs APm APl AR1 AR10 AR100 ARs
 def bench_evaluation(
     num_images: int = 2000, num_detections: int = 100, num_classes: int = 80, repeats: int = 3, seed: int = 0
 ) -> list[dict]:
-    """Seconds of one evaluation: medians over `repeats` interleaved rounds, after one that is not counted.
+    """Measure the seconds of one evaluation: medians over `repeats` interleaved rounds, after one that is not counted.
 
     Rows: ours, pycocotools, their ratio, ours against itself (the noise), and the largest difference of the twelve
     numbers.
     """
     with tempfile.TemporaryDirectory() as folder:
         table, predictions = random_detections(Path(folder), num_images, num_detections, num_classes, seed)
-        evaluator, truth = CocoEvaluator(table), _coco_ground_truth(table, Path(folder) / "truth.json")
-        ours, plain = evaluator.evaluate(predictions), plain_pycocotools(truth, predictions)
+        evaluator = CocoEvaluator(table)
+        truth = _coco_ground_truth(table, Path(folder) / "truth.json")
+        ours = evaluator.evaluate(predictions)
+        plain = plain_pycocotools(truth, predictions)
         rounds = in_turn(
             lambda: evaluator.evaluate(predictions), lambda: plain_pycocotools(truth, predictions), repeats
         )
@@ -46,17 +48,20 @@ def bench_evaluation(
 def random_detections(
     folder: Path, num_images: int, num_detections: int, num_classes: int, seed: int
 ) -> tuple[DetectionTable, dict]:
-    """About seven objects an image, one in fifty a crowd; most are found, and the other detections are false."""
+    """Make about seven objects per image, one in fifty a crowd; most are found, and the other detections are false."""
     rng = np.random.default_rng(seed)
-    rows, predictions = [], {}
+    rows = []
+    predictions = {}
     for image_id in range(1, num_images + 1):
         count = min(int(rng.poisson(7)), num_detections)
-        boxes, labels = random_boxes(rng, count, 440, 8, 200), rng.integers(0, num_classes, count)
+        boxes = random_boxes(rng, count, 440, 8, 200)
+        labels = rng.integers(0, num_classes, count)
         crowd = (rng.random(count) < 0.02).astype(int)
         rows.append(table_row(image_id, (640, 640), boxes, labels, crowd=crowd))
         detections = random_boxes(rng, num_detections, 440, 8, 200)
         classes = rng.integers(0, num_classes, num_detections)
-        detections[:count], classes[:count] = boxes + rng.normal(0, 4, boxes.shape), labels
+        detections[:count] = boxes + rng.normal(0, 4, boxes.shape)
+        classes[:count] = labels
         predictions[image_id] = {
             "boxes": torch.from_numpy(detections),
             "scores": torch.from_numpy(rng.random(num_detections, dtype=np.float32)),
@@ -67,7 +72,7 @@ def random_detections(
 
 
 def plain_pycocotools(truth: COCO, predictions: Mapping[int, Mapping]) -> dict[str, float]:
-    """The twelve numbers the usual way: a dict per detection, loadRes, COCOeval."""
+    """Compute the twelve numbers the usual way: a dict per detection, loadRes, COCOeval."""
     results = []
     for image_id, detections in predictions.items():
         boxes = detections["boxes"].double()

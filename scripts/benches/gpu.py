@@ -3,7 +3,7 @@
     python scripts/benchmark.py --only gpu --out runs/gpu     # `make gpu`; an hour or so, runs/gpu/ is what to send in
 
 Models of the published recipes on random weights and the bundled pictures, enlarged to the recipes' sizes and at most
-mirrored. Each training is a process of its own: one that fails costs its own rows, and one row says why as its unit.
+mirrored. Each training is a process of its own: if one fails, only its rows are lost, and the unit of one row says why.
 """
 
 import importlib
@@ -36,7 +36,7 @@ from .measuring import row
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 WAIT = "called a synchronizing CUDA operation"  # as torch.cuda.set_sync_debug_mode says it
-RECIPES = {  # of the model of each script
+RECIPES = {  # the recipe of each script's model
     "train_detr": "detr/rtdetr_v2_r18_coco",
     "train_faster_rcnn": "faster_rcnn/faster_rcnn_r50_fpn_coco",
     "train_ssd": "ssd/mobilevit_s_coco",
@@ -72,13 +72,14 @@ def bench_gpu(
     most: int = 256,
     options: Sequence[str] = (),
 ) -> Iterator[dict]:
-    """Rows with `name`, `value`, `unit`, some with `required`, as they are measured.
+    """Measure the scripts on a GPU. Yields rows with `name`, `value`, `unit`, and some with `required`, as they are
+    measured.
 
     scripts, modes: whose steps are measured. resumed: scripts that are killed and resumed. warm_up, steps, waited:
     steps that are not measured, that are timed, and whose waits are counted. most: the first batch size to try for the
     largest one. options: further settings of every training.
 
-    Raises BadInput where there is no GPU that CUDA knows.
+    Raises BadInput without a GPU that CUDA supports.
     """
     if not torch.cuda.is_available():
         raise BadInput("no GPU: torch.cuda.is_available() is False. Run it where there is one, with a torch for it.")
@@ -100,13 +101,13 @@ def bench_gpu(
 
 
 def _recipe(script: str) -> list[str]:
-    random = [] if script == "train_sgg" else ["--model.pretrained_backbone", "false"]  # it has no such setting
+    random = [] if script == "train_sgg" else ["--model.pretrained_backbone", "false"]  # train_sgg has no such setting
     workers = ["--data.workers", str(max(1, min(8, usable_cores() - 1)))]
     return ["--config", str(ROOT / "configs" / f"{RECIPES[script]}.yaml"), *ON_SHAPES, *random, *workers]
 
 
 class Bench:
-    """Starts the trainings in `scratch` and reads what they leave."""
+    """The trainings in `scratch`: their start, and what they write."""
 
     def __init__(self, scratch: Path):
         paths = os.pathsep.join([str(SCRIPTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -114,7 +115,8 @@ class Bench:
         self.scratch = scratch
 
     def guarded(self, title: str, measure: Callable[..., Iterator[dict]], *arguments) -> Iterator[dict]:
-        """The rows of `measure`, below the title; where it fails one more, whose unit is the end of what was said."""
+        """Yield the rows of `measure`, below the title; if it fails, one more whose unit is the end of the error
+        message."""
         try:
             for each in measure(*arguments):
                 yield each | {"name": f"gpu, {title}, {each['name']}"}
@@ -124,7 +126,7 @@ class Bench:
             yield row(f"gpu, {title}, failed", float("nan"), last)
 
     def speed(self, script: str, arguments: list[str], mode: str, plan: dict, most: int) -> Iterator[dict]:
-        """Of one mode, and of the other loops that train the same model in it."""
+        """Measure one mode, and the other loops that train the same model in it."""
         if mode == "bf16, largest batch":
             arguments = [*arguments, *self._largest_batch(script, arguments, MODES[mode], most)]
         ours = self._measured(script, arguments, MODES[mode], plan)
@@ -149,7 +151,8 @@ class Bench:
         return ["--data.batch_size_per_device", str(batch), "--optim.accumulation_steps", "1"]
 
     def resumes(self, script: str, small: Sequence[str]) -> Iterator[dict]:
-        """Eight steps of the bundled configuration: twice in one go, and killed in the sixth and resumed."""
+        """Run eight steps of the bundled configuration: twice without a break, and once killed in the sixth step and
+        resumed."""
         settings = EXACT | {"run.save_every": 4}
         whole, again = (self.train(script, small, settings, {"until": 8}) / "run" for _ in range(2))
         killed = self.train(script, small, settings, {"kill": 6}, ends=-signal.SIGKILL)
@@ -163,20 +166,23 @@ class Bench:
             yield row(f"largest difference of a tensor, {name}", apart, "relative to its norm")
 
     def moves(self, small: Sequence[str]) -> Iterator[dict]:
-        """SSD on the CPU alone, and on the CPU, the GPU and the CPU again."""
+        """Train an SSD on the CPU alone, and on the CPU, the GPU and the CPU again."""
         settings = EXACT | {"run.save_every": 2, "run.resume": "latest"}
         on_cpu = {"ACCELERATE_USE_CPU": "true"}
         alone = self.train("train_ssd", small, settings, {"until": 6}, environment=on_cpu)
         folder = None
         for until, where in ((2, on_cpu), (4, {}), (6, on_cpu)):
             folder = self.train("train_ssd", small, settings, {"until": until}, folder, environment=where)
-        expected, losses = _losses(alone / "run"), _losses(folder / "run")
+        expected = _losses(alone / "run")
+        losses = _losses(folder / "run")
         apart = max(abs(losses[step] / loss - 1) for step, loss in expected.items())
         yield row("CPU, GPU, CPU: largest difference of a loss", apart, "relative") | {"required": "≤ 0.01"}
 
     def two_processes(self, small: Sequence[str]) -> Iterator[dict]:
-        """SSD on two processes against one with the batch of both; and how soon one ends when the other is killed."""
-        arguments, weights = [*small, *ONE_STEP], []
+        """Train an SSD on two processes and on one with the batch of both; measure how soon one ends when the other
+        is killed."""
+        arguments = [*small, *ONE_STEP]
+        weights = []
         for processes in (1, 2):
             settings = EXACT | {"run.max_steps": 1, "data.batch_size_per_device": 8 // processes}
             folder = self.train("train_ssd", arguments, settings, {}, processes=processes) / "run"
@@ -191,8 +197,8 @@ class Bench:
 
     def train(self, script: str, arguments: Sequence[str], settings: Mapping, plan: dict, folder: Path | None = None,
               ends: int = 0, processes: int = 1, environment: Mapping[str, str] | None = None) -> Path:  # fmt: skip
-        """The folder whose `run/` a training under a plan, see `Driven`, made or went on with. Raises RuntimeError with
-        its last words where it ends otherwise than it should."""
+        """Train under a plan, see `Driven`, and return the folder that contains its `run/`; an existing `folder`
+        continues. Raises RuntimeError with the last output if it does not end as expected."""
         folder = folder or Path(tempfile.mkdtemp(dir=self.scratch))
         (folder / "plan.json").write_text(json.dumps(plan))
         words = steps_alone(SCRIPTS / f"{script}.py", arguments, folder / "run", 1000, settings)[2:]
@@ -201,13 +207,19 @@ class Bench:
 
     def _run(self, command: Sequence, ends: int = 0, processes: int = 1, environment: Mapping | None = None) -> None:
         of_ranks = [{"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}]
-        if processes > 1:  # without a launcher, which would end the others itself
+        if processes > 1:  # without a launcher, which would stop the others itself
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
-                shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-            shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+                port = str(probe.getsockname()[1])
+            shared = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+            }
             of_ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-        words, started = [str(word) for word in command], []
+        words = [str(word) for word in command]
+        started = []
         with ExitStack() as held:
             for rank in of_ranks:
                 output = held.enter_context(tempfile.NamedTemporaryFile("w", dir=self.scratch))
@@ -227,7 +239,7 @@ def _speed_rows(of: str, measured: Mapping) -> list[dict]:
 
 
 def _tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Of the run's latest checkpoint, by file and name."""
+    """Return the tensors of the run's latest checkpoint, by file and name."""
     from safetensors.torch import load_file
 
     files = sorted((run / "checkpoints" / "latest").glob("*.safetensors"))
@@ -235,7 +247,7 @@ def _tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def _relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Norm of the difference in float64, relative to the norm of `expected`."""
+    """Return the norm of the difference in float64, relative to the norm of `expected`."""
     difference = (expected.double() - found.double()).norm()
     return float(difference / expected.double().norm().clamp(min=1e-30))
 
@@ -248,7 +260,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 class Measured(Exception):
-    """All that was wanted of a training."""
+    """Raised when everything was measured in a training."""
 
 
 class Driven:
@@ -259,12 +271,19 @@ class Driven:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.plan, self.ticks = folder, json.loads((folder / "plan.json").read_text()), 0
-        self.images, self.began, self.data_s, self.measured, self.warned = 0, 0.0, 0.0, {}, []
+        self.folder = folder
+        self.plan = json.loads((folder / "plan.json").read_text())
+        self.ticks = 0
+        self.images = 0
+        self.began = 0.0
+        self.data_s = 0.0
+        self.measured = {}
+        self.warned = []
 
     def tick(self, done: int, images: int, data_s: float = 0.0) -> None:
-        """In front of each step. done: steps of the run so far. data_s: seconds that its batch was waited for."""
-        plan, self.ticks = self.plan, self.ticks + 1
+        """Count a step before it begins. done: steps of the run so far. data_s: seconds spent waiting for its batch."""
+        plan = self.plan
+        self.ticks += 1
         if done + 1 == plan.get("kill") and int(os.environ.get("RANK", "0")) == plan.get("rank", 0):
             (self.folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -281,9 +300,12 @@ class Driven:
         if timed == self.plan["steps"]:
             torch.cuda.synchronize()
             seconds = time.perf_counter() - self.began
-            self.measured = {"images_per_s": self.images / seconds, "data_share": self.data_s / seconds}
-            self.measured |= {"batch": self.images / self.plan["steps"]}
-            self.measured |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+            self.measured = {
+                "images_per_s": self.images / seconds,
+                "data_share": self.data_s / seconds,
+                "batch": self.images / self.plan["steps"],
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            }
             warnings.simplefilter("always")
             warnings.showwarning = lambda *warning, **_: self.warned.append(warning)  # message, class, file, line
             torch.cuda.set_sync_debug_mode("warn")
@@ -295,10 +317,11 @@ class Driven:
             (self.folder / "measured.json").write_text(json.dumps(self.measured))
             raise Measured
         if timed >= 0:
-            self.images, self.data_s = self.images + images, self.data_s + data_s
+            self.images += images
+            self.data_s += data_s
 
     def windows(self, t, plain: Callable[[], Iterator]) -> Iterator:
-        """Those of the training, with a tick in front of each step."""
+        """Yield the windows of the training, with a tick before each step."""
         began = time.perf_counter()
         for window in plain():
             self.tick(t.step, sum(map(len, window.batches)), time.perf_counter() - began)
@@ -307,12 +330,14 @@ class Driven:
 
 
 def drive(folder: Path, script: str, arguments: list[str]) -> int:
-    """Runs a script in this process under the plan in `folder`; its exit code, 0 once everything is measured."""
+    """Run a script in this process under the plan in `folder`. Returns its exit code, 0 once everything is measured."""
     from toolkit import session
     from toolkit.run.command_line import run_script
 
     sys.path.insert(0, str(SCRIPTS))
-    module, driven, make = importlib.import_module(script), Driven(folder), session.training
+    module = importlib.import_module(script)
+    driven = Driven(folder)
+    make = session.training
 
     def training(*objects):
         t = make(*objects)
@@ -332,15 +357,17 @@ def drive(folder: Path, script: str, arguments: list[str]) -> int:
 
 
 def torchvision_loop(t, driven: Driven) -> None:
-    """As torchvision's references train: its model and losses, all of them read for the log in every step. Pixels
-    become floats on the GPU; there they do so in the workers, and four times the bytes are copied."""
+    """Train as torchvision's references do: its model and losses, all of them read for the log in every step. Pixels
+    become floats on the GPU; the references do so in the workers, and copy four times the bytes."""
     from torchvision.models.detection import FasterRCNN
     from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
     from torchvision.ops import FrozenBatchNorm2d
 
     frozen = {"norm_layer": FrozenBatchNorm2d, "trainable_layers": 3}
     backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, **frozen)
-    device, count, done = t.accelerator.device, len(t.data["training"].class_names) + 1, 0
+    device = t.accelerator.device
+    count = len(t.data["training"].class_names) + 1
+    done = 0
     model = FasterRCNN(backbone, num_classes=count).to(device).train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4)
@@ -363,15 +390,16 @@ def torchvision_loop(t, driven: Driven) -> None:
 
 
 def transformers_loop(t, driven: Driven) -> None:
-    """transformers' Trainer on the model inside ours, with its own losses; samples of our data set, normalised in the
-    workers."""
+    """Run transformers' Trainer on the model inside ours, with its own losses; samples of our data set are
+    normalised in the workers."""
     from accelerate.state import AcceleratorState
     from transformers import AutoModelForObjectDetection, Trainer, TrainerCallback, TrainingArguments
 
     from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
     from toolkit.data.sampling import SampleKey
 
-    dataset, batch = t.loader.dataset.dataset, len(next(iter(t.loader)))
+    dataset = t.loader.dataset.dataset
+    batch = len(next(iter(t.loader)))
 
     def collate(keys: list[SampleKey]) -> dict:
         samples = [dataset[key] for key in keys]
@@ -388,7 +416,7 @@ def transformers_loop(t, driven: Driven) -> None:
             driven.tick(state.global_step, args.per_device_train_batch_size)
 
     bf16 = t.accelerator.mixed_precision == "bf16"
-    AcceleratorState._reset_state()  # which would refuse another precision
+    AcceleratorState._reset_state()  # or it would refuse another precision
     arguments = TrainingArguments(
         str(driven.folder / "trainer"), per_device_train_batch_size=batch, max_steps=10**6, logging_steps=10,
         save_strategy="no", report_to="none", remove_unused_columns=False, dataloader_num_workers=t.loader.num_workers,

@@ -31,7 +31,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def bench_loading(num_images: int = 64, batch_size: int = 8, repeats: int = 5, seed: int = 0) -> list[dict]:
-    """Images per second of one core: medians over `repeats` interleaved rounds of `num_images` images.
+    """Measure the images per second of one core: medians over `repeats` interleaved rounds of `num_images` images.
 
     Rows: images/s of ours, of ours with the normalisation done on the same core too (which is the device's work), and
     of Pillow; the ratios of both to Pillow, and ours against itself (the noise).
@@ -72,7 +72,8 @@ def bench_loading(num_images: int = 64, batch_size: int = 8, repeats: int = 5, s
 
 
 def _seconds(load: Callable[[int, Sequence[int]], object], epoch: int, batches: Sequence[Sequence[int]]) -> float:
-    """Processor seconds, so that other programs on the machine count for little; all happens on one thread."""
+    """Measure processor seconds, so that other programs on the machine count for little; everything runs on one
+    thread."""
     start = time.process_time()
     for indices in batches:
         load(epoch, indices)
@@ -80,7 +81,7 @@ def _seconds(load: Callable[[int, Sequence[int]], object], epoch: int, batches: 
 
 
 def write_photographs(folder: Path, count: int, seed: int) -> DetectionTable:
-    """640 x 480 JPEGs of quality 90 with the file size of photographs in COCO (about 160 kB), 7 boxes each."""
+    """Write 640 x 480 JPEGs of quality 90 with the file size of photographs in COCO (about 160 kB) and 7 boxes each."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(count):
@@ -90,7 +91,8 @@ def write_photographs(folder: Path, count: int, seed: int) -> DetectionTable:
 
 
 def _write_photograph(path: Path, rng: np.random.Generator) -> np.ndarray:
-    """Noise on every scale from the whole picture to the pixel, under filled ellipses; boxes (7, 4) float32 xyxy."""
+    """Write noise on every scale from the whole picture to the pixel, under filled ellipses. Returns their boxes (7,
+    4) float32 xyxy."""
     pixels = np.zeros((480, 640, 3), dtype=np.float32)
     for octave in range(1, 8):
         shape = (max(480 >> (7 - octave), 2), max(640 >> (7 - octave), 2), 3)
@@ -111,7 +113,8 @@ def _write_photograph(path: Path, rng: np.random.Generator) -> np.ndarray:
 
 
 def pillow_sample(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
-    """One augmented, normalised float32 image (3, H, W) with its target, boxes normalised cxcywh, as DETR does it."""
+    """Return one augmented, normalised float32 image (3, H, W) with its target, boxes normalised cxcywh, as DETR
+    does it."""
     row = table.row(index)
     image = Image.open(table.image_source(row)).convert("RGB")
     objects = row["objects"]
@@ -152,7 +155,8 @@ def _pillow_crop(image: Image.Image, target: dict) -> tuple[Image.Image, dict]:
 
 
 def pillow_collate(samples: Sequence[tuple[Tensor, dict]]) -> tuple[Tensor, Tensor, list[dict]]:
-    """Images padded with zeros, the mask of the padding, targets: DETR's `nested_tensor_from_tensor_list`."""
+    """Pad images with zeros and return them with the mask of the padding and the targets: DETR's
+    `nested_tensor_from_tensor_list`."""
     images = [image for image, _ in samples]
     height, width = max(i.shape[1] for i in images), max(i.shape[2] for i in images)
     padded = torch.zeros(len(images), 3, height, width)

@@ -49,7 +49,8 @@ WIDE = (
 
 
 def bench_loop(blocks: int = 5, steps: int = 5, narrow_blocks: int = 15, narrow_steps: int = 10) -> list[dict]:
-    """Seconds of a step, both loops in turn, block by block of `steps` steps, each block with one row of metrics.
+    """Measure the seconds of a step, both loops in turn, block by block of `steps` steps, each block with one row of
+    metrics.
 
     Each detector at 256 px, two images, random weights; then a DETR as deep but so narrow that what our loop adds to a
     step shows: that time in ms is what counts where the step itself is short, as on a GPU.
@@ -64,7 +65,7 @@ def bench_loop(blocks: int = 5, steps: int = 5, narrow_blocks: int = 15, narrow_
 
 
 def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size: int, model: dict) -> list[dict]:
-    """The rows of one model: blocks of the bare loop, ours and the bare loop again, after a round that warms up."""
+    """Return the rows of one model: blocks of the bare loop, ours and the bare loop again, after a warm-up round."""
     with full_loop(script, image_size, steps, model) as (config, training):
         bare_losses = []
         bare = bare_loop(copy.deepcopy(training.detector), config, training.loader, bare_losses)
@@ -72,7 +73,7 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
         runs = (bare, ours, bare)
         times = [[seconds_of(partial(run, steps)) for run in runs] for _ in range(blocks + 1)][1:]
         rows = map(json.loads, (training.folder / "metrics.jsonl").read_text().splitlines())
-        # Those of the last step of each block: epochs begin and end with rows too.
+        # Only the last step of each block, since epochs begin and end with rows too.
         our_losses = [row["train/loss"] for row in rows if "train/loss" in row and row["step"] % steps == 0]
     seconds = [[t[i] / steps for t in times] for i in range(3)]
     added_ms = [1000 * (ours - (bare + again) / 2) for bare, ours, again in zip(*seconds, strict=True)]
@@ -91,7 +92,7 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
 
 @contextlib.contextmanager
 def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) -> Iterator[tuple[object, Training]]:
-    """What a script's `main` has before its first step."""
+    """Yield the config and everything that a script's `main` has before its first step."""
     config = script.Config()
     options = options_class(model["architecture"]) if "architecture" in model else type(config.model)
     config.model = options(**model)
@@ -100,7 +101,7 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
         config.run = replace(config.run, output_dir=folder, name="bench", **often)
         shapes = {"format": "shapes", "image_size": image_size, "cache_images": True, "max_train_images": 64}
         config.data = replace(config.data, **shapes, batch_size_per_device=2, workers=0)
-        # so low that random weights stay what they are: with the default rate ResNet-50 was NaN after seven steps
+        # so low that random weights hardly change: with the default rate ResNet-50 was NaN after seven steps
         config.optim = replace(config.optim, lr=1e-6, backbone_lr=1e-6, ema_decay=0.9998)
         with contextlib.redirect_stdout(io.StringIO()):
             s = held.enter_context(session.session(config))
@@ -112,14 +113,14 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
 
 
 def script_loop(script: ModuleType, t: Training) -> Callable[[int], None]:
-    """Runs the script's loop for so many steps; the printed lines go nowhere."""
+    """Return a function that runs the script's loop for a number of steps; its output is discarded."""
     windows = t.windows
 
     def run(steps: int) -> None:
-        t.windows = lambda: itertools.islice(windows(), steps)  # a run that ends would look at its whole state
+        t.windows = lambda: itertools.islice(windows(), steps)  # the end of a run would check its whole state
         end = t.step + steps
         with contextlib.redirect_stdout(io.StringIO()):
-            while t.step < end:  # an epoch may be over before
+            while t.step < end:  # an epoch may end earlier
                 steps = end - t.step
                 script.train_one_epoch(t)
 
@@ -129,7 +130,7 @@ def script_loop(script: ModuleType, t: Training) -> Callable[[int], None]:
 def bare_loop(
     detector: nn.Module, config: object, loader: torch.utils.data.DataLoader, losses: list[torch.Tensor]
 ) -> Callable[[int], None]:
-    """The shortest loop that trains the same: no check, no numbers for people, nothing read from the device."""
+    """Return the shortest loop that trains the same: no checks, no log, nothing read from the device."""
     optim: OptimConfig = config.optim
     plain = optim.no_weight_decay_on_norm_and_bias
     rates = {"lr": optim.lr, "backbone_lr": optim.backbone_lr, "weight_decay": optim.weight_decay}
@@ -137,7 +138,8 @@ def bare_loop(
     optimizer = build_optimizer(optim.name, groups, momentum=optim.momentum, nesterov=optim.nesterov, betas=optim.betas)
     trained = [parameter for group in groups for parameter in group["params"]]
     average = copy.deepcopy(detector).eval().requires_grad_(False)
-    source, into = list(detector.parameters()), list(average.parameters())
+    source = list(detector.parameters())
+    into = list(average.parameters())
     device = source[0].device
     weights = {name: detector.default_weights[name.rstrip("_0123456789")] for name in detector.loss_names}
     batches = endless_batches(loader)
@@ -149,7 +151,7 @@ def bare_loop(
         for _ in range(steps):
             batch = next(batches)
             seed_micro_batch(batch.targets, config.run.seed, updates, 0, 0)  # the same anchors and regions are sampled
-            optimizer.zero_grad()  # here, as the scripts: memory given back after the update is fetched again
+            optimizer.zero_grad()  # here, as in the scripts: memory freed after the update is allocated again
             counts = detector.denominators(batch.targets)
             batch = batch.to(device, non_blocking=True)
             outputs = detector(batch.images, batch.sizes, batch.targets)
@@ -169,7 +171,7 @@ def bare_loop(
 
 
 def endless_batches(loader: torch.utils.data.DataLoader) -> Iterator[Batch]:
-    """The batches that the script trains on, epoch after epoch."""
+    """Yield the batches that the script trains on, epoch after epoch."""
     sampler = copy.deepcopy(loader.sampler)
     own = make_loader(loader.dataset.dataset, sampler, 0, loader.dataset.stride)
     while True:

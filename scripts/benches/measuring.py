@@ -1,4 +1,4 @@
-"""What the benches share: rounds in turn, the rows that they give, and random data.
+"""Shared code of the benches: interleaved rounds, the rows that they give, and random data.
 
 A row has `name`, `value` and `unit`. Ratios are medians of the rounds' ratios.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of one call, with what it left to a device."""
+    """Measure the seconds of one call, including the work that it leaves to a device."""
     began = time.perf_counter()
     run()
     if torch.accelerator.is_available():
@@ -23,7 +23,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def in_turn(ours: Callable, other: Callable, repeats: int, warm_up: int = 0) -> list[list[float]]:
-    """Seconds of ours, of the other and of ours again, of each of `repeats` rounds after some that are not counted."""
+    """Measure the seconds of ours, of the other and of ours again in each of `repeats` rounds, after warm-up rounds."""
     return [[seconds(run) for run in (ours, other, ours)] for _ in range(warm_up + repeats)][warm_up:]
 
 
@@ -32,16 +32,16 @@ def row(name: str, value: float, unit: str) -> dict:
 
 
 def medians(title: str, measured: Mapping[str, tuple[str, Iterable[float]]]) -> list[dict]:
-    """A row for each name below a title: the median of its values, in its unit."""
+    """Return a row for each name below a title: the median of its values, in its unit."""
     return [row(f"{title}{name}", statistics.median(values), unit) for name, (unit, values) in measured.items()]
 
 
 def against(
     title: str, other: str, rounds: Sequence[Sequence[float]], ours: str = "ours", alone: str | None = None
 ) -> list[dict]:
-    """Rows of rounds as `in_turn` gives them: both in seconds, their ratio, and ours against itself, the noise.
+    """Return rows of rounds from `in_turn`: the seconds of both, their ratio, and ours against itself, the noise.
 
-    alone: what the other is called in its own row.
+    alone: name of the other in its own row.
     """
     measured = {
         ours: ("s", [t[0] for t in rounds]),
@@ -55,9 +55,9 @@ def against(
 def losses_against(
     title: str, other: str, losses: Sequence[Callable], outputs: Sequence[Tensor], repeats: int, **names
 ) -> list[dict]:
-    """Rows for the seconds to losses, and to their gradients too, and for the largest relative difference of a loss.
+    """Measure the seconds of losses, also with their gradients, and the largest relative difference of a loss, as rows.
 
-    losses: ours and the other's, from the raw outputs of a network to losses by name. names: as `against` has them.
+    losses: ours and the other's, from the raw outputs of a network to losses by name. names: as in `against`.
     """
 
     def run(function: Callable, gradient: bool) -> dict[str, Tensor]:
@@ -69,7 +69,8 @@ def losses_against(
     rows = []
     for what, gradient in (("losses", False), ("losses and gradients", True)):
         ours, reference = (partial(run, function, gradient) for function in losses)
-        actual, expected = ours(), reference()
+        actual = ours()
+        expected = reference()
         rows += against(f"{title} {what}", other, in_turn(ours, reference, repeats), **names)
     apart = max(float((actual[name] / value - 1).abs()) for name, value in expected.items())
     return [*rows, row(f"{title} losses, largest difference", apart, "relative")]
@@ -78,7 +79,7 @@ def losses_against(
 def random_target(
     boxes: int, side: int, num_classes: int, generator: torch.Generator, smallest: float
 ) -> dict[str, Tensor]:
-    """Boxes of `smallest` to 0.6 of the side anywhere in the image, none of them a crowd."""
+    """Return boxes of `smallest` to 0.6 of the side anywhere in the image, without crowds."""
     sizes = side * (smallest + (0.6 - smallest) * torch.rand(boxes, 2, generator=generator) ** 2)
     corners = torch.rand(boxes, 2, generator=generator) * (side - sizes)
     labels = torch.randint(num_classes, (boxes,), generator=generator)
@@ -87,7 +88,7 @@ def random_target(
 
 
 def random_boxes(rng: np.random.Generator, count: int, corner: float, smallest: float, largest: float) -> np.ndarray:
-    """(count, 4) float32 xyxy: corners up to `corner`, sides from `smallest` to `largest` pixels."""
+    """Return (count, 4) float32 xyxy: corners up to `corner`, sides from `smallest` to `largest` pixels."""
     corners = rng.uniform(0, corner, (count, 2))
     return np.concatenate([corners, corners + rng.uniform(smallest, largest, (count, 2))], axis=1).astype(np.float32)
 
@@ -95,7 +96,7 @@ def random_boxes(rng: np.random.Generator, count: int, corner: float, smallest: 
 def table_row(
     image_id: int, size_wh: tuple[int, int], boxes: np.ndarray, labels: np.ndarray, crowd: np.ndarray | None = None
 ) -> dict:
-    """A row for `toolkit.data.table_cache.write_rows`, without relations; crowd: None for none."""
+    """Return a row for `toolkit.data.table_cache.write_rows`, without relations; crowd: None for no crowds."""
     objects = {
         "id": [1000 * image_id + number for number in range(1, len(boxes) + 1)],
         "bbox": boxes.tolist(),

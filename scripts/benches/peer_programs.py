@@ -1,8 +1,9 @@
-"""What somebody writes to train a detector with other programs' loops; `peers.py` starts each in a process of its own.
+"""Trainings of a detector with other programs' loops, as a user would write them; `peers.py` starts each in its own
+process.
 
 `python -m benches.peer_programs plan.json` trains for the plan's minutes and leaves `detections.json` (COCO results of
 the validation split) and `trained.json` beside the plan. Rates follow the clock, where the originals go by epochs,
-because nobody knows beforehand how many steps the minutes will hold.
+because the number of steps in these minutes is not known beforehand.
 """
 
 import inspect
@@ -27,7 +28,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 @dataclass
 class Plan:
-    """What to train on (COCO files and folders of images), for how long, and where to leave what it found."""
+    """The data to train on (COCO files and folders of images), the length of the training, and the folder for its
+    results."""
 
     data: str
     train: str
@@ -43,20 +45,25 @@ class Plan:
 
 
 class Clock:
-    """Counts steps until the minutes are over."""
+    """Counter of steps until the minutes are over."""
 
     def __init__(self, minutes: float):
-        self.limit, self.steps, self.images, self.began = 60 * minutes, 0, 0, time.perf_counter()
+        self.limit = 60 * minutes
+        self.steps = 0
+        self.images = 0
+        self.began = time.perf_counter()
         self.seconds = 0.0  # from the start to the end of the last step
 
     @property
     def share(self) -> float:
-        """Of the minutes that are gone, 0 to 1."""
+        """Return the share of the minutes that is over, 0 to 1."""
         return min(1.0, (time.perf_counter() - self.began) / self.limit)
 
     def tick(self, images: int) -> None:
-        """After each step."""
-        self.steps, self.images, self.seconds = self.steps + 1, self.images + images, time.perf_counter() - self.began
+        """Count a step after it has ended."""
+        self.steps += 1
+        self.images += images
+        self.seconds = time.perf_counter() - self.began
         if self.steps == 1:
             print("first step", flush=True)
 
@@ -90,7 +97,7 @@ class Pictures(Dataset):
         return self.samples[index]
 
     def results(self, index: int, boxes_xyxy, scores, labels) -> list[dict]:
-        """Detections of an image, boxes in pixels of its square, as COCO results."""
+        """Return detections of an image, boxes in pixels of its square, as COCO results."""
         image = self.images[index]
         scale = torch.tensor([image["width"], image["height"]] * 2) / self.side
         corners = boxes_xyxy.cpu() * scale
@@ -102,7 +109,7 @@ class Pictures(Dataset):
 
 
 def mirrored_or_not(pixels: np.ndarray, boxes: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half of the images are mirrored; uint8 (3, side, side)."""
+    """Mirror half of the images; uint8 (3, side, side)."""
     image, (x1, y1, x2, y2) = torch.tensor(pixels).permute(2, 0, 1), torch.tensor(boxes).T
     if random.random() < 0.5:
         image, x1, x2 = image.flip(-1), image.shape[-1] - x2, image.shape[-1] - x1
@@ -110,7 +117,7 @@ def mirrored_or_not(pixels: np.ndarray, boxes: np.ndarray) -> tuple[torch.Tensor
 
 
 def our_detector(plan: Plan, config: str):
-    """A detector of this toolkit with random weights, and the settings of its configuration."""
+    """Return a detector of this toolkit with random weights, and the settings of its configuration."""
     import yaml
 
     from toolkit.models import build_detector
@@ -122,7 +129,7 @@ def our_detector(plan: Plan, config: str):
 
 
 def transformers_trainer(plan: Plan, ours: bool = False) -> tuple[list[dict], Clock]:
-    """transformers' Trainer as its object-detection example has it: albumentations, image processor, AdamW, cosine.
+    """Train with transformers' Trainer as in its object-detection example: albumentations, AdamW, cosine.
 
     ours: begin with weights as we draw them, at the rates, weight decay and clipping of our configuration.
     """
@@ -192,8 +199,8 @@ def transformers_trainer(plan: Plan, ours: bool = False) -> tuple[list[dict], Cl
 
 
 def torchvision_loop(plan: Plan) -> tuple[list[dict], Clock]:
-    """torchvision's reference for detection: its Faster R-CNN with the anchors, widths and numbers of boxes of our
-    configuration, on its resnet18; SGD at 0.02 for 16 images, warmed up, a tenth after 16 and 22 of 26 parts."""
+    """Train with torchvision's reference: its Faster R-CNN with the anchors, widths and numbers of boxes of our
+    configuration, on resnet18; SGD at 0.02 for 16 images, warmed up, a tenth after 16 and 22 of 26 parts."""
     import yaml
     from torchvision.models import resnet18
     from torchvision.models.detection import FasterRCNN
@@ -253,8 +260,8 @@ def torchvision_loop(plan: Plan) -> tuple[list[dict], Clock]:
 
 
 def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
-    """`engine.py` and the criterion of facebookresearch/detr around our small DETR: its weights as we draw them, at the
-    rates of our configuration. Its own network begins with trained weights that have to be downloaded."""
+    """Train with `engine.py` and the criterion of facebookresearch/detr around our small DETR, with our weights and
+    rates. Its own network begins with trained weights that have to be downloaded."""
     detector, settings = our_detector(plan, "detr/shapes_detr")
     train, val = (Pictures(*split, plan.side) for split in splits(plan))
     folder = Path(os.environ["DETR_FOLDER"])
@@ -262,10 +269,10 @@ def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
         raise RuntimeError(f"{folder}: git clone https://github.com/facebookresearch/detr into it")
     sys.path.insert(0, str(folder))
     for name in [name for name in sys.modules if name.partition(".")[0] in ("datasets", "models", "util")]:
-        del sys.modules[name]  # its packages have such names
+        del sys.modules[name]  # the packages of that repository have these names
     import torchvision
 
-    torchvision.__version__ = "1.0"  # of which it reads three characters, and 0.29 would be older than 0.7
+    torchvision.__version__ = "1.0"  # the repository compares three characters, so that 0.29 would be older than 0.7
     from engine import train_one_epoch
     from models.detr import SetCriterion
     from models.matcher import HungarianMatcher
@@ -301,7 +308,7 @@ def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
     clock = Clock(plan.minutes)
 
     class Over(Exception):
-        """The minutes are."""
+        """Raised when the minutes are over."""
 
     class Optimizer(torch.optim.AdamW):
         def step(self, *arguments) -> None:
@@ -323,7 +330,7 @@ def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
     for index, (pixels, _, _) in enumerate(val):
         with torch.no_grad():
             outputs = model(torch.tensor(pixels).permute(2, 0, 1)[None])
-        scores, labels = outputs["pred_logits"][0].softmax(-1)[:, :-1].max(-1)  # as its PostProcess
+        scores, labels = outputs["pred_logits"][0].softmax(-1)[:, :-1].max(-1)  # as in its PostProcess
         centre, size = outputs["pred_boxes"][0].split(2, dim=1)
         found += val.results(index, plan.side * torch.cat([centre - size / 2, centre + size / 2], 1), scores, labels)
     return found, clock
@@ -350,7 +357,8 @@ PROGRAMS = {
 
 
 def lines_of(program: Callable) -> int:
-    """Lines of code of a program and of the pictures it reads, without blank ones, comments and docstrings."""
+    """Count the lines of code of a program and of the pictures it reads, without blank lines, comments and
+    docstrings."""
     program = transformers_trainer if program is with_ours else program
     lines = [
         line.strip() for part in (program, Pictures, mirrored_or_not) for line in inspect.getsource(part).splitlines()

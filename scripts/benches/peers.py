@@ -5,8 +5,8 @@
     python scripts/benchmark.py --only peers_bccd --out runs/peers/table_bccd  # BCCD, from a folder with bccd/
 
 Each program is a process of its own; `runs/peers/` keeps its log and its detections, which pycocotools judges on the
-same file for all. Nobody's minutes contain an evaluation, and all are judged by their last weights. One that cannot run
-costs its own row, whose unit says why.
+same file for all. The minutes contain no evaluation, and all are judged by their last weights. If one cannot run,
+the unit of its row says why.
 """
 
 import csv
@@ -48,12 +48,12 @@ ORDER = ("our RT-DETR-v2", "transformers' Trainer", "transformers' Trainer, our 
 
 @dataclass
 class Ran:
-    """What a training left: `detections.json` in its folder, and these."""
+    """Results of a training, beside the `detections.json` in its folder."""
 
     steps: int
     images: int
     seconds: float
-    lines: int  # that a user writes
+    lines: int  # of code that a user writes
     first: re.Pattern = re.compile(r"first step|step 1/")  # what is printed after the first step
 
 
@@ -63,8 +63,9 @@ def bench_peers(
     seeds: Sequence[int] = (0,),
     programs: Sequence[str] = ORDER,
 ) -> Iterator[dict]:
-    """Rows with `name`, `value` and `unit`, as they are measured: AP, AP50, steps a minute, images/s, peak memory of
-    the main process, seconds from the start of the process to the end of the first step, and lines a user writes.
+    """Measure this toolkit and other programs. Yields rows with `name`, `value` and `unit`, as they are measured: AP,
+    AP50, steps a minute, images/s, peak memory of the main process, seconds from the start of the process to the end of
+    the first step, and lines a user writes.
 
     data: shapes, or bccd. minutes: of training. seeds: of every program. programs: of `ORDER`.
 
@@ -117,15 +118,19 @@ def _measured(title: str, plan: Plan) -> Iterator[dict]:
 
 
 class Watch:
-    """Runs commands with their output in the folder's `log.txt`."""
+    """Runner of commands, with their output in the folder's `log.txt`."""
 
     def __init__(self, folder: Path):
-        self.folder, self.peak_gib, self.first_s = folder, float("nan"), float("nan")
+        self.folder = folder
+        self.peak_gib = float("nan")
+        self.first_s = float("nan")
 
     def run(self, words: Sequence, first: re.Pattern | None = None, environment: dict | None = None) -> str:
-        """What it prints. first: of a training, whose memory and first step are measured. Raises RuntimeError if it
-        fails."""
-        words, said, began = [str(word) for word in words], [], time.perf_counter()
+        """Run a command and return its output. first: marks the end of the first step of a training, whose memory is
+        measured too. Raises RuntimeError if the command fails."""
+        words = [str(word) for word in words]
+        said = []
+        began = time.perf_counter()
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {})
         with (self.folder / "log.txt").open("a") as log:
             print("$", *words, file=log)
@@ -146,7 +151,7 @@ class Watch:
 
 
 def judged(annotations: str, detections: Path) -> dict[str, float]:
-    """AP and AP50 by pycocotools."""
+    """Compute AP and AP50 with pycocotools."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -163,8 +168,8 @@ def judged(annotations: str, detections: Path) -> dict[str, float]:
 
 
 def _ours(plan: Plan, watch: Watch) -> Ran:
-    """A script of ours with the configuration as it is, but in float32 and without an evaluation on the way: that of
-    the bundled pictures would choose the best weights."""
+    """Run a script of ours with the configuration as it is, but in float32 and without an evaluation during
+    training, which would choose the best weights for the bundled pictures."""
     script, config = OURS[plan.program]
     flags = {"run.name": "run", "run.output_dir": watch.folder, "run.seed": plan.seed, "run.max_minutes": plan.minutes,
              "run.precision": "no", "run.eval_every": 0, "run.save_every": 0, "run.epochs": 10000}  # fmt: skip
@@ -182,7 +187,7 @@ def _ours(plan: Plan, watch: Watch) -> Ran:
 
 
 def _program(plan: Plan, watch: Watch) -> Ran:
-    """One of `PROGRAMS`, in a process of its own."""
+    """Run one of `PROGRAMS` in its own process."""
     write_json(watch.folder / "plan.json", asdict(plan))
     paths = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
     detr = {"DETR_FOLDER": str((LOGS / "detr").absolute())}
@@ -192,8 +197,9 @@ def _program(plan: Plan, watch: Watch) -> Ran:
 
 
 def _ultralytics(plan: Plan, watch: Watch) -> Ran:
-    """By its command line alone, with its defaults: batches of 16, its own rates and augmentations."""
-    yolo, data = Path(sys.executable).with_name("yolo"), watch.folder / "yolo"
+    """Run ultralytics by its command line alone, with its defaults: batches of 16, its own rates and augmentations."""
+    yolo = Path(sys.executable).with_name("yolo")
+    data = watch.folder / "yolo"
     if not yolo.is_file():
         raise RuntimeError("no command yolo: install the extra 'peers'")
     for split, annotations, images in (("train", plan.train, plan.train_images), ("val", plan.val, plan.val_images)):
@@ -216,7 +222,7 @@ def _ultralytics(plan: Plan, watch: Watch) -> Ran:
 
 
 def _from_yolo(table: DetectionTable, folder: Path) -> list[dict]:
-    """COCO results from text files named as the images: class, centre, size (fractions of the image), score."""
+    """Read COCO results from text files named as the images: class, centre, size (fractions of the image), score."""
     results = []
     for image in table.image_rows():
         path = folder / f"{Path(image.file_name).stem}.txt"

@@ -16,7 +16,7 @@ from .measuring import row, seconds
 
 
 def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: int = 5) -> list[dict]:
-    """Images/s of an SSD on JPEG files of `side` pixels, and the largest difference of a score."""
+    """Measure images/s of an SSD on JPEG files of `side` pixels, and the largest difference of a score."""
     torch.manual_seed(0)
     levels = {"strides": [16, 32, -1], "channels": [64] * 3, "aspect_ratios": [[2]] * 3}
     detector = build_detector("ssd", class_names=["a", "b"], backbone="lcnet_050", **levels).eval()
@@ -31,7 +31,8 @@ def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: in
             return _plain_loop(detector, paths, size)
 
         times = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
-        actual, expected = ours(), plain()
+        actual = ours()
+        expected = plain()
     speed = [images / statistics.median(durations) for durations in zip(*times, strict=True)]
     ratio = statistics.median(b / a for a, b in times)
     return [
@@ -47,7 +48,8 @@ def _plain_loop(detector, paths: list[Path], size: int) -> dict:
     from torchvision.io import decode_jpeg, read_file
     from torchvision.transforms.v2.functional import resize
 
-    scores, sizes = {}, torch.tensor([[size, size]])
+    scores = {}
+    sizes = torch.tensor([[size, size]])
     for path in paths:
         image = decode_jpeg(read_file(str(path)))
         orig = torch.tensor([image.shape[-2:]])
@@ -62,7 +64,8 @@ def _apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _write_images(folder: Path, count: int, side: int) -> list[Path]:
-    rng, paths = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    paths = []
     for i in range(count):
         coarse = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8))
         paths.append(folder / f"{i:03d}.jpg")

@@ -1,4 +1,4 @@
-"""Reading large COCO files and checking them: processor time and peak memory."""
+"""Reading and checking of large COCO files: processor time and peak memory."""
 
 import subprocess
 import sys
@@ -27,7 +27,8 @@ print(time.process_time() - began, peak_mb() - before, len(table))
 
 
 def bench_reading(sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000, 300_000: 2_190_000})) -> list[dict]:
-    """Rows: megabytes of each file, seconds of processor time and megabytes that reading it takes, and checking it too.
+    """Measure the megabytes of each file, and the processor seconds and megabytes that reading it takes, and checking
+    it too.
 
     sizes: images, and boxes, of the files. Memory is what reading adds to the peak of a process that has imported
     everything (Linux). Checked: as scripts/check_data.py does it without a look at the images, opened from the cache.
@@ -50,8 +51,9 @@ def bench_reading(sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000,
 
 
 def write_large(path: Path, num_images: int, boxes: int) -> Path:
-    """A COCO file of 80 classes, written piece by piece; annotations in no order of the images."""
-    rng, step = np.random.default_rng(0), 50_000
+    """Write a COCO file of 80 classes, piece by piece, with annotations in random order of the images."""
+    rng = np.random.default_rng(0)
+    step = 50_000
     with open(path, "w") as file:
         file.write('{"categories": [' + ", ".join(f'{{"id": {k}, "name": "class{k}"}}' for k in range(1, 81)))
         file.write('],\n"images": [')
@@ -64,8 +66,10 @@ def write_large(path: Path, num_images: int, boxes: int) -> Path:
         file.write('],\n"annotations": [')
         for first in range(1, boxes + 1, step):
             count = min(step, boxes + 1 - first)
-            corners, sides = rng.uniform(0, 300, (count, 2)).round(2), rng.uniform(5, 200, (count, 2)).round(2)
-            images, classes = rng.integers(1, num_images + 1, count), rng.integers(1, 81, count)
+            corners = rng.uniform(0, 300, (count, 2)).round(2)
+            sides = rng.uniform(5, 200, (count, 2)).round(2)
+            images = rng.integers(1, num_images + 1, count)
+            classes = rng.integers(1, 81, count)
             rows = zip(images.tolist(), classes.tolist(), corners.tolist(), sides.tolist(), strict=True)
             lines = (
                 f'{{"id": {first + n}, "image_id": {i}, "category_id": {k}, "bbox": [{x}, {y}, {w}, {h}], '

@@ -1,10 +1,10 @@
-"""What a step, its collectives and a checkpoint cost, on one and on several processes: the figures of docs/scaling.md.
+"""The cost of a step, its collectives and a checkpoint on one and on several processes: the figures of docs/scaling.md.
 
     python scripts/benches/scaling.py                          # 1, 2 and 4 processes: minutes
     python scripts/benches/scaling.py --processes 1 --steps 5  # shows that it runs
 
 Each run is scripts/train_detr.py itself, with clocks around the calls of its loop. Processes share this machine's
-cores, so the seconds of several tell what is added to a step, not how fast a larger machine is.
+cores, so the seconds of several show what is added to a step, not how fast a larger machine is.
 """
 
 import argparse
@@ -26,11 +26,12 @@ from toolkit.data.shapes import ensure_shapes
 PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
 PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]
 DRIVEN = "--driven"
-FASTEST = 25  # percentile over the steps: what else the machine does makes a step slower, never faster
+FASTEST = 25  # percentile over the steps: other work of the machine makes a step slower, never faster
 
 
 def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options: Sequence[str] = ()) -> list[dict]:
-    """Rows with `name`, `value` and `unit` for each number of processes; two more steps in front are not counted."""
+    """Measure each number of processes; two first steps are not counted. Returns rows with `name`, `value` and
+    `unit`."""
     ensure_shapes()
     rows = []
     for count in processes:
@@ -65,11 +66,12 @@ class Clocks:
         self.parts: dict[str, list[float]] = defaultdict(list)
         self.now: dict[str, float] = defaultdict(float)
         self.bytes: dict[str, float] = defaultdict(float)
-        self.began, self.cpu_began = time.perf_counter(), time.process_time()
+        self.began = time.perf_counter()
+        self.cpu_began = time.process_time()
         self.others: dict[str, float] = {}
 
     def around(self, owner: object, name: str, part: str) -> None:
-        """Times every call of `owner.name` as this part."""
+        """Time every call of `owner.name` as this part."""
         call = getattr(owner, name)
 
         def timed(*args, **kwargs):
@@ -82,7 +84,7 @@ class Clocks:
         setattr(owner, name, timed)
 
     def once(self, owner: object, name: str) -> None:
-        """Keeps the seconds of the first call of `owner.name`."""
+        """Keep the seconds of the first call of `owner.name`."""
         call = getattr(owner, name)
 
         def timed(*args, **kwargs):
@@ -104,10 +106,11 @@ class Clocks:
         self.begin()
 
     def begin(self) -> None:
-        self.began, self.cpu_began = time.perf_counter(), time.process_time()
+        self.began = time.perf_counter()
+        self.cpu_began = time.process_time()
 
     def written(self, folder: Path) -> dict:
-        counted = {part: values[2:-2] for part, values in self.parts.items()}  # the last ones save
+        counted = {part: values[2:-2] for part, values in self.parts.items()}  # the last steps save a checkpoint
         sizes = [path.stat().st_size for path in (folder / "checkpoints").glob("step_*/*")]
         steps = len(self.parts["a step"])
         return self.others | {
@@ -118,13 +121,14 @@ class Clocks:
 
 
 def train_with_clocks(out: Path, arguments: list[str]) -> None:
-    """Runs main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
+    """Run main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
     from toolkit.run import session, training, validation, window
     from toolkit.run.command_line import run_script
 
-    clocks, make = Clocks(), session.training
+    clocks = Clocks()
+    make = session.training
 
     def with_clocks(*args):
         t = make(*args)
@@ -182,14 +186,16 @@ def _end_of_step(t, clocks: Clocks) -> None:
 
 
 def _count_bytes(t, clocks: Clocks) -> None:
-    """Bytes that one process hands to each kind of collective: gradients by DDP, the rest by torch.distributed."""
+    """Count the bytes that one process hands to each kind of collective: gradients by DDP, the rest by
+    torch.distributed."""
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     if not dist.is_initialized():
         return
 
-    reduce, of_gradients = dist.all_reduce, []
+    reduce = dist.all_reduce
+    of_gradients = []
 
     def hook(state, bucket):
         of_gradients.append(bucket)  # the hook calls all_reduce too

@@ -21,30 +21,34 @@ TOP = (20, 50, 100)
 def bench_graph_evaluation(
     num_images: int = 500, num_objects: int = 80, num_pairs: int = 2048, num_predicates: int = 50, repeats: int = 5
 ) -> list[dict]:
-    """Seconds from predictions to all metrics: medians of interleaved rounds.
+    """Measure the seconds from predictions to all metrics: medians of interleaved rounds.
 
     Rows: ours, the plain program, their ratio, ours against itself (the noise), and the largest difference of a number.
     In sgcls, where all metrics are defined, with boxes that are matched like detections.
     """
     data = random_scene_graphs(num_images, num_objects, num_pairs, num_predicates)
     ours, plain = (partial(f, *data, num_predicates) for f in (our_evaluation, plain_evaluation))
-    actual, expected = ours(), plain()
+    actual = ours()
+    expected = plain()
     apart = max(float(np.abs(actual[name] - value).max()) for name, value in expected.items())
     rows = against("scene graph evaluation", "plain", in_turn(ours, plain, repeats))
     return [*rows, row("scene graph evaluation, largest difference", apart, "recall")]
 
 
 def bench_relation_heads(num_images: int = 8, num_objects: int = 10, repeats: int = 15) -> list[dict]:
-    """Seconds of the evaluation's forward: a batch, and its images one at a time; medians of interleaved rounds.
+    """Measure the seconds of the evaluation's forward: a batch, and its images one at a time; medians of interleaved
+    rounds.
 
     Rows as above for each of two heads, and the largest difference of a logit.
     """
     rows = []
     for name in ("motifs", "vctree"):
         head, images, batch = head_and_batches(name, num_images, num_objects)
-        together, alone = partial(_logits, head, [batch]), partial(_logits, head, images)
+        together = partial(_logits, head, [batch])
+        alone = partial(_logits, head, images)
         with torch.inference_mode():
-            joined, separate = together(), alone()
+            joined = together()
+            separate = alone()
             rounds = in_turn(together, alone, repeats)
         rows += against(f"relation head {name}", "alone", rounds, ours="together")
         apart = float((joined - separate).abs().max())
@@ -53,12 +57,13 @@ def bench_relation_heads(num_images: int = 8, num_objects: int = 10, repeats: in
 
 
 def random_scene_graphs(num_images: int, num_objects: int, num_pairs: int, num_predicates: int, num_classes: int = 150):
-    """Truths, predictions and unseen triplets (see `evaluate_scene_graphs`).
+    """Make truths, predictions and unseen triplets (see `evaluate_scene_graphs`).
 
     About half of the relations can be found; a tenth of the triplets that occur counts as unseen.
     """
     rng = np.random.default_rng(0)
-    truths, predictions = [], []
+    truths = []
+    predictions = []
     for _ in range(num_images):
         boxes = random_boxes(rng, num_objects, 400, 20, 200)
         labels = rng.integers(0, num_classes, num_objects)
@@ -84,12 +89,14 @@ def our_evaluation(truths: Sequence[Mapping], predictions: Sequence[Mapping], ze
 def plain_evaluation(
     truths: Sequence[Mapping], predictions: Sequence[Mapping], zero_shot: np.ndarray, num_predicates: int
 ) -> dict[str, np.ndarray]:
-    """R, ngR, zR, ngzR, mR, ngmR and A at TOP, image by image as the original does it, in NumPy."""
+    """Compute R, ngR, zR, ngzR, mR, ngmR and A at TOP, image by image as the original does it, in NumPy."""
     recall: dict[str, list] = {"R": [], "ngR": [], "zR": [], "ngzR": []}
     per_predicate = {name: [[[] for _ in range(num_predicates)] for _ in TOP] for name in ("mR", "ngmR")}
     accuracy = []
     for truth, pred in zip(truths, predictions, strict=True):
-        relations, pairs, scores = truth["relations"], pred["pairs"], pred["predicate_scores"]
+        relations = truth["relations"]
+        pairs = pred["pairs"]
+        scores = pred["predicate_scores"]
         unseen = (_triplets(truth["labels"], relations)[:, None] == zero_shot).all(-1).any(1)
         constrained = np.column_stack([pairs, scores.argmax(1)])
         everything = pred["scores"][pairs].prod(1)[:, None] * scores
@@ -113,18 +120,19 @@ def plain_evaluation(
 
 
 def _triplets(labels: np.ndarray, relations: np.ndarray) -> np.ndarray:
-    """(R, 3) class of the subject, class of the object, predicate."""
+    """Return (R, 3): class of the subject, class of the object, predicate."""
     return np.column_stack([labels[relations[:, 0]], labels[relations[:, 1]], relations[:, 2]])
 
 
 def _plain_matches(truth: Mapping, pred: Mapping, triplets: np.ndarray) -> np.ndarray:
-    """(R, P) bool: does the prediction find the relation?"""
+    """Return (R, P) bool, true if the prediction finds the relation."""
     relations = truth["relations"]
     named = _triplets(pred["labels"], triplets)
     matched = (_triplets(truth["labels"], relations)[:, None] == named).all(-1)
     for r, columns in enumerate(matched):
         for end in (0, 1):
-            box, boxes = truth["boxes"][relations[r, end]], pred["boxes"][triplets[columns.nonzero()[0], end]]
+            box = truth["boxes"][relations[r, end]]
+            boxes = pred["boxes"][triplets[columns.nonzero()[0], end]]
             wide = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2]) + 1
             inter = np.maximum(wide, 0).prod(-1)
             union = (box[2:] - box[:2] + 1).prod() + (boxes[:, 2:] - boxes[:, :2] + 1).prod(-1) - inter
@@ -133,7 +141,7 @@ def _plain_matches(truth: Mapping, pred: Mapping, triplets: np.ndarray) -> np.nd
 
 
 def random_batch(num_objects: list[int], sizes: HeadSizes, seed: int = 0) -> RelationBatch:
-    """Images of random boxes and features for sgcls, every ordered pair asked about."""
+    """Make images of random boxes and features for sgcls, with every ordered pair."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(num_objects)
     corner = torch.rand(total, 2, generator=generator) * 300
@@ -156,7 +164,7 @@ def random_batch(num_objects: list[int], sizes: HeadSizes, seed: int = 0) -> Rel
 def head_and_batches(
     name: str, num_images: int, num_objects: int
 ) -> tuple[torch.nn.Module, list[RelationBatch], RelationBatch]:
-    """A head in evaluation mode, images of `num_objects` objects one by one, and all of them in one batch."""
+    """Return a head in evaluation mode, images of `num_objects` objects one by one, and all of them in one batch."""
     sizes = HeadSizes(31, 21, roi_dim=256, union_dim=256, hidden_dim=128, pooling_dim=256, embed_dim=50)
     torch.manual_seed(0)
     head = build_relation_head(name, "sgcls", sizes, torch.randn(31, 31, 21)).eval()

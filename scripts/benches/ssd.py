@@ -21,8 +21,8 @@ RATIOS = (2, 3)
 def bench_ssd(
     batch: int = 16, side: int = 320, boxes: int = 8, num_classes: int = 80, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Rows of `losses_against`, from outputs and boxes. Ours includes the counting of positives that accumulation
-    needs, which is the matching once more."""
+    """Measure the losses from outputs and boxes, as rows of `losses_against`. Ours also counts the positives for
+    accumulation, which means matching a second time."""
     generator = torch.Generator().manual_seed(seed)
     levels = zip(STRIDES, anchor_scales(len(STRIDES), 0.1, 1.05), strict=True)
     anchors = torch.cat([level_anchors((-(-side // s),) * 2, scales, RATIOS) for s, scales in levels])
@@ -34,8 +34,9 @@ def bench_ssd(
 
 
 def our_losses(logits: Tensor, offsets: Tensor, anchors: Tensor, side: int, targets: list[dict]) -> dict[str, Tensor]:
-    """The toolkit's, as training calls them."""
-    criterion, image_hw = SsdCriterion(), torch.tensor([side, side])
+    """Compute the toolkit's losses, as training calls them."""
+    criterion = SsdCriterion()
+    image_hw = torch.tensor([side, side])
     denominators = criterion.denominators(anchors, targets, image_hw)
     losses, _ = criterion(logits, offsets, anchors, image_hw, targets, denominators)
     return losses
@@ -44,7 +45,8 @@ def our_losses(logits: Tensor, offsets: Tensor, anchors: Tensor, side: int, targ
 def torchvision_losses(
     logits: Tensor, offsets: Tensor, anchors: Tensor, side: int, targets: list[dict]
 ) -> dict[str, Tensor]:
-    """torchvision's matcher and `SSD.compute_loss`, as its `SSD.forward` calls them; there labels start at 1."""
+    """Compute torchvision's losses with its matcher and `SSD.compute_loss`, as `SSD.forward` calls them; its labels
+    start at 1."""
     boxes = cxcywh_to_xyxy(anchors) * side
     matcher = detection.SSDMatcher(0.5)
     matched = [matcher(box_iou(target["boxes"], boxes)) for target in targets]

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_detr.py"
 
 
 def bench_startup(repeats: int = 3, options: Sequence[str] = ()) -> list[dict]:
-    """Medians over `repeats` starts, after one that fills the caches of disk and data and is not counted.
+    """Measure medians over `repeats` starts, after one that fills the caches of disk and data and is not counted.
 
     options: further arguments of the script.
 
@@ -34,7 +34,7 @@ def bench_startup(repeats: int = 3, options: Sequence[str] = ()) -> list[dict]:
 
 
 def _first_step(options: Sequence[str]) -> tuple[float, float]:
-    """Seconds from the launch until status.json and until the first row of metrics.jsonl."""
+    """Measure the seconds from the launch until status.json and until the first row of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as output_dir, tempfile.TemporaryFile("w+") as printed:
         folder = Path(output_dir) / "start"
         settings = "--run.name start --run.max_steps 1 --run.log_every 1".split()
@@ -45,7 +45,7 @@ def _first_step(options: Sequence[str]) -> tuple[float, float]:
         try:
             times = [_when(folder / name, process, began) for name in ("status.json", "metrics.jsonl")]
         finally:
-            process.terminate()  # what comes after the first step is not measured
+            process.terminate()  # nothing after the first step is measured
             process.wait()
         if None in times:
             printed.seek(0)
@@ -54,7 +54,7 @@ def _first_step(options: Sequence[str]) -> tuple[float, float]:
 
 
 def _when(path: Path, process: subprocess.Popen, began: float) -> float | None:
-    """Seconds from `began` until the file holds something; None when the process ends before that."""
+    """Return the seconds from `began` until the file has content; None if the process ends before that."""
     while True:
         ended = process.poll() is not None
         if path.exists() and path.stat().st_size:

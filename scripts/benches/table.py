@@ -20,7 +20,7 @@ WORKERS = 2
 
 
 class Targets(Dataset):
-    """Each row of a table as a target, without its image; gives the number of boxes."""
+    """A data set of the targets in a table, without images; each item is the number of boxes."""
 
     def __init__(self, table: DetectionTable):
         self.table = table
@@ -34,7 +34,7 @@ class Targets(Dataset):
 
 
 class Nothing(Dataset):
-    """As many samples as a table has, without a table: what a worker costs by itself."""
+    """A data set with as many samples as a table, but without a table: the cost of a worker by itself."""
 
     def __init__(self, length: int):
         self.length = length
@@ -47,9 +47,9 @@ class Nothing(Dataset):
 
 
 def bench_table(num_images: int = 118_000, num_boxes: int = 860_000, repeats: int = 5, epochs: int = 3) -> list[dict]:
-    """Rows: seconds to open the annotation file with a warm cache (median; the file is hashed each time), and the
-    memory (proportional set size: what a worker shares counts by its share) that a worker of a shuffled epoch needs
-    above a worker without a table, after the first and after the last of `epochs`.
+    """Measure the seconds to open the annotation file with a warm cache (median; the file is hashed each time), and the
+    memory (proportional set size: shared memory counts by its share) that a worker of a shuffled epoch needs above a
+    worker without a table, after the first and after the last of `epochs`.
     """
     with tempfile.TemporaryDirectory() as folder:
         annotations = write_large(Path(folder) / "annotations.json", num_images, num_boxes)
@@ -73,7 +73,7 @@ def bench_table(num_images: int = 118_000, num_boxes: int = 860_000, repeats: in
 
 
 def worker_memory(dataset: Dataset, epochs: int) -> list[float]:
-    """Mean over the workers of their proportional set size in MB (1e6 bytes), at the end of each epoch."""
+    """Return the mean proportional set size of the workers in MB (1e6 bytes), at the end of each epoch."""
     loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=WORKERS, persistent_workers=True)
     this = psutil.Process()
     others = {child.pid for child in this.children()}

@@ -31,8 +31,8 @@ from .measuring import in_turn, losses_against, random_target, row
 def bench_yolov3_losses(
     batch: int = 16, side: int = 416, boxes: int = 20, num_classes: int = 80, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Rows of `losses_against`, from raw predictions and boxes. The gradient is one array as large as the predictions
-    for either, which narrows the distance."""
+    """Measure the losses from raw predictions and boxes, as rows of `losses_against`. For both, the gradient is one
+    array as large as the predictions, which narrows the difference."""
     generator = torch.Generator().manual_seed(seed)
     anchors = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
     count = len(make_grid((side, side), anchors).cells_xy)
@@ -43,20 +43,26 @@ def bench_yolov3_losses(
 
 
 def our_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
-    """The toolkit's, as `YOLOv3.criterion` calls it."""
-    grid, sizes = make_grid((side, side), anchors), torch.full((len(targets), 2), side)
+    """Compute the toolkit's losses, as `YOLOv3.criterion` calls them."""
+    grid = make_grid((side, side), anchors)
+    sizes = torch.full((len(targets), 2), side)
     assigned = assign_boxes(targets, sizes, anchors, grid)
     objectness = objectness_targets(decode_boxes(predictions.detach(), grid), assigned, sizes, grid, 0.7)
     return yolov3_losses(predictions, objectness, assigned)
 
 
 def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
-    """The rules written down box by box, with targets for all predictions, as the original keeps them."""
+    """Compute the losses box by box, with targets for all predictions, as the original does."""
     batch, count, outputs = predictions.shape
-    num_classes, flat_anchors, per_cell = outputs - 5, anchors.reshape(-1, 2), anchors.shape[1]
-    objectness, weights = torch.zeros(batch, count), torch.zeros(batch, count, 1)
-    center, scale = torch.zeros(batch, count, 2), torch.zeros(batch, count, 2)
-    classes, class_mask = torch.zeros(batch, count, num_classes), torch.zeros(batch, count, 1)
+    num_classes = outputs - 5
+    flat_anchors = anchors.reshape(-1, 2)
+    per_cell = anchors.shape[1]
+    objectness = torch.zeros(batch, count)
+    weights = torch.zeros(batch, count, 1)
+    center = torch.zeros(batch, count, 2)
+    scale = torch.zeros(batch, count, 2)
+    classes = torch.zeros(batch, count, num_classes)
+    class_mask = torch.zeros(batch, count, 1)
     pred_boxes = decode_boxes(predictions.detach(), make_grid((side, side), anchors))
     for b, target in enumerate(targets):
         for box in target["boxes"]:
@@ -65,16 +71,20 @@ def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, sid
             w, h = box[2] - box[0], box[3] - box[1]
             inner = torch.minimum(flat_anchors, torch.tensor([w, h])).prod(dim=1)
             best = int((inner / (w * h + flat_anchors.prod(dim=1) - inner)).argmax())
-            level, cells = best // per_cell, side // STRIDES[best // per_cell]
+            level = best // per_cell
+            cells = side // STRIDES[best // per_cell]
             x, y = (box[0] + w / 2) / side * cells, (box[1] + h / 2) / side * cells
             start = sum((side // s) ** 2 for s in STRIDES[:level]) * per_cell
             n = start + (int(y) * cells + int(x)) * per_cell + best % per_cell
-            objectness[b, n], weights[b, n], class_mask[b, n] = 1, 2 - w * h / side**2, 1
+            objectness[b, n] = 1
+            weights[b, n] = 2 - w * h / side**2
+            class_mask[b, n] = 1
             center[b, n] = torch.tensor([x - int(x), y - int(y)])
             scale[b, n] = torch.log(torch.tensor([max(w, 1), max(h, 1)]) / flat_anchors[best])
             classes[b, n] = 0
             classes[b, n, label] = 1
-    seen, positive = (objectness >= 0).float(), (objectness > 0).float()
+    seen = (objectness >= 0).float()
+    positive = (objectness > 0).float()
     return {
         "loss_obj": (seen * bce(predictions[..., 4], positive, reduction="none")).sum(),
         "loss_center": (weights * bce(predictions[..., :2], center, reduction="none")).sum(),
@@ -86,11 +96,13 @@ def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, sid
 def bench_yolov3_export(
     backbone: str = "lcnet_050", batch: int = 4, side: int = 256, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Images/s from uint8 pixels to suppressed boxes, PyTorch and ONNX Runtime with as many threads."""
+    """Measure images/s from uint8 pixels to suppressed boxes, with PyTorch and ONNX Runtime on the same number of
+    threads."""
     torch.manual_seed(seed)
-    names, widths = [str(c) for c in range(20)], [128, 64, 32]
+    names = [str(c) for c in range(20)]
+    widths = [128, 64, 32]
     detector = build_detector("yolov3", class_names=names, backbone=backbone, head_channels=widths)
-    for prediction in detector.predictions:  # scores that are not all equal, whose order would be rounding
+    for prediction in detector.predictions:  # so that scores differ: the order of equal ones would depend on rounding
         torch.nn.init.normal_(prediction.weight, std=0.3)
     coarse = torch.rand(batch, 3, 8, 8) * 255
     images = torch.nn.functional.interpolate(coarse, size=(side, side), mode="bicubic").clamp(0, 255).to(torch.uint8)
@@ -102,7 +114,8 @@ def bench_yolov3_export(
         files, graph = export_detector(detector, Path(folder), ["onnx"], size=size, **about)
         onnx = open_file(files["onnx"])[0]
         array = images.numpy()
-        expected, actual = graph(images), [torch.from_numpy(output) for output in onnx(array)]
+        expected = graph(images)
+        actual = [torch.from_numpy(output) for output in onnx(array)]
         rounds = in_turn(lambda: graph(images), lambda: onnx(array), repeats)
     medians = [statistics.median(t[i] for t in rounds) for i in range(2)]
     apart = difference(expected, actual, side)

@@ -1,4 +1,4 @@
-"""Computes YOLOv3 anchors for a data set.
+"""YOLOv3 anchors for a data set.
 
     python -m toolkit.tools.anchors --annotations bccd/annotations/train.json --image-size 256
 """
@@ -18,7 +18,7 @@ from toolkit.tools.data_flags import add_data_flag
 
 @says_bad_input
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
+    """Print anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
     command = argparse.ArgumentParser(prog="python -m toolkit.tools.anchors", description=main.__doc__)
     command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
     add_data_flag(command, "--path", help="as --data.path; --annotations is then the name of a split")
@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--seed", type=int, default=0)
     options = command.parse_args(arguments)
     reading = {key: getattr(options, key) for key in ("path", "image_dir", "format", "name", "on_error")}
-    side, size_hw = options.image_size[0], tuple(options.image_size)
+    side = options.image_size[0]
+    size_hw = tuple(options.image_size)
     if len(size_hw) > 2 or min(size_hw) < 1:
         raise BadInput(f"--image-size {' '.join(map(str, size_hw))}: expected SIDE or HEIGHT WIDTH in pixels")
     table = open_dataset(options.annotations, **reading)
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def anchors_report(table: DetectionTable, input_hw: tuple[int, int], per_level: int, seed: int) -> str:
-    """YAML of 3 x `per_level` anchors for a table, with a comment on the fit. BadInput when there are too few boxes."""
+    """Return YAML of 3 x `per_level` anchors for a table, with a comment on the fit. Raises BadInput if there are
+    too few boxes."""
     sizes = box_sizes(table, input_hw)
     if len(sizes) < 3 * per_level:
         raise BadInput(f"{table.name}: {len(sizes)} boxes with area are too few for {3 * per_level} anchors.")
@@ -53,7 +55,8 @@ def anchors_report(table: DetectionTable, input_hw: tuple[int, int], per_level: 
 
 
 def box_sizes(table: DetectionTable, input_hw: tuple[int, int]) -> np.ndarray:
-    """(n, 2) width and height of all boxes of a table, in pixels of images resized to `input_hw` without their aspect.
+    """Return the width and height (n, 2) of all boxes of a table, in pixels of images resized to `input_hw` without
+    keeping their aspect ratio.
 
     Crowd regions and boxes without area are left out.
     """

@@ -9,7 +9,7 @@ from toolkit.base.files import parse_yaml
 
 
 def add_data_flag(parser: argparse.ArgumentParser, name: str, **arguments) -> None:
-    """Add a flag under both of its names: `--image-dir`, and `--data.image_dir` as a command that trains has it."""
+    """Add a flag under both of its names: `--image-dir`, and `--data.image_dir` as in the training commands."""
     key = name.removeprefix("--").replace("-", "_")
     if key == "image_dir":
         arguments["action"] = Folders
@@ -20,7 +20,7 @@ class Folders(argparse.Action):
     """Values of a flag that may be repeated, each one folder or, as in settings, a list: `[images, more.zip]`."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        """Append to the list of this flag; end the program with a sentence where a list cannot be read."""
+        """Append to the list of this flag; end the program with an error message if a list cannot be read."""
         before = getattr(namespace, self.dest) or []
         setattr(namespace, self.dest, [*before, *self._folders(parser, values, option_string)])
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from toolkit.base.files import PACKAGE, ROOT
 
-# Shorter names, and what only serves those who work on a checkout.
+# Shorter names, and scripts that only serve developers.
 NAMES = {"check_data": "check"}
 NOT_COMMANDS = {"__init__", "benchmark"}
 HELP_FLAGS = ("-h", "--help")
@@ -61,7 +61,7 @@ complete -c detect -a '(detect complete (commandline -opc)[2..] "$(commandline -
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code, or raises the SystemExit of the script."""
+    """Run one command and return its exit code, or raise the SystemExit of the script."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in HELP_FLAGS:
         print(usage())
@@ -89,27 +89,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_help() -> str:
-    """The help of `detect train`, without a detector."""
+    """Return the help of `detect train`, without a detector."""
     lines = [f"  {name:16}{first_line(ROOT / 'scripts' / f'train_{name}.py')}" for name in detectors()]
     head = ["usage: detect train DETECTOR [SETTINGS]", "", "DETECTOR is one of", ""]
     return "\n".join([*head, *lines, "", "`detect train DETECTOR --help` lists the settings of one."])
 
 
 def run_as_main(script: Path, arguments: list[str]) -> int:
-    """Runs a script as `python SCRIPT ARGUMENTS` does."""
+    """Run a script as `python SCRIPT ARGUMENTS` does."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")  # ends with the SystemExit of the script
+    runpy.run_path(str(script), run_name="__main__")  # raises the SystemExit of the script
     return 0
 
 
 def detectors() -> list[str]:
-    """What `detect train` takes: `detr` for scripts/train_detr.py."""
+    """Return the detectors that `detect train` accepts, such as `detr` for scripts/train_detr.py."""
     return sorted(path.stem.removeprefix("train_") for path in (ROOT / "scripts").glob("train_*.py"))
 
 
 def commands() -> dict[str, Path]:
-    """The other scripts by the name of their command."""
+    """Return the other scripts by the name of their command."""
     scripts = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
     return {NAMES.get(stem, stem): path for stem, path in scripts.items() if not stem.startswith("train_")}
 
@@ -125,7 +125,7 @@ def usage() -> str:
 
 
 def version() -> str:
-    """The version of this checkout, else of the installed package."""
+    """Return the version of this checkout, or that of the installed package."""
     project = ROOT / "pyproject.toml"
     if project.is_file():
         return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
@@ -137,7 +137,7 @@ def first_line(script: Path) -> str:
 
 
 def copy(words: list[str]) -> int:
-    """Writes a training script under another name, with its default configuration beside it as a `.yaml`.
+    """Write a training script under another name, with its default configuration beside it as a `.yaml`.
 
     The copy reads that configuration and trains into the run folder of its own name.
     """
@@ -147,12 +147,15 @@ def copy(words: list[str]) -> int:
     if stem not in scripts or len(rest) != 1:
         given = "" if stem in scripts else name
         return _refuse("detect copy needs the path of the copy, such as mine.py, after one of", given, scripts)
-    script, target = ROOT / "scripts" / f"{stem}.py", Path(rest[0]).expanduser()
+    script = ROOT / "scripts" / f"{stem}.py"
+    target = Path(rest[0]).expanduser()
     beside = target.with_suffix(".yaml")
-    if faults := _faults_of_copy(target, beside):
+    faults = _faults_of_copy(target, beside)
+    if faults:
         print("\n".join(f"error: {fault}" for fault in faults), file=sys.stderr)
         return 2
-    text, default = script.read_text(encoding="utf-8"), re.compile(r"^DEFAULT_CONFIG = .*$", re.MULTILINE)
+    text = script.read_text(encoding="utf-8")
+    default = re.compile(r"^DEFAULT_CONFIG = .*$", re.MULTILINE)
     config = ROOT.joinpath(*re.findall(r'"([^"]+)"', default.search(text)[0]))
     text = default.sub('DEFAULT_CONFIG = Path(__file__).resolve().with_suffix(".yaml")', text)
     text = re.sub(r'(?<=RunConfig\(name=)"[^"]+"', lambda _: repr(target.stem), text)
@@ -166,16 +169,16 @@ def copy(words: list[str]) -> int:
 def _faults_of_copy(target: Path, beside: Path) -> list[str]:
     faults = [f"{path} exists already; give another name" for path in (target, beside) if path.exists()]
     if target.suffix != ".py":
-        faults.append(f"{target} is no Python file; give a name that ends in .py")
+        faults.append(f"{target} is not a Python file; give a name that ends in .py")
     elif not faults and target.stem.isidentifier() and importlib.util.find_spec(target.stem) is not None:
         faults.append(f"{target.name} would hide the module {target.stem}; give another name")
     if not target.parent.is_dir():
-        faults.append(f"{target.parent} is no folder; make it first")
+        faults.append(f"{target.parent} is not a folder; create it first")
     return faults
 
 
 def where(words: list[str]) -> int:
-    """Prints the path of a file of this project, given as the documentation writes it."""
+    """Print the path of a file of this project, given as the documentation writes it."""
     files = [path for folder in ("configs", "scripts") for path in sorted((ROOT / folder).rglob("*"))]
     names = {path.relative_to(ROOT).as_posix(): path for path in files if path.suffix in (".yaml", ".py", ".sh")}
     if not words:
@@ -196,7 +199,7 @@ def completion(words: list[str]) -> int:
 
 
 def complete(words: list[str]) -> int:
-    """Prints the completions of the last word; nothing where it is a file or a value."""
+    """Print the completions of the last word, or nothing if it is a file or a value."""
     *before, begun = words or [""]
     if not before:
         possible = ["train", *commands(), "copy", "where", "completion"]
@@ -215,7 +218,7 @@ def complete(words: list[str]) -> int:
 
 
 def settings() -> list[str]:
-    """Flags of the training scripts, those of every detector among them."""
+    """Return the flags of the training scripts, including those of every detector."""
     sources = [("", PACKAGE / "run" / "settings.py")]
     sources += [("model", path) for path in sorted(PACKAGE.rglob("options.py"))]
     names = {"--config", "--help", "--print_config"}
@@ -230,7 +233,7 @@ def settings() -> list[str]:
 
 
 def flags(script: Path | None) -> list[str]:
-    """Flags of a script, from its calls of `add_argument` and `add_flags`."""
+    """Return the flags of a script, from its calls of `add_argument` and `add_flags`."""
     nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if script else ()
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     adding = [call for call in calls if ast.unparse(call.func).endswith(("add_argument", "add_flags"))]

@@ -28,7 +28,7 @@ CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_A
 
 
 def import_script(name: str) -> ModuleType:
-    """A script of this project as a module, such as `train_detr`."""
+    """Import a script of this project, such as `train_detr`, as a module."""
     folder = str(ROOT / "scripts")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -36,13 +36,13 @@ def import_script(name: str) -> ModuleType:
 
 
 def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> ModuleType:
-    """A copy of a script with lines added, as a module; prints what was added.
+    """Import a copy of a script with lines added, and print what was added.
 
     name: of the script, such as `train_detr`.
     file: where the copy is written, such as "my_loop.py"; the runs that it makes remember it.
     below: what the line begins with -> the text that is put below its statement, with the indentation of that line.
 
-    Raises BadInput: a line is there never or several times.
+    Raises BadInput: no line or several lines have this beginning.
     """
     before = Path(import_script(name).__file__).read_text(encoding="utf-8").splitlines(keepends=True)
     after = list(before)
@@ -56,36 +56,37 @@ def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> Mod
     path.write_text("".join(after), encoding="utf-8")
     print("".join(difflib.unified_diff(before, after, f"{name}.py", path.name, n=1)))
     module = load_script(path, path.stem)
-    module.DEFAULT_CONFIG = import_script(name).DEFAULT_CONFIG  # a script finds it by its own place
+    module.DEFAULT_CONFIG = import_script(name).DEFAULT_CONFIG  # a script finds it relative to its own path
     return module
 
 
 def config_of(script: ModuleType, *settings: object) -> object:
-    """The Config of a training script: its defaults and what its command line would be given, with runs below
-    `runs_folder()`. Raises BadInput, as the command line does."""
+    """Return the Config of a training script with the given settings over its defaults, as from its command line,
+    with runs below `runs_folder()`. Raises BadInput as the command line does."""
     words = [str(word) for word in settings]
     return parse_config(script.Config, words, script.DEFAULT_CONFIG, {"run.output_dir": str(runs_folder())})
 
 
 def folder_of(config: object) -> Path:
-    """The run folder of a Config."""
+    """Return the run folder of a Config."""
     return Path(config.run.output_dir) / config.run.name
 
 
 def runs_folder() -> Path:
-    """Where notebooks keep their runs: runs/ of the checkout, of the current folder where the toolkit is installed."""
+    """Return the folder for the runs of notebooks: runs/ of the checkout, or of the current folder if the toolkit is
+    installed."""
     return (ROOT if ROOT != PACKAGE else Path.cwd()) / "runs"
 
 
 def image_and_target(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
-    """A training image before augmentation, uint8 (3, H, W), and its target."""
+    """Return a training image before augmentation, uint8 (3, H, W), and its target."""
     row = table.row(index)
     image = table.decode_image(row)
     return image, row_target(row, tuple(image.shape[-2:]))
 
 
 def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> None:
-    """Shows PIL images (or arrays) in a grid."""
+    """Show PIL images (or arrays) in a grid."""
     from IPython.display import Image, display  # which notebooks alone have
 
     rows = -(-len(pictures) // columns)
@@ -95,11 +96,11 @@ def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> No
         axes.imshow(picture)
         axes.axis("off")
         axes.set_title(titles[i] if titles else "", fontsize=9)
-    display(Image(_encoded(figure, "jpeg")))  # photographs: a tenth of their size as PNG
+    display(Image(_encoded(figure, "jpeg")))  # for photographs a tenth of the size of a PNG
 
 
 def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str]] = CURVES) -> dict[str, float] | None:
-    """Runs `main(config)` of a script below curves that are drawn anew as rows arrive; returns its last evaluation.
+    """Run `main(config)` of a script below curves that are redrawn as rows arrive, and return its last evaluation.
 
     Interrupt the cell (the square, or I I) and the run saves its state; None is returned. Run the cell again with
     `--run.resume latest` among the settings and it goes on where it was.
@@ -116,10 +117,11 @@ def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str
 
 @contextmanager
 def live_curves(file: Path, curves: Mapping[str, Sequence[str]], every_s: float = 3.0) -> Iterator[None]:
-    """Curves of a `metrics.jsonl` in the output of a cell, drawn anew by a thread as long as the block runs."""
+    """Show curves of a `metrics.jsonl` in the output of a cell, redrawn by a thread while the block runs."""
     from IPython.display import Image, display  # which notebooks alone have
 
-    handle, drawn_at = display(Image(_picture(file, curves)), display_id=True), 0.0
+    handle = display(Image(_picture(file, curves)), display_id=True)
+    drawn_at = 0.0
     ended = threading.Event()
 
     def draw() -> None:
@@ -149,7 +151,7 @@ def live_curves(file: Path, curves: Mapping[str, Sequence[str]], every_s: float 
 def _picture(file: Path, curves: Mapping[str, Sequence[str]]) -> bytes:
     try:
         rows = read_metrics(file) if file.exists() else []
-    except (BadInput, OSError):  # a row that is just being written; the next drawing has it
+    except (BadInput, OSError):  # a row that is being written; the next drawing has it
         rows = []
     charts = []
     for title, keys in curves.items():

@@ -1,4 +1,4 @@
-"""Starts a training script as a separate process, follows the rows that it writes, and asks it for its settings."""
+"""A training script as a separate process: its start, the rows that it writes, and its settings."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ from toolkit.run.status import read_status
 POLL_S = 0.5
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 STOP_S = 120  # a process that was asked to stop saves its state first
-# Nothing but steps: no evaluation, checkpoint or tracker, and no settings that go by the length of the training.
+# Only steps: no evaluation, checkpoint or tracker, and no settings that depend on the length of the training.
 STEPS_ALONE = (
     "run.max_minutes=null run.log_every=1 run.eval_every=0 run.save_every=0 run.tracker=none run.resume=never "
     "run.on_nonfinite=stop run.epochs=100000 data.plain_epochs=0 eval.before_training=false run.export=false"
@@ -30,11 +30,11 @@ class WatchedRun:
     """A process that trains; its output goes to a file.
 
     Args:
-        command: words that start it. folder: its run folder. output: file for what it prints, made longer.
+        command: words that start it. folder: its run folder. output: file that its output is appended to.
         environment: variables on top of those of this process.
         limit: called in the new process before the command, such as one that limits its memory.
 
-    It ends with this process: on Linux the system sends it SIGTERM, which saves its state, however this one ended.
+    It ends with this process: on Linux the system sends it SIGTERM, so that it saves its state, however this one ended.
     """
 
     def __init__(
@@ -45,15 +45,17 @@ class WatchedRun:
         environment: Mapping | None = None,
         limit: Callable[[], None] | None = None,
     ):
-        self.folder, self.output = Path(folder), Path(output)
+        self.folder = Path(folder)
+        self.output = Path(output)
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        system, parent = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
+        system = ctypes.CDLL(None) if sys.platform == "linux" else None
+        parent = os.getpid()
         group = {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}  # Windows
 
         def begin() -> None:
             if system is not None:
                 system.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-                if os.getppid() != parent:  # gone before it was asked for
+                if os.getppid() != parent:  # the parent has ended already
                     os.kill(os.getpid(), signal.SIGTERM)
             if limit is not None:
                 limit()
@@ -69,12 +71,12 @@ class WatchedRun:
             )
 
     def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
-        """Its rows as they are written, each once, those of an earlier start first; until the process has ended, or
-        `stop` says so."""
+        """Yield the rows as they are written, each once, including those of an earlier start, until the process has
+        ended or `stop` returns true."""
         seen = set()
         with closing(GrowingMetrics(self.folder / "metrics.jsonl")) as file:
             while True:
-                over = self.process.poll() is not None  # asked first: what is written before the end is read
+                over = self.process.poll() is not None  # checked first, so that rows written before the end are read
                 for row in file.new_rows():
                     key = (row["step"], frozenset(row))  # a resumed run writes some again, with the same numbers
                     if key not in seen:
@@ -85,14 +87,15 @@ class WatchedRun:
                 time.sleep(POLL_S)
 
     def stop(self, saving: bool = True) -> int:
-        """Asks it to save and end, if it is to, and after a while without asking; its exit code."""
+        """Stop the process and return its exit code. With `saving` it is asked to save and end first, and killed
+        after a while."""
         posix = os.name == "posix"
         if saving and self.process.poll() is None:
             self._send(signal.SIGTERM if posix else signal.CTRL_BREAK_EVENT)
             with suppress(subprocess.TimeoutExpired):
                 return self.process.wait(STOP_S)
         if self.process.poll() is None:
-            self._send(signal.SIGKILL if posix else signal.SIGTERM)  # on Windows SIGTERM asks nobody
+            self._send(signal.SIGKILL if posix else signal.SIGTERM)  # on Windows SIGTERM kills
         return self.process.wait()
 
     def _send(self, number: int) -> None:
@@ -100,16 +103,17 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        """How it ended, as `status.json` says, which no launcher flattens; "failed" without one."""
+        """Return the final state from `status.json`, which a launcher does not change; "failed" without that file."""
         return read_status(self.folder).get("state", "failed")
 
     def last_words(self, lines: int = 5) -> str:
-        """The end of its output."""
+        """Return the last lines of the output."""
         return "\n".join(self.output.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
 def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int, settings: Mapping) -> list[str]:
-    """Words that train `steps` steps in the run folder `folder` with `settings` on top of the `arguments`."""
+    """Return the command that trains `steps` steps in the run folder `folder` with `settings` on top of the
+    `arguments`."""
     required = {"run.output_dir": folder.parent, "run.name": folder.name, "run.max_steps": steps}
     alone = dict(word.split("=") for word in STEPS_ALONE.split())
     flags = [f"--{key}={value}" for key, value in {**alone, **required, **settings}.items()]
@@ -117,7 +121,8 @@ def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int
 
 
 def resolved_settings(script: Path, arguments: Sequence[str]) -> dict:
-    """The settings that a script has with these arguments. Raises BadInput with what it says against them."""
+    """Return the settings that a script has with these arguments. Raises BadInput with the script's message if it
+    refuses them."""
     command = [sys.executable, str(script), *arguments, "--print_config"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:

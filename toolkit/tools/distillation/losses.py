@@ -18,7 +18,7 @@ from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
 from toolkit.models.detector import Detector, kept_maps
 
-# Losses by name: default weight, and what they are a mean over.
+# Losses by name: default weight, and what they are averaged over.
 LOSSES = {
     "loss_distill_maps": (1.0, "images"),
     "loss_distill_classes": (1.0, "boxes"),
@@ -29,11 +29,11 @@ LOSSES = {
 class Distillation(nn.Module):
     """The losses of a student beside a teacher; its parameters are 1 x 1 convolutions, for training alone.
 
-    The state dict has these and a hash of the teacher, no weight of it.
+    The state dict has these and a hash of the teacher, but not its weights.
 
     Args:
         teacher: in evaluation mode, on the device of the student.
-        source: where it comes from, for messages.
+        source: where the teacher comes from, for messages.
         student_classes, teacher_classes: names in the order of the labels.
 
     Raises:
@@ -42,8 +42,9 @@ class Distillation(nn.Module):
 
     def __init__(self, student: Detector, teacher: Detector, source: str, student_classes, teacher_classes):
         super().__init__()
-        self._both = student, teacher.requires_grad_(False).eval()  # in a tuple: no submodules
-        self.source, self.digest = source, state_digest(teacher)
+        self._both = student, teacher.requires_grad_(False).eval()  # in a tuple, so that they are not submodules
+        self.source = source
+        self.digest = state_digest(teacher)
         widths, wanted = (
             {stride: width for tap in each.map_taps() for stride, width in zip(tap.strides, tap.channels, strict=True)}
             for each in self._both
@@ -59,25 +60,27 @@ class Distillation(nn.Module):
             faults.append(f"it has maps of strides {sorted(wanted)}, the detector {sorted(widths)}: none of one stride")
         if faults:
             raise BadInput([f"loss.teacher {source}: {fault}" for fault in faults])
-        self._batch, self._outputs, self._maps = None, {}, {}
+        self._batch = None
+        self._outputs = {}
+        self._maps = {}
 
     @property
     def loss_names(self) -> list[str]:
-        """Those of `LOSSES` that these two detectors have."""
+        """Return the names in `LOSSES` that apply to these two detectors."""
         return list(LOSSES)[0 if self.maps else 1 : 3 if self.has_queries else 1]
 
     @property
     def default_weights(self) -> dict[str, float]:
-        """The weight of each loss that the settings do not give."""
+        """Return the weight of each loss that the settings do not give."""
         return {name: LOSSES[name][0] for name in self.loss_names}
 
     @property
     def divided_by(self) -> dict[str, str]:
-        """What each loss is a mean over: "images" or "boxes"."""
+        """Return what each loss is averaged over: "images" or "boxes"."""
         return {name: LOSSES[name][1] for name in self.loss_names}
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict]:
-        """The optimizer group of the convolutions; none without maps."""
+        """Return the optimizer group of the convolutions, or no group if there are no maps."""
         named = dict(self.named_parameters())
         group = {"name": "distillation", "params": list(named.values()), "param_names": list(named)}
         return [{**group, "lr": lr, "weight_decay": weight_decay}] if named else []
@@ -86,7 +89,7 @@ class Distillation(nn.Module):
         return {"teacher": self.source, "sha256": self.digest}
 
     def set_extra_state(self, state: Mapping[str, str]) -> None:
-        """Raises BadInput: the checkpoint was trained with another teacher."""
+        """Check that the checkpoint was trained with this teacher. Raises BadInput if it was another one."""
         if state["sha256"] != self.digest:
             raise BadInput(
                 f"loss.teacher {self.source}: its weights are not those of {state['teacher']} that the checkpoint was "
@@ -95,21 +98,23 @@ class Distillation(nn.Module):
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
-        """While it lasts, the student's next outputs and maps are kept for `forward`; batch: what it is run on."""
+        """Keep the student's next outputs and maps for `forward` inside the block. batch: the input of the student."""
         student = self._both[0]
         with kept_maps(student.map_taps() if self.maps else []) as self._maps:
-            self._batch, hook = batch, student.register_forward_hook(self._keep)
+            self._batch = batch
+            hook = student.register_forward_hook(self._keep)
             try:
                 yield
             finally:
                 hook.remove()
-                self._outputs, self._maps = {}, {}
+                self._outputs = {}
+                self._maps = {}
 
     def _keep(self, _, arguments: tuple, outputs: Mapping) -> None:
         self._outputs = outputs
 
     def forward(self) -> dict[str, Tensor]:
-        """Losses in float32, each a mean over the images or boxes of the batch, as `LOSSES` says."""
+        """Return the losses in float32, each a mean over the images or boxes of the batch, as `LOSSES` says."""
         student, teacher = self._both
         batch = self._batch
         with torch.autocast(batch.images.device.type, enabled=False):
@@ -120,14 +125,15 @@ class Distillation(nn.Module):
                 apart = [correlation_loss(self.maps[s](self._maps[int(s)].float()), taught[int(s)]) for s in self.maps]
                 losses["loss_distill_maps"] = torch.stack(apart).mean()
             if self.has_queries:
-                own, theirs = _scores_and_boxes(student, self._outputs), _scores_and_boxes(teacher, outputs)
+                own = _scores_and_boxes(student, self._outputs)
+                theirs = _scores_and_boxes(teacher, outputs)
                 losses |= query_losses(own, theirs, batch.targets)
         return losses
 
 
 def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
-    """Mean over images and channels of 1 - Pearson's correlation of two maps (B, C, h, w), over the positions of an
-    image; the second is resized to the first."""
+    """Return the mean of 1 - Pearson's correlation of two maps (B, C, h, w) over images and channels. The
+    correlation is over the positions of an image; the second map is resized to the first."""
     if own.shape != taught.shape:
         taught = interpolate(taught.float(), own.shape[-2:], mode="bilinear", align_corners=False)
     own, taught = (maps.float().flatten(2) for maps in (own, taught))
@@ -139,9 +145,10 @@ def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
 def query_losses(
     own: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], targets: Sequence[Mapping]
 ) -> dict[str, Tensor]:
-    """Binary cross-entropy of class scores (B, Q, C) and L1 distance of boxes (B, Q, 4), of the queries of both that
-    are matched to the same object; sums divided by the number of boxes of `targets`."""
-    from toolkit.detectors.detr.detr_criterion import pad_targets  # scipy: other detectors do not wait for it
+    """Return the binary cross-entropy of class scores (B, Q, C) and the L1 distance of boxes (B, Q, 4) between the
+    queries of both detectors that are matched to the same object. Sums are divided by the number of boxes of
+    `targets`."""
+    from toolkit.detectors.detr.detr_criterion import pad_targets  # imports scipy, which other detectors do not need
 
     padded = pad_targets(targets, own[0].device, torch.float32)
     rows, their_rows = (_query_of_each(*predictions, padded) for predictions in (own, theirs))
@@ -160,7 +167,7 @@ def _scores_and_boxes(detector: Detector, outputs: Mapping) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
-    """(B, T) the query that is matched to each object of `PaddedTargets` by DETR's costs; -1: none."""
+    """Return (B, T) the query that is matched to each object of `PaddedTargets` by DETR's costs; -1: none."""
     from toolkit.detectors.detr.detr_criterion import MatchingCosts, match
 
     labels = padded.labels[:, None].expand(-1, scores.shape[1], -1)
@@ -171,7 +178,7 @@ def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
 
 
 def state_digest(module: nn.Module) -> str:
-    """SHA-256 of the weights by name, wherever and in whatever file they lie."""
+    """Return the SHA-256 of the weights by name, independent of device and file format."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

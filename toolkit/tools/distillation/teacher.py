@@ -1,4 +1,4 @@
-"""Opens the teacher of a distillation."""
+"""The teacher of a distillation."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,13 @@ def open_teacher(source: str, student: Detector, class_names: Sequence[str], one
     """Build the losses of `student` beside the detector of a run, a checkpoint or a `final/` folder.
 
     class_names: of the data. one_size: all images of a batch have one size, without padding. Raises BadInput as
-    `Distillation`; a detector that takes no padding, where there is some; a model of transformers.
+    `Distillation`; a detector that takes no padding, if batches are padded; a model of transformers.
     """
     opened = open_own_detector(source)
     if opened is None:
         raise BadInput(f"loss.teacher {source}: a model of transformers; give a run of this project or its checkpoint")
     if opened.detector.fixed_size and not one_size:
         raise BadInput(f"loss.teacher {source}: it takes images of one size; leave data.scales out")
-    device, names = next(student.parameters()).device, [category.name for category in opened.categories]
+    device = next(student.parameters()).device
+    names = [category.name for category in opened.categories]
     return Distillation(student, opened.detector.to(device), source, class_names, names).to(device)

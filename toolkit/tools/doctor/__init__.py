@@ -1,1 +1,1 @@
-"""What is in a data set: inspection in numbers and in pictures."""
+"""Inspection of a data set, in numbers and in pictures."""

@@ -1,4 +1,4 @@
-"""Inspects a data set beyond its single records: leakage, duplicates, classes, sizes; writes a cleaned copy."""
+"""Inspection of a data set beyond its single records: leakage, duplicates, classes and sizes; and a cleaned copy."""
 
 import itertools
 import json
@@ -20,13 +20,13 @@ from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
 
 NEAR_BOX_IOU = 0.9
-SMALL_PX = 4  # shorter side of a box, at the input size
-RARE = 0.01  # of all boxes
+SMALL_PX = 4  # the shorter side of a small box, at the input size
+RARE = 0.01  # share of all boxes
 
 
 @dataclass
 class Finding:
-    """One finding. severity: "error", "warning" or "note"; items: every place, as JSON can say it."""
+    """One finding. severity: "error", "warning" or "note"; items: every place, as values for JSON."""
 
     severity: str
     kind: str
@@ -36,7 +36,8 @@ class Finding:
 
 @dataclass
 class SplitSummary:
-    """What a split holds; sizes_px: quantiles (5, 25, 50, 75, 95 %) of the root of a box's area at the input size."""
+    """Contents of a split. sizes_px: quantiles (5, 25, 50, 75, 95 %) of the square root of a box's area at the input
+    size."""
 
     images: int
     background: int
@@ -58,12 +59,12 @@ class Inspection:
 
     @property
     def exit_code(self) -> int:
-        """0: clean; 1: warnings; 2: errors."""
+        """Return 0 without warnings, 1 with warnings, 2 with errors."""
         worst = {finding.severity for finding in self.findings}
         return 2 if "error" in worst else 1 if "warning" in worst else 0
 
     def to_json(self) -> str:
-        """Findings and summaries, for programs."""
+        """Return the findings and summaries as JSON, for programs."""
         all_ = asdict(self)
         content = {"exit_code": self.exit_code, "findings": all_["findings"], "splits": all_["splits"]}
         return json.dumps(content, indent=2)
@@ -75,7 +76,7 @@ def inspect_tables(
     cache_dir: str | Path | None = None,
     compare: bool = True,
 ) -> Inspection:
-    """Inspects all splits of a data set together.
+    """Inspect all splits of a data set together.
 
     Args:
         tables: by the name of the split; read with on_error "drop", so that they carry their problems.
@@ -97,27 +98,33 @@ def inspect_tables(
 
 
 def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
-    """Findings about whole splits: hardly an object, or images of another."""
+    """Yield findings about whole splits: almost no objects, or the same images as another split."""
     for split, table in tables.items():
-        if fault := mostly_empty(table):
+        fault = mostly_empty(table)
+        if fault:
             yield Finding("error", "background", f"{split}: {fault}; were the labels found?")
     for first, second in itertools.combinations(tables, 2):
-        if text := overlap(tables[first], tables[second], (first, second)):
+        text = overlap(tables[first], tables[second], (first, second))
+        if text:
             message = f"{text}: what is measured on them says nothing about other images"
             yield Finding("warning", "same split", message)
 
 
 def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: Inspection) -> SplitSummary:
-    """Counts, sizes, boxes given twice."""
-    truth, names = table.boxes(), table.rows["file_name"].to_pylist()
-    plain, classes = truth[~truth.iscrowd], len(table.categories)
-    if twice := list(_given_twice(split, table, truth, names, result)):
+    """Count the images and boxes of a split, summarise their sizes, and report small boxes and boxes given twice."""
+    truth = table.boxes()
+    names = table.rows["file_name"].to_pylist()
+    plain = truth[~truth.iscrowd]
+    classes = len(table.categories)
+    twice = list(_given_twice(split, table, truth, names, result))
+    if twice:
         message = f"{split}: {len(twice)} boxes of one class that overlap by an IoU above {NEAR_BOX_IOU}"
         result.findings.append(Finding("warning", "box given twice", message, twice))
     sizes_wh = table.sizes_hw()[plain.image_index, ::-1].astype(np.float32)
     sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * np.float32(image_hw[::-1]) / sizes_wh
     is_small = sides.min(axis=1, initial=np.inf) < SMALL_PX
-    if num_small := int(is_small.sum()):
+    num_small = int(is_small.sum())
+    if num_small:
         few = np.bincount(plain.image_index[is_small])
         small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
         message = f"{split}: {num_small} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input "
@@ -141,28 +148,32 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
 def _given_twice(
     split: str, table: DetectionTable, truth: Boxes, names: Sequence[str], result: Inspection
 ) -> Iterator[dict]:
-    """A finding for each duplicated box, whose second copy is marked to be dropped."""
+    """Yield a finding for each duplicated box, whose second copy is marked to be dropped."""
     for index, name in enumerate(names):
         part = truth.of_image(index)
-        labels, ids = truth.labels[part], truth.ids[part].tolist()
+        labels = truth.labels[part]
+        ids = truth.ids[part].tolist()
         for first, second in near_boxes(truth.xyxy[part].astype(np.float32), labels, ~truth.iscrowd[part]):
-            category, both = table.class_names[labels[first]], [ids[first], ids[second]]
+            category = table.class_names[labels[first]]
+            both = [ids[first], ids[second]]
             again = f"{category} again: annotation {both[0]}"
             result.drop_boxes.setdefault((split, index), {})[second] = again
             yield {"split": split, "image": name, "class": category, "annotations": both}
 
 
 def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list[tuple[int, int]]:
-    """(first, second) of the boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`, crowds apart.
+    """Return pairs (first, second) of boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`, without
+    crowds.
 
-    A box is the second of one pair at most, and one that is a second is the first of none.
+    A box is the second of one pair at most; a second box is never the first of another pair.
     """
     if len(boxes) < 2:
         return []
     common, union = common_and_union(boxes[:, None], boxes[None])
     near = common > NEAR_BOX_IOU * union
     near &= (labels[:, None] == labels[None]) & plain[:, None] & plain[None]
-    pairs, gone = [], set()
+    pairs = []
+    gone = set()
     for i, j in zip(*np.nonzero(np.triu(near, 1)), strict=True):
         if i not in gone and j not in gone:
             pairs.append((int(i), int(j)))
@@ -171,9 +182,9 @@ def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list
 
 
 def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
-    """The problems of the single records. A file is unlisted when no split of its folder lists it."""
+    """Yield the problems of the single records. A file is unlisted when no split of its folder lists it."""
     roots = Counter(table.image_root for table in tables.values() if table.image_root is not None)
-    shared = {root: set() for root, splits in roots.items() if splits > 1}  # names that a split of it lists
+    shared = {root: set() for root, splits in roots.items() if splits > 1}  # file names listed by a split of the root
     for table in tables.values():
         if table.image_root in shared:
             shared[table.image_root].update(table.rows["file_name"].to_pylist())
@@ -200,7 +211,8 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
     totals = Counter()
     for summary in splits.values():
         totals.update({name: counts["boxes"] for name, counts in summary.classes.items()})
-    if unused := [name for name, count in totals.items() if not count]:
+    unused = [name for name, count in totals.items() if not count]
+    if unused:
         message = f"{len(unused)} classes have no box at all: {', '.join(unused[:10])}"
         yield Finding("warning", "unused classes", message, unused)
     for split, summary in splits.items():
@@ -210,7 +222,7 @@ def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSum
 
 
 def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None, result: Inspection) -> None:
-    """Images that are the same or look alike, between splits (leakage) and in one."""
+    """Find images that are the same or look alike, between splits (leakage) and within one."""
     signatures = [signatures_of(table, cache_dir) for table in tables.values()]
     columns = ([getattr(signature, name) for signature in signatures] for name in ("digests", "thumbnails"))
     joined = ImageSignatures(*map(np.concatenate, columns))
@@ -220,12 +232,13 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
     alike = {(i, j) for i, j in alike_pairs(joined, splits) if joined.digests[i] != joined.digests[j]}
     pairs_by_kind: dict[str, list] = {}
     for i, j in sorted(same | alike):
-        first, second = position[i], position[j]
+        first = position[i]
+        second = position[j]
         kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
         items = [f"{split}/{tables[split].file_name(index)}" for split, index in (first, second)]
         pairs_by_kind.setdefault(kind, []).append(items)
-        if kind != "look alike":  # what looks alike within a split is a choice of whoever made the set
-            # what remains is the one that is evaluated on
+        if kind != "look alike":  # images of one split that look alike may be intended
+            # keep the image that is evaluated on
             keep, drop = (second, first) if first[0] == "train" and second[0] != "train" else (first, second)
             if keep not in result.drop_images:
                 result.drop_images.setdefault(drop, f"{kind}: {'/'.join(items)}")
@@ -235,7 +248,8 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
 
 
 def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Pairs of images with the same bytes: each with the first one of its split, and the first ones of two splits."""
+    """Yield pairs of images with the same bytes: each with the first one of its split, and the first ones of two
+    splits."""
     firsts: dict[str, int] = {}
     for index, split in zip(group, splits, strict=True):
         if split in firsts:
@@ -246,21 +260,24 @@ def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, 
 
 def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
     counts = {name: entry["boxes"] for name, entry in summary.classes.items() if entry["boxes"]}
-    if rare := [name for name, count in counts.items() if count < RARE * summary.boxes]:
+    rare = [name for name, count in counts.items() if count < RARE * summary.boxes]
+    if rare:
         message = f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
         message += "--data.repeat_factor 0.01 shows images with rare classes more often"
         yield Finding("note", "balance", message, rare)
-    if most := summary.largest_count:
+    most = summary.largest_count
+    if most:
         message = f"{split}: at most {most} objects in an image, so that a DETR needs at least {most} queries; "
         yield Finding("note", "queries", message + "twice as many leave room")
 
 
 def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out: Path) -> list[str]:
-    """Writes the splits as a COCO folder without what was found; returns the log, one line for each change.
+    """Write the splits as a COCO folder without the faults that were found, and return the log with one line for each
+    change.
 
-    Left out are records that cannot be used, images that lost all their objects so, images that are in another split or
-    twice in one, boxes given twice, and classes without a box; kept are repairs, such as clipped boxes. Files get the
-    ending of their content. `changes.txt` in the folder has the log.
+    It leaves out unusable records, images that lose all their objects by that, images that are in another split or
+    twice in one, boxes given twice, and classes without a box. It keeps repairs, such as clipped boxes. Files get the
+    suffix of their content. `changes.txt` in the folder has the log.
     """
     log = []
     unused = next((set(finding.items) for finding in inspection.findings if finding.kind == "unused classes"), set())
@@ -277,8 +294,10 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
 
 def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: Set, log: list[str]) -> DetectionTable:
     whole = table.labelled()
-    boxes, relations = whole.boxes, whole.relations
-    images, kept = np.ones(len(table), bool), np.ones(len(boxes), bool)
+    boxes = whole.boxes
+    relations = whole.relations
+    images = np.ones(len(table), bool)
+    kept = np.ones(len(boxes), bool)
     without_usable = {p.image_id for p in table.problems if "annotations is usable" in p.message}
     for index, image in enumerate(whole.images):
         reason = inspection.drop_images.get((split, index))

@@ -19,22 +19,24 @@ from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_pi
 SAMPLES = 9
 TILE = 320
 MAX_BOXES = 200_000
-LABEL_WIDTH = 0.09  # of an axis, of the label of a tick
-TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # in each decade: the most that have room
+LABEL_WIDTH = 0.09  # of the label of a tick, as a share of the axis
+TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # in each decade; the first fit is used
 
 
 def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], folder: Path) -> list[Path]:
-    """Writes `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`; returns the files."""
+    """Write `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(tables.values()))
-    truth, files = first.boxes(), []
+    truth = first.boxes()
+    files = []
     for label, category in enumerate(first.categories):
         rows = _with_class(truth, label)
         if rows:
             name = re.sub(r"[^\w-]+", "_", category.name)[:60]
             tiles = [_tile(first, index, label) for index in rows]
             files.append(_grid(tiles, folder / f"samples_{label:03d}_{name}.jpg"))
-    boxes, side = {split: _boxes(table) for split, table in tables.items()}, math.sqrt(math.prod(image_hw))
+    boxes = {split: _boxes(table) for split, table in tables.items()}
+    side = math.sqrt(math.prod(image_hw))
     files.append(_positions(np.concatenate(list(boxes.values())), folder / "positions.png"))
     for name, unit, of in (
         ("sizes", f"root of the area in px, images {size_text(image_hw)}", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * side),
@@ -46,7 +48,8 @@ def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], f
 
 
 def draw_batch(batch: Batch, class_names: list[str], file: Path) -> Path:
-    """A grid of the images of a training batch (uint8) with their boxes, as the model gets them."""
+    """Draw a grid of the images of a training batch (uint8) with their boxes, as the model gets them, and return the
+    file."""
     tiles = []
     for image, (height, width), target in zip(batch.images, batch.sizes.tolist(), batch.targets, strict=True):
         tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE))
@@ -74,7 +77,8 @@ def _grid(tiles: list[Image.Image], file: Path) -> Path:
 
 
 def _boxes(table: DetectionTable) -> np.ndarray:
-    """(N, 6) centre x, y, width, height in fractions of the image, and width, height of the image in pixels."""
+    """Return (N, 6): centre x, y, width and height in fractions of the image, and the image's width and height in
+    pixels."""
     truth = table.boxes()
     size, low, high = table.sizes_hw()[truth.image_index, ::-1], truth.xyxy[:, :2], truth.xyxy[:, 2:]
     return np.concatenate([(low + high) / 2 / size, (high - low) / size, size], axis=1)[:MAX_BOXES]
@@ -108,7 +112,7 @@ def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path
 
 
 def ticks_of(low: float, high: float) -> list[float]:
-    """Round numbers between two positive ones for a logarithmic axis, far enough from each other for their labels."""
+    """Return round numbers between two positive ones for a logarithmic axis, far enough apart for their labels."""
     decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     apart = (high / low) ** LABEL_WIDTH
     for steps in TICKS:

@@ -1,4 +1,4 @@
-"""The command that trains on data that were looked at: which split is which, and what suits this machine."""
+"""The command that trains on inspected data: the role of each split, and the recipe that suits this machine."""
 
 import re
 import shlex
@@ -24,12 +24,13 @@ class Source:
 
     @property
     def is_split(self) -> bool:
-        """Whether it is a folder of several splits, and not one split, as a file or a folder without splits is."""
+        """Return whether this is a folder of several splits, and not a single split such as a file or a folder
+        without splits."""
         return bool(self.splits) and self.splits != (ALL,)
 
     @property
     def split(self) -> str | None:
-        """What it is, by its name; of a file whose name says nothing, by the folder that it lies in."""
+        """Return the split that the name stands for; for a file whose name does not tell, that of its folder."""
         path = Path(self.given).expanduser().absolute()
         of_folder = split_of(path.parent.name) if path.is_file() else None
         return split_in_name(path.name) or of_folder
@@ -37,7 +38,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that say which data train, validate and test, and the sources or splits that none of them names."""
+    """Settings that name the training, validation and test data, and the sources or splits that the settings leave
+    out."""
 
     settings: dict[str, str]
     unused: tuple[str, ...] = ()
@@ -46,7 +48,7 @@ class Choice:
 def command_for(
     sources: Sequence[Source], inspection: Inspection, reading: Mapping[str, object], script: str | None
 ) -> str:
-    """The command that trains on these data, on this machine; or why there is none.
+    """Return the command that trains on these data on this machine, or a sentence that says why there is none.
 
     Args:
         reading: further settings of the group `data`; those that are None are left out.
@@ -56,7 +58,7 @@ def command_for(
     if "background" in kinds:
         return "hardly an image has an object: look where the labels are before training on these data"
     if kinds - {"record"}:
-        return "no training starts on these data before the errors are mended"
+        return "no training starts on these data before the errors are fixed"
     choice = choose(sources, has_name=reading.get("name") is not None)
     if isinstance(choice, str):
         return choice
@@ -77,7 +79,7 @@ def command_for(
 
 
 def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
-    """Which data train, validate and test; or why none can be chosen.
+    """Choose the data for training, validation and test. Returns a sentence if none can be chosen.
 
     has_name: the sources are splits of a named data set, not files.
     """
@@ -96,7 +98,8 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
         return f"no training data: there is only {', '.join(by_split)} (--data.train FILE says what trains)"
     settings = {"data.train": _listed(by_split["train"]), "data.val": _listed(by_split.get("val", ["0.2"]))}
     tests = by_split.get("test", [])
-    settings |= {"eval.test_split": tests[0]} if tests else {}
+    if tests:
+        settings["eval.test_split"] = tests[0]
     return Choice(settings, (*tests[1:], *unnamed))
 
 
@@ -120,9 +123,10 @@ def _of_folders(folders: Sequence[Source]) -> Choice | str:
 
 
 def _held_out(settings: Mapping[str, str]) -> str:
-    """Say what validates where no split does, and what could."""
+    """Say what is used for validation if the data have no split for it, and what else could be."""
     text = "no split validates: a fifth of the training data is held out"
-    if test := settings.get("eval.test_split"):
+    test = settings.get("eval.test_split")
+    if test:
         text += f"; to validate on the test split, as papers on Pascal VOC do: --data.val {shlex.quote(test)}"
     return text
 
@@ -137,19 +141,20 @@ def _name_of_run(sources: Sequence[Source], name: object) -> str:
 
 
 def recipe_for(asked: str | None) -> tuple[str, str, str]:
-    """(training script, its settings file for this machine, why that one), the files as seen from where we are.
+    """Return (training script, its settings file for this machine, the reason), with paths relative to the current
+    folder.
 
-    asked: the script; None: RT-DETR-v2 from trained weights, or where these cannot be had or there is no GPU, the
-    small detector that finds most after minutes, a Faster R-CNN (configs/README.md).
+    asked: the script; None: RT-DETR-v2 from trained weights, or without them or a GPU the small detector that finds
+    most after minutes, a Faster R-CNN (configs/README.md).
     """
     from huggingface_hub import constants
 
-    from toolkit.base.distributed import default_device  # here: `--help` does without torch
+    from toolkit.base.distributed import default_device  # imported here, so that `--help` does not need torch
     from toolkit.models.weights.pretrained import hub_answers
 
     why = ""
     if default_device().type == "cpu":
-        why = "there is no GPU: a small detector, from random weights"
+        why = "no GPU: a small detector, from random weights"
     elif constants.HF_HUB_OFFLINE or not hub_answers():
         why = "no network for trained weights: a small detector, from random ones"
     script = asked or ("train_faster_rcnn" if why else "train_detr")

@@ -18,7 +18,7 @@ from toolkit.tools.export.graph import copy_for_files, detector_meant, make_grap
 
 
 def check_exportable(detector: nn.Module) -> None:
-    """Raises BadInput for a detector that cannot be exported, such as one of your own."""
+    """Raise BadInput for a detector that cannot be exported, such as one of your own."""
     if not getattr(detector_meant(detector), "exported_sides", ""):
         raise BadInput(
             f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
@@ -40,12 +40,12 @@ def export_detector(
     grid_sample: bool = True,
     say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Path], nn.Module]:
-    """Writes `model.onnx` and `model.pt2` of a detector, which stays as it is.
+    """Write `model.onnx` and `model.pt2` of a detector, which is not changed.
 
     Args:
         formats: of "onnx", "torch".
         size: what images are resized to before, as `toolkit.data.pipeline.processor_size`.
-        source: where the detector comes from, in words.
+        source: description of where the detector comes from.
         top_k: rows of an image; None: 300, or `max_detections` where that is more.
         max_detections: rows of an image that an evaluation keeps; None: as many as of the detector.
         grid_sample: whether the files may have that operator, see `trace`.
@@ -62,7 +62,8 @@ def export_detector(
     kept = max_detections or detector.max_detections
     top_k = top_k or max(AT_LEAST, kept)
     graph = make_graph(detector, top_k)
-    architecture, stride = detector.options["architecture"], graph.detector.stride
+    architecture = detector.options["architecture"]
+    stride = graph.detector.stride
     say(f"tracing {architecture} with torch.export")
     height, width = trace_hw(graph.sides, stride, size, architecture)
     if graph.sides != "fixed" and min(height, width) < graph.smallest_side:
@@ -93,9 +94,9 @@ def export_final(
     say: Callable[[str], None] = print,
     max_detections: int | None = None,
 ) -> str:
-    """Exports ONNX and torch.export files beside the final weights in `folder`, and returns their errors in words.
+    """Export ONNX and torch.export files beside the final weights in `folder`, and return a sentence with their errors.
 
-    images: uint8 (B, 3, H, W), real ones, on which they are compared with PyTorch. Raises BadInput as
+    images: uint8 (B, 3, H, W), real images on which the files are compared with PyTorch. Raises BadInput as
     `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
     """
     about = {"categories": categories, "size": size, "source": str(folder), "max_detections": max_detections}

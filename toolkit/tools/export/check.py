@@ -1,4 +1,4 @@
-"""Verifies exported files against PyTorch: the same outputs, and the same AP on labelled data."""
+"""Verification of exported files against PyTorch: the same outputs, and the same AP on labelled data."""
 
 import statistics
 import timeit
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from toolkit.tools.export.files import open_file
 
-# Largest differences that rounding explains: of a score, and of a corner in units of the image's longer side.
+# Largest differences due to rounding: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
-MOSTLY = 0.98  # share of the detections that must be found again: of equal ones, others may be left over
+MOSTLY = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
 BATCHES = (1, 2, 5)
 
 
 @dataclass
 class Difference:
-    """How far two sets of detections are apart. matched: share of the rows of the first that the second has; score,
-    box: the largest differences of those, the box in units of the image's longer side."""
+    """Distance between two sets of detections. matched: share of the rows of the first set that the second has too;
+    score, box: the largest differences among those, the box in units of the image's longer side."""
 
     matched: float
     score: float
@@ -36,7 +36,8 @@ class Difference:
 
 
 def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
-    """Compares an exported file with PyTorch on these images; raises RuntimeError if they differ beyond rounding."""
+    """Compare an exported file with PyTorch on these images. Raises RuntimeError if they differ by more than
+    rounding."""
     with torch.no_grad():
         expected = graph(images)
     outputs = open_file(path, trusted=True)[0](images.numpy())
@@ -47,12 +48,12 @@ def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
 
 
 def difference(expected, outputs, side: int) -> Difference:
-    """Between the boxes, scores and labels of two runs; rows are matched, as equal scores come in any order.
+    """Compare the boxes, scores and labels of two runs; rows are matched, since equal scores come in any order.
 
     A row is found again when a row of its label has its score and its box, each within its tolerance.
     """
     boxes, scores, labels = expected
-    unit = boxes.abs().amax(-1).clamp(min=side)  # a wild box is compared in its own size
+    unit = boxes.abs().amax(-1).clamp(min=side)  # a box far outside is compared in its own size
     apart = (boxes[:, :, None] - outputs[0][:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
     of_score = (scores[:, :, None] - outputs[1][:, None]).abs()
     near = (labels[:, :, None] == outputs[2][:, None]) & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)
@@ -66,21 +67,24 @@ def difference(expected, outputs, side: int) -> Difference:
 
 
 def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
-    """`check_outputs` for batches of each size in `BATCHES`, which repeat the given images."""
+    """Run `check_outputs` for batches of each size in `BATCHES`, which repeat the given images."""
     rows = {size: torch.arange(size) % len(images) for size in BATCHES}
     return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
 
 def milliseconds(open_runner: Callable, images: np.ndarray, cases: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Milliseconds of an image, the median of seven runs, by case in words: (images of a batch, threads).
+    """Measure milliseconds per image, the median of seven runs, by description of the case (images of a batch,
+    threads).
 
     open_runner: makes the runner, which takes the number of threads that PyTorch has when it is made.
     """
-    threads, found = torch.get_num_threads(), {}
+    threads = torch.get_num_threads()
+    found = {}
     try:
         for batch, count in cases:
             torch.set_num_threads(count)
-            run, some = open_runner(), images[np.arange(batch) % len(images)]
+            run = open_runner()
+            some = images[np.arange(batch) % len(images)]
             run(some)
             seconds = statistics.median(timeit.repeat(lambda run=run, some=some: run(some), number=1, repeat=7))
             found[f"batch {batch}, {count} thread{'s' * (count > 1)}"] = 1e3 * seconds / batch

@@ -15,11 +15,11 @@ from toolkit.tools.export.operators import roi_align_where
 
 
 class FasterRcnnGraph(PixelsToBoxes):
-    """For images of any size."""
+    """Faster R-CNN as a function, for images of any size."""
 
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__(detector, top_k)
-        self.smallest_side = max(33, 2 * detector.stride + 1)  # a map is pooled from the coarsest of the backbone
+        self.smallest_side = max(33, 2 * detector.stride + 1)  # one more map is pooled from the coarsest one
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         detector = self.detector
@@ -27,21 +27,25 @@ class FasterRcnnGraph(PixelsToBoxes):
         proposals, objectness = self._proposals(features, sizes)
         pooled = pool_where(detector.box_pool, features, proposals, objectness > 0)
         logits, deltas = detector.roi_heads.box_predictor(detector.box_head(pooled))
-        count, weights = proposals.shape[1], detector.roi_heads.box_coder.weights
+        count = proposals.shape[1]
+        weights = detector.roi_heads.box_coder.weights
         deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
         boxes = decode_boxes(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
         scores = logits.float().softmax(-1)[:, 1:].unflatten(0, (-1, count))
         return detector.best_detections(boxes, scores.where((objectness > 0)[..., None], 0), sizes)
 
     def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 where there is none."""
-        detector, rpn = self.detector, self.detector.rpn
+        """Return the boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 in empty rows."""
+        detector = self.detector
+        rpn = self.detector.rpn
         anchors, logits, deltas, per_level = detector._predict_anchors(features)
-        limit, kept, start = rpn.pre_nms_top_n(), [], 0
+        limit = rpn.pre_nms_top_n()
+        kept = []
+        start = 0
         for number in per_level:
             of_level = slice(start, start + number)
             start = start + number
-            scores = pad(logits[:, of_level], (0, limit), value=-torch.inf)  # a small map has fewer
+            scores = pad(logits[:, of_level], (0, limit), value=-torch.inf)  # a small map has fewer anchors
             scores, rows = scores.topk(limit, dim=1)
             rows = rows.clamp(max=number - 1)
             moved = deltas[:, of_level].gather(1, rows[..., None].expand(-1, -1, 4))
@@ -57,11 +61,13 @@ class FasterRcnnGraph(PixelsToBoxes):
 
 
 def pool_where(pool: MultiScaleRoIAlign, features, boxes: Tensor, real: Tensor) -> Tensor:
-    """(B * P, C, 7, 7): each box of (B, P, 4) that is `real` (B, P) from the map of its size, as by `pool`; or 0."""
+    """Return features (B * P, C, 7, 7): each box of (B, P, 4) that is `real` (B, P), pooled by `pool` from the map
+    that fits its size; 0 for the other boxes."""
     maps = [features[name] for name in pool.featmap_names]
     batch, count = real.shape
     image = torch.arange(batch, device=boxes.device)[:, None].expand(-1, count).flatten()
-    flat, real = boxes.flatten(0, 1), real.flatten()
+    flat = boxes.flatten(0, 1)
+    real = real.flatten()
     level = pool.map_levels([flat]) if len(maps) > 1 else torch.zeros_like(image)
     pooled = [
         roi_align_where(feature, flat, image, real & (level == i), scale, pool.output_size[0], pool.sampling_ratio)

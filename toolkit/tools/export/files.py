@@ -1,4 +1,4 @@
-"""Writes and runs exported detectors: ONNX, torch.export, OpenVINO.
+"""Exported detectors as files: ONNX, torch.export, OpenVINO.
 
 A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and labels, as NumPy arrays; see
 `toolkit.tools.export.graph.PixelsToBoxes`.
@@ -22,9 +22,9 @@ from toolkit.models.inference_settings import checked_size
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 OUTPUTS = ("boxes", "scores", "labels")
-OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # outputs too, see `toolkit.tools.export.relations`
-KEY = "detection_toolkit"  # of the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
-AT_LEAST = 300  # detections of an image that a prediction keeps, unless told otherwise
+OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # further outputs, see `toolkit.tools.export.relations`
+KEY = "detection_toolkit"  # in the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
+AT_LEAST = 300  # detections of an image that a prediction keeps by default
 
 
 @dataclass
@@ -57,12 +57,12 @@ class About:
         return (*OUTPUTS, *OF_GRAPHS) if self.predicates else OUTPUTS
 
     def to_text(self) -> str:
-        """JSON."""
+        """Return the metadata as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str | None, path) -> "About":
-        """Raises BadInput for a file that this toolkit did not write."""
+        """Read the metadata from JSON. Raises BadInput for a file that this toolkit did not write."""
         try:
             entries = json.loads(text or "")
             entries["categories"] = [Category(entry["id"], str(entry["name"])) for entry in entries["categories"]]
@@ -78,20 +78,20 @@ class About:
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
-    """A `.pt2` of torch.export."""
+    """Write a `.pt2` file of torch.export."""
     torch.export.save(program, path, extra_files={KEY: about.to_text()})
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
-    """One ONNX file of opset 18."""
+    """Write one ONNX file of opset 18."""
     optimizer = import_extra("onnxscript", "onnx", "ONNX files").optimizer
     from toolkit.tools.export.operators import TRANSLATIONS
 
     names = {"input_names": ["images"], "output_names": list(about.outputs)}
     how = {"dynamo": True, "opset_version": 18, "custom_translation_table": TRANSLATIONS}
     exported = torch.onnx.export(program, **names, **how, verbose=False, optimize=False)
-    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # which operators it does not fold: nothing to act on
-    # Not its patterns: a third of the time for a graph that runs as fast, and clamps that it joins wrongly.
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it warns of operators that it does not fold
+    # Its patterns are not used: they take a third of the time, do not make the graph faster, and join clamps wrongly.
     optimizer.fold_constants(exported.model)
     optimizer.remove_unused_nodes(exported.model)
     exported.model.metadata_props[KEY] = about.to_text()
@@ -99,10 +99,10 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) 
 
 
 def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[np.ndarray] | None = None) -> None:
-    """Writes `path` (.xml) and its weights (.bin).
+    """Write `path` (.xml) and its weights (.bin).
 
-    calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show. What
-        comes behind the network (decoding, suppression) stays as it is.
+    calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show.
+        Everything after the network (decoding, suppression) is not changed.
 
     Raises:
         BadInput: a package is not installed.
@@ -113,7 +113,7 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
         nncf = import_extra("nncf", "openvino", "int8 files")
         nncf.set_log_level(40)  # errors
         batches = list(calibration)
-        # Convolutions and matrix products of transformers, not of boxes: those are known to a fraction of a pixel.
+        # Convolutions and matrix products of transformers, but not of boxes, which need a fraction of a pixel.
         mixed = nncf.QuantizationPreset.MIXED
         model = nncf.quantize(model, nncf.Dataset(batches), subset_size=len(batches), preset=mixed)
     model.set_rt_info(about.to_text(), [KEY])
@@ -121,21 +121,21 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
 
 
 def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
-    """A runner of an exported file on the CPU, and the file's metadata.
+    """Return a runner of an exported file on the CPU, and the file's metadata.
 
     trusted: this process wrote it, or a person said so; see `toolkit.base.trust`.
 
     Raises:
-        BadInput: no such file, none that `scripts/export.py` wrote, a `.pt2` that nobody trusts, or the program that
-            runs it is not installed.
+        BadInput: no such file, a file that `scripts/export.py` did not write, a `.pt2` that is not trusted, or the
+            program that runs it is not installed.
     """
     path = Path(path)
     if not path.is_file():
         raise BadInput(f"{path}: no such file")
     openers = {".onnx": _open_onnx, ".pt2": _open_program, ".xml": _open_openvino}
     if path.suffix not in openers:
-        raise BadInput(f"{path}: {path.suffix} is no exported detector; there are {', '.join(openers)}")
-    # beside its pickles, torch.export evaluates expressions of the file, calls what it names and loads its libraries
+        raise BadInput(f"{path}: {path.suffix} is not an exported detector; expected {', '.join(openers)}")
+    # torch.export unpickles, evaluates expressions of the file, calls functions that it names and loads its libraries
     if path.suffix == ".pt2" and not (trusted or files_are_trusted()):
         remedy = "add --trust if you exported it or trust who did, or take the .onnx, which cannot"
         raise BadInput(f"{path}: a .pt2 can run any code when it is opened; {remedy}")
@@ -144,7 +144,7 @@ def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
 
 
 def runner_of(module: Callable) -> Runner:
-    """The runner of a function of PyTorch."""
+    """Return the runner of a function of PyTorch."""
 
     @torch.no_grad()
     def run(images: np.ndarray):
@@ -154,7 +154,8 @@ def runner_of(module: Callable) -> Runner:
 
 
 def _held_to(about: About, run: Runner, path: Path) -> Runner:
-    """Wraps a runner: BadInput for images that the file cannot run on and for outputs of unexpected shapes."""
+    """Wrap a runner so that it raises BadInput for images that the file cannot run on and for outputs of unexpected
+    shapes."""
 
     def checked(images: np.ndarray):
         try:
@@ -164,7 +165,9 @@ def _held_to(about: About, run: Runner, path: Path) -> Runner:
             what = f"images {images.dtype} {images.shape}"
             raise BadInput(f"{path}: it does not run on {what}: {_first_line(error)}") from error
         shapes = np.shape(boxes), np.shape(scores), np.shape(labels)
-        rows, largest, classes = (len(images), *shapes[2][1:]), np.max(labels, initial=-1), len(about.categories)
+        rows = (len(images), *shapes[2][1:])
+        largest = np.max(labels, initial=-1)
+        classes = len(about.categories)
         if len(rows) != 2 or shapes != ((*rows, 4), rows, rows) or largest >= classes:
             raise BadInput(
                 f"{path}: for {len(images)} images it gives boxes {shapes[0]}, scores {shapes[1]} and labels "
@@ -196,7 +199,7 @@ def _open_onnx(path: Path) -> tuple[Runner, About]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # or its threads take the others' cores
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # or its threads occupy the others' cores
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - its errors have no common class
@@ -209,7 +212,7 @@ def _open_program(path: Path) -> tuple[Runner, About]:
     from toolkit.tools.export import operators  # noqa: F401 - the program names its operators
 
     texts = {KEY: ""}
-    logging.getLogger("torch.export").setLevel(logging.ERROR)  # warns with a traceback of what it then raises
+    logging.getLogger("torch.export").setLevel(logging.ERROR)  # it logs a traceback of the error that it then raises
     try:
         module = torch.export.load(path, extra_files=texts).module()
     except Exception as error:  # noqa: BLE001 - torch.export raises anything on a changed file

@@ -15,11 +15,12 @@ from toolkit.base.errors import BadInput
 from toolkit.models.detector import Detector
 from toolkit.tools.export.sampling import grid_sample_by_gather
 
-MAX_BATCH, MAX_SIDE = 4096, 16384
+MAX_BATCH = 4096
+MAX_SIDE = 16384
 
 
 class PixelsToBoxes(nn.Module):
-    """A detector in evaluation mode with all that comes before and after its network.
+    """A detector in evaluation mode with everything before and after its network.
 
     forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K),
     labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1. Images have the
@@ -28,22 +29,23 @@ class PixelsToBoxes(nn.Module):
 
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__()
-        self.detector, self.top_k = detector, top_k
+        self.detector = detector
+        self.top_k = top_k
         self.sides = detector.exported_sides
-        # Of images of several sizes, in pixels: a map of a single cell would be taken for one that always has one.
+        # In pixels, for images of several sizes: a map of a single cell would be traced as always having one.
         self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of the detector's `decode` for images whose sides are multiples of its stride."""
+        """Return the outputs of the detector's `decode` for images whose sides are multiples of its stride."""
         return self.detector.decode(self.detector(images, sizes), sizes, sizes, 0.0, self.top_k)
 
     def prepared(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images with sides that are multiples of the detector's stride, and their sizes (B, 2) before."""
+        """Return the images padded to multiples of the detector's stride, and their sizes (B, 2) before padding."""
         height, width = images.shape[-2:]
         sizes = torch.tensor([height, width], device=images.device).expand(images.shape[0], 2)
         stride = self.detector.stride
         if self.sides == "any" and stride > 1:
-            # of -height % stride SymPy simplifies nothing, and ONNX rounds the quotient of a negative number up
+            # SymPy does not simplify -height % stride, and ONNX rounds the quotient of a negative number up
             rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
             images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
         return images, sizes
@@ -55,28 +57,31 @@ class PixelsToBoxes(nn.Module):
 
 
 def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` rows of highest score of each image, best first; filled up with rows of 0.
+    """Return the `count` rows of highest score of each image, best first, filled up with zeros.
 
-    Exporters know no stable order: that of exactly equal scores is the runtime's.
+    Exporters have no stable sort, so that the order of exactly equal scores depends on the runtime.
     """
     more = max(0, count - scores.shape[1]) if isinstance(scores.shape[1], int) else count
-    boxes, scores, labels = pad(boxes, (0, 0, 0, more)), pad(scores, (0, more)), pad(labels, (0, more))
+    boxes = pad(boxes, (0, 0, 0, more))
+    scores = pad(scores, (0, more))
+    labels = pad(labels, (0, more))
     scores, order = scores.topk(count, dim=1)
     return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels.gather(1, order)
 
 
 def copy_for_files(detector: nn.Module) -> nn.Module:
-    """A copy in evaluation mode that computes as a file does: on the CPU, in float32, with contiguous weights.
+    """Return a copy in evaluation mode that computes as a file does: on the CPU, in float32, with contiguous weights.
 
-    Training leaves weights in channels last, of which torch.export warns in every file.
+    Training leaves weights in channels last, which torch.export warns about in every file.
     """
     detector = copy.deepcopy(detector).float().eval()
-    vars(detector).pop("forward", None)  # that of Accelerate, under autocast
+    vars(detector).pop("forward", None)  # Accelerate's, under autocast
     return detector.to("cpu", memory_format=torch.contiguous_format)
 
 
 def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
-    """The function of this detector, or of the one below a scene graph, which is left in evaluation mode."""
+    """Return the function of this detector, or of the detector inside a scene graph model. That detector stays in
+    evaluation mode."""
     from toolkit.detectors.faster_rcnn.model import FasterRCNN
     from toolkit.tools.export.faster_rcnn import FasterRcnnGraph
 
@@ -86,14 +91,15 @@ def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
 
 
 def detector_meant(detector: nn.Module) -> nn.Module:
-    """The detector itself; of a scene graph the one below."""
+    """Return the detector itself, or the one inside a scene graph model."""
     below = getattr(detector, "detector", None)
     below = getattr(below, "inner", below)
     return below if isinstance(below, Detector) else detector
 
 
 def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architecture: str) -> tuple[int, int]:
-    """The (h, w) of images to trace a detector with; the only ones afterwards where `sides` is "fixed".
+    """Return the (h, w) of images to trace a detector with. If `sides` is "fixed", they are the only ones allowed
+    afterwards.
 
     Raises:
         BadInput: one size is needed, but `size` gives images of many.
@@ -109,7 +115,7 @@ def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architectu
 
 
 def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = True) -> torch.export.ExportedProgram:
-    """Traces the function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
+    """Trace the function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
 
     size_hw: of the images it is traced with, the only ones when its `sides` are "fixed". grid_sample: whether the
         program may have that operator; else `grid_sample_by_gather`.
@@ -122,11 +128,12 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = Tr
         rows, columns = (torch.export.Dim(name, min=2, max=MAX_SIDE // stride) for name in ("rows", "columns"))
         dynamic |= {2: stride * rows, 3: stride * columns}
     elif graph.sides == "any":
-        names, lowest = {2: "height", 3: "width"}, graph.smallest_side
+        names = {2: "height", 3: "width"}
+        lowest = graph.smallest_side
         dynamic |= {i: torch.export.Dim(name, min=lowest, max=MAX_SIDE) for i, name in names.items()}
     sampling = torch.nn.functional.grid_sample if grid_sample else grid_sample_by_gather
     with torch.no_grad(), traceable(graph.detector), mock.patch("torch.nn.functional.grid_sample", sampling):
-        graph(images)  # what a detector keeps of an image size is made now, outside of the trace
+        graph(images)  # a detector caches values of an image size here, outside of the trace
         return torch.export.export(
             graph, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
         )
@@ -134,7 +141,7 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = Tr
 
 @contextlib.contextmanager
 def traceable(detector: nn.Module) -> Iterator[None]:
-    """Takes away what stops torch.export in the code of detectors, as long as it lasts.
+    """Replace the code of detectors that torch.export cannot trace, inside the block.
 
     transformers checks the shapes of every deformable attention in a way that exporters to ONNX cannot translate
     (`aten._is_all_true`; huggingface/transformers issue 44265); it has a switch for that. `len(tensor)`, which must be
@@ -162,7 +169,7 @@ def _symbolic_len(of):
 
 
 def same_padding(side: int, kernel_size: int, stride: int, dilation: int) -> int:
-    """`timm.layers.padding.get_same_padding` in whole numbers, without a maximum where none is needed."""
+    """Compute `timm.layers.padding.get_same_padding` in integers, without a maximum if none is needed."""
     reach = dilation * (kernel_size - 1) + 1
     missing = (side + stride - 1) // stride * stride - side + reach - stride  # from reach - stride to reach - 1
     if reach == 1:

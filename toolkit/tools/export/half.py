@@ -21,9 +21,10 @@ LARGEST = float(np.finfo(np.float16).max)
 
 
 def write_half(onnx: Path, path: Path) -> None:
-    """Writes `path` from a float32 file; its inputs, outputs and metadata stay as they are."""
-    model = passes.ShapeInferencePass()(ir.load(onnx)).model  # of some values the file does not say the type
-    graph, casts = model.graph, {}
+    """Write `path` from a float32 file; its inputs, outputs and metadata stay as they are."""
+    model = passes.ShapeInferencePass()(ir.load(onnx)).model  # the file lacks the type of some values
+    graph = model.graph
+    casts = {}
     half = _in_half(graph)
     for node in half:
         for i, value in enumerate(node.inputs):
@@ -38,13 +39,13 @@ def write_half(onnx: Path, path: Path) -> None:
                 for user, i in users:
                     user.replace_input_with(i, back)
             value.dtype = ir.DataType.FLOAT16
-    passes.RemoveUnusedNodesPass()(model)  # with the weights in float32
+    passes.RemoveUnusedNodesPass()(model)  # and the unused weights in float32
     ir.save(model, path)
 
 
 def _in_half(graph) -> dict:
-    """The nodes that compute in float16, in their order: all products, and what has only such nodes or constants before
-    it and some such node behind it."""
+    """Return the nodes that compute in float16, in their order: all products, and each node that has only such nodes
+    or constants before it and at least one such node after it."""
     half = {node: None for node in graph if node.op_type in PRODUCTS | BETWEEN and _is_float(node.outputs[0])}
 
     def stays(node) -> bool:
@@ -66,15 +67,17 @@ def _half_weight(graph, value):
     numbers = np.clip(value.const_value.numpy(), -LARGEST, LARGEST).astype(np.float16)
     name = f"{value.name}_float16"
     weight = ir.Value(name=name, const_value=ir.tensor(numbers, name=name))
-    weight.dtype, weight.shape = ir.DataType.FLOAT16, value.shape
+    weight.dtype = ir.DataType.FLOAT16
+    weight.shape = value.shape
     graph.register_initializer(weight)
     return weight
 
 
 def _cast(value, to_half: bool):
-    """A value in the other precision, made behind the node that makes it."""
+    """Return a value in the other precision, by a node right after the one that computes it."""
     dtype = ir.DataType.FLOAT16 if to_half else ir.DataType.FLOAT
     node = ir.node("Cast", [value], {"to": dtype.value})
-    node.outputs[0].name, node.outputs[0].dtype = f"{value.name}_{dtype.name.lower()}", dtype
+    node.outputs[0].name = f"{value.name}_{dtype.name.lower()}"
+    node.outputs[0].dtype = dtype
     value.producer().append(node)
     return node.outputs[0]

@@ -1,4 +1,5 @@
-"""Exports a trained detector, and holds each file to PyTorch: detections, AP on data, R@K of graphs, milliseconds."""
+"""Export of a trained detector, and comparison of each file with PyTorch: detections, AP on data, R@K of graphs,
+milliseconds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +29,13 @@ from toolkit.tools.predict.prediction import (
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2", "fp16": "model_fp16.onnx", "openvino": "model.xml",
          "int8": "model_int8.xml"}  # fmt: skip
-LOSSY = ("fp16", "int8")  # other detectors by design, of which AP alone counts
+LOSSY = ("fp16", "int8")  # these change the outputs by design, so that only their AP counts
 BENCHMARK = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
 
 
 @dataclass
 class Asked:
-    """What is written, and how it is judged.
+    """The files to write, and how to judge them.
 
     formats: of `FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata. calibration:
     images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may drop in int8.
@@ -53,7 +54,7 @@ class Asked:
 
 @dataclass
 class Line:
-    """A file beside PyTorch. AP: None where no data are known; milliseconds: of an image, by batch and threads;
+    """A file beside PyTorch. AP: None if no data are known; milliseconds: per image, by batch and threads;
     differences: by the number of images of a batch."""
 
     file: str
@@ -66,9 +67,10 @@ class Line:
 def write_and_check(
     trained: OwnDetector, table: DetectionTable | None, out: Path, asked: Asked, say: Callable[[str], None] = print
 ) -> tuple[list[Line], dict[str, str]]:
-    """The table of the files beside PyTorch, and what is wrong with those that are renamed, by name.
+    """Write the files; return a table that compares them with PyTorch, and by name the problems of those that are
+    renamed.
 
-    table: data to measure AP on; None: none are known.
+    table: data to measure AP on; None: AP is not measured.
 
     Raises:
         BadInput: as `export_detector`; int8 without data; a package is not installed.
@@ -88,16 +90,19 @@ def write_and_check(
             write_openvino(written["onnx"], written[name], about, samples)
     if "onnx" not in asked.formats:
         written.pop("onnx").unlink()
-    images, run = example_images(table, trained, graph), runner_of(graph)
+    images = example_images(table, trained, graph)
+    run = runner_of(graph)
     cases = BENCHMARK if asked.benchmark else ((1, torch.get_num_threads()),)
     expected = Predictor("PyTorch", trained.categories, predict_with(run, about), **kept)
-    lines, problems = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))], {}
+    lines = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
+    problems = {}
     for name, path in written.items():
         say(f"comparing {path} with PyTorch")
         run, about = open_file(path, trusted=True)  # written a moment ago
         ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about), **kept), table)
         line = Line(path.name, ap, milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases))
-        if problem := _problem(name, path, graph, images, lines[0].AP, line, asked):
+        problem = _problem(name, path, graph, images, lines[0].AP, line, asked)
+        if problem:
             problems[path.name] = problem
             path.rename(path.with_name(path.name + ".wrong"))
         lines.append(line)
@@ -105,7 +110,7 @@ def write_and_check(
 
 
 def _problem(name: str, path: Path, graph, images, expected: float | None, line: Line, asked: Asked) -> str | None:
-    """What is wrong with a file, if anything; completes its line."""
+    """Return the problem of a file, or None, and complete its line of the table."""
     problem = None
     if name not in LOSSY:
         try:
@@ -114,9 +119,11 @@ def _problem(name: str, path: Path, graph, images, expected: float | None, line:
             problem = str(error)
     if line.AP is not None:
         line.AP_moved = line.AP - expected
-        lost, allowed = abs(line.AP_moved), asked.tolerance
+        lost = abs(line.AP_moved)
+        allowed = asked.tolerance
         if name == "int8":
-            lost, allowed = -line.AP_moved, asked.int8_tolerance
+            lost = -line.AP_moved
+            allowed = asked.int8_tolerance
         if lost > allowed:
             problem = f"its AP is {line.AP:.4f}, PyTorch's {expected:.4f}: more than {allowed} apart"
     return problem
@@ -130,8 +137,8 @@ def write_relations(
     problems: dict[str, str],
     say: Callable[[str], None] = print,
 ) -> list[dict]:
-    """`graph.onnx` of a scene graph beside PyTorch: R@K on the data and milliseconds of an image; what is wrong goes to
-    `problems`. Says why not where there are relations that cannot be exported."""
+    """Write `graph.onnx` of a scene graph and compare it with PyTorch: R@K on the data and milliseconds per image.
+    Problems go into `problems`; relations that cannot be exported are reported with the reason."""
     detector = trained.detector
     if not getattr(detector, "predicates", ()):
         return []
@@ -167,7 +174,7 @@ def recall_of(predictor: Predictor, detector, table: DetectionTable | None) -> d
 
 
 def latency(predictor: Predictor, table: DetectionTable | None) -> float:
-    """Milliseconds of one image of the data, or of noise, resizing included."""
+    """Measure milliseconds for one image of the data, or of noise, including resizing."""
     noise = torch.randint(0, 256, (3, 480, 640), dtype=torch.uint8)
     image = noise if table is None else table.decode_image(table.row(0))
 
@@ -178,15 +185,16 @@ def latency(predictor: Predictor, table: DetectionTable | None) -> float:
 
 
 def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
-    """bbox AP on the table, in [0, 1]."""
+    """Return the bbox AP on the table, in [0, 1]."""
     if table is None:
         return None
     return float(CocoEvaluator(table).evaluate(predict_table(predictor, table))["bbox_AP"] or 0)
 
 
 def example_images(table: DetectionTable | None, trained: OwnDetector, graph) -> np.ndarray:
-    """uint8 (5, 3, H, W): images of the data of one size after resizing, or noise."""
-    count, stride = 5, graph.detector.stride
+    """Return images uint8 (5, 3, H, W): images of the data of one size after resizing, or noise."""
+    count = 5
+    stride = graph.detector.stride
     if table is None:
         hw = trace_hw(graph.sides, stride, trained.size, trained.detector.options["architecture"])
         return np.random.default_rng(0).integers(0, 256, (count, 3, *hw), dtype=np.uint8)
@@ -196,20 +204,20 @@ def example_images(table: DetectionTable | None, trained: OwnDetector, graph) ->
 
 
 def calibration_images(table: DetectionTable | None, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
-    """Validation images, one at a time. Raises BadInput where there are none."""
+    """Return validation images, one at a time. Raises BadInput if there are none."""
     if table is None:
         raise BadInput("--formats int8: it needs images to calibrate on; give --split FILE --image-dir FOLDER")
     return [image[None] for image in resized_images(table, size, count)]
 
 
 def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
-    """The first images of a table as a detector takes them, uint8 (3, H, W)."""
+    """Return the first images of a table as a detector takes them, uint8 (3, H, W)."""
     images = (table.decode_image(table.row(index)) for index in range(min(count, len(table))))
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 
 
 def lines_as_table(lines: Sequence[Line]) -> str:
-    """Markdown."""
+    """Return the lines as a Markdown table."""
     cases = [*lines[0].milliseconds]
     rows = [["file", "AP", "moved by", *(f"ms an image, {case}" for case in cases), "largest difference"]]
     rows.append(["---"] * len(rows[0]))
@@ -222,7 +230,7 @@ def lines_as_table(lines: Sequence[Line]) -> str:
 
 
 def graphs_as_table(graphs: Sequence[dict]) -> str:
-    """Markdown of the lines of `write_relations`."""
+    """Return the lines of `write_relations` as a Markdown table."""
     rows = [[*graphs[0]], ["---"] * len(graphs[0])]
     digits = {key: 1 if key == "ms" else 4 for key in graphs[0]}
     rows += [[f"{v:.{digits[k]}f}" if isinstance(v, float) else str(v) for k, v in line.items()] for line in graphs]

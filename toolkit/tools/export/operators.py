@@ -13,12 +13,14 @@ from toolkit.models import nms  # noqa: F401 - the operator is registered there
 
 onnxscript = import_extra("onnxscript", "onnx", "exported files")
 op = onnxscript.opset18
-INT32, BOOL = onnxscript.INT32.dtype, onnxscript.BOOL.dtype
+INT32 = onnxscript.INT32.dtype
+BOOL = onnxscript.BOOL.dtype
 
 
 def _onnx_nms_keep(boxes, scores, nms_iou: float):
     no_limit = op.Constant(value_ints=[2**31 - 1])
-    iou, minimum = op.Constant(value_floats=[nms_iou]), op.Constant(value_floats=[0.0])
+    iou = op.Constant(value_floats=[nms_iou])
+    minimum = op.Constant(value_floats=[0.0])
     selected = op.NonMaxSuppression(boxes, op.Unsqueeze(scores, [1]), no_limit, iou, minimum)  # (S, 3): group, 0, row
     places = op.Gather(selected, op.Constant(value_ints=[0, 2]), axis=1)
     nothing = op.Cast(op.Mul(scores, op.Constant(value_float=0.0)), to=INT32)
@@ -31,9 +33,10 @@ def _onnx_nms_keep(boxes, scores, nms_iou: float):
 def roi_align_where(
     maps: Tensor, boxes: Tensor, image: Tensor, use: Tensor, scale: float, side: int, samples: int
 ) -> Tensor:
-    """RoIAlign (R, C, side, side) of maps (B, C, H, W) for the boxes (R, 4) that `use` (R,) says, 0 for the others.
+    """Compute RoIAlign (R, C, side, side) of maps (B, C, H, W) for the boxes (R, 4) selected by `use` (R,); 0 for the
+    others.
 
-    image: (R,) int64, place in the batch. scale: pixels of the map by those of the boxes.
+    image: (R,) int64, place in the batch. scale: pixels of the map per pixel of the boxes.
     """
     pooled = maps.new_zeros(len(boxes), maps.shape[1], side, side)
     rois = torch.cat([image[use, None].to(boxes), boxes[use]], dim=1)
@@ -51,7 +54,8 @@ def _onnx_roi_align_where(maps, boxes, image, use, scale: float, side: int, samp
     sides = {"output_height": side, "output_width": side, "sampling_ratio": samples, "spatial_scale": scale}
     how = sides | {"coordinate_transformation_mode": "output_half_pixel", "mode": "avg"}
     pooled = op.RoiAlign(maps, op.Gather(boxes, rows), op.Gather(image, rows), **how)
-    count, channels = op.Shape(boxes, start=0, end=1), op.Shape(maps, start=1, end=2)
+    count = op.Shape(boxes, start=0, end=1)
+    channels = op.Shape(maps, start=1, end=2)
     shape = op.Concat(count, channels, op.Constant(value_ints=[side, side]), axis=0)
     nothing = op.Expand(op.CastLike(op.Constant(value_float=0.0), maps), shape)
     return op.ScatterND(nothing, op.Unsqueeze(rows, [1]), pooled)

@@ -11,11 +11,11 @@ from toolkit.tools.export.faster_rcnn import pool_where
 from toolkit.tools.export.files import About, write_onnx
 from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
-RELATIONS = 100  # of an image, as recall counts
+RELATIONS = 100  # per image, as many as recall counts
 
 
 class PixelsToGraph(PixelsToBoxes):
-    """A scene graph detector in evaluation mode with all that comes before and after its network.
+    """A scene graph detector in evaluation mode with everything before and after its network.
 
     forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4), scores and labels (B, K) as of `PixelsToBoxes`, but in
     any order; pairs (B, R, 2) int64 subject and object, rows of these, best first; predicate_scores (B, R, predicates);
@@ -41,7 +41,7 @@ def export_graph(
     grid_sample: bool = True,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Writes `graph.onnx` of a scene graph whose `graph_obstacle` is None; arguments as of `export_detector`."""
+    """Write `graph.onnx` of a scene graph whose `graph_obstacle` is None; arguments as of `export_detector`."""
     detector = copy_for_files(detector)
     graph = PixelsToGraph(detector).eval()
     architecture = detector.options["architecture"]

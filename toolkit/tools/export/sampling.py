@@ -7,7 +7,7 @@ from torch import Tensor
 def grid_sample_by_gather(
     maps: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = False
 ) -> Tensor:
-    """`torch.nn.functional.grid_sample` of maps (N, C, H, W) at grid (N, h, w, 2) as one Gather and arithmetic.
+    """Compute `torch.nn.functional.grid_sample` of maps (N, C, H, W) at grid (N, h, w, 2) as one Gather and arithmetic.
 
     Raises ValueError: another mode than that of deformable attention, bilinear with zeros outside.
     """
@@ -16,12 +16,12 @@ def grid_sample_by_gather(
     height, width = maps.shape[-2:]
     x, y = ((grid.flatten(1, 2) + 1) * (grid.new_tensor([width, height]) / 2) - 0.5).unbind(-1)
     left, top = x.floor(), y.floor()
-    columns = torch.stack([left, left + 1, left, left + 1], 1)  # of the four cells around each point
+    columns = torch.stack([left, left + 1, left, left + 1], 1)  # the four cells around each point
     rows = torch.stack([top, top, top + 1, top + 1], 1)
     weights = (1 - (x[:, None] - columns).abs()) * (1 - (y[:, None] - rows).abs())
     inside = (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
     cells = (rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)).long()
-    # Whole rows of channels of one table: by GatherElements, channel by channel, it takes twice the time.
+    # Gather whole rows of channels from one table: GatherElements, channel by channel, takes twice the time.
     table = maps.flatten(2).transpose(1, 2).flatten(0, 1)
     picked = table[cells + height * width * torch.arange(maps.shape[0], device=maps.device)[:, None, None]]
     found = (picked * weights.where(inside, 0)[..., None]).sum(1).transpose(1, 2)

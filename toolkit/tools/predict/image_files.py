@@ -1,4 +1,4 @@
-"""Finds image files, reads their ids and boxes from a COCO file, and runs a predictor over them."""
+"""Image files to predict on, their ids and boxes from a COCO file, and the predictions on them."""
 
 import atexit
 import glob
@@ -27,7 +27,8 @@ from toolkit.tools.predict.prediction import Predictor
 
 
 class FilePrediction(NamedTuple):
-    """An image file: `image` uint8 (3, H, W) and the detections `found` in it, or the `error` why it is unreadable."""
+    """An image file: `image` uint8 (3, H, W) and the detections `found` in it, or the `error` that says why it is
+    unreadable."""
 
     path: Path
     image: Tensor | None
@@ -36,7 +37,7 @@ class FilePrediction(NamedTuple):
 
 
 def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> dict[Path, Path]:
-    """Image files by path, in the given order and without duplicates, with their names below the given folders.
+    """Return image files by path, in the given order and without duplicates, with their names below the given folders.
 
     Args:
         given: files (taken whatever their suffix), folders (searched for image suffixes, also below), and patterns
@@ -44,9 +45,10 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
         leave_out: a folder whose files are not taken, such as that of the pictures made last time.
 
     Raises:
-        BadInput: naming all that is not there or holds no image.
+        BadInput: names everything that does not exist or has no image.
     """
-    images, problems = {}, []
+    images = {}
+    problems = []
     for source in map(str, given):
         path = Path(source).expanduser()
         if path.is_file():
@@ -70,8 +72,8 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
 def find_or_fetch(
     given: Sequence[str], leave_out: Path | None = None
 ) -> tuple[dict[Path, Path], dict[Path, str], set[Path]]:
-    """`find_images` of files, folders and patterns; of addresses, which are fetched; and of "-", a list of all these on
-    the standard input, one a line.
+    """Find the files of `find_images`, and fetch URLs. "-" stands for a list of all these on the standard input, one a
+    line.
 
     Returns:
         the files with their names, the error of each address that could not be fetched, and the files that were
@@ -97,7 +99,7 @@ def find_or_fetch(
 
 
 def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> Path:
-    """A file with the content of an address, gone when the process ends."""
+    """Return a file with the content of a URL; it is removed when the process ends."""
     with urllib.request.urlopen(address, timeout=timeout_s) as answer:
         content = answer.read(limit)
     folder = Path(tempfile.mkdtemp(prefix="predict-"))
@@ -108,10 +110,10 @@ def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> P
 
 
 def _is_image_file(path: Path, leave_out: Path | None) -> bool:
-    # not `resolve`, which raises for a link that leads to itself
+    # not `resolve`, which raises for a link to itself
     if leave_out is not None and Path(os.path.realpath(leave_out)) in Path(os.path.realpath(path)).parents:
         return False
-    # A link that leads nowhere is taken too: it is told among the errors, and not passed over.
+    # A broken link is taken too, so that it is reported among the errors.
     return path.suffix.lower() in IMAGE_SUFFIXES and (path.is_file() or path.is_symlink() and not path.is_dir())
 
 
@@ -119,7 +121,7 @@ def _is_image_file(path: Path, leave_out: Path | None) -> bool:
 
 
 def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
-    """The id of each image: that of a COCO file, by the end of its path; without a file 1, 2, 3, ...
+    """Return the id of each image: from a COCO file, matched by the end of its path, or 1, 2, 3, ... without a file.
 
     Raises:
         BadInput: no COCO file, or images that it does not have, or has twice.
@@ -133,7 +135,9 @@ def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
         raise BadInput(f"--image-ids {annotations}: no COCO file with images: {error!r}") from error
     if not entries:
         raise BadInput(f"--image-ids {annotations}: no COCO file with images")
-    ids, problems, by_name = [], [], {}
+    ids = []
+    problems = []
+    by_name = {}
     for parts, image_id in entries:
         by_name.setdefault(parts[-1], []).append((parts, image_id))
     for name in names:
@@ -147,7 +151,7 @@ def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
 
 
 def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[str]) -> dict[Path, dict[str, Tensor]]:
-    """`boxes (N, 4)` float32 xyxy in pixels and `labels (N,)` int64 from 0 of each image; N = 0 is ordinary.
+    """Return `boxes (N, 4)` float32 xyxy in pixels and `labels (N,)` int64 from 0 of each image; N = 0 is allowed.
 
     Args:
         file: COCO annotations, whose images are found by the end of their paths; crowd regions are left out.
@@ -171,10 +175,12 @@ def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[st
             continue
         if entry.get("image_id") not in image_ids or entry.get("iscrowd"):
             continue
-        label, box = label_of.get(entry.get("category_id")), entry.get("bbox")
+        label = label_of.get(entry.get("category_id"))
+        box = entry.get("bbox")
         where = f"{file}, annotation {entry.get('id', number)}"
         if label is None:
-            problems.append(f"{where}: category {entry.get('category_id')} is none of the model's, {class_names[:10]}")
+            category = entry.get("category_id")
+            problems.append(f"{where}: category {category} is not one of the model's, {class_names[:10]}")
         if not _is_box(box):
             problems.append(f"{where}: bbox {box}; expected [x, y, width, height] in pixels, both sides above 0")
         else:
@@ -205,8 +211,8 @@ def predict_files(
     score_threshold: float = 0.3,
     given: Mapping[Path, Found] | None = None,
 ) -> Iterator[FilePrediction]:
-    """Every file once, those of like size together, and so not in the order given. A file that cannot be read is
-    yielded with its error, the others go on. given: boxes of each file, for a predictor that describes them."""
+    """Yield every file once, grouped by size and so not in the given order. An unreadable file is yielded with its
+    error, and the others continue. given: boxes of each file, for a predictor that describes given boxes."""
     with ThreadPoolExecutor() as pool:
         sizes = pool.map(_size_or_nothing, paths)
         in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
@@ -227,7 +233,7 @@ def _size_or_nothing(path: Path) -> tuple[int, int]:
     try:
         return probe_image(path).size_hw
     except ImageError:
-        return (0, 0)  # decoding says why
+        return (0, 0)  # decoding reports the reason
 
 
 def _decode_or_error(path: Path) -> Tensor | ImageError:

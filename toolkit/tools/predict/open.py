@@ -1,4 +1,4 @@
-"""Opens trained detectors: `open_predictor` makes a `Predictor` of any source that `toolkit.run.open_run.kind_of`
+"""Trained detectors, opened: `open_predictor` makes a `Predictor` of any source that `toolkit.run.open_run.kind_of`
 knows. Runs are rebuilt from their folder alone.
 """
 
@@ -51,13 +51,13 @@ FLAGS = {
 }
 ABOUT_DATA = ("--image-dir", "--format", "--path")
 PUBLISHED = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
-MOST_LABELS = 1_000_000  # of a model of transformers, whose file may name any
-REPORT = "report.json"  # of a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
+MOST_LABELS = 1_000_000  # of a model of transformers, whose file may have any label
+REPORT = "report.json"  # in a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
 
 class OwnDetector(NamedTuple):
-    """detector: in evaluation mode, on the CPU; size: what images are resized to, as in `input_hw`; max_detections: of
-    an image, as the run evaluates them."""
+    """A detector of this toolkit. detector: in evaluation mode, on the CPU; size: what images are resized to, as in
+    `input_hw`; max_detections: per image, as the run evaluates them."""
 
     source: str
     detector: nn.Module
@@ -67,7 +67,8 @@ class OwnDetector(NamedTuple):
 
 
 def add_flags(parser: ArgumentParser, *names: str) -> None:
-    """Give a script those of `FLAGS` that are named; `--data.image_dir` and the like, as in training, are the same."""
+    """Add the named flags of `FLAGS` to a script, with their names in training, such as `--data.image_dir`, as
+    aliases."""
     for name in names:
         if name in ABOUT_DATA:
             add_data_flag(parser, name, **FLAGS[name])
@@ -82,7 +83,7 @@ def open_predictor(
     settings: Mapping = MappingProxyType({}),
     max_detections: int | None = None,
 ) -> Predictor:
-    """The detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
+    """Return the detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
 
     Args:
         source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; `.onnx`, `.pt2` or `.xml`
@@ -96,7 +97,8 @@ def open_predictor(
     Raises:
         BadInput: nothing of all this is there, or it cannot be loaded.
     """
-    path, kind = Path(source).expanduser(), kind_of(source)
+    path = Path(source).expanduser()
+    kind = kind_of(source)
     if kind == "exported" and weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
     opened = None if kind == "exported" else open_own_detector(source, weights, settings)
@@ -109,7 +111,7 @@ def open_predictor(
         about = (given, report_thresholds(path), evaluated, opened.size)
         return Predictor(opened.source, opened.categories, predict, *names, *about)
     if settings:
-        raise BadInput(f"--model.{next(iter(settings))}: {source} is no run of this project, its settings are fixed")
+        raise BadInput(f"--model.{next(iter(settings))}: {source} is not a run of this project, its settings are fixed")
     if kind == "transformers":
         return _open_transformers(source, device, max_detections)
     run, about = open_file(path)
@@ -127,18 +129,22 @@ def open_predictor(
 def open_own_detector(
     source: str | Path, weights: str | None = None, settings: Mapping = MappingProxyType({})
 ) -> OwnDetector | None:
-    """As `open_predictor`, for detectors built by this project; None: `source` is a model of transformers, if any."""
-    path, kind = Path(source).expanduser(), kind_of(source)
+    """Open a detector built by this project, as `open_predictor` does. Returns None if `source` can only be a model
+    of transformers."""
+    path = Path(source).expanduser()
+    kind = kind_of(source)
     if kind == "file" and path.suffix in PUBLISHED and weights is None:
         return _open_published(path, settings)
     if kind not in ("final", "transformers"):
         run = with_settings(open_run(path, options_class), settings)
-        name, data = chosen_weights(run, weights), run.config["data"]
+        name = chosen_weights(run, weights)
+        data = run.config["data"]
         size = processor_size(data["image_size"], data["scales"], data["max_size"])
-        detector, source = load_detector(run, name), f"{run.checkpoint.path} ({name} weights)"
+        detector = load_detector(run, name)
+        source = f"{run.checkpoint.path} ({name} weights)"
         return OwnDetector(source, detector, run.categories, size, evaluated_detections(run.config, detector))
     if weights is not None:
-        raise BadInput(f"--weights {weights}: only a run has several; {source} is no run folder or checkpoint")
+        raise BadInput(f"--weights {weights}: only a run has several; {source} is not a run folder or checkpoint")
     if kind != "final":
         return None
     detector, categories, size = load_detector_folder(path, settings)
@@ -146,7 +152,7 @@ def open_own_detector(
 
 
 def evaluated_detections(config: Mapping, detector: Detector) -> int:
-    """Detections of an image that the evaluations of a run keep; runs before there was the setting have none."""
+    """Return the number of detections per image that the evaluations of a run keep; older runs lack this setting."""
     return config.get("eval", {}).get("max_detections") or detector.max_detections
 
 
@@ -154,12 +160,12 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # of reading the weights: a blink
+    transformers_logging.disable_progress_bar()  # reading the weights takes a moment
     path = Path(source).expanduser()
     name = str(path) if path.exists() else str(source)
     try:
         with cached_when_offline():
-            # said, as transformers would ask on standard input whether to run what lies beside the weights
+            # explicit, since transformers would ask on standard input whether to run code beside the weights
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
             model = AutoModelForObjectDetection.from_pretrained(name, trust_remote_code=False).eval().to(device)
     except Exception as error:  # noqa: BLE001 - offline, no detector, or anything of a foreign folder
@@ -169,7 +175,8 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
             f"loads ({reason}); give a folder that exists, or the hub name of a model and a connection to fetch it"
             + ("" if path.exists() else near_names(path))
         ) from error
-    names, ids = model.config.id2label, path / "categories.json"
+    names = model.config.id2label
+    ids = path / "categories.json"
     if not names or not 0 <= max(names) < MOST_LABELS:
         words = f"labels up to {max(names)}" if names else "no labels"
         raise BadInput(f"{source}: its config.json names {words} in id2label; expected some, below {MOST_LABELS}")
@@ -190,9 +197,10 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
 
 
 def report_thresholds(path: Path) -> dict[str, float] | None:
-    """The thresholds that a run's report recommends, by class name and for all as ""; None without a report.
+    """Return the thresholds that a run's report recommends, by class name and for all classes as ""; None without a
+    report.
 
-    path: the run folder, or anything in it.
+    path: the run folder, or a path in it.
 
     Raises:
         BadInput: a file that cannot be read.
@@ -205,20 +213,20 @@ def report_thresholds(path: Path) -> dict[str, float] | None:
                 return {"": float(entries["threshold"])} | {k: float(v) for k, v in entries["thresholds"].items()}
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise BadInput(f"{file}: no list of thresholds: {error!r}; make the report again") from error
-        if (folder / "config.yaml").is_file():  # the run folder: what is above is none of its
+        if (folder / "config.yaml").is_file():  # the run folder: files above do not belong to it
             break
     return None
 
 
 def _open_published(path: Path, settings: Mapping) -> OwnDetector:
-    """Of a file of published weights, which says what images are resized to."""
+    """Open a file of published weights, which says what images are resized to."""
     source = open_pretrained(str(path))
     if source.size is None:
         remedy = "give them to a training script as --model.pretrained, with run.max_steps 1"
         raise BadInput(f"{path}: these weights do not say what images are resized to; {remedy}, and open that run")
     options = {"architecture": source.architecture, "pretrained_backbone": False, **source.options}
     asked = dict(settings)
-    if "mode" in options:  # of a scene graph, whose file does not say it
+    if "mode" in options:  # a scene graph's file does not have it
         options["mode"] = asked.pop("mode", options["mode"])
     detector = build_detector(**with_inference_settings(options, asked), class_names=source.class_names)
     load_pretrained(detector, source, source.class_names)
@@ -230,12 +238,12 @@ def _open_published(path: Path, settings: Mapping) -> OwnDetector:
 
 
 def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
-    """The run with other settings of its model; see `with_inference_settings`."""
+    """Return the run with other settings of its model; see `with_inference_settings`."""
     return replace(run, config={**run.config, "model": with_inference_settings(run.config["model"], asked)})
 
 
 def load_detector(run: Run, weights: str) -> Detector:
-    """The run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
+    """Return the run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
     names = [category.name for category in run.categories]
     detector = rebuild_detector({"model": run.config["model"]}, names)
     load_weights(detector, run.checkpoint.tensors[weights], run.checkpoint.path)
@@ -243,9 +251,9 @@ def load_detector(run: Run, weights: str) -> Detector:
 
 
 def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
-    """The detector that `config.yaml` describes, with random weights and frozen layers; downloads nothing.
+    """Build the detector that `config.yaml` describes, with random weights and frozen layers, without downloads.
 
-    config: of `load_config_dict`. Raises BadInput: nothing can be built of its settings, as of `d_model: -8`.
+    config: of `load_config_dict`. Raises BadInput: its settings are invalid, such as `d_model: -8`.
     """
     settings = {**config["model"], "pretrained_backbone": False}
     try:

@@ -1,4 +1,4 @@
-"""Writes predictions in the formats that other programs read."""
+"""Predictions in the formats that other programs read."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from toolkit.data.formats.yolo import write_yolo
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text
 
-# What `scripts/predict.py` writes below its folder.
+# The files and folders that `scripts/predict.py` writes.
 OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv", "uncertain.csv")
 OUTPUTS += ("labels", "annotations", "pictures", "videos", "graphs")
 FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
@@ -27,7 +27,7 @@ FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
 def write_outputs(
     document: Mapping, detections: LabelledImages, names: Sequence[str], formats: Sequence[str], folder: Path
 ) -> None:
-    """Writes predictions in every format.
+    """Write predictions in every format.
 
     Args:
         document: as in predictions.json, see scripts/predict.py.
@@ -40,7 +40,7 @@ def write_outputs(
             graphs/: dot (Graphviz), jsonld (linked data), networkx (its node-link JSON).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    inside = clipped(detections)  # formats of data sets, whose readers refuse boxes that leave the image
+    inside = clipped(detections)  # for formats of data sets, whose readers refuse boxes outside the image
     for name in formats:
         if name == "json":
             write_text_atomic(folder / "predictions.json", _as_text(document))
@@ -57,7 +57,7 @@ def write_outputs(
         elif name == "voc":
             write_voc(inside, folder / "annotations", names)
         elif name == "csv":
-            paths = [os.path.abspath(row.file_name) for row in inside.images]  # the table lies elsewhere
+            paths = [os.path.abspath(row.file_name) for row in inside.images]  # since the table is in another folder
             write_csv(inside.renamed(paths), folder / "predictions.csv")
         else:
             for graph, image in zip(document["images"], names, strict=True):
@@ -107,13 +107,13 @@ def _check_labels_differ(names: Mapping[Path, str]) -> None:
 
 
 def images_root(detections: LabelledImages) -> Path:
-    """The folder that all image files are in."""
+    """Return the folder that all image files are in."""
     return Path(os.path.commonpath([Path(row.file_name).absolute().parent for row in detections.images]))
 
 
 def write_data_set(detections: LabelledImages, path: Path) -> None:
-    """Detections, clipped to their images, as a COCO data set to train on. Annotations have their `score`; files are
-    relative to `images_root`."""
+    """Write detections, clipped to their images, as a COCO data set to train on. Annotations have their `score`;
+    files are relative to `images_root`."""
     if not detections.images:
         return
     root = images_root(detections)
@@ -124,7 +124,7 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
 
 
 def clipped(detections: LabelledImages) -> LabelledImages:
-    """Clip boxes to their images; those of which nothing is left are left out."""
+    """Clip boxes to their images, and drop boxes without area after that."""
     if not detections.images:
         return detections
     found = detections.boxes
@@ -135,13 +135,13 @@ def clipped(detections: LabelledImages) -> LabelledImages:
 
 
 def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None:
-    """Makes sure that the results of two predictions are not mixed.
+    """Check that the results of two predictions are not mixed.
 
     Raises:
         BadInput: there are results already and `overwrite` is false; an input lies among them.
     """
     old = _earlier(folder)
-    real = {Path(os.path.realpath(path)) for path in old}  # `resolve` raises for a link that leads to itself
+    real = {Path(os.path.realpath(path)) for path in old}  # `resolve` raises for a link to itself
     lost = [path for path in inputs if real & {Path(os.path.realpath(path)), *Path(os.path.realpath(path)).parents}]
     if lost:
         raise BadInput([f"{path}: a new prediction would overwrite it; choose another --out" for path in lost])
@@ -153,7 +153,7 @@ def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None
 
 
 def clear_outputs(folder: Path) -> None:
-    """Removes what an earlier prediction wrote."""
+    """Remove what an earlier prediction wrote."""
     for path in _earlier(folder):
         if path.is_dir():
             shutil.rmtree(path)
@@ -166,7 +166,7 @@ def _earlier(folder: Path) -> list[Path]:
 
 
 def _as_text(document: Mapping) -> str:
-    """JSON with a line for each image."""
+    """Return JSON with a line for each image."""
     lists = {key: ",\n  ".join(json.dumps(entry) for entry in document[key]) for key in ("images", "errors")}
     whole = {key: f"[\n  {text}]" for key, text in lists.items() if text}
     lines = [f"{json.dumps(key)}: {whole.get(key) or json.dumps(value)}" for key, value in document.items()]

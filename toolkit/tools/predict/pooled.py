@@ -1,4 +1,4 @@
-"""The predictions of a cross-validation, each image's by the run that did not see it, as one set."""
+"""The pooled predictions of a cross-validation: each image is predicted by the run that did not train on it."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from toolkit.tools.predict.predict_split import Predicted
 
 
 def pool_folds(parts: Sequence[Predicted], say: Callable[[str], None]) -> Predicted:
-    """Predictions on the whole training data, from those on each of its folds.
+    """Join the predictions on each fold of the training data into predictions on all of it.
 
     Args:
         parts: one for each fold, in any order, as `open_any` gives them.
@@ -30,7 +30,8 @@ def pool_folds(parts: Sequence[Predicted], say: Callable[[str], None]) -> Predic
     if len({fold.of for fold in folds}) > 1 or any(whole != wholes[0] for whole in wholes):
         raise BadInput(f"{', '.join(names)}: folds of different data; give the runs of one cross-validation")
     counts = Counter(fold.number for fold in folds)
-    if wrong := [number for number in range(1, folds[0].of + 1) if counts[number] != 1]:
+    wrong = [number for number in range(1, folds[0].of + 1) if counts[number] != 1]
+    if wrong:
         several = ", ".join(f"fold {number} is given {counts[number]} times" for number in wrong)
         raise BadInput(f"{several}; expected each of the {folds[0].of} folds once")
     if any("pairs" in prediction for part in parts for prediction in _by_image(part).values()):

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class SplitOptions:
-    """Which data to use instead of those that the run or the predictions file was made on; None keeps those.
+    """Data to use instead of those that the run or the predictions file was made on; None keeps those.
 
     split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`. path: folder
     of another data set, as `data.path` or `data.name`, of which `split` is then a split.
@@ -42,11 +42,11 @@ class SplitOptions:
 
 @dataclass
 class Predicted:
-    """Predictions on a table, as evaluators take them, and what is known of them.
+    """Predictions on a table, as evaluators take them, and their metadata.
 
-    evaluator, losses, speed (milliseconds of an image, in words): of a run or checkpoint; None, {} and "" otherwise.
-    run_folder: None for what belongs to no run.
-    about: as a predictions file has it: `detector` in words, `data` to open the table again.
+    evaluator, losses, speed (a sentence with the milliseconds per image): of a run or checkpoint; else None, {} and "".
+    run_folder: None for predictions without a run.
+    about: as in a predictions file: `detector`, a description, and `data`, to open the table again.
     """
 
     table: DetectionTable
@@ -67,14 +67,14 @@ def open_any(
     backend: str | None = None,
     max_detections: int | None = None,
 ) -> Predicted:
-    """Dispatches on the kind of `source`; only runs take settings of the model and a `backend`. max_detections: of an
-    image, as `open_predictor`. Raises BadInput."""
+    """Predict or read predictions, depending on the kind of `source`; only runs take settings of the model and a
+    `backend`. max_detections: per image, as in `open_predictor`. Raises BadInput."""
     kind = kind_of(source)
     if kind == "run":
         run = with_settings(open_run(source, options_class), settings)
         return predict_run(run, weights, options, accelerator, backend, max_detections)
     if settings:
-        raise BadInput(f"--model.{next(iter(settings))}: {source} is no run; its settings are fixed")
+        raise BadInput(f"--model.{next(iter(settings))}: {source} is not a run; its settings are fixed")
     if kind == "predictions":
         if max_detections is not None:
             raise BadInput(f"--max-detections {max_detections}: {source} holds predictions as they were kept")
@@ -95,15 +95,18 @@ def predict_run(
     backend: str | None = None,
     max_detections: int | None = None,
 ) -> Predicted:
-    """The run's detector on its validation data or another split, as in training; several processes share the work.
+    """Run the run's detector on its validation data or another split, as in training; several processes share the work.
 
-    Classes in another order than the run's, or fewer of them, are found by their names; there is no loss then.
+    Classes in another order than the run's, or fewer of them, are matched by name; the loss is then not computed.
 
     Raises:
         BadInput: the data has classes that the run does not know; relations, and not the run's classes.
     """
-    config, device, chosen = run.config, accelerator.device, chosen_weights(run, weights)
-    evaluation, names = config["eval"], [category.name for category in run.categories]
+    config = run.config
+    device = accelerator.device
+    chosen = chosen_weights(run, weights)
+    evaluation = config["eval"]
+    names = [category.name for category in run.categories]
     data = data_settings(config, options)
     table = open_split(**data, say=accelerator.print)
     labels = labels_in(table, names, run.folder.name)
@@ -117,7 +120,8 @@ def predict_run(
         loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
         loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
         loss_weights.to(device)
-    settings, kept = config["data"], max_detections or evaluated_detections(config, detector)
+    settings = config["data"]
+    kept = max_detections or evaluated_detections(config, detector)
     result = predict_dataset(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
         validation_loader(
@@ -153,12 +157,13 @@ def predict_run(
 
 
 def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
-    """A predictions file, also of another program, with its data: those asked for, those it names, or its run's."""
+    """Read a predictions file, of this or another program, with its data: the requested data, those it names, or its
+    run's."""
     about = read_about(path)
     folder, data, table = _data_of(path, about, options, say)
     read = read_predictions(path, table)
     if read.corrected:
-        say(f"{path}: the annotations have changed since these predictions were made; they are held to the new ones")
+        say(f"{path}: the annotations have changed since these predictions were made; the new ones are used")
     for sentence in read.changed_classes:
         say(f"{path}: {sentence}")
     return Predicted(table, read.predictions, {"detector": str(path), "data": data} | about, run_folder=folder)
@@ -170,11 +175,11 @@ def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
 def _data_of(
     source: str | Path, about: Mapping, options: SplitOptions, say: Say
 ) -> tuple[Path | None, dict, DetectionTable]:
-    """The run folder that a file or model lies in, if any; the data that it is to be held to, and the table of them:
-    those asked for, those that `about` names, or those of that run.
+    """Return the run folder that contains a file or model, if any, the settings of the data to evaluate on, and their
+    table: the requested data, those that `about` names, or those of the run.
 
     Raises:
-        BadInput: none are known, or they cannot be read.
+        BadInput: no data are known, or they cannot be read.
     """
     try:
         folder = run_folder_of(Path(source).expanduser())
@@ -182,7 +187,7 @@ def _data_of(
         folder = None
     is_named = options.split is None and options.path is None and bool(about.get("data"))
     config = {}
-    if folder is not None:  # of which a report reads more than the data, when they are judged
+    if folder is not None:  # when they are judged, a report reads more of it than the data
         needed = () if is_named else ("model", "data")
         config = load_config_dict(folder / "config.yaml", options_class, needed)
     if is_named:
@@ -197,10 +202,11 @@ def _data_of(
 
 
 def data_settings(config: Mapping, options: SplitOptions) -> dict:
-    """Arguments of `open_split`, from those of a run and what was asked for instead."""
-    data, split = config["data"], options.split
+    """Return the arguments of `open_split`, from the settings of a run and the options that replace them."""
+    data = config["data"]
+    split = options.split
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
-    other_file = split is not None and (not named or Path(split).expanduser().is_file())  # no split of the run's data
+    other_file = split is not None and (not named or Path(split).expanduser().is_file())  # not one of the run's
     if options.path is not None or other_file:
         return _other_data(options) | {"on_error": data["on_error"]}
     reading = {key: data[key] for key in READING if key in data}
@@ -208,7 +214,7 @@ def data_settings(config: Mapping, options: SplitOptions) -> dict:
 
 
 def _other_data(options: SplitOptions) -> dict:
-    """Arguments of `open_split` for data that belong to no run; of a folder its `val` where no split is named."""
+    """Return the arguments of `open_split` for data that belong to no run; `val` of a folder if no split is named."""
     key = "name" if options.format in ("hub", "visual_genome", "psg") else "path"
     source = options.split or "val"
     return {"source": source, key: options.path, "image_dir": options.image_dir, "format": options.format or "auto"}

@@ -1,4 +1,4 @@
-"""Prediction on images with any detector, of this toolkit, exported or of transformers, in one loop."""
+"""Prediction on images with any detector, of this toolkit, exported, or of transformers, in one loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,9 +35,9 @@ NO_BOXES = {"boxes": torch.zeros(0, 4)}
 
 @dataclass
 class Predictor:
-    """A detector in evaluation mode with all that belongs to it.
+    """A detector in evaluation mode with its classes and thresholds.
 
-    source: where it came from, in words.
+    source: description of where it came from.
     categories: classes in the order of the labels, with the ids that the training data gave them.
     predict: `(images uint8 (3, H, W) RGB of any sizes, score_threshold)` -> one dict per image, on the CPU: `boxes
         (K, 4)` float32 xyxy in pixels of that image, as the detector gives them (transformers clips nothing); `scores
@@ -65,7 +65,7 @@ class Predictor:
 
     @property
     def recommended_threshold(self) -> float:
-        """The score that the report found best for all classes together; 0.3 where there is no report."""
+        """Return the score that the report found best for all classes together, or 0.3 without a report."""
         return (self.thresholds or {}).get("", DEFAULT_THRESHOLD)
 
     @property
@@ -73,14 +73,15 @@ class Predictor:
         return [category.name for category in self.categories]
 
     def __call__(self, images, score_threshold: float | None = None):
-        """Detections in images of any kind that `as_image` takes: one dict, or a list of dicts for a list of images."""
+        """Detect objects in images of any kind that `as_image` takes: return one dict, or a list of dicts for a list
+        of images."""
         several = isinstance(images, (list, tuple))
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
         detections = self.predict([as_image(image) for image in (images if several else [images])], minimum)
         return detections if several else detections[0]
 
     def as_json(self, detections: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
-        """`detections` of an image as in predictions.json, and `relations` of a scene graph."""
+        """Return `detections` of an image as in predictions.json, and `relations` of a scene graph."""
         entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
         if "pairs" in detections:
             graph = detections if graph_constraint else without_graph_constraint(detections)
@@ -89,9 +90,9 @@ class Predictor:
 
 
 def as_image(image) -> Tensor:
-    """uint8 (3, H, W) RGB of a PIL image, an array uint8 (H, W, 3) or (H, W), or such a tensor.
+    """Convert a PIL image, an array uint8 (H, W, 3) or (H, W), or a tensor uint8 (3, H, W) to such a tensor, in RGB.
 
-    A PIL image becomes what training makes of its file: upright, 16 bits scaled, without alpha.
+    A PIL image is decoded as in training: upright, 16 bits scaled, without alpha.
 
     Raises:
         BadInput: anything else, and a PIL image whose file training refuses too: cut off, damaged, with pixels that are
@@ -119,23 +120,24 @@ def as_image(image) -> Tensor:
 
 
 def of_classes(predictor: Predictor, names: Sequence[str]) -> Predictor:
-    """A predictor that keeps only these classes. Raises BadInput for names that it does not know."""
+    """Return a predictor that keeps only these classes. Raises BadInput for names that it does not know."""
     label_of = {name: label for label, name in enumerate(predictor.class_names)}
-    if unknown := [name for name in names if name not in label_of]:
+    unknown = [name for name in names if name not in label_of]
+    if unknown:
         raise BadInput(f"--classes {', '.join(unknown)}: the detector knows {', '.join(label_of)}")
     wanted = torch.tensor([label_of[name] for name in names])
     return _filtered(predictor, lambda detections: torch.isin(detections["labels"], wanted))
 
 
 def from_report(predictor: Predictor) -> Predictor:
-    """A predictor whose detections have at least the score that the report recommends for their class.
+    """Return a predictor whose detections have at least the score that the report recommends for their class.
 
     Call it with the smallest of `thresholds`. Raises BadInput without a report.
     """
     if predictor.thresholds is None:
         raise BadInput(
-            "--score-threshold auto: there is no report that recommends one; make it with scripts/report.py RUN, or "
-            "give a number"
+            "--score-threshold auto: no report recommends a threshold; make one with scripts/report.py RUN, or give a "
+            "number"
         )
     overall = predictor.recommended_threshold
     minimum = torch.tensor([predictor.thresholds.get(name, overall) for name in predictor.class_names])
@@ -143,7 +145,7 @@ def from_report(predictor: Predictor) -> Predictor:
 
 
 def smallest_threshold(predictor: Predictor) -> float:
-    """A score just below every threshold that `from_report` applies."""
+    """Return a score just below every threshold that `from_report` applies."""
     return max(0.0, min(predictor.thresholds.values()) - 1e-6)
 
 
@@ -160,7 +162,7 @@ def _filtered(predictor: Predictor, wanted: Callable[[Found], Tensor]) -> Predic
 
 
 def _loop(prepare: Callable, find: Callable):
-    """`Predictor.predict` of a detector.
+    """Return the `Predictor.predict` of a detector.
 
     Args:
         prepare: (image, its given boxes) -> (pixels as the detector wants them, what else belongs to them).
@@ -187,8 +189,8 @@ def _loop(prepare: Callable, find: Callable):
 
 
 def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = AT_LEAST):
-    """`Predictor.predict` of a detector of this toolkit; size: what images are resized to, as in `input_hw`; top_k:
-    detections of an image at most."""
+    """Return the `Predictor.predict` of a detector of this toolkit. size: what images are resized to, as in
+    `input_hw`; top_k: maximum number of detections per image."""
 
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
         device = next(detector.parameters()).device
@@ -201,7 +203,8 @@ def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int 
 
 
 def predict_with(run: Runner, about: About, top_k: int | None = None):
-    """`Predictor.predict` of an exported detector; top_k: detections of an image at most, None: all rows."""
+    """Return the `Predictor.predict` of an exported detector. top_k: maximum number of detections per image, None:
+    all rows."""
 
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
@@ -219,7 +222,7 @@ def predict_with(run: Runner, about: About, top_k: int | None = None):
 def _relations_among(
     keep: Tensor, count: int, pairs: Tensor, predicate_scores: Tensor, triplet_scores: Tensor
 ) -> Found:
-    """The relations of an exported graph between the objects `keep`, rows of its `count` objects."""
+    """Return the relations of an exported graph between the objects `keep`, rows of its `count` objects."""
     place = torch.full((count,), -1)
     place[keep] = torch.arange(len(keep))
     rows = (place[pairs] >= 0).all(1) & (triplet_scores > 0)
@@ -228,8 +231,8 @@ def _relations_among(
 
 
 def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
-    """`Predictor.predict` of a detector of transformers, whose processor prepares images one by one; top_k: detections
-    of an image at most."""
+    """Return the `Predictor.predict` of a detector of transformers, whose processor prepares images one by one.
+    top_k: maximum number of detections per image."""
     device = next(model.parameters()).device
 
     def prepare(image: Tensor, _) -> tuple[Tensor, Mapping]:
@@ -247,7 +250,8 @@ def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
 
 
 def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Found = NO_BOXES) -> tuple[Tensor, Found]:
-    """The image as a detector takes it, and a target of its boxes, without relations; size: as in `input_hw`."""
+    """Resize an image for a detector, and return it with a target of its boxes, without relations. size: as in
+    `input_hw`."""
     count = len(boxes["boxes"])
     nothing = {"area": torch.zeros(count), "iscrowd": torch.zeros(count, dtype=torch.int64)}
     target = boxes | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
@@ -255,7 +259,8 @@ def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Found = NO_BOX
 
 
 def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[int, int]:
-    """The (h, w) that an image of `size_hw` is resized to; `size` as in `toolkit.data.pipeline.processor_size`."""
+    """Return the (h, w) that an image of `size_hw` is resized to; `size` as in
+    `toolkit.data.pipeline.processor_size`."""
     if size is None:
         return size_hw
     if "shortest_edge" in size:
@@ -267,7 +272,7 @@ def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[
 
 
 def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
-    """Predictions in the labels of the table.
+    """Predict on a table, and return predictions in the labels of the table.
 
     Raises:
         BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
@@ -279,7 +284,8 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
 
 
 def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Found]:
-    """Detections of any score in each image of a table, in the labels of the predictor, with the relations of graphs.
+    """Yield the detections of any score in each image of a table, in the labels of the predictor, with relations of
+    graphs.
 
     Raises:
         BadInput: an image that cannot be read.
@@ -297,7 +303,8 @@ def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Foun
 
 
 def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:
-    """(classes of a model,) int64, the label in the table of each by its name; -1: the table has no such class.
+    """Return the label in the table of each class of a model, (classes,) int64, by name; -1: the table does not have
+    the class.
 
     Raises:
         BadInput: the table has a class that the model, called `source`, does not know.
@@ -310,7 +317,7 @@ def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tenso
 
 
 def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Found:
-    """The best `max_detections` of an image in the labels of a table, without those of classes that it lacks."""
+    """Return the best `max_detections` of an image in the labels of a table, without classes that the table lacks."""
     table_labels = labels[torch.as_tensor(detections["labels"]).long()]
     keep = (table_labels >= 0).nonzero().flatten()[:max_detections]
     return {key: torch.as_tensor(detections[key])[keep] for key in ("boxes", "scores")} | {"labels": table_labels[keep]}

@@ -12,13 +12,13 @@ from toolkit.evaluation.detections import Found
 from toolkit.models.nms import nms_by_label
 from toolkit.tools.predict.prediction import Predictor
 
-CONTAINED = 0.8  # share of a box in another one of its class that makes it a part of that
-AS_SURE = 0.25  # share of a box's score that such another one has at least: a guess does not take a good part away
-NEAR = 0.025  # share of a tile's side: a box that ends so near to a border is cut there; none ends on it exactly
+CONTAINED = 0.8  # share of a box inside another one of its class from which it counts as a part of that
+AS_SURE = 0.25  # minimum score of such another box, as a share of the box's: a weak box does not remove a good part
+NEAR = 0.025  # share of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
-    """A predictor that runs on tiles of `tile` pixels, and on the whole image if it fits in one.
+    """Return a predictor that runs on tiles of `tile` pixels, and on the whole image if it fits in one.
 
     Args:
         tile: longer side in pixels of tiles that have the aspect of the images the detector was trained on, squares if
@@ -42,7 +42,8 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
     def one(image: Tensor, score_threshold: float) -> Found:
         height, width = image.shape[-2:]
         corners = [(x, y) for y in starts(height, rows, overlap) for x in starts(width, columns, overlap)]
-        parts, cut = [], []
+        parts = []
+        cut = []
         for first in range(0, len(corners), batch_size):
             some = corners[first : first + batch_size]
             cuts = [image[:, y : y + rows, x : x + columns] for x, y in some]
@@ -50,7 +51,7 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
                 boxes = detections["boxes"]
                 right, bottom = min(width, x + columns), min(height, y + rows)
                 space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)
-                inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders that cut
+                inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders between tiles
                 cut.append(((space <= NEAR * tile) & inner).any(1))
                 parts.append({**detections, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
         return merged(parts, nms_iou, torch.cat(cut))
@@ -59,7 +60,7 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
 
 
 def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
-    """A predictor that runs on every image twice, once mirrored left to right.
+    """Return a predictor that runs on every image twice, once mirrored left to right.
 
     Boxes of a class that overlap by more than `nms_iou` are one, at the mean of both places by their scores.
     """
@@ -77,13 +78,13 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
 
 
 def tile_hw(tile: int, size: Mapping[str, int] | None) -> tuple[int, int]:
-    """(h, w) of tiles with a longer side of `tile` pixels and the aspect of `size`, if that is one."""
+    """Return the (h, w) of tiles with a longer side of `tile` pixels and the aspect ratio of `size`, if it has one."""
     height, width = (size or {}).get("height", 1), (size or {}).get("width", 1)
     return tuple(max(1, round(tile * side / max(height, width))) for side in (height, width))
 
 
 def starts(length: int, tile: int, overlap: float) -> list[int]:
-    """Where tiles begin along a side: evenly, the last one ends with the image."""
+    """Return where tiles begin along a side: evenly spaced, and the last one ends with the image."""
     if length <= tile:
         return [0]
     step = max(1, int(tile * (1 - overlap)))
@@ -92,9 +93,9 @@ def starts(length: int, tile: int, overlap: float) -> list[int]:
 
 
 def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) -> Found:
-    """One set of detections out of several of one image, best first, after non-maximum suppression class by class.
+    """Merge several sets of detections of one image, best first, by non-maximum suppression class by class.
 
-    cut: (K,) bool, boxes of all parts that end where a tile ends: they go where a whole one holds most of them.
+    cut: (K,) bool, boxes of all parts that end where a tile ends; they are dropped if a whole box has most of them.
     """
     joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
     if cut is not None and cut.any():
@@ -105,13 +106,17 @@ def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) ->
 
 
 def _inside_another(detections: Found, cut: Tensor) -> Tensor:
-    """(K,) bool, of boxes that are cut: one of the same class has `CONTAINED` of it, is whole or larger, and is
-    `AS_SURE`. Class by class, since all pairs of what a detector finds in a hundred tiles are gigabytes."""
-    boxes, scores, inside = detections["boxes"], detections["scores"], torch.zeros_like(cut)
+    """Return (K,) bool, true for a cut box if another one of its class contains `CONTAINED` of it, is whole or
+    larger, and has at least `AS_SURE` of its score. Works class by class, since all pairs of the detections in a
+    hundred tiles would take gigabytes."""
+    boxes = detections["boxes"]
+    scores = detections["scores"]
+    inside = torch.zeros_like(cut)
     area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
     for label in detections["labels"][cut].unique():
         of_class = detections["labels"] == label
-        parts, others = (of_class & cut).nonzero()[:, 0], of_class.nonzero()[:, 0]
+        parts = (of_class & cut).nonzero()[:, 0]
+        others = of_class.nonzero()[:, 0]
         low = torch.maximum(boxes[parts, None, :2], boxes[None, others, :2])
         shared = (torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:]) - low).clamp(min=0).prod(-1)
         better = ~cut[None, others] | (area[None, others] > area[parts, None])

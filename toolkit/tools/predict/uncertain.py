@@ -1,4 +1,5 @@
-"""The images most worth labelling next: those that a detector is least sure of, and that look unlike each other."""
+"""The images most worth labelling next: those that a detector is least sure of, and that look different from each
+other."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,15 @@ from toolkit.evaluation.detections import Found
 from toolkit.tools.predict.image_files import predict_files
 from toolkit.tools.predict.prediction import Predictor
 
-LEAST_SCORE = 0.05  # of a detection that counts; a detector has hundreds of worse ones in any image
-CANDIDATES = 3  # times as many images as are wanted: the most uncertain, of which those that differ most are chosen
+LEAST_SCORE = 0.05  # minimum score to count; a detector has hundreds of lower ones in any image
+CANDIDATES = 3  # times the number of requested images: the most uncertain, among which the most different are chosen
 
 
 def most_uncertain(
     predictor: Predictor, paths: Sequence[Path], count: int, batch_size: int = 8
 ) -> dict[Path, tuple[float, float]]:
-    """The `count` images most worth labelling, in the order in which they are chosen, each with its `uncertainty`;
-    files that cannot be read are none of them.
+    """Choose the `count` images most worth labelling, and return them in the order of choice, each with its
+    `uncertainty`. Unreadable files are left out.
 
     The images with the largest sum of entropy and disagreement are candidates. The first of them is chosen, then again
     and again the one that looks least like all that are chosen (Sener and Savarese, ICLR 2018, greedy k-centre, here on
@@ -43,7 +44,9 @@ def most_uncertain(
         widths = [image.shape[-1] for image in images]
         return [{"uncertainty": uncertainty(*one)} for one in zip(plain, mirrored, widths, strict=True)]
 
-    found, looks, options = {}, {}, {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
+    found = {}
+    looks = {}
+    options = {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
     for prediction in predict_files(replace(predictor, predict=predict), paths, **options):
         if prediction.error is None:
             found[prediction.path] = prediction.found["uncertainty"]
@@ -55,9 +58,10 @@ def most_uncertain(
 
 
 def uncertainty(found: Found, mirrored: Found, width: int) -> tuple[float, float]:
-    """(entropy, disagreement), each from 0 to 1, of the detections in an image of this width and in its mirror image.
+    """Return (entropy, disagreement), each from 0 to 1, of the detections in an image of this width and in its mirror
+    image.
 
-    Entropy is the mean of the scores'. Disagreement is 1 - 2 M / S: S sums the scores of both sets; M is the largest
+    Entropy is the mean over the scores. Disagreement is 1 - 2 M / S: S sums the scores of both sets; M is the largest
     sum, over pairs of detections of one class, of IoU times the smaller score. It is 0 where both sets are empty.
     """
     scores = found["scores"].double().clamp(1e-9, 1 - 1e-9)
@@ -72,9 +76,10 @@ def uncertainty(found: Found, mirrored: Found, width: int) -> tuple[float, float
 
 
 def farthest_first(looks: np.ndarray, count: int) -> list[int]:
-    """Up to `count` rows of (N, D): the first, then each time the one farthest from its nearest row chosen before; of
-    equally far ones the first."""
-    chosen, distance = [0], np.linalg.norm(looks - looks[0], axis=1)
+    """Choose up to `count` rows of (N, D): the first, then each time the one farthest from its nearest chosen row;
+    of equally far ones the first."""
+    chosen = [0]
+    distance = np.linalg.norm(looks - looks[0], axis=1)
     while len(chosen) < min(count, len(looks)):
         distance[chosen] = -1
         chosen.append(int(distance.argmax()))
@@ -83,7 +88,7 @@ def farthest_first(looks: np.ndarray, count: int) -> list[int]:
 
 
 def write_uncertain(chosen: Mapping[Path, tuple[float, float]], path: Path) -> None:
-    """A table with a row for each image, in their order: file, uncertainty, entropy, disagreement."""
+    """Write a CSV file with a row for each image, in their order: file, uncertainty, entropy, disagreement."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         rows = [(image, sum(both), *both) for image, both in chosen.items()]
         csv.writer(file).writerows([("file", "uncertainty", "entropy", "disagreement"), *rows])

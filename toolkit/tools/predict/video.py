@@ -26,7 +26,7 @@ CAMERAS = {"Linux": ("v4l2", "/dev/video{}"), "Darwin": ("avfoundation", "{}")}
 
 
 class Frame(NamedTuple):
-    """index: from 0; time_s: from the start; image: uint8 (3, H, W) RGB, upright."""
+    """A frame of a video. index: from 0; time_s: from the start; image: uint8 (3, H, W) RGB, upright."""
 
     index: int
     time_s: float
@@ -39,19 +39,20 @@ class Video(AbstractContextManager):
     `rate`: frames a second. Use it in a `with`.
 
     Raises:
-        BadInput: PyAV is not installed, there is no such file or camera, or it holds no video.
+        BadInput: PyAV is not installed, the file or camera does not exist, or it has no video.
     """
 
     def __init__(self, source: Path | int):
         av = import_extra("av", "video", "videos")
-        name, kind = str(source), None
+        name = str(source)
+        kind = None
         if isinstance(source, int):
             kind, name = CAMERAS.get(platform.system(), CAMERAS["Linux"])
             name = name.format(source)
         try:
             self._container = av.open(name, format=kind)
             self._stream = self._container.streams.video[0]
-        except (OSError, ValueError, IndexError, EOFError) as error:  # one of them is each of PyAV's
+        except (OSError, ValueError, IndexError, EOFError) as error:  # each of PyAV's errors is one of them
             raise BadInput(f"{name}: no video that can be read: {error}") from error
         self._stream.thread_type = "AUTO"
         self.rate = Fraction(self._stream.average_rate or 25).limit_denominator(65535)
@@ -61,7 +62,7 @@ class Video(AbstractContextManager):
         self._container.close()
 
     def __iter__(self) -> Iterator[Frame]:
-        """The frames; `broken` then says why the file ended early, if it did."""
+        """Yield the frames; afterwards `broken` says why the file ended early, if it did."""
         av = import_extra("av", "video", "videos")
         try:
             for index, frame in enumerate(self._container.decode(self._stream)):
@@ -70,11 +71,10 @@ class Video(AbstractContextManager):
         except av.FFmpegError as error:
             self.broken = str(error)
 
-
     def _upright(self, frame) -> np.ndarray:
-        """The pixels (H, W, 3) of a frame as a player shows them: square, and turned as the container says.
+        """Return the pixels (H, W, 3) of a frame as a player shows them: square, and turned as the container says.
 
-        Phones store what the sensor sees, and how the phone was held; old cameras store pixels that are not square.
+        Phones store the picture of the sensor and how the phone was held; old cameras store pixels that are not square.
         """
         aspect = self._stream.sample_aspect_ratio or self._stream.codec_context.sample_aspect_ratio or 1
         height, width = frame.height, frame.width
@@ -88,13 +88,16 @@ class Video(AbstractContextManager):
 
 
 class VideoWriter:
-    """Frames of one size to an MP4 file, H.264 where PyAV has it; opened with the first frame."""
+    """Writer of frames of one size to an MP4 file, in H.264 if PyAV has it; the file is opened with the first frame."""
 
     def __init__(self, path: Path, rate: Fraction):
-        self.path, self.rate, self._container = path, rate, None
+        self.path = path
+        self.rate = rate
+        self._container = None
 
     def add(self, pixels: np.ndarray) -> None:
-        """pixels: uint8 (H, W, 3) RGB; the last row or column of an odd side is left out, as the format wants it."""
+        """Write a frame. pixels: uint8 (H, W, 3) RGB; the last row or column of an odd side is left out, as the
+        format requires."""
         av = import_extra("av", "video", "videos")
         pixels = np.ascontiguousarray(pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2])
         if self._container is None:
@@ -102,11 +105,12 @@ class VideoWriter:
             self._container = av.open(str(self.path), "w")
             codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
             self._stream = self._container.add_stream(codec, rate=self.rate)
-            self._stream.height, self._stream.width, self._stream.pix_fmt = *pixels.shape[:2], "yuv420p"
+            self._stream.height, self._stream.width = pixels.shape[:2]
+            self._stream.pix_fmt = "yuv420p"
         self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the remaining frames and close the file."""
         if self._container is not None:
             self._container.mux(self._stream.encode())
             self._container.close()
@@ -123,7 +127,7 @@ def predict_video(
     max_frames: int | None = None,
     on_frame=lambda: None,
 ) -> tuple[int, str | None]:
-    """Writes the detections of every frame.
+    """Write the detections of every frame.
 
     Args:
         lines: file for one JSON object a frame: `frame` from 0, `time_s`, `detections` as in predictions.json.

@@ -16,16 +16,16 @@ from toolkit.run.settings_file import CONFIG, read_groups
 
 SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
 SHOWN_CLASSES = 100
-LICENCE = "apache-2.0"  # of this program; the data may ask for more
+LICENCE = "apache-2.0"  # the licence of this program; the data may require another
 LICENCES_BELOW = (
     "for the weights, as far as the licences of the training data and of the weights that training began with allow "
     "it; check those before you pass the model on."
 )
 LIMITS = (
     "It finds the classes above in images like those of its training data, and nothing else: on other cameras, sizes, "
-    "places or times it must be measured again before it is trusted. Scores are no probabilities unless the report's "
+    "places or times it must be measured again before it is trusted. Scores are not probabilities unless the report's "
     "calibration says so; choose the threshold by the cost of misses and false alarms. It was not made for decisions "
-    "about people, nor for uses where a missed object does harm that nobody notices."
+    "about people, nor for uses where a missed object does unnoticed harm."
 )
 PICTURE = "predictions.png"
 TRANSFORMERS_USAGE = """With transformers alone:
@@ -62,7 +62,7 @@ print(model.eval()([to_tensor(Image.open("photo.jpg"))]))
 
 
 def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE) -> Path:
-    """Writes `README.md` of a final folder, which `huggingface_hub.ModelCard.load` reads.
+    """Write `README.md` of a final folder, which `huggingface_hub.ModelCard.load` reads.
 
     Args:
         folder: with the model; what the run folder above it says of data, settings, commit and figures goes in.
@@ -111,7 +111,7 @@ def _counted_classes(names: Sequence[str]) -> str:
 
 
 def best_row(run: Path) -> dict:
-    """The evaluation of the best checkpoint of a run, without its prefix; empty when there is none."""
+    """Return the evaluation of the best checkpoint of a run, without its prefix; empty if there is none."""
     state = read_json_object(run / "checkpoints" / "best" / "state.json")
     metric = (read_groups(run / CONFIG).get("eval") or {}).get("metric_for_best")
     if not isinstance(metric, str):
@@ -145,7 +145,7 @@ def _figures(row: Mapping, run: Path | None) -> str:
 
 
 def _picture(folder: Path, run: Path | None) -> str:
-    """The newest picture of predictions of the run, copied beside the card."""
+    """Copy the newest picture of predictions of the run beside the card, and return its Markdown."""
     pictures = sorted((run / "report" / "pictures").glob("step_*.png")) if run else []
     if not pictures:
         return ""
@@ -156,7 +156,8 @@ def _picture(folder: Path, run: Path | None) -> str:
 def _usage(config: Mapping, classes: int) -> str:
     if "model_type" in config:
         return TRANSFORMERS_USAGE
-    model, size = config["model"], config.get("processor_size") or {}
+    model = config["model"]
+    size = config.get("processor_size") or {}
     if model["architecture"] != "fasterrcnn_resnet50_fpn_v2":
         return TOOLKIT_USAGE + "\n\nWithout it: `scripts/export.py` makes an ONNX file of it."
     first = size.get("shortest_edge") or size.get("height") or 800
@@ -166,7 +167,8 @@ def _usage(config: Mapping, classes: int) -> str:
 
 
 def _data(settings: Mapping, environment: Mapping) -> str:
-    data, counts = settings.get("data", {}), environment.get("data", {})
+    data = settings.get("data", {})
+    counts = environment.get("data", {})
     if not data:
         return "Not known."
     splits = {"train": "training", "val": "validation"}
@@ -195,6 +197,6 @@ def _training(settings: Mapping, environment: Mapping) -> str:
 
 
 def check_licence(licence: str) -> None:
-    """Raises BadInput for what the hub would refuse as the name of a licence."""
+    """Check the name of a licence. Raises BadInput for a name that the hub would refuse."""
     if not licence or not all(c.isalnum() or c in "-." for c in licence):
         raise BadInput(f"--licence {licence!r}: expected a name as the hub spells it, such as apache-2.0 or mit")

@@ -1,4 +1,4 @@
-"""Publishes a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
+"""Publication of a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from toolkit.tools.report import write_report
 
 
 def final_folder(source: str | Path) -> Path:
-    """The `final/` folder of a run, or the one that was given. Raises BadInput when there is none."""
+    """Return the `final/` folder of a run, or the given one. Raises BadInput if there is none."""
     path = Path(source).expanduser()
     for folder in (path, path / "final"):
         if (folder / "categories.json").is_file() and (folder / "config.json").is_file():
@@ -20,18 +20,18 @@ def final_folder(source: str | Path) -> Path:
 
 
 def report_and_card(run_folder: Path, table, trained: bool) -> None:
-    """The report of a run that is done, and then the card of its model again, with the intervals that the report found.
+    """Write the report of a finished run, and then the card of its model again, with the intervals from the report.
 
     table: the validation data. trained: it has a new model, and was not an evaluation alone.
     """
-    write_report(run_folder, table, state="done")  # status.json says it after the report
+    write_report(run_folder, table, state="done")  # status.json is written after the report
     card = run_folder / "final" / "README.md"
     if trained and card.is_file():
         write_card(card.parent, table.class_names)
 
 
 def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
-    """Writes the model card of a run or `final/` folder again, with what the run's report has found since.
+    """Write the model card of a run or `final/` folder again, with the results of the run's report.
 
     Raises BadInput: no such folder, no such licence, or a file of the run that is damaged.
     """
@@ -45,11 +45,11 @@ def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
 
 
 def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
-    """Writes the model card again and uploads the folder.
+    """Write the model card again, upload the folder, and return the address of the model.
 
     Args:
         source: run or `final/` folder.
-        name: `user/name` on the hub; made when it is not there.
+        name: `user/name` on the hub; created if it does not exist.
         say: called with the address of the uploaded model.
 
     Returns:
@@ -61,7 +61,7 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
     from huggingface_hub import ModelCard
 
     card = write_run_card(source, licence)
-    ModelCard.load(card)  # what the hub would refuse is refused here
+    ModelCard.load(card)  # raises here for a card that the hub would refuse
     with _hub(name) as api:
         repository = api.create_repo(name, private=private, exist_ok=True).repo_id
         what = {"folder_path": card.parent, "ignore_patterns": ["*.wrong", ".*"]}
@@ -72,17 +72,18 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
 
 
 def check_push(name: str) -> None:
-    """Asks the hub, without changing it, whether `push` may write under this name, before hours of training.
+    """Ask the hub, without changing it, whether `push` may write under this name, before hours of training.
 
     Raises:
-        BadInput: no token, or one that may only read, a name that is none or another's, or no connection.
+        BadInput: no token, or one that may only read, an invalid name or another user's, or no connection.
     """
     from huggingface_hub.utils import validate_repo_id
 
     with _hub(name) as api:
         validate_repo_id(name)
         me = api.whoami()
-    owner, owners = name.rpartition("/")[0], [account["name"] for account in (me, *me.get("orgs", []))]
+    owner = name.rpartition("/")[0]
+    owners = [account["name"] for account in (me, *me.get("orgs", []))]
     if owner and owner not in owners:
         raise BadInput(f"--hub.push {name}: the token of the hub writes for {', '.join(owners)} only, not for {owner}")
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
@@ -91,13 +92,14 @@ def check_push(name: str) -> None:
 
 @contextmanager
 def _hub(name: str) -> Iterator:
-    """The hub's client; a refusal, a failed connection or a missing token inside the block is raised as BadInput."""
+    """Yield the hub's client; a refusal, a failed connection or a missing token inside the block is raised as
+    BadInput."""
     import httpx
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if get_token() is None:
-        raise BadInput("--hub.push: there is no token of the hub: run `hf auth login`, or set HF_TOKEN")
+        raise BadInput("--hub.push: no token of the hub was found: run `hf auth login`, or set HF_TOKEN")
     try:
         yield HfApi()
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Replays a reported window with the script that reported it, in place of `toolkit.run.session`.
+"""Replay of a reported window by the script that reported it, in place of `toolkit.run.session`.
 
 `loop_of_script` runs the script's own `main` with these functions instead of the session's, so that changes of the
 script (losses, state, the loop) take effect as in the run; nothing is trained, written or downloaded.
@@ -41,9 +41,9 @@ from toolkit.step.window import Window, autocast
 
 
 class ReportedWindow(TrainingWindow):
-    """The reported window: with its own denominators, whatever the other processes had.
+    """The reported window, with the denominators that it had, whatever the other processes had.
 
-    Its batches are those that were trained on. What the script puts in their place is left out: it is in them already.
+    Its batches are those that were trained on. Changes of the batches by the script are ignored, as they contain them.
     """
 
     @property
@@ -73,7 +73,7 @@ class OneWindow(Training):
 
     @property
     def finished(self) -> bool:
-        return True  # for `main`, which so returns as soon as everything is there
+        return True  # so that `main` returns as soon as everything is built
 
     def windows(self) -> Iterator[TrainingWindow]:
         self.extra.zero_grad()
@@ -85,21 +85,23 @@ class OneWindow(Training):
 
 
 class RefusingGuard(RunGuard):
-    """Refuses the window: nothing is trained on it."""
+    """A guard that refuses the window, so that nothing is trained on it."""
 
     def accepts(self, window: TrainingWindow, reduced: Mapping[str, float]) -> bool:
         return False
 
 
 def weights_as_they_were(detector: Detector, report: Mapping) -> LossWeights:
-    """The loss weights of a reported step as constants, learned ones too; of the detector's own losses."""
+    """Return the loss weights of a reported step as constants, including learned ones, for the detector's own
+    losses."""
     return LossWeights(detector.loss_names, {name: report["loss_weights"][name] for name in detector.loss_names}, {})
 
 
 def window_of_report(
     detector: nn.Module, weights: LossWeights, report: Mapping, batches: Sequence[Batch]
 ) -> Callable[[], list[dict[str, Tensor]]]:
-    """Return what runs the reported window through the detector and its criterion; see `Window.run_again`."""
+    """Return a function that runs the reported window through the detector and its criterion; see
+    `Window.run_again`."""
     window = Window(
         batches,
         report["denominators"],
@@ -115,7 +117,8 @@ def window_of_report(
 def loop_of_script(
     module: ModuleType, config_file: Path, report: Mapping, batches: Sequence[Batch], detector: Detector, extra: Mapping
 ) -> Callable[[], list[dict[str, Tensor]]]:
-    """What runs the reported window through the script's `train_one_epoch`; returns the losses of each micro-batch.
+    """Return a function that runs the reported window through the script's `train_one_epoch` and returns the losses of
+    each micro-batch.
 
     extra: state that the script added to the run, as it was before the window.
     """
@@ -141,7 +144,7 @@ def loop_of_script(
 def _session(
     folder: Path, report: Mapping, batches: Sequence[Batch], detector: Detector, extra: Mapping, made: list
 ) -> ModuleType:
-    """A module with the functions of `toolkit.run.session`."""
+    """Return a module with the functions of `toolkit.run.session`."""
     accelerator = _accelerator(report)
     table = _table(folder, report, batches)
 
@@ -152,7 +155,8 @@ def _session(
     def training(s: Any, detector: Detector, *_) -> OneWindow:
         weights = weights_as_they_were(detector, report)
         optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
-        sampler, log = EpochSampler(len(table), len(table)), Log(True)
+        sampler = EpochSampler(len(table), len(table))
+        log = Log(True)
         sampler.set_epoch(report["epoch"])
         log.writer = SimpleNamespace(folder=folder, log=lambda row: None)
         t = OneWindow(
@@ -169,7 +173,8 @@ def _session(
         return t
 
     stand_in = ModuleType("toolkit.run.session")
-    stand_in.session, stand_in.training = session, training
+    stand_in.session = session
+    stand_in.training = training
     stand_in.open_data = lambda s: (table, table)
     stand_in.make_detector = lambda *_: detector
     stand_in.end = lambda *_: None
@@ -177,7 +182,8 @@ def _session(
 
 
 def _accelerator(report: Mapping) -> SimpleNamespace:
-    """The part of Accelerate's interface that a loop uses, on the CPU, with the report's loss scale and precision."""
+    """Return the part of Accelerate's interface that a loop uses, on the CPU, with the report's loss scale and
+    precision."""
     scale = float(report.get("scale") or 1.0)
     precision = report.get("precision", "no")
     return SimpleNamespace(
@@ -189,7 +195,7 @@ def _accelerator(report: Mapping) -> SimpleNamespace:
 
 
 def _table(folder: Path, report: Mapping, batches: Sequence[Batch]) -> DetectionTable:
-    """The images of the window as a data set, for the evaluator."""
+    """Return the images of the window as a data set, for the evaluator."""
     rows = []
     for target in (target for batch in batches for target in batch.targets):
         height, width = (int(side) for side in target["orig_size"])

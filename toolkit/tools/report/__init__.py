@@ -11,12 +11,12 @@ __all__ = ["PREDICTIONS", "plot_curves", "series", "smoothed", "write_report"]
 
 
 def write_report(run_folder: Path, table=None, state: str = "") -> Path:
-    """`report/README.md` and `report/index.html` of a run, made anew from the files of its folder.
+    """Write `report/README.md` and `report/index.html` of a run again, from the files of its folder.
 
     Args:
-        table: the data that `report/predictions.json` was made on, for the numbers behind the metrics; None, or where
-            there are no predictions: the page has the curves and settings alone.
-        state: how the run has ended, where `status.json` does not say it yet: that comes after the report.
+        table: the data that `report/predictions.json` was made on, for the numbers behind the metrics. With None, or
+            without predictions, the page has only the curves and settings.
+        state: how the run has ended, if `status.json` does not say it yet because it is written after the report.
 
     Returns:
         The README.
@@ -28,7 +28,8 @@ def write_report(run_folder: Path, table=None, state: str = "") -> Path:
     from toolkit.tools.report.write import write_page
 
     run_folder = Path(run_folder)
-    predictions, judged = run_folder / "report" / PREDICTIONS, None
+    predictions = run_folder / "report" / PREDICTIONS
+    judged = None
     if table is not None and predictions.exists() and len(table.categories):
         read = read_predictions(predictions, table)
         judged = judge(run_folder.name, read.predictions, table, read.about)

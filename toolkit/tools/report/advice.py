@@ -1,4 +1,4 @@
-"""Suggests what to try next; each suggestion cites the figure it rests on and the flag to change.
+"""Suggestions of what to try next; each cites the figure it is based on and the flag to change.
 
 Each rule is a function that checks one thing and returns nothing without evidence.
 """
@@ -15,20 +15,21 @@ from toolkit.tools.report.figures import series
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.own_errors import doubt
 
-BARELY_BEGUN = 0.1  # of the planned epochs: before that a detector's mistakes say nothing about data or settings
+BARELY_BEGUN = 0.1  # share of the planned epochs before which a detector's mistakes say nothing about data or settings
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
-ENOUGH_EVALUATIONS = 4  # to tell that AP rises no longer
-SMALL_SHARE = 0.1  # of the boxes
+ENOUGH_EVALUATIONS = 4  # to decide that AP no longer rises
+SMALL_SHARE = 0.1  # share of the boxes
 COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
-HARDLY_ANY = 0.02  # AP50 below which no number tells more than that
-FEW_SUSPECTS = 5  # fewer are not worth an advice
+HARDLY_ANY = 0.02  # AP50 below which other numbers say nothing more
+FEW_SUSPECTS = 5  # the minimum number for an advice
 FEW_PIXELS = 16  # median side of small objects at the network's input
 MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
 
 
 @dataclass(frozen=True)
 class Advice:
-    """topic in two or three words; evidence: the figures; advice: what to do, with the flag; command: that does it."""
+    """A suggestion. topic: two or three words; evidence: the figures; advice: what to do, with the flag; command:
+    the command that does it."""
 
     topic: str
     evidence: str
@@ -37,9 +38,11 @@ class Advice:
 
 
 def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
-    """Every suggestion that the metrics of a detector, and the log and settings of its run if it has one, support."""
+    """Return every suggestion that the metrics of a detector, and the log and settings of its run if it has one,
+    support."""
     run = run or RunFacts()
-    data, model = run.config.get("data", {}), run.config.get("model", {})
+    data = run.config.get("data", {})
+    model = run.config.get("model", {})
     barely_begun = _barely_begun(run)
     if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
         suggestions = [barely_begun or _too_short(run), _hardly_anything(judged)]
@@ -59,12 +62,12 @@ def _hardly_anything(judged) -> Advice | None:
     return Advice(
         "Hardly anything is found",
         f"AP50 is {judged.numbers['AP50']:.4f}. {'; '.join(causes)}.",
-        "Mend this before anything else; of a detector that has just begun to train, it says only that.",
+        "Fix this before anything else; for a detector that has just begun to train, it is normal.",
     )
 
 
 def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the averaged weights, or where there are none, of the raw ones."""
+    """Return steps and values of the averaged weights, or of the raw ones if there are no averaged ones."""
     averaged = series(rows, f"val/ema/{metric}")
     return averaged if len(averaged[0]) else series(rows, f"val/{metric}")
 
@@ -98,7 +101,7 @@ def _train_longer(evidence: str, run: RunFacts) -> Advice:
 
 
 def _rise(run: RunFacts) -> str:
-    """A sentence about the AP of the last quarter of the training where it still rose, else ""."""
+    """Return a sentence about the AP in the last quarter of the training if it still rose there, else ""."""
     steps, ap = _evaluations(run.rows, "bbox_AP")
     if len(ap) < 2 or ap.argmax() < len(ap) - 1:
         return ""
@@ -112,7 +115,7 @@ def _rise(run: RunFacts) -> str:
 
 
 def _has_levelled_off(run: RunFacts) -> bool:
-    """Whether AP is known to have stopped rising: then the length of the training was not what it lacked."""
+    """Return whether AP is known to have stopped rising, so that a longer training would not have helped."""
     if "eval.early_stopping_patience" in run.ended_by:
         return True
     steps, ap = _evaluations(run.rows, "bbox_AP")
@@ -132,7 +135,8 @@ def _over_fitting(rows) -> Advice | None:
     steps, ap = _evaluations(rows, "bbox_AP")
     if len(loss) < 4 or len(trained) < 8 or len(ap) < 4:
         return None
-    best, quarter = int(loss.argmin()), max(2, len(trained) // 4)
+    best = int(loss.argmin())
+    quarter = max(2, len(trained) // 4)
     falls = np.median(trained[-quarter:]) < 0.95 * np.median(trained[-2 * quarter : -quarter])
     worse_ap = ap.max() - ap[-1] > 0.005
     if best > 0.7 * len(loss) or loss[-1] < 1.1 * loss[best] or not (falls and worse_ap):
@@ -147,7 +151,8 @@ def _over_fitting(rows) -> Advice | None:
 
 
 def _small_objects(judged, data) -> Advice | None:
-    m, numbers = judged.matches, judged.numbers
+    m = judged.matches
+    numbers = judged.numbers
     rows = np.flatnonzero(~m.crowd)
     small = rows[m.truth.area[rows] < 32**2]
     if None in (numbers["APs"], numbers["APl"] or numbers["APm"]) or len(small) < SMALL_SHARE * len(rows):
@@ -155,7 +160,8 @@ def _small_objects(judged, data) -> Advice | None:
     larger = max(numbers["APm"] or 0, numbers["APl"] or 0)
     if numbers["APs"] > 0.6 * larger or larger < 0.05:
         return None
-    seen, flag = "", "Give larger images to the network: --data.image_size, or --data.scales."
+    seen = ""
+    flag = "Give larger images to the network: --data.image_size, or --data.scales."
     if data.get("image_size"):
         scale = _scale(m.sizes_hw[m.truth.image_index[small]], data)
         side = float(np.median(np.sqrt(m.truth.area[small]) * scale))
@@ -186,7 +192,7 @@ def _duplicates(judged, model) -> Advice | None:
     if "nms_threshold" in model:
         ending = f"Suppress more: lower --model.nms_threshold (now {model['nms_threshold']})."
     elif model:
-        ending = "This detector has no suppression of its own: it learns to tell twins apart late, so train longer."
+        ending = "This detector has no suppression of its own: it learns late to suppress duplicates, so train longer."
     else:
         ending = "Lower the IoU threshold of the detector's suppression (NMS)."
     return Advice(
@@ -198,7 +204,8 @@ def _duplicates(judged, model) -> Advice | None:
 
 
 def _confused_classes(judged) -> Advice | None:
-    matrix, names = judged.matrix[:-1, :-1].copy(), judged.matches.class_names
+    matrix = judged.matrix[:-1, :-1].copy()
+    names = judged.matches.class_names
     np.fill_diagonal(matrix, 0)
     if judged.errors.cost["class"] < COSTS or not matrix.any():
         return None
@@ -208,13 +215,14 @@ def _confused_classes(judged) -> Advice | None:
         "Confused classes",
         f"Wrong classes cost {judged.errors.cost['class']:.3f} AP50; most often "
         f"{names[a]} is taken for {names[b]}: {matrix[a, b]} of {boxes} boxes.",
-        "Look at these pairs below: where the annotation itself is not clear, mend it or join the classes; "
+        "Look at these pairs below: where the annotation itself is not clear, fix it or join the classes; "
         "else add images of both.",
     )
 
 
 def _imbalance(judged, data) -> Advice | None:
-    counts, ap = judged.matches.num_truth, judged.class_ap
+    counts = judged.matches.num_truth
+    ap = judged.class_ap
     measured = np.flatnonzero(np.isfinite(ap) & (counts > 0))
     if len(measured) < 2:
         return None
@@ -260,7 +268,8 @@ def _too_few_slots(judged, model) -> Advice | None:
 
 
 def _places(judged) -> Advice | None:
-    cost, numbers = judged.errors.cost["localisation"], judged.numbers
+    cost = judged.errors.cost["localisation"]
+    numbers = judged.numbers
     if cost < COSTS or cost < max(v for k, v in judged.errors.cost.items() if " " not in k):
         return None
     return Advice(
@@ -286,7 +295,8 @@ def _annotation(judged) -> Advice | None:
     found = doubt(judged.matches, judged.suspects)
     if found.count < FEW_SUSPECTS:
         return None
-    boxes, rest = int(judged.matches.num_truth.sum()), found.suspects - found.count
+    boxes = int(judged.matches.num_truth.sum())
+    rest = found.suspects - found.count
     of_rest = f" Of the {rest} other predictions of the list, about {found.own_in_rest:.0f} are." if rest else ""
     return Advice(
         "Annotation",

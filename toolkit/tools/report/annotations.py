@@ -1,4 +1,4 @@
-"""Finds boxes that are probably annotated wrongly: where a usually correct detector disagrees with them.
+"""Boxes that are probably annotated wrongly: where a usually correct detector disagrees with them.
 
 Four kinds: a confident prediction where no box is ("no box"); one of another class on a box that no confident
 prediction of its own class supports ("class"); one beside such a box ("place"); and a box that no prediction supports
@@ -21,9 +21,10 @@ KINDS = {
     "place": "a confident prediction beside a box, which nothing else supports, or less than half on it",
     "nothing there": "an annotated box that no prediction supports",
 }
-ENOUGH = 20  # objects found of a class before it has a threshold of its own
-ON_IT, BESIDE = 0.5, BACKGROUND_IOU
-APART, SCALE = 1.0, 2.0  # of a box that was moved: its way in units of its side, and how much larger it may seem
+ENOUGH = 20  # found objects of a class from which it has its own threshold
+ON_IT = 0.5
+BESIDE = BACKGROUND_IOU
+APART, SCALE = 1.0, 2.0  # of a moved box: largest distance in units of its side, and largest ratio of sizes
 WEAK = 0.25  # share of the threshold above which a prediction of any class still supports a box
 
 
@@ -43,7 +44,7 @@ class Suspect:
 
 
 def suspects(matches: Matches) -> list[Suspect]:
-    """All suspicious boxes, those with a prediction first, each group sorted by strength."""
+    """Return all suspicious boxes, those with a prediction first, each group sorted by strength."""
     m = matches
     threshold = thresholds_of_classes(m)[m.found.labels]
     strong = m.found.scores > threshold
@@ -51,13 +52,15 @@ def suspects(matches: Matches) -> list[Suspect]:
     supported = np.zeros(len(m.truth), bool)
     supported[m.gt[on_box & m.same_class & strong[m.det]]] = True
     busy = m.right.copy()  # predictions that are about a box of the annotation
-    result, explained = [], supported | m.crowd
+    result = []
+    explained = supported | m.crowd
 
     def pair(among: np.ndarray, kind: str) -> None:
-        """Each box gets the strongest of its predictions, each prediction one box."""
+        """Pair each box with the strongest of its predictions, and each prediction with one box."""
         rows = np.flatnonzero(among & strong[m.det] & ~explained[m.gt])
         for row in rows[np.lexsort((-m.iou[rows], -m.found.scores[m.det[rows]]))].tolist():
-            det, gt = int(m.det[row]), int(m.gt[row])
+            det = int(m.det[row])
+            gt = int(m.gt[row])
             if not explained[gt] and not busy[det]:
                 explained[gt] = busy[det] = True
                 result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
@@ -82,15 +85,17 @@ def suspects(matches: Matches) -> list[Suspect]:
 
 
 def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
-    """Predictions where no box is, with the box of their class and about their size that nothing supports beside them:
-    the nearest pairs first, each in one."""
+    """Pair predictions that are on no box with a box near them of their class and about their size that no
+    prediction supports. The nearest pairs come first; each box and prediction is in one pair at most."""
     alike: dict[tuple, list[int]] = {}
     for gt in gts:
         alike.setdefault((m.truth.image_index[gt], m.truth.labels[gt]), []).append(gt)
     both = [(det, gt) for det in dets for gt in alike.get((m.found.image_index[det], m.found.labels[det]), ())]
     det, gt = np.array(both, int).reshape(-1, 2).T
-    predicted, annotated = m.found.xyxy[det], m.truth.xyxy[gt]
-    sides, true_sides = predicted[:, 2:] - predicted[:, :2], np.maximum(annotated[:, 2:] - annotated[:, :2], 1e-9)
+    predicted = m.found.xyxy[det]
+    annotated = m.truth.xyxy[gt]
+    sides = predicted[:, 2:] - predicted[:, :2]
+    true_sides = np.maximum(annotated[:, 2:] - annotated[:, :2], 1e-9)
     between_centres = np.abs(predicted[:, 2:] + predicted[:, :2] - annotated[:, 2:] - annotated[:, :2]) / 2
     distance = (between_centres / true_sides).max(axis=1)
     larger = np.maximum(sides / true_sides, true_sides / np.maximum(sides, 1e-9)).max(axis=1)
@@ -103,9 +108,10 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
 
 
 def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
-    """(D,) bool: a stronger prediction of the same image overlaps it by half: a duplicate, not another object."""
+    """Return (D,) bool, true if a stronger prediction of the same image overlaps by half: a duplicate, not another
+    object."""
     result = np.zeros(len(m.found), bool)
-    rows = np.flatnonzero(strong)  # of an image the best first
+    rows = np.flatnonzero(strong)  # best first within an image
     for first, second in paired(m.found.image_index[rows], m.found.image_index[rows]):
         common, union = common_and_union(m.found.xyxy[rows[first]], m.found.xyxy[rows[second]])
         result[rows[second[(common > ON_IT * union) & (first < second)]]] = True
@@ -113,7 +119,8 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
 
 
 def thresholds_of_classes(m: Matches) -> np.ndarray:
-    """(K,) threshold of the best F1 of each class; the overall one for a class with too few true positives."""
+    """Return (K,), the threshold of the best F1 of each class; the overall one for a class with too few true
+    positives."""
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)
     true_positives = np.bincount(m.found.labels[m.right], minlength=m.num_classes)

@@ -16,11 +16,12 @@ from toolkit.evaluation.coco_numbers import ByClass, CocoNumbers, summary
 from toolkit.evaluation.matches import AREAS, IOUS, Matches
 
 DRAWS = 1000
-VALUES_AT_ONCE = 1_000_000  # float32 values of one array: what stays in the cache of a core
+VALUES_AT_ONCE = 1_000_000  # float32 values of one array, as many as fit in the cache of a core
 
 
 def resample(matches: Matches, draws: int = DRAWS, seed: int = 0) -> CocoNumbers:
-    """`draws` bootstrap samples; the same images are drawn for all detectors with as many images and the same seed."""
+    """Draw `draws` bootstrap samples; all detectors with the same number of images and the same seed get the same
+    images."""
     images = matches.num_images
     random = np.random.default_rng(seed)
     counts = random.multinomial(images, np.full(images, 1 / images), size=draws) if images else np.zeros((draws, 0))
@@ -28,8 +29,9 @@ def resample(matches: Matches, draws: int = DRAWS, seed: int = 0) -> CocoNumbers
 
 
 def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
-    """Numbers when image i counts `weights[i, b]` times; weights (I, B) float32."""
-    draws, classes = weights.shape[1], matches.num_classes
+    """Compute the metrics when image i counts `weights[i, b]` times; weights (I, B) float32."""
+    draws = weights.shape[1]
+    classes = matches.num_classes
     shared = ByClass(matches)
 
     def one_class(label: int) -> tuple[np.ndarray, np.ndarray]:
@@ -43,7 +45,8 @@ def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
 
 
 def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[float, float] | None:
-    """Where the middle `share` of the draws lies when they are moved to have the mean `value`; None: no number."""
+    """Return the interval of the middle `share` of the draws after shifting their mean to `value`; None: it is
+    undefined."""
     draws = draws[np.isfinite(draws)]
     if not len(draws) or not np.isfinite(value):
         return None
@@ -52,10 +55,13 @@ def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[floa
 
 
 def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """AP (areas, IoUs, B) and recall (AR1, AR10, AR100, s, m, l; IoUs; B) of one class; NaN: nothing to find."""
-    m, draws = shared.matches, weights.shape[1]
+    """Return AP (areas, IoUs, B) and recall (AR1, AR10, AR100, s, m, l; IoUs; B) of one class; NaN: nothing to find."""
+    m = shared.matches
+    draws = weights.shape[1]
     ap, recall = shared.undefined(draws)
-    rows, near, candidate = shared.of_class[label], shared.near[label], shared.candidate[label]
+    rows = shared.of_class[label]
+    near = shared.near[label]
+    candidate = shared.candidate[label]
     some = weights[m.found.image_index[rows[near]]]
     for a, area in enumerate(AREAS):
         wanted = shared.required[a] & (m.truth.labels == label)
@@ -66,7 +72,7 @@ def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.nda
         so_far = _so_far(m.found.image_index[rows], inside, near, weights)
         for t in range(len(IOUS)):
             gt = m.coco.gt[a, t, candidate]
-            at = np.flatnonzero(gt >= 0)  # what finds something, a crowd too
+            at = np.flatnonzero(gt >= 0)  # predictions that find something, also a crowd
             right = shared.required[a][gt[at]]
             true = some[at[right]]
             places = m.rank[rows[near[at[right]]]]
@@ -83,7 +89,7 @@ def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.nda
 
 
 def _so_far(images: np.ndarray, inside: np.ndarray, near: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """(N, B): at each of the N places `near`, how many predictions `inside` there are from the first one on."""
+    """Return (N, B): at each of the N places `near`, the number of predictions `inside` from the first one on."""
     until = np.cumsum(inside)[near]
     chosen = images[inside][: until[-1] if len(until) else 0]
     between = (np.ones(len(chosen), np.float32), chosen, np.concatenate([[0], until]))
@@ -92,7 +98,8 @@ def _so_far(images: np.ndarray, inside: np.ndarray, near: np.ndarray, weights: n
 
 
 def _average_precision(true_positives: np.ndarray, wrong: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """Mean precision at recall 0, 0.01, ..., 1 of (N, B) counts at the true positives, best first; NaN for total 0.
+    """Return the mean precision at recall 0, 0.01, ..., 1 of (N, B) counts at the true positives, best first; NaN for
+    total 0.
 
     Precision at a recall is the best at that or a higher one. Between two true positives recall does not move, so
     each one stands for as many of the 101 recalls as lie between the one before and itself.

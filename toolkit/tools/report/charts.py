@@ -30,7 +30,8 @@ NEEDLESS = re.compile(
 
 @dataclass
 class Line:
-    """x, y: of the same length; what is not finite is left out. colour: a place in `COLOURS`.
+    """A line of a chart. x, y: of the same length; values that are not finite are left out. colour: an index of
+    `COLOURS`.
 
     dots: each point is marked. faint: behind the others, which alone set the ends of the axis. Without a name it is
     not in the legend.
@@ -45,7 +46,7 @@ class Line:
     faint: bool = False
 
     def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """The points that can be drawn, thinned evenly to MOST_POINTS; log: without those that are not positive."""
+        """Return the points that can be drawn, thinned evenly to MOST_POINTS; log: only the positive ones."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         keep = np.flatnonzero(np.isfinite(x) & np.isfinite(y) & (y > 0 if log else True))
         keep = keep[np.unique(np.linspace(0, len(keep) - 1, min(len(keep), MOST_POINTS)).astype(int))]
@@ -54,8 +55,8 @@ class Line:
 
 @dataclass
 class LineChart:
-    """Lines over one axis. x_range, y_range: its ends, None where the data set them; log: of y; marks: upright lines
-    (x, text)."""
+    """Lines over one axis. x_range, y_range: its ends, None to take them from the data; log: of y; marks: vertical
+    lines (x, text)."""
 
     title: str
     lines: Sequence[Line]
@@ -71,7 +72,7 @@ class LineChart:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height in inches."""
+        """Return the width and height in inches."""
         return 5.2, 3.3 + 0.17 * len(self._in_legend()) / self._columns()
 
     def draw(self, axes) -> None:
@@ -95,7 +96,7 @@ class LineChart:
         axes.grid(color=GRID, clip_on=False)
         axes.set(xlabel=self.x_label, xlim=self.x_range, ylim=self.y_range)
         if self.log:
-            from matplotlib.ticker import LogFormatter  # without powers in formulas
+            from matplotlib.ticker import LogFormatter  # which writes no powers
 
             axes.yaxis.set_major_formatter(LogFormatter())
             axes.yaxis.set_minor_formatter(LogFormatter())
@@ -112,7 +113,8 @@ class LineChart:
 
 @dataclass
 class BarChart:
-    """Bars that lie, one a row: name, value from 0, text behind it. most: the end of the axis; None: the largest."""
+    """Horizontal bars, one a row: name, value from 0, text after it. most: the end of the axis; None: the largest
+    value."""
 
     title: str
     bars: Sequence[tuple[str, float, str]]
@@ -138,7 +140,7 @@ class BarChart:
 
 @dataclass
 class MatrixChart:
-    """Counts (rows, columns), each the darker the larger its share of the row."""
+    """Counts (rows, columns), darker for a larger share of the row."""
 
     title: str
     matrix: np.ndarray
@@ -158,7 +160,8 @@ class MatrixChart:
 
     def draw(self, axes) -> None:
         cells = np.argwhere(self.matrix)
-        counts, totals = self.matrix[tuple(cells.T)], self.matrix.sum(axis=1)[cells[:, 0]]
+        counts = self.matrix[tuple(cells.T)]
+        totals = self.matrix.sum(axis=1)[cells[:, 0]]
         shades = [(COLOURS[0], 0.75 * share) for share in counts / totals]
         axes.bar(cells[:, 1], 1, 1, bottom=cells[:, 0] - 0.5, color=shades)
         for (i, j), count in zip(cells.tolist(), counts.tolist(), strict=True):
@@ -173,8 +176,8 @@ Chart = LineChart | BarChart | MatrixChart
 
 
 def figure(charts: Sequence[Chart], titles: bool = True):
-    """A matplotlib `Figure` of charts, two in a row; titles: above each."""
-    from matplotlib.figure import Figure  # half a second that the start of a run need not wait for
+    """Draw charts as a matplotlib `Figure`, two in a row. titles: whether to write the title above each."""
+    from matplotlib.figure import Figure  # half a second that would delay the start of a run
 
     columns = min(2, len(charts))
     heights = [max(chart.size[1] for chart in charts[i : i + columns]) for i in range(0, len(charts), columns)]
@@ -194,7 +197,7 @@ def figure(charts: Sequence[Chart], titles: bool = True):
 
 
 def save_charts(charts: Sequence[Chart], path: Path) -> Path | None:
-    """One PNG of all that have something to show; None: no chart has, and no file is written."""
+    """Save one PNG of all charts that are not empty. Returns None, without a file, if all are empty."""
     shown = [chart for chart in charts if not chart.is_empty]
     if not shown:
         return None
@@ -204,10 +207,11 @@ def save_charts(charts: Sequence[Chart], path: Path) -> Path | None:
 
 
 def svg(chart: Chart) -> str:
-    """A `<figure>` of the page; empty text where there is nothing to show."""
+    """Return a `<figure>` of the page, or "" for an empty chart."""
     if chart.is_empty:
         return ""
-    drawn, stream = figure([chart], titles=False), io.StringIO()
+    drawn = figure([chart], titles=False)
+    stream = io.StringIO()
     drawn.patch.set_visible(False)
     _save(drawn, stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = stream.getvalue()
@@ -215,7 +219,8 @@ def svg(chart: Chart) -> str:
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(LONG_NUMBER, lambda n: f"{float(n[0]):.1f}", tag[0]), text)
     for name, colour in PALETTE.items():
         text = text.replace(colour, f"var(--{name})")
-    title, width = escape(chart.title, quote=True), 96 * chart.size[0]
+    title = escape(chart.title, quote=True)
+    width = 96 * chart.size[0]
     text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" style="width:{width:.0f}px" ', 1)
     return f"<figure><figcaption>{title}</figcaption>{text}</figure>"
 
@@ -224,5 +229,5 @@ def _save(drawn, target, **options) -> None:
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "charts"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # letters of others, which a browser has
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # letters of other scripts, which a browser has
         drawn.savefig(target, **options)

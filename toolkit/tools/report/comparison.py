@@ -1,4 +1,4 @@
-"""Compares several detectors on the same data: what differs, whether chance explains it, and the page that says so."""
+"""Comparison of several detectors on the same data: their differences, whether chance explains them, and the page."""
 
 import json
 import re
@@ -24,7 +24,7 @@ _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
 
 @dataclass(frozen=True)
 class Difference:
-    """How much better `other` is than `base` in one number: `value` with its 95 % interval over images, paired."""
+    """Difference of `other` to `base` in one number: `value` with its 95 % interval over images, paired."""
 
     metric: str
     base: str
@@ -35,11 +35,11 @@ class Difference:
 
     @property
     def chance(self) -> bool:
-        """Is 0, no difference, in the interval?"""
+        """Return whether the interval contains 0, no difference."""
         return self.low <= 0 <= self.high
 
     def in_words(self) -> str:
-        """Such as "better by 0.8 AP (95 %: 0.1 to 1.5); not explained by chance", in percent points."""
+        """Return a phrase such as "better by 0.8 AP (95 %: 0.1 to 1.5); not explained by chance", in percent points."""
         if self.value == self.low == self.high == 0:
             return f"the same {self.metric}"
         low, high = sorted((self.low, self.high)) if self.value >= 0 else sorted((-self.low, -self.high))
@@ -51,9 +51,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """differences: of each detector but the first to the first, by metric. images: rows whose F1 at the detectors' own
-    thresholds changed most between the first and the last. groups: names of runs that differ in their seed alone,
-    with mean and standard deviation of each number (over at least two).
+    """Comparison of several detectors. differences: of each detector but the first to the first, by metric. images:
+    rows whose F1 at the detectors' own thresholds changed most between the first and the last. groups: names of runs
+    that differ only in their seed, with mean and standard deviation of each number (over at least two).
     """
 
     judged: Sequence[Judgement]
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
-    """Raises BadInput when they were not made on the same data."""
+    """Compare detectors on the same data. Raises BadInput if they were judged on different data."""
     first = judged[0]
     for other in judged[1:]:
         if other.table.fingerprint != first.table.fingerprint:
@@ -79,7 +79,7 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
 
 
 def settings_without_seed(config: Mapping) -> str:
-    """A text that is equal for runs that differ only in seed and name; empty without settings."""
+    """Return a text that is equal for runs that differ only in seed and name; empty without settings."""
     if not config:
         return ""
     left_out = ("seed", "name", "output_dir", "resume")
@@ -88,7 +88,8 @@ def settings_without_seed(config: Mapping) -> str:
 
 
 def difference(base: Judgement, other: Judgement, metric: str) -> Difference | None:
-    """The paired bootstrap: both were drawn with the same seed, so that draw b holds the same images for both."""
+    """Compute the paired bootstrap: both were drawn with the same seed, so that draw b holds the same images for
+    both."""
     values = base.numbers[metric], other.numbers[metric]
     if None in values:
         return None
@@ -97,7 +98,7 @@ def difference(base: Judgement, other: Judgement, metric: str) -> Difference | N
 
 
 def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
-    """Groups runs by their settings where they are known, else by names that differ only in their last number."""
+    """Group runs by their settings if these are known, else by names that differ only in their last number."""
     groups: dict[str, list[Judgement]] = {}
     for judgement in judged:
         key = judgement.about.get("settings_without_seed") or _SEED.sub("", judgement.name)
@@ -116,13 +117,13 @@ def verdict(c: Comparison) -> str:
     rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50")]
     text = (
         f"Each is compared with {c.judged[0].name}, on the same {DRAWS:,} bootstrap samples of the images (paired), "
-        "in percent points. Such an interval tells what other images may change, not what another seed would."
+        "in percent points. Such an interval shows what other images may change, not what another seed would."
     )
     return table(["", ""], rows, text=(0, 1)) + paragraph(text, "dim") + _precisions_apart(c)
 
 
 def _precisions_apart(c: Comparison) -> str:
-    """A paragraph where the detectors were trained in different precisions; else, or where none is known, empty."""
+    """Return a paragraph if the detectors were trained in different precisions, else ""."""
     precisions = {j.name: j.about["precision"] for j in c.judged if j.about.get("precision")}
     if len(set(precisions.values())) < 2:
         return ""
@@ -171,7 +172,7 @@ def seeds(c: Comparison) -> str:
 
 
 def classes(c: Comparison) -> str:
-    """AP of each class, and the paired difference of the last detector to the first."""
+    """Return a table of the AP of each class, and the paired difference of the last detector to the first."""
     first, last = c.judged[0], c.judged[-1]
     rows = []
     for label, name in enumerate(first.matches.class_names):

@@ -1,4 +1,4 @@
-"""Error types and the AP that each of them costs, TIDE (Bolya et al., ECCV 2020), and recall by what an object is like.
+"""Error types and the AP that each of them costs, TIDE (Bolya et al., ECCV 2020), and recall by properties of objects.
 
 Every wrong prediction has one type, by what it overlaps (IoU 0.5 counts as found, below 0.1 as background); a box that
 no prediction finds, and no corrected one would find, is missed. The cost of a type is AP50 with all its errors
@@ -19,10 +19,10 @@ MEANING = {
     "localisation": "the class is right, the box overlaps its object by less than half",
     "both": "the class is another and the box overlaps its object by less than half",
     "duplicate": "the object was already found by a better prediction",
-    "background": "there is no annotated box",
+    "background": "no annotated box is at this place",
     "missed": "no prediction is near the object",
 }
-RIGHT, IGNORED, NOT_COUNTED = 6, 7, 8  # what is no mistake, beside the rows of KINDS
+RIGHT, IGNORED, NOT_COUNTED = 6, 7, 8  # predictions without a mistake, beside the rows of KINDS
 MAX_PER_IMAGE = 100  # predictions of an image that count, of all classes together
 FOUND = 0.5
 EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
@@ -36,7 +36,8 @@ IN_IMAGE = {"1": (1, 2), "2 to 5": (2, 6), "6 to 20": (6, 21), "more than 20": (
 
 @dataclass(frozen=True)
 class Errors:
-    """kind: (D,) row of KINDS, or RIGHT, IGNORED (in a crowd), NOT_COUNTED (not among the 100 best of its image).
+    """Errors of a detector. kind: (D,) row of KINDS, or RIGHT, IGNORED (in a crowd), NOT_COUNTED (not among the 100
+    best of its image).
 
     gt: (D,) row of the box that a prediction of kind class or localisation is about; -1: none.
     missed: (G,) bool. ap50: from 0 to 1, with what each kind costs in `cost`; also "false positives" and "false
@@ -50,7 +51,7 @@ class Errors:
     cost: dict[str, float]
 
     def of(self, kind: str) -> np.ndarray:
-        """Rows of the predictions with this kind of mistake."""
+        """Return the rows of the predictions with this kind of mistake."""
         return np.flatnonzero(self.kind == KINDS.index(kind))
 
 
@@ -76,11 +77,12 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         among = among & ~m.crowd[m.gt]
         return best_pairs(m.det[among], m.gt[among], m.iou[among], len(m.found))
 
-    (same, same_gt), (other, other_gt) = best(m.same_class), best(~m.same_class)
+    same, same_gt = best(m.same_class)
+    other, other_gt = best(~m.same_class)
     duplicate, _ = best(m.same_class & used[m.gt])
     kind = np.full(len(m.found), KINDS.index("both"))
     gt = np.full(len(m.found), -1, np.int64)
-    rules = (  # the last one that holds decides
+    rules = (  # the last one that applies decides
         ("background", np.maximum(same, other) <= BACKGROUND_IOU, None),
         ("duplicate", duplicate >= FOUND, None),
         ("class", other >= FOUND, other_gt),
@@ -90,8 +92,9 @@ def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray)
         kind[holds] = KINDS.index(name)
         gt[holds] = -1 if boxes is None else boxes[holds]
     for code, rows in ((IGNORED, ~m.counts), (RIGHT, right), (NOT_COUNTED, ~counted)):
-        kind[rows], gt[rows] = code, -1
-    gt[np.append(used, False)[gt]] = -1  # another one has it: nothing to mend
+        kind[rows] = code
+        gt[rows] = -1
+    gt[np.append(used, False)[gt]] = -1  # another prediction has found it: nothing to correct
     return kind, gt
 
 
@@ -99,16 +102,20 @@ class _Whole:
     """AP50 with and without some mistakes."""
 
     def __init__(self, m: Matches, kind: np.ndarray, gt: np.ndarray, used: np.ndarray, missed: np.ndarray):
-        self.m, self.kind, self.gt = m, kind, gt
+        self.m = m
+        self.kind = kind
+        self.gt = gt
         self.lost = {"missed": missed, "false negatives": ~used & ~m.crowd}
         rows = np.flatnonzero(gt >= 0)
         rows = rows[np.lexsort((-rows, m.found.scores[rows]))]
         self.best = np.full(len(m.truth), -1, np.int64)
-        self.best[gt[rows]] = rows  # of several that could have the box, the one with the highest score mends it
+        self.best[gt[rows]] = rows  # of several that could have the box, the one with the highest score corrects it
 
     def ap50(self, mended: str | None = None) -> float:
         m = self.m
-        labels, scores, right = m.found.labels.copy(), m.found.scores, self.kind == RIGHT
+        labels = m.found.labels.copy()
+        scores = m.found.scores
+        right = self.kind == RIGHT
         shown = self.kind <= RIGHT
         total = m.num_truth
         if mended in self.lost:
@@ -119,14 +126,16 @@ class _Whole:
             rows = np.flatnonzero(self.kind == KINDS.index(mended))
             mendable = rows[self.gt[rows] >= 0]
             good = mendable[self.best[self.gt[mendable]] == mendable]
-            shown[rows], shown[good], right[good] = False, True, True
+            shown[rows] = False
+            shown[good] = True
+            right[good] = True
             labels[good] = m.truth.labels[self.gt[good]]
         order = np.argsort(-scores, kind="stable")
         order = order[shown[order]]
         aps = []
         for label in np.flatnonzero(m.num_truth):
             rows = order[labels[order] == label]
-            # with no box left there is nothing to find: tidecv says 0 there, and so does this
+            # without a box left AP is 0, as in tidecv
             aps.append(exact_average_precision(right[rows], ~right[rows], total[label]) if total[label] else 0.0)
         return float(np.mean(aps)) if aps else 0.0
 
@@ -145,7 +154,8 @@ class Stratum:
 def strata(matches: Matches, threshold: float) -> list[Stratum]:
     m = matches
     rows = np.flatnonzero(~m.crowd)
-    at_any, above = np.zeros(len(m.truth), bool), np.zeros(len(m.truth), bool)
+    at_any = np.zeros(len(m.truth), bool)
+    above = np.zeros(len(m.truth), bool)
     at_any[m.at_half[m.right]] = True
     above[m.at_half[m.right & (m.found.scores > threshold)]] = True
     result = []
@@ -158,8 +168,9 @@ def strata(matches: Matches, threshold: float) -> list[Stratum]:
 
 
 def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-    """By topic and name, which of the boxes `rows` belong to it, bool."""
-    boxes, image = m.truth.xyxy[rows], m.truth.image_index[rows]
+    """Return, by topic and name, a bool for each of the boxes `rows` that says whether it belongs to the group."""
+    boxes = m.truth.xyxy[rows]
+    image = m.truth.image_index[rows]
     height, width = m.sizes_hw[image].T
     cut = (boxes[:, :2] <= EDGE).any(axis=1) | (boxes[:, 2] >= width - EDGE) | (boxes[:, 3] >= height - EDGE)
     x, y = (boxes[:, 0] + boxes[:, 2]) / 2 / width, (boxes[:, 1] + boxes[:, 3]) / 2 / height
@@ -179,8 +190,8 @@ def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 
 
 def neighbours(m: Matches) -> np.ndarray:
-    """(G,) how many other boxes of its image overlap each box."""
-    counts = np.full(len(m.truth), -1)  # a box touches itself
+    """Return (G,), the number of other boxes of its image that overlap each box."""
+    counts = np.full(len(m.truth), -1)  # a box overlaps itself
     for first, second in paired(m.truth.image_index, m.truth.image_index):
         common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])
         counts += np.bincount(first[common > TOUCHING * union], minlength=len(counts))

@@ -15,10 +15,10 @@ from toolkit.run.status import true_status
 
 @dataclass
 class RunFacts:
-    """Metrics, settings and environment of a run, as text and parsed; all empty for a predictions file that belongs to
-    no run.
+    """Metrics, settings and environment of a run, as text and parsed; all are empty for a predictions file without a
+    run.
 
-    ended: what ended the training, in words, where `status.json` knows it.
+    ended: a phrase that says what ended the training, if `status.json` has it.
     go_on: the command that trains for as long again.
     ended_by: names of the settings that ended it, see `toolkit.run.status`.
     epochs_made: epochs of training, with the share of the last one; None: nothing was trained.
@@ -37,9 +37,9 @@ class RunFacts:
 
 
 def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
-    """Whatever is missing in the folder is empty; settings are those in force.
+    """Read the facts of a run from its folder, with the settings in force. Facts without a file are empty.
 
-    state: how the run has ended, where `status.json` does not say it yet.
+    state: how the run has ended, if `status.json` does not say it yet.
     """
     if run_folder is None:
         return RunFacts()
@@ -68,7 +68,7 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
 
 
 def epochs_made(trained: Sequence[Mapping], steps_per_epoch: float) -> float:
-    """How many epochs the rows of a training reach, with the share of the last one.
+    """Return how many epochs the rows of a training reach, with the share of the last one.
 
     Args:
         trained: rows of training, with `step` and `epoch`; the first step of each epoch has one.
@@ -84,7 +84,7 @@ def epochs_made(trained: Sequence[Mapping], steps_per_epoch: float) -> float:
 
 
 def _steps_per_epoch(environment: Mapping, config: Mapping) -> float:
-    """Optimizer steps; 0 where `environment.json` and the settings do not say it."""
+    """Return the optimizer steps of an epoch, or 0 if `environment.json` and the settings do not say it."""
     train = (environment.get("data") or {}).get("train")
     images = train.get("images") if isinstance(train, Mapping) else None
     batch_size = config.get("data", {}).get("batch_size_per_device")
@@ -96,12 +96,13 @@ def _steps_per_epoch(environment: Mapping, config: Mapping) -> float:
 
 
 def read_records(run_folder: Path) -> tuple[dict, dict]:
-    """The content of `environment.json` and `status.json`; empty where they are missing.
+    """Read `environment.json` and `status.json`; empty if they are missing.
 
     Raises:
         BadInput: they cannot be read, or an entry that reports use is of another type.
     """
-    records, problems = [], []
+    records = []
+    problems = []
     for name, entries in _ENTRIES.items():
         path = run_folder / name
         records.append(read_json(path) if path.exists() else {})
@@ -123,18 +124,19 @@ _WORDS = {str: "text", list: "a list of texts", int: "a whole number", dict: "an
 
 
 def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs: int) -> list[str]:
-    """The flags with which a run that has ended trains for as long again.
+    """Return the flags with which a finished run trains for the same length again.
 
     Args:
         ended_by: names of settings, see `toolkit.run.status`; empty: unknown, and every limit that would end it again
             is raised.
         config: the settings in force. step, epochs: optimizer steps made, and epochs begun.
     """
-    run, patience = config.get("run", {}), config.get("eval", {}).get("early_stopping_patience")
+    run = config.get("run", {})
+    patience = config.get("eval", {}).get("early_stopping_patience")
     flags = ["--run.resume", "latest"]
     if "eval.early_stopping_patience" in ended_by and patience:
         flags += ["--eval.early_stopping_patience", f"{2 * patience}"]
-        if len(ended_by) == 1:  # what is left of its length is enough
+        if len(ended_by) == 1:  # the rest of its length is enough
             return flags
     flags += ["--run.resume_schedule", "new"]
     for key, made in (("epochs", epochs), ("max_steps", step)):
@@ -146,7 +148,8 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
 
 
 def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], config_file: Path) -> str:
-    """For a shell. command_line: that of the run; where no script started it, as in a notebook, only the flags.
+    """Return a shell command that continues a run. command_line: that of the run; if no script started it, as in a
+    notebook, the result has only the flags.
 
     config_file: the settings in force.
     """

@@ -12,7 +12,8 @@ from toolkit.tools.report.thresholds import Calibration, Point, Sweep
 
 LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.step.losses
 SMOOTHED_FROM = 20  # points
-PRECISION, LOSSES = "Precision and recall", "Losses, learning rates, gradient"
+PRECISION = "Precision and recall"
+LOSSES = "Losses, learning rates, gradient"
 STEP = "optimizer step"
 # Topics of loss terms, by their names; the first that fits.
 TOPICS = (
@@ -22,14 +23,15 @@ TOPICS = (
 
 
 def series(rows: Sequence[Mapping], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of the rows that have a finite number for `key`."""
+    """Return (steps, values) of the rows that have a finite number for `key`."""
     pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])]
     steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
     return steps, values
 
 
 def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
-    """Mean over a centred window of `share` of the points (at least 5), shorter at both ends, of what is finite."""
+    """Return the mean of the finite values over a centred window of `share` of the points (at least 5), shorter at
+    both ends."""
     half = max(2, int(len(values) * share) // 2)
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -40,8 +42,8 @@ def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
 
 
 def training_charts(rows: Sequence[Mapping]) -> dict[str, list[LineChart]]:
-    """Charts of the rows of metrics.jsonl by heading, `PRECISION` and `LOSSES` first; training and validation of the
-    same loss term share their axes. What the rows lack is an empty chart."""
+    """Return charts of the rows of metrics.jsonl by heading, `PRECISION` and `LOSSES` first; training and validation
+    of the same loss term share their axes. A chart without data is empty."""
     names = list(dict.fromkeys(key for row in rows for key in row))
     weighted = [n for n in names if n.startswith("train/") and f"{n}_unscaled" in names and n != "train/loss"]
     main = [name for name in weighted if not LAYER.search(name)]
@@ -76,7 +78,7 @@ def _topic(term: str) -> str:
 
 
 def smooth_lines(rows: Sequence[Mapping], key: str, name: str, colour: int) -> list[Line]:
-    """A smoothed line over its faint raw values; a short series is drawn as it is."""
+    """Return a smoothed line over its faint raw values; a short series is not smoothed."""
     steps, values = series(rows, key)
     if len(steps) < SMOOTHED_FROM:
         return [Line(name, steps, values, colour)]
@@ -91,9 +93,10 @@ def _term(rows, key: str, title: str) -> LineChart:
 
 
 def _terms(rows, title: str, names: Sequence[str]) -> LineChart:
-    """All terms of a kind over one axis; those of auxiliary layers in the colour of their term, named once."""
+    """Return a chart of all terms of a kind; auxiliary layers have the colour of their term, which is named once."""
     bases = list(dict.fromkeys(LAYER.sub("", name) for name in names))
-    lines, seen = [], set()
+    lines = []
+    seen = set()
     for name in names:
         base = LAYER.sub("", name)
         label = "" if base in seen else base.removeprefix("train/") + "_*" * (name != base)
@@ -119,7 +122,7 @@ def _metrics(rows, title: str, keys: Sequence[str]) -> LineChart:
 
 
 def _classes(rows, names: Sequence[str]) -> LineChart:
-    """AP of at most ten classes, the best at the end first."""
+    """Return a chart of the AP of at most ten classes, the best at the end first."""
     prefix = "val/ema/AP/" if any(name.startswith("val/ema/AP/") for name in names) else "val/AP/"
     curves = {name.removeprefix(prefix): series(rows, name) for name in names if name.startswith(prefix)}
     curves = {name: curve for name, curve in curves.items() if len(curve[0])}
@@ -132,7 +135,7 @@ def _classes(rows, names: Sequence[str]) -> LineChart:
 
 
 def f1_chart(sweeps: Mapping[str, Sweep], best: Point | None = None) -> LineChart:
-    """best: the threshold that is marked."""
+    """Return a chart of F1 against score. best: the threshold to mark."""
     lines = [Line(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
     marks = [] if best is None else [(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")]
     return LineChart("F1 against score, IoU 0.5", lines, "a prediction needs this score", (0, 1), (0, 1), marks=marks)
@@ -144,7 +147,7 @@ def precision_recall_chart(sweeps: Mapping[str, Sweep]) -> LineChart:
 
 
 def iou_chart(ap_by_iou: Mapping[str, Sequence[float]]) -> LineChart:
-    """AP (10,) of each detector."""
+    """Return a chart of AP (10,) of each detector against IoU."""
     lines = [Line(name, IOUS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
     return LineChart("AP against the IoU that counts as found", lines, "IoU", y_range=(0, 1))
 
@@ -156,7 +159,8 @@ def calibration_chart(c: Calibration) -> LineChart:
 
 
 def confusion_chart(matrix: np.ndarray, names: Sequence[str], threshold: float) -> MatrixChart:
-    """matrix: (K + 1, K + 1) as `thresholds.confusion_matrix` has it, of the K classes `names`."""
+    """Return a chart of a confusion matrix (K + 1, K + 1) of `thresholds.confusion_matrix`, of the K classes
+    `names`."""
     title = f"Boxes by class, predictions above {threshold:g}, IoU 0.5"
     return MatrixChart(title, matrix, [*names, "background"], [*names, "missed"], "annotated", "predicted")
 

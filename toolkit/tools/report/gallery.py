@@ -35,17 +35,19 @@ LEGEND = (
 
 
 class Pictures:
-    """Makes the pictures of one page until their budget is spent; unreadable images are skipped and counted.
+    """The pictures of one page, made until their budget is spent; unreadable images are skipped and counted.
 
     folder: of the page, which links to the images themselves start from.
     """
 
     def __init__(self, table, folder: Path, budget: int = BUDGET):
-        self.table, self.folder, self.left = table, Path(folder), budget
+        self.table = table
+        self.folder = Path(folder)
+        self.left = budget
         self.unreadable = self.too_many = 0
 
     def of(self, image: int, marks: Sequence[Mark], caption: str, focus: Sequence[float] | None = None) -> str:
-        """A `<figure>` of a row of the table; focus: a box; the picture is then cropped to it and its surroundings."""
+        """Return a `<figure>` of a row of the table. focus: a box to crop the picture to, with its surroundings."""
         if self.left <= 0:
             self.too_many += 1
             return ""
@@ -58,18 +60,20 @@ class Pictures:
         return self.figure(_drawn(picture_of(pixels), marks, focus), caption, self.link(row))
 
     def figure(self, picture: Image.Image, caption: str, link: str = "") -> str:
-        """Any picture as a `<figure>`; its bytes count."""
+        """Return any picture as a `<figure>`, and take its bytes from the budget."""
         stream = io.BytesIO()
         picture.convert("RGB").save(stream, "JPEG", quality=80, optimize=True)
         self.left -= len(stream.getvalue())
         source = base64.b64encode(stream.getvalue()).decode()
-        size, alt = f'width="{picture.width}" height="{picture.height}"', escape(caption, quote=True)
+        size = f'width="{picture.width}" height="{picture.height}"'
+        alt = escape(caption, quote=True)
         shown = f'<img src="data:image/jpeg;base64,{source}" {size} alt="{alt}">'
         shown = f'<a href="{link}">{shown}</a>' if link else shown
         return f"<figure class=picture>{shown}<figcaption>{escape(caption)}</figcaption></figure>"
 
     def link(self, row) -> str:
-        """To the image file, from the folder of the page; empty where the image lies in a table or an archive."""
+        """Return the path of the image file from the folder of the page; "" if the image is in a table or an
+        archive."""
         if self.table.image_root is None:
             return ""
         path = self.table.image_source(row)
@@ -82,7 +86,7 @@ class Pictures:
         return quote(Path(relative).as_posix())
 
     def notes(self) -> str:
-        """HTML: what is left out, and why."""
+        """Return HTML that says what is left out, and why."""
         notes = {"pictures are left out: their images cannot be read from here.": self.unreadable}
         notes["more pictures are left out to keep the page small."] = self.too_many
         return "".join(paragraph(f"{count} {words}", "dim") for words, count in notes.items() if count)
@@ -96,7 +100,7 @@ def _drawn(picture: Image.Image, marks: Sequence[Mark], focus: Sequence[float] |
 
 
 def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """The box with as much again around it, at least 64 pixels wide, inside the image."""
+    """Return the box enlarged to twice its size, at least 64 pixels wide, inside the image."""
     x1, y1, x2, y2 = np.nan_to_num(np.asarray(box, dtype=float)).tolist()
     half = max(abs(x2 - x1), abs(y2 - y1), 32.0)
     cx, cy = min(max((x1 + x2) / 2, 0), size[0]), min(max((y1 + y2) / 2, 0), size[1])
@@ -105,7 +109,8 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
 
 
 def images(judged: Judgement, maker: Pictures) -> str:
-    counts, f1 = judged.image_counts, judged.image_f1
+    counts = judged.image_counts
+    f1 = judged.image_f1
     with_boxes = np.flatnonzero(counts.sum(axis=1) > 0)
     mistakes = counts[:, 1] + counts[:, 2]
     worst = with_boxes[np.lexsort((-mistakes[with_boxes], f1[with_boxes]))]
@@ -117,13 +122,13 @@ def images(judged: Judgement, maker: Pictures) -> str:
 
 
 def _with_legend(parts: Mapping[str, Sequence[str]]) -> str:
-    """Pictures by heading; empty where there are none at all."""
+    """Return pictures by heading, below a legend; "" without pictures."""
     shown = "".join(under(heading, pictures(of)) for heading, of in parts.items())
     return LEGEND + shown if shown else ""
 
 
 def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") -> str:
-    """An image with everything above the threshold; `name` of the detector stands before the caption."""
+    """Return an image with everything above the threshold. name: of the detector, put before the caption."""
     m = judged.matches
     truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
     predicted = np.flatnonzero((m.found.image_index == image) & (m.found.scores > judged.threshold) & m.counts)
@@ -138,7 +143,8 @@ def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") 
 
 
 def mistakes(judged: Judgement, maker: Pictures) -> str:
-    m, parts = judged.matches, {}
+    m = judged.matches
+    parts = {}
     for kind in KINDS[:-1]:
         rows = judged.errors.of(kind)
         rows = rows[np.argsort(-m.found.scores[rows], kind="stable")][:OF_EACH_KIND]
@@ -150,7 +156,8 @@ def mistakes(judged: Judgement, maker: Pictures) -> str:
 
 
 def _mistake(judged: Judgement, maker: Pictures, row: int) -> str:
-    m, image = judged.matches, int(judged.matches.found.image_index[row])
+    m = judged.matches
+    image = int(judged.matches.found.image_index[row])
     near = (m.det == row) & ~m.crowd[m.gt]
     marks = [*(_annotated(m, gt) for gt in m.gt[near]), _predicted(m, row, WRONG)]
     overlap = f"largest IoU {m.iou[near].max():.2f}" if near.any() else "overlaps no box"
@@ -160,7 +167,8 @@ def _mistake(judged: Judgement, maker: Pictures, row: int) -> str:
 
 
 def _missed(judged: Judgement, maker: Pictures, row: int) -> str:
-    image, mark = int(judged.matches.truth.image_index[row]), _annotated(judged.matches, row)
+    image = int(judged.matches.truth.image_index[row])
+    mark = _annotated(judged.matches, row)
     return maker.of(image, [mark], f"{judged.table.image_name(image)}: {mark.text}", focus=mark.box)
 
 
@@ -178,8 +186,8 @@ def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
     head = ["image", "kind", "strength", "predicted", "annotated"]
     text = (
         "Where a detector that is mostly right disagrees with the annotation, either may be wrong: look before you "
-        f"change a box. The {min(LISTED, len(judged.suspects))} strongest of {len(judged.suspects)} are listed; all, "
-        "with their boxes, stand in report.json."
+        f"change a box. The {min(LISTED, len(judged.suspects))} strongest of {len(judged.suspects)} are listed; "
+        "report.json has all of them, with their boxes."
     )
     return (
         paragraph(text, "dim")
@@ -191,7 +199,7 @@ def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
 
 
 def _marks(m: Matches, s: Suspect) -> tuple[list[Mark], list[Mark]]:
-    """The prediction and the annotated box, as far as there are any."""
+    """Return marks of the prediction and of the annotated box, each an empty list if there is none."""
     return [_predicted(m, s.det, RIGHT)] if s.det >= 0 else [], [_annotated(m, s.gt)] if s.gt >= 0 else []
 
 

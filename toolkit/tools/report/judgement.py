@@ -23,7 +23,7 @@ class Judgement:
     than a minute for COCO's validation data.
 
     Args:
-        name: of the detector, in words.
+        name: of the detector, for people.
         predictions: as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
         about: their metadata, as in a predictions file.
         draws: bootstrap samples.
@@ -35,23 +35,32 @@ class Judgement:
     class_ap, class_recall: (K,) AP and AR100, NaN where undefined. ap_by_iou: (10,) mean AP at IoU 0.5, ..., 0.95.
     sweeps: of each class. threshold: of the best F1 over all classes; 0.5 where nothing was found.
     matrix: see `confusion_matrix`, at that threshold. graphs: a `GraphReport` of `toolkit.detectors.scene_graphs`;
-    None: there are no relations to judge.
+    None: no relations to judge.
     """
 
     def __init__(
         self, name: str, predictions: Boxes | Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
     ):
-        self.name, self.table, self.predictions, self.about = name, table, predictions, about or {}
+        self.name = name
+        self.table = table
+        self.predictions = predictions
+        self.about = about or {}
         m = self.matches = match(predictions, table)
-        exact, self.draws = exact_numbers(m), bootstrap.resample(m, draws)
-        self.class_ap, self.class_recall = exact.of_class[0], exact.recall_of_class[0]
+        exact = exact_numbers(m)
+        self.draws = bootstrap.resample(m, draws)
+        self.class_ap = exact.of_class[0]
+        self.class_recall = exact.recall_of_class[0]
         self.ap_by_iou = exact.by_iou[:, 0]
         self.numbers = {key: float(v[0]) if np.isfinite(v[0]) else None for key, v in exact.numbers.items()}
         self.intervals = {key: self._interval(key) for key in self.numbers}
-        self.overall, self.sweeps = sweep(m), [sweep(m, label) for label in range(m.num_classes)]
+        self.overall = sweep(m)
+        self.sweeps = [sweep(m, label) for label in range(m.num_classes)]
         self.threshold = 0.5 if self.overall.best is None else self.overall.best.threshold
-        self.matrix, self.calibration = confusion_matrix(m, self.threshold), calibration(m)
-        self.errors, self.voc, self.suspects = tide_errors(m), voc_metrics(m), suspects(m)
+        self.matrix = confusion_matrix(m, self.threshold)
+        self.calibration = calibration(m)
+        self.errors = tide_errors(m)
+        self.voc = voc_metrics(m)
+        self.suspects = suspects(m)
         self.strata = strata(m, self.threshold)
         self.graphs = _judge_graphs(predictions, table, self.about)
 
@@ -62,7 +71,7 @@ class Judgement:
 
     @cached_property
     def image_counts(self) -> np.ndarray:
-        """(I, 3) right predictions, wrong ones and missed boxes of each image at the threshold."""
+        """Return (I, 3): right predictions, wrong predictions and missed boxes of each image at the threshold."""
         m = self.matches
         kept = (m.found.scores > self.threshold) & m.counts
         right = np.bincount(m.found.image_index[kept & m.right], minlength=m.num_images)
@@ -72,12 +81,12 @@ class Judgement:
 
     @cached_property
     def image_f1(self) -> np.ndarray:
-        """(I,) 1 for an image without boxes in which nothing is found."""
+        """Return (I,), the F1 of each image; 1 for an image without boxes and without predictions."""
         right, wrong, missed = self.image_counts.T
         return np.where(right + wrong + missed == 0, 1.0, 2 * right / np.maximum(2 * right + wrong + missed, 1))
 
 
-judge = Judgement  # what it does, where it is called
+judge = Judgement  # the verb, for calls
 
 
 def _judge_graphs(predictions: Mapping, table, about: Mapping) -> Any:
@@ -88,7 +97,7 @@ def _judge_graphs(predictions: Mapping, table, about: Mapping) -> Any:
 
 
 def as_json(judged: Judgement) -> dict:
-    """The numbers for other programs: `report.json`; `threshold` and `thresholds` are what to deploy."""
+    """Return the numbers of `report.json`, for other programs; `threshold` and `thresholds` are those to deploy."""
     names = judged.matches.class_names
     best = [s.best for s in judged.sweeps]
     return {
@@ -123,8 +132,12 @@ def _point(point: Point | None) -> dict | None:
 
 def _suspect(judged: Judgement, suspect: Suspect) -> dict:
     m = judged.matches
-    row = {"kind": suspect.kind, "image_id": m.image_ids[suspect.image]}
-    row |= {"file_name": judged.table.file_name(suspect.image), "strength": round(suspect.strength, 4)}
+    row = {
+        "kind": suspect.kind,
+        "image_id": m.image_ids[suspect.image],
+        "file_name": judged.table.file_name(suspect.image),
+        "strength": round(suspect.strength, 4),
+    }
     for what, boxes, at in (("predicted", m.found, suspect.det), ("annotated", m.truth, suspect.gt)):
         if at >= 0:
             name = m.class_names[boxes.labels[at]]

@@ -1,4 +1,4 @@
-"""Writes the README of a run's report, using only the files of the run folder."""
+"""The README of a run's report, made only from the files of the run folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
 
 
 def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
-    """`curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) of the rows of
-    metrics.jsonl.
+    """Draw `curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) of the rows of
+    metrics.jsonl, and return the files.
 
-    Columns that are missing leave their chart out; a picture without any chart is not written. Returns the files.
+    A chart whose columns are missing is left out; a picture without charts is not written.
     """
     groups = training_charts(rows)
     files = {"curves.png": groups[LOSSES], "ap.png": groups[PRECISION]}
@@ -26,8 +26,8 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
 
 
 def write_markdown(run_folder: Path, run: RunFacts) -> Path:
-    """`report/README.md`, which is returned, with curves, the final numbers, the newest pictures, settings and
-    surroundings of a run. Whatever is missing in the run folder is missing in the report. Made anew each time."""
+    """Write `report/README.md` again, with curves, the final numbers, the newest pictures, settings and environment
+    of a run, and return it. Anything missing in the run folder is missing in the report."""
     run_folder = Path(run_folder)
     report = run_folder / "report"
     report.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,8 @@ def write_markdown(run_folder: Path, run: RunFacts) -> Path:
     parts = [f"# {run_folder.name}", _state(run), *_numbers(run.rows)]
     parts.append("More, with what is wrong and which threshold to deploy: [index.html](index.html).")
     parts += [f"![{path.stem}]({path.name})" for path in reversed(curves)]
-    if pictures := sorted(report.glob("pictures/*.png")):
+    pictures = sorted(report.glob("pictures/*.png"))
+    if pictures:
         newest = pictures[-1].relative_to(report).as_posix()
         parts += [f"## Predictions\n\nGround truth left, predictions right ({pictures[-1].stem}).", f"![]({newest})"]
     parts += _settings(run)
@@ -54,8 +55,9 @@ def _state(run: RunFacts) -> str:
 
 
 def _numbers(rows: list[dict]) -> list[str]:
-    """Markdown tables of the twelve numbers and of the classes: last and best evaluation, raw and EMA."""
-    columns, graphs = {}, any(row.get("val/R@100") is not None for row in rows)
+    """Return Markdown tables of the twelve numbers and of the classes: last and best evaluation, raw and EMA."""
+    columns = {}
+    graphs = any(row.get("val/R@100") is not None for row in rows)
     decisive = "R@100" if graphs else "bbox_AP"
     for prefix, name in (("val/", "raw"), ("val/ema/", "EMA")):
         evaluated = [row for row in rows if row.get(f"{prefix}{decisive}") is not None]
@@ -64,14 +66,15 @@ def _numbers(rows: list[dict]) -> list[str]:
             columns[f"{name}, last (step {evaluated[-1]['step']})"] = (prefix, evaluated[-1])
             columns[f"{name}, best (step {best['step']})"] = (prefix, best)
     if not columns:
-        return ["There is no evaluation with ground truth yet."]
+        return ["No evaluation with ground truth yet."]
     metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
     metrics += ["attribute_R_precision"] if any("val/attribute_R_precision" in row for row in rows) else []
     metrics += [f"bbox_{name}" for name in TWELVE] if any("val/bbox_AP" in row for row in rows) else []
     metrics += ["loss"]
     parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
     keys = (key for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/"))
-    if classes := list(dict.fromkeys(key.split("/AP/", 1)[1] for key in keys)):
+    classes = list(dict.fromkeys(key.split("/AP/", 1)[1] for key in keys))
+    if classes:
         cells = [[in_markdown(name), *_cells(f"AP/{name}", columns)[1:]] for name in classes]
         parts += ["## AP by class", _markdown(["class", *columns], cells)]
     return parts

@@ -1,4 +1,4 @@
-"""Tells mistakes of the annotation from the detector's own: how far do its confident predictions disagree with the
+"""Separation of annotation mistakes from the detector's own: how far do its confident predictions disagree with the
 annotation more often than their scores explain?
 
 The detector is wrong the less, the higher the score: a logistic curve in the log-odds of the score, whose slope and
@@ -17,17 +17,17 @@ from scipy.special import expit, logit
 from toolkit.evaluation.matches import Matches
 from toolkit.tools.report.annotations import ON_IT, Suspect, thresholds_of_classes
 
-OWN_SHARE = 0.2  # of the suspects that are called doubtful, at most so many are mistakes of the detector
-LOWEST_SCORE = 0.05  # predictions below say nothing about confident ones
-LARGEST_SHARE = 0.25  # of confident predictions: a detector that contradicts more often is itself the likelier one
+OWN_SHARE = 0.2  # largest share of the detector's own mistakes among the doubtful suspects
+LOWEST_SCORE = 0.05  # predictions below it say nothing about confident ones
+LARGEST_SHARE = 0.25  # of confident predictions: above it the detector itself is more likely wrong than the annotation
 LIKELIER = 5.41  # twice the gain in log-likelihood that chance gives to one of a hundred exact annotations
-FINEST = 1e-6  # scores are told apart up to this distance from 0 and 1
+FINEST = 1e-6  # scores are distinguished up to this distance from 0 and 1
 BIN_WIDTH = 0.1  # in log-odds
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """How many of the suspects that have a prediction are mistakes of the annotation.
+    """The number of suspects with a prediction that are mistakes of the annotation.
 
     Attributes:
         suspects: those that have a prediction.
@@ -44,7 +44,7 @@ class Doubt:
 
 
 def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
-    """Compares the suspects with the detector's own errors.
+    """Compare the suspects with the detector's own errors.
 
     Args:
         found: as `suspects` gives them. Those without a prediction do not count: they may be objects that were missed.
@@ -62,17 +62,18 @@ def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
     if 2 * (own_alone.loss - both.loss) < LIKELIER or both.share > LARGEST_SHARE:
         return nothing
     own = 1 - both.is_annotation(_log_odds(matches.found.scores[rows]))
-    expected, places = np.cumsum(own), np.arange(1, len(rows) + 1)
+    expected = np.cumsum(own)
+    places = np.arange(1, len(rows) + 1)
     enough = np.flatnonzero(expected <= OWN_SHARE * places)
     count = int(places[enough[-1]]) if len(enough) else 0
     return Doubt(len(rows), count, float(own[:count].sum()), float(own[count:].sum()))
 
 
 def _evidence(m: Matches, suspects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(N,) log-odds of the scores of predictions, and whether each contradicts the annotation.
+    """Return (N,) log-odds of the scores of predictions, and whether each contradicts the annotation.
 
-    Left out are other wrong predictions on a box that a right one is on: duplicates and confusions, which say nothing
-    about the annotation.
+    Other wrong predictions on a box with a right one are left out: duplicates and confusions say nothing about the
+    annotation.
     """
     is_suspect = np.zeros(len(m.found), bool)
     is_suspect[suspects] = True
@@ -92,7 +93,8 @@ def _log_odds(scores: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Fit:
-    """A prediction is contradicted with probability share + (1 - share) × expit(-(slope × log_odds + offset)).
+    """A model in which a prediction is contradicted with probability share + (1 - share) × expit(-(slope × log_odds +
+    offset)).
 
     loss: negative log-likelihood.
     """
@@ -103,13 +105,14 @@ class _Fit:
     loss: float
 
     def is_annotation(self, log_odds: np.ndarray) -> np.ndarray:
-        """The probability that the annotation is the reason, of predictions that are contradicted."""
+        """Return, for predictions that are contradicted, the probability that the annotation is the reason."""
         own = (1 - self.share) * expit(-(self.slope * log_odds + self.offset))
         return self.share / np.maximum(self.share + own, 1e-12)
 
 
 def _fit(log_odds: np.ndarray, counts: np.ndarray, with_share: bool) -> _Fit:
-    """counts: (2, B) predictions that are right and that are contradicted, in bins of `log_odds` (B,)."""
+    """Fit the model to counts (2, B) of predictions that are right and that are contradicted, in bins of `log_odds`
+    (B,)."""
 
     def fit_of(values: np.ndarray) -> _Fit:
         slope = float(np.exp(np.clip(values[0], -5, 5)))

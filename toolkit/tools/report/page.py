@@ -7,11 +7,11 @@ from toolkit.tools.report.charts import BarChart as BarChart
 from toolkit.tools.report.charts import Chart, svg
 from toolkit.tools.report.style import STYLE
 
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser asks nobody for anything
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser makes no requests
 
 
 def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """The file. sections: (id, heading, HTML); those without HTML are left out."""
+    """Return the HTML file. sections: (id, heading, HTML); those without HTML are left out."""
     shown = [(key, heading, html) for key, heading, html in sections if html]
     links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in shown)
     body = "\n".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{html}</section>' for key, heading, html in shown)
@@ -26,7 +26,7 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) ->
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence], text: Sequence[int] = (0,)) -> str:
-    """Cells are escaped, unless they are `Html`; text: columns that are words."""
+    """Return an HTML table. Cells are escaped, unless they are `Html`; text: columns of text, aligned left."""
     if not rows:
         return ""
 
@@ -58,7 +58,7 @@ def pictures(parts: Sequence[str]) -> str:
 
 
 def under(heading: str, html: str) -> str:
-    """HTML below a heading, which is HTML too; empty where there is nothing."""
+    """Return HTML below a heading, which is HTML too; "" without HTML."""
     return f"<h3>{heading}</h3>{html}" if html else ""
 
 

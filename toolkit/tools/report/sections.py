@@ -65,7 +65,7 @@ def advice(suggestions: list[Advice]) -> str:
 
 
 def _flags(text: str) -> str:
-    """As HTML, with flags as code, which is not broken over lines."""
+    """Return the text as HTML, with flags as code, which is not broken over lines."""
     return re.sub(r"--[a-z_]+(\.[a-z_]+)*", r"<code>\g<0></code>", escape(text))
 
 
@@ -77,7 +77,7 @@ def numbers(judged: Judgement) -> str:
     rows.append(("VOC12 mAP", number(judged.voc["voc12_mAP"]), "", "", "Pascal VOC, all recalls"))
     text = (
         f"Intervals: 95 % of {DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, moved to have "
-        "the number as their mean. They tell how far other images of the same kind may give other numbers."
+        "the number as their mean. They show how far other images of the same kind may give other numbers."
     )
     return (
         table(["", "value", "95 % from", "to", ""], rows, text=(0, 4))
@@ -92,7 +92,8 @@ def _low_high(interval) -> tuple[str, str]:
 
 
 def _classes(judged: Judgement) -> str:
-    m, rows = judged.matches, []
+    m = judged.matches
+    rows = []
     columns = zip(m.class_names, m.num_truth, judged.class_ap, judged.class_recall, judged.sweeps, strict=True)
     for name, boxes, ap, recall, sweep in columns:
         threshold, *numbers = _point(sweep.best)
@@ -102,7 +103,7 @@ def _classes(judged: Judgement) -> str:
 
 
 def _point(point: Point | None) -> list[str]:
-    """Threshold, F1, precision and recall."""
+    """Return the threshold, F1, precision and recall as text."""
     if point is None:
         return ["–"] * 4
     return [f"{point.threshold:g}", *(f"{v:.3f}" for v in (point.f1, point.precision, point.recall))]
@@ -111,7 +112,7 @@ def _point(point: Point | None) -> list[str]:
 def thresholds(judged: Judgement) -> str:
     overall = judged.overall
     if overall.best is None:
-        return paragraph("No prediction finds a box at IoU 0.5: there is no threshold to choose.")
+        return paragraph("No prediction finds a box at IoU 0.5, so a threshold cannot be chosen.")
     points = {"best F1": overall.best}
     points |= {f"precision of {wanted:g}": overall.at_precision(wanted) for wanted in WANTED_PRECISION}
     rows = []
@@ -126,27 +127,25 @@ def thresholds(judged: Judgement) -> str:
         figures.calibration_chart(judged.calibration),
     ]
     error = judged.calibration.error
-    words = (
-        "Over all boxes of all classes together, at IoU 0.5. A threshold of its own for each class stands in the "
-        "table by class."
-    )
+    words = "Over all boxes of all classes together, at IoU 0.5. The table by class has a threshold for each class."
     if error is not None:
         words += (
             f" Scores and precision differ by {error:.3f} on average (expected calibration error): with a large "
-            "difference a score is no probability."
+            "difference a score is not a probability."
         )
     return table(["wanted", "threshold", "precision", "recall", "F1"], rows) + paragraph(words, "dim") + charts(parts)
 
 
 def _curve_classes(judged: Judgement) -> list[int]:
-    """At most seven classes: all, or the best and the worst."""
+    """Return at most seven classes: all, or the best and the worst."""
     order = np.argsort(-np.nan_to_num(judged.class_ap), kind="stable")
     order = [int(k) for k in order if np.isfinite(judged.class_ap[k])]
     return order if len(order) < MOST_CURVES else order[:3] + order[-3:]
 
 
 def confusion(judged: Judgement) -> str:
-    matrix, names = judged.matrix, list(judged.matches.class_names)
+    matrix = judged.matrix
+    names = list(judged.matches.class_names)
     k = len(names)
     wrong = matrix.copy()
     np.fill_diagonal(wrong, 0)
@@ -154,10 +153,10 @@ def confusion(judged: Judgement) -> str:
     note = ""
     if k > MOST_CLASSES:
         chosen = sorted(np.argsort(-(wrong[:k].sum(axis=1) + wrong[:, :k].sum(axis=0)), kind="stable")[:MOST_CLASSES])
-        note = f" Shown are the {MOST_CLASSES} of {k} classes with the most mistakes; all stand in report.json."
+        note = f" Shown are the {MOST_CLASSES} of {k} classes with the most mistakes; report.json has all of them."
     text = (
-        f"Predictions above {judged.threshold:g} at IoU 0.5. A row tells what became of the boxes of a class and sums "
-        f"to their number; the last row is predictions where no box is.{note}"
+        f"Predictions above {judged.threshold:g} at IoU 0.5. A row shows how the boxes of a class were predicted and "
+        f"sums to their number; the last row is predictions where no box is.{note}"
     )
     part = matrix[np.ix_([*chosen, k], [*chosen, k])]
     shown = svg(figures.confusion_chart(part, [names[i] for i in chosen], judged.threshold))
@@ -176,7 +175,7 @@ def errors(judged: Judgement) -> str:
     bars = [(kind, cost, f"{cost:.3f}") for kind, cost in e.cost.items()]  # those of KINDS, then the special ones
     rows = [(kind, counts[kind], f"{e.cost[kind]:.3f}", MEANING[kind]) for kind in KINDS]
     text = (
-        f"AP50 is {e.ap50:.3f}; a bar tells by how much it would rise without mistakes of that kind. The kinds do not "
+        f"AP50 is {e.ap50:.3f}; a bar shows by how much it would rise without mistakes of that kind. The kinds do not "
         "add up. Method: TIDE (Bolya et al. 2020)."
     )
     parts = [

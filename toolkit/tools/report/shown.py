@@ -53,7 +53,7 @@ class Shown:
     threshold: float
 
     def figures(self) -> dict:
-        """F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
+        """Return F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
         charts = {
             "f1": f1_chart(self.curves, self.curves[ALL].best),
             "confusion_matrix": confusion_chart(self.matrix, self.matrix_names, self.threshold),
@@ -63,7 +63,7 @@ class Shown:
 
 
 def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
-    """Collects what trackers display of an evaluation.
+    """Collect everything that trackers display of an evaluation.
 
     Args:
         matches: of the predictions with the table. scores: as `CocoEvaluator.evaluate` returned them. pictures: images,
@@ -82,7 +82,9 @@ def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, gr
 
 
 def _images(table, matches: Matches, count: int) -> list[ShownImage]:
-    shown, truth, detections = [], matches.truth, matches.found
+    shown = []
+    truth = matches.truth
+    detections = matches.found
     for position in choose_images(table, count) if count else ():
         row = table.row(position)
         image = table.decode_image(row)
@@ -90,7 +92,8 @@ def _images(table, matches: Matches, count: int) -> list[ShownImage]:
         scale = min(1.0, LONGEST_SIDE / max(picture.size))
         if scale < 1:
             picture = fitted(picture, LONGEST_SIDE)
-        annotated_rows, best = truth.of_image(position), detections.of_image(position)
+        annotated_rows = truth.of_image(position)
+        best = detections.of_image(position)
         best = slice(best.start, min(best.stop, best.start + MOST_BOXES))
         annotated = truth.xyxy[annotated_rows] * scale, truth.labels[annotated_rows]
         detected = detections.xyxy[best] * scale, detections.labels[best], detections.scores[best]

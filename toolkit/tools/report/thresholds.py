@@ -24,11 +24,11 @@ class Sweep:
 
     @property
     def best(self) -> "Point | None":
-        """Where F1 is highest; of several such points the one with the highest score."""
+        """Return the point of the highest F1; among several, the one with the highest score."""
         return self.point(int(np.argmax(self.f1))) if len(self.f1) and self.f1.max() > 0 else None
 
     def at_precision(self, wanted: float) -> "Point | None":
-        """Most recall with at least this precision; None: no threshold gives it."""
+        """Return the point of the highest recall with at least this precision; None: no threshold reaches it."""
         rows = np.flatnonzero(self.precision >= wanted - 1e-12)
         return self.point(int(rows[np.argmax(self.recall[rows])])) if len(rows) else None
 
@@ -40,7 +40,8 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """A threshold and what it gives; whether a score equal to it counts does not matter, for none is."""
+    """A threshold and its metrics. No score equals a threshold, so that it does not matter whether an equal one
+    counts."""
 
     threshold: float
     precision: float
@@ -49,21 +50,23 @@ class Point:
 
 
 def sweep(matches: Matches, label: int | None = None) -> Sweep:
-    """Of one class, or of all boxes of all classes together (`label` None)."""
+    """Compute precision, recall and F1 of one class, or of all boxes of all classes together (`label` None)."""
     rows = matches.order
     if label is not None:
         rows = rows[matches.found.labels[rows] == label]
     rows = rows[matches.counts[rows]]
     total = int(matches.num_truth.sum() if label is None else matches.num_truth[label])
-    score, right = matches.found.scores[rows], np.cumsum(matches.right[rows])
-    last = np.flatnonzero(np.diff(score, append=-np.inf))  # of equal scores all count or none
-    true_positives, kept = right[last].astype(float), last + 1.0
+    score = matches.found.scores[rows]
+    right = np.cumsum(matches.right[rows])
+    last = np.flatnonzero(np.diff(score, append=-np.inf))  # equal scores count together
+    true_positives = right[last].astype(float)
+    kept = last + 1.0
     recall = true_positives / total if total else np.full(len(last), np.nan)
     return Sweep(score[last], true_positives / kept, recall, 2 * true_positives / (kept + total), total)
 
 
 def _between(low: float, high: float) -> float:
-    """A short decimal fraction t with low < t < high."""
+    """Return a short decimal fraction t with low < t < high."""
     for digits in range(2, 17):
         scale = 10.0**digits
         value = (np.ceil(high * scale) - 1) / scale
@@ -74,7 +77,7 @@ def _between(low: float, high: float) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Do scores say how often a prediction is right? Ten bins of equal width.
+    """Agreement between scores and how often predictions are right, in ten bins of equal width.
 
     score, precision: (10,) mean score, share that is right; NaN in an empty bin. error: mean distance of the two over
         all predictions (ECE, Naeini et al. 2015; for detections Küppers et al. 2020), None without predictions.
@@ -87,7 +90,8 @@ class Calibration:
 
 def calibration(matches: Matches, bins: int = 10) -> Calibration:
     rows = np.flatnonzero(matches.counts)
-    scores, right = matches.found.scores[rows], matches.right[rows]
+    scores = matches.found.scores[rows]
+    right = matches.right[rows]
     which = np.clip((scores * bins).astype(int), 0, bins - 1)
     count = np.bincount(which, minlength=bins)
     with np.errstate(invalid="ignore"):
@@ -98,7 +102,7 @@ def calibration(matches: Matches, bins: int = 10) -> Calibration:
 
 
 def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
-    """Counts annotated boxes by their class and the predicted one, at IoU 0.5, for predictions above `threshold`.
+    """Count annotated boxes by their class and the predicted one, at IoU 0.5, for predictions above `threshold`.
 
     A prediction first finds a box of its class, as in AP. What is left over is then paired across classes, largest IoU
     first. Crowds and what lies in them do not count.
@@ -107,7 +111,8 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
         (K + 1, K + 1) int64, rows the annotated class, columns the predicted one; the last row is the background
         (predictions without a box), the last column "missed". A row sums to the boxes of its class.
     """
-    m, k = matches, matches.num_classes
+    m = matches
+    k = matches.num_classes
     kept = (m.found.scores > threshold) & m.counts
     paired = np.where(kept & m.right, m.at_half, -1)
     matched = np.zeros(len(m.truth), bool)
@@ -115,9 +120,11 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
     left = kept[m.det] & (paired[m.det] < 0) & ~matched[m.gt] & ~m.crowd[m.gt] & ~m.same_class & (m.iou >= 0.5)
     rows = np.flatnonzero(left)
     for row in rows[np.argsort(-m.iou[rows], kind="stable")].tolist():
-        det, gt = m.det[row], m.gt[row]
+        det = m.det[row]
+        gt = m.gt[row]
         if paired[det] < 0 and not matched[gt]:
-            paired[det], matched[gt] = gt, True
+            paired[det] = gt
+            matched[gt] = True
     matrix = np.zeros((k + 1, k + 1), np.int64)
     pairs = np.flatnonzero(paired >= 0)
     np.add.at(matrix, (m.truth.labels[paired[pairs]], m.found.labels[pairs]), 1)

@@ -1,4 +1,4 @@
-"""Writes the report of one detector or of several: `index.html`, one file, and `report.json` with its numbers."""
+"""The report of one detector or of several: `index.html`, one file, and `report.json` with its numbers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +12,14 @@ from toolkit.tools.report.gallery import Pictures
 from toolkit.tools.report.judgement import Judgement, as_json
 from toolkit.tools.report.page import page, paragraph
 
-PAGE, NUMBERS = "index.html", "report.json"
+PAGE = "index.html"
+NUMBERS = "report.json"
 
 
 def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str) -> Path:
-    """`index.html`, which is returned, and of a detector that was judged `report.json`.
+    """Write `index.html`, and `report.json` if a detector was judged. Returns the page.
 
-    judged: None: there are no predictions; the page then has the curves and settings of the run.
+    judged: None without predictions; the page then has the curves and settings of the run.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,8 @@ def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str,
         return [("summary", "Summary", paragraph("There are no annotated boxes: nothing can be measured."))]
     maker = Pictures(judged.table, folder)
     annotation = gallery.annotation_mistakes(judged, maker)
-    images, mistakes = gallery.images(judged, maker), gallery.mistakes(judged, maker)
+    images = gallery.images(judged, maker)
+    mistakes = gallery.mistakes(judged, maker)
     graphs = "" if judged.graphs is None else judged.graphs.section(judged, maker, page_parts)
     return [
         ("summary", "Summary", sections.summary(judged)),
@@ -54,7 +56,8 @@ def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str,
 
 
 def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
-    """`index.html` with the detectors side by side, and `report.json` with the numbers of each and their differences.
+    """Write `index.html` with the detectors side by side, and `report.json` with the numbers of each and their
+    differences. Returns the page.
 
     Raises:
         BadInput: they were not made on the same data.

@@ -1,4 +1,4 @@
-"""Reads a sweep, its search space and its goal, in W&B's format (docs.wandb.ai/models/sweeps)."""
+"""A sweep file, with its search space and its goal, in W&B's format (docs.wandb.ai/models/sweeps)."""
 
 import math
 import sys
@@ -51,14 +51,14 @@ class Sweep:
     trials: int | None = None
 
     def command_of(self, values: Mapping, extra: list[str]) -> list[str]:
-        """The words that start a trial with these values; `extra` arguments come last and win."""
+        """Return the words that start a trial with these values; `extra` arguments come last and win."""
         arguments = [*(f"--{name}={_word(value)}" for name, value in values.items()), *extra]
         meant = {"${env}": [], "${interpreter}": [sys.executable], "${program}": [self.program], "${args}": arguments}
         return [part for word in self.command for part in meant.get(word, [word])]
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep in a file. Raises BadInput with all that is wrong in it."""
+    """Read the sweep in a file. Raises BadInput with everything that is wrong in it."""
     content = read_yaml(path, str(path))
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping with program, method, metric and parameters")
@@ -125,5 +125,5 @@ def _parameter(spec: object) -> Parameter:
 
 
 def _word(value: object) -> str:
-    """A value as YAML reads it back."""
+    """Write a value as YAML that reads back the same."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

@@ -15,7 +15,7 @@ class TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # Purging hides what an attempt left that has no checkpoint.
+        # Purging hides the rows of an attempt without a checkpoint.
         self._writer = SummaryWriter(str(folder / "tensorboard"), **({"purge_step": 0} if is_new else {}))
         final = {f"best/{about.metric}": 0.0, "best/step": 0.0}
         experiment, start, self._end = hparams(flat(about.config), final)  # SummaryWriter.add_hparams makes a folder
@@ -46,8 +46,8 @@ class TensorBoardTracker(Tracker):
 
 
 def _at_thresholds(sweep) -> tuple[np.ndarray, ...]:
-    """True and false positives, true negatives (there are none to count) and false negatives, precision and recall of
-    predictions with at least each threshold."""
+    """Return the true positives, false positives, true negatives (always 0), false negatives, precision and recall
+    of predictions with at least each threshold."""
     thresholds = np.linspace(0, 1, THRESHOLDS)
     row = np.searchsorted(-sweep.score, -thresholds, side="right") - 1  # the last score that is large enough
     precision, recall = (

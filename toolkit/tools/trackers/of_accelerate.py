@@ -15,7 +15,8 @@ from toolkit.run.trackers import About, Tracker, flat
 
 class AccelerateTracker(Tracker):
     def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
-        kind, goes_on = LOGGER_TYPE_TO_CLASS[self.name], self.run_id is not None
+        kind = LOGGER_TYPE_TO_CLASS[self.name]
+        goes_on = self.run_id is not None
         place = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
         if self.name == "comet_ml" and not goes_on:
             self.run_id = uuid.uuid4().hex
@@ -23,7 +24,7 @@ class AccelerateTracker(Tracker):
         self._inner.start()
         self.run_id = self.run_id or run_id(self.name, self._inner.tracker, about)
         _name_afterwards(self.name, self._inner.tracker, about, goes_on)
-        if not (goes_on and self.name == "mlflow"):  # which refuses other values of what it has
+        if not (goes_on and self.name == "mlflow"):  # MLflow refuses changed values
             self._inner.store_init_configuration(flat(about.config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -40,17 +41,18 @@ class AccelerateTracker(Tracker):
 
 
 def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
-    """What the program of that name takes for the name, id, group, tags and notes of a run.
+    """Return the arguments that a tracker takes for the name, id, group, tags and notes of a run.
 
-    run_id: None where the program itself chooses one. goes_on: there is such a run already.
+    run_id: None if the tracker chooses it. goes_on: whether the run exists already.
     """
-    tags, notes = list(about.tags), about.notes or None
+    tags = list(about.tags)
+    notes = about.notes or None
     if name == "mlflow":
         marks = dict.fromkeys(tags, "") | ({"group": about.group} if about.group else {}) | {"job_type": about.job_type}
         return {"run_name": about.name, "run_id": run_id, "tags": marks, "description": notes}
-    if name == "trackio":  # which knows a run by its name alone
+    if name == "trackio":  # it identifies a run only by its name
         return {"name": run_id or about.name, "group": about.group, "resume": "allow" if goes_on else "never"}
-    if name == "comet_ml":  # older releases make `Experiment`, which knows no mode
+    if name == "comet_ml":  # older releases make `Experiment`, which has no mode
         return {"experiment_key": run_id, "mode": "get_or_create" if goes_on else "create"}
     if name == "clearml":
         going_on = {"continue_last_task": run_id} if goes_on else {"reuse_last_task_id": False}
@@ -58,7 +60,7 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
     if name == "swanlab":
         going_on = {"id": run_id, "resume": "allow"} if goes_on else {}
         named = {"experiment_name": about.name, "group": about.group, "job_type": about.job_type}
-        place = {"logdir": str(folder / "swanlog")}  # with the run, and not where the command was given
+        place = {"logdir": str(folder / "swanlog")}  # with the run, and not in the current folder
         return {**named, **place, "tags": tags or None, "description": notes, **going_on}
     if name == "aim":
         return {"run_hash": run_id, "experiment": about.project}
@@ -68,29 +70,31 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
 
 
 def mlflow_names(names: Iterable[str]) -> list[str]:
-    """The names, such as `val/AP/<class>`, with "_" for what MLflow refuses: all but letters, digits, "_-. :" and
-    slashes, and what would be another path to the same place. Names that are then the same get a number."""
+    """Return the names, such as `val/AP/<class>`, with "_" for everything that MLflow refuses: all but letters,
+    digits, "_-. :" and slashes, and different paths to the same place. Names that become equal get a number."""
     return distinct(re.sub(r"[^/\w.\- :]|(?<=/)\.+(?=/|$)|(?<=/)/|/$", "_", name) for name in names)
 
 
 def run_id(name: str, inner: Any, about: About) -> str | None:
-    """By which the program finds the run again. inner: its own object, as Accelerate's `tracker` gives it."""
+    """Return the id by which the tracker finds the run again. inner: its own object, as Accelerate's `tracker` gives
+    it."""
     if name == "mlflow":
         return inner.info.run_id
     if name == "aim":
         return inner.hash
     if name in ("clearml", "swanlab"):
         return inner.id
-    return about.name  # Trackio and DVCLive go by names and folders
+    return about.name  # Trackio and DVCLive use names and folders
 
 
 def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None:
-    """Names and tags of programs that take them from a run that has begun; tags once."""
+    """Set the name and tags for trackers that take them from a run that has begun; tags only once."""
     tags = [] if goes_on else about.tags
     if name == "comet_ml":
         inner.set_name(about.name)
         inner.add_tags([*tags, *([about.group] if about.group and not goes_on else [])])
-    elif name == "aim":  # where Accelerate puts the project
-        inner.name, inner.description = about.name, about.notes
+    elif name == "aim":  # Accelerate sets it to the project
+        inner.name = about.name
+        inner.description = about.notes
         for tag in tags:
             inner.add_tag(tag)

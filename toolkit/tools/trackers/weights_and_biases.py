@@ -16,21 +16,21 @@ import numpy as np
 from toolkit.run.trackers import About, DataFacts, Tracker, agent_run_id, flat
 
 INIT_TIMEOUT_S = 30
-FINISH_TIMEOUT_S = 300  # a network lost since must not keep a finished run waiting; older releases lack this
+FINISH_TIMEOUT_S = 300  # so that a lost network does not delay a finished run; older releases lack this
 CURVE_POINTS = 100
 FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
 
 
 class WandbTracker(Tracker):
     def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
-        import wandb  # half a second that only its users pay
+        import wandb  # imported here, since it takes half a second
 
-        # Copies of the pictures in tables wait there to be sent: without a network, with the run and not in the home.
+        # Copies of the pictures in tables wait there to be sent; without a network they stay with the run.
         os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
         resumed = self.run_id is not None
         self.run_id = self.run_id or agent_run_id() or uuid.uuid4().hex[:8]
         self._run = _init(wandb, folder, about, self.run_id)
-        if resumed and not was_closed:  # killed: what was sent last may never have reached the server or a file
+        if resumed and not was_closed:  # killed: the last rows may not have reached the server or a file
             self.floor = self._run.step - 1  # of the server; -1 without a network: a row sent twice has the same step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -54,7 +54,7 @@ class WandbTracker(Tracker):
         self._run.log({"step": step, **values}, step=step)
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
-        """One artifact that refers to the data by their fingerprints; nothing is copied or sent."""
+        """Log one artifact that refers to the data by their fingerprints; nothing is copied or sent."""
         import wandb
 
         marks = {split: facts.fingerprint for split, facts in data.items()}
@@ -64,14 +64,14 @@ class WandbTracker(Tracker):
         artifact = wandb.Artifact(f"data-{data['train'].fingerprint[:16]}", "dataset", metadata=metadata)
         for split, facts in data.items():
             artifact.add_reference(f"data://{facts.fingerprint}/{facts.uri}", name=split)
-        if self._run.offline:  # which cannot look up what there is, and refuses `use_artifact`
+        if self._run.offline:  # an offline run cannot look up artifacts, and refuses `use_artifact`
             self._run.log_artifact(artifact)
         else:
             self._run.use_artifact(artifact)
         self.notes["data"] = marks
 
     def keep_final(self, final: Path, facts: Mapping) -> None:
-        """The artifact `best-<run id>`, where these files are not its newest version already."""
+        """Log the artifact `best-<run id>`, unless its newest version has these files already."""
         import wandb
 
         artifact = wandb.Artifact(f"best-{self.run_id}", "model", metadata=dict(facts))
@@ -88,12 +88,15 @@ class WandbTracker(Tracker):
 
 
 def _init(wandb, folder: Path, about: About, run_id: str):
-    """The run, online where that can be; else offline, with one warning."""
+    """Start the run, online if possible, otherwise offline with one warning."""
     limits = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S}
     settings = wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields})
     options = {key: getattr(about, key) for key in ("project", "name", "group", "job_type")}
-    options |= {"dir": str(folder), "settings": settings, "config": flat(about.config)}
-    options |= {"tags": list(about.tags) or None, "notes": about.notes or None}
+    options["dir"] = str(folder)
+    options["settings"] = settings
+    options["config"] = flat(about.config)
+    options["tags"] = list(about.tags) or None
+    options["notes"] = about.notes or None
     if agent_run_id() is None:  # else W&B takes the agent's id and group, and warns of any other
         options["id"] = run_id
     online = {} if os.environ.get("WANDB_MODE") == "offline" else {"resume": "allow"}
@@ -106,12 +109,12 @@ def _init(wandb, folder: Path, about: About, run_id: str):
             f"`wandb sync {folder}/wandb/offline-run-*`.",
             stacklevel=2,
         )
-        wandb.teardown()  # or it holds the failed attempt's id to be in use
+        wandb.teardown()  # or W&B treats the failed attempt's id as in use
         return wandb.init(**options, mode="offline")
 
 
 def _image(wandb, shown, class_names: list[str]):
-    """A picture as JPEG, with annotated and found boxes as layers; scores can be filtered there."""
+    """Return a picture as JPEG, with annotated and found boxes as layers; scores can be filtered there."""
     names = dict(enumerate(class_names))
 
     def layer(boxes, labels, scores=None) -> dict:
@@ -135,8 +138,10 @@ def _image(wandb, shown, class_names: list[str]):
 
 
 def _plots(wandb, shown) -> dict:
-    """Precision against recall, F1 against score, confusions and AP of each class, as W&B's own kinds of plot."""
-    curve, f1 = [], []
+    """Return precision against recall, F1 against score, confusions and AP of each class, as W&B's own kinds of
+    plot."""
+    curve = []
+    f1 = []
     for name, sweep in shown.curves.items():
         rows = np.unique(np.linspace(0, len(sweep.score) - 1, CURVE_POINTS).astype(int)) if len(sweep.score) else []
         curve += [[name, float(sweep.recall[i]), float(sweep.precision[i])] for i in rows]
@@ -145,14 +150,15 @@ def _plots(wandb, shown) -> dict:
     confusions = [[a, p, int(shown.matrix[i, j])] for i, a in enumerate(rows) for j, p in enumerate(columns)]
 
     def plot(kind: str, title: str, columns: dict[str, str], data: list):
-        """columns: by what that kind of plot calls them."""
+        """Return one plot. columns: names of the data's columns by the names that this kind of plot uses."""
         table = wandb.Table(columns=list(columns.values()), data=data)
         return wandb.plot_table(f"wandb/{kind}", table, columns, {"title": title})
 
     of_curve = {"class": "class", "x": "recall", "y": "precision"}
     of_f1 = {"step": "score", "lineVal": "f1", "lineKey": "class"}
     of_matrix = {name: name for name in ("Actual", "Predicted", "nPredictions")}
-    above, ap = f"Confusions above {shown.threshold:g}, IoU 0.5", [[name, value] for name, value in shown.ap.items()]
+    above = f"Confusions above {shown.threshold:g}, IoU 0.5"
+    ap = [[name, value] for name, value in shown.ap.items()]
     return {
         "val/precision_recall": plot("area-under-curve/v0", "Precision against recall, IoU 0.5", of_curve, curve),
         "val/f1": plot("lineseries/v0", "F1 against score, IoU 0.5", of_f1, f1),
@@ -163,7 +169,7 @@ def _plots(wandb, shown) -> dict:
 
 @contextmanager
 def _no_prompts() -> Iterator[None]:
-    """W&B asks for an account when it has no key and a terminal; nobody may be there to answer."""
+    """Keep W&B from asking for an account on a terminal without a key, since no user may be present to answer."""
     stdin = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:
         sys.stdin = nothing
