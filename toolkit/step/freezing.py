@@ -178,8 +178,8 @@ def bn_momentum(
     """Return the batch-norm momentum at an optimizer step: `start` during the warm-up, then to `final` at
     `total_steps`.
 
-    shape: "cosine" or "linear". The rule is that of CVNets' AdjustBatchNormMomentum, which ends with statistics that
-    still move.
+    shape: "cosine" or "linear". As in CVNets' AdjustBatchNormMomentum, it lets the running statistics
+    settle.
     """
     done = min(max((step - warmup_steps) / max(1, total_steps - warmup_steps), 0.0), 1.0)
     left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[shape]
