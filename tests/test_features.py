@@ -154,7 +154,7 @@ def test_a_file_that_holds_no_weights_is_one_sentence(tmp_path):
             "head.safetensors": b"hi"}  # fmt: skip
     for name, content in junk.items():
         (tmp_path / name).write_bytes(content)
-    words = {"list.pth": "there are no tensors", "module.pth": "holds objects beside tensors",
+    words = {"list.pth": "holds no tensors by name", "module.pth": "holds objects beside tensors",
              "head.safetensors": "not a safetensors file"}  # fmt: skip
     for name in [*junk, "list.pth", "module.pth"]:
         with pytest.raises(BadInput, match=words.get(name, "cannot be read as weights of PyTorch")) as refused:

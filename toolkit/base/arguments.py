@@ -8,8 +8,9 @@ from toolkit.base.text import ShortUsage
 
 
 class Program(argparse.ArgumentParser):
-    """An argparse parser that takes positional arguments before, between and after flags: `predict.py RUN --trust
-    IMAGES`.
+    """An argparse parser that takes positional arguments before, between and after flags.
+
+    Example: `predict.py RUN --trust IMAGES`.
 
     A flag with `nargs="+"` takes every word up to the next flag. If it cannot use one of them, or no word is left for a
     required argument, the error message says so. `parse_args` and `parse_known` replace those of argparse.

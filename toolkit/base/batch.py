@@ -94,8 +94,7 @@ def pixel_mask(sizes: Tensor, hw: tuple[int, int]) -> Tensor:
 def normalize_images(
     images: Tensor, sizes: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Compute (uint8 / 255 - mean) / std in float32, then set the padding outside `sizes` to zero, the mean, as DETR
-    does.
+    """Compute (uint8 / 255 - mean) / std in float32, then set the padding outside `sizes` to zero, the mean.
 
     images (B, 3, H, W) uint8 and sizes (B, 2) on one device -> (B, 3, H, W) contiguous, in `dtype`. Float images of the
     same range, which a loop may have mixed or moved, give the same numbers, are not modified, and may require
@@ -143,8 +142,7 @@ def send_dicts(dicts: Sequence[Mapping[str, object]], device: torch.device | str
 
 
 def sizes_on_host(sizes: Tensor, targets: Sequence[Mapping] | None) -> list[tuple[int, int]]:
-    """Return (h, w) of each image without padding; read `sizes` (B, 2) from its device only if the targets lack them.
-    """
+    """Return (h, w) of each image without padding; read `sizes` (B, 2) from its device only if targets lack them."""
     if targets and all("size" in target for target in targets):
         return [tuple(on_host(target)["size"].tolist()) for target in targets]
     return [(height, width) for height, width in sizes.tolist()]
@@ -161,8 +159,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that `pack` packed, as views of `packed` on its device; `like` gives their dtypes and shapes.
-    """
+    """Return the tensors that `pack` packed, as views of `packed`; `like` gives their dtypes and shapes."""
     return [
         packed[span.start : span.start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
         for span, tensor in zip(_byte_spans(like), like, strict=True)
@@ -190,8 +187,7 @@ def image_of_each(counts: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def pad_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Pad the rows (N, ...) of B images, counts[i] each, to (B, M, ...) with zeros, without the loop of `pad_sequence`.
-    """
+    """Pad the rows (N, ...) of B images, counts[i] each, to (B, M, ...) with zeros, faster than `pad_sequence`."""
     shape = len(counts), max(counts, default=0), *values.shape[1:]
     padded = values.new_zeros(shape).flatten(0, 1)
     padded[_padded_positions(counts, values.device)] = values
@@ -220,15 +216,13 @@ def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dic
 
 
 def kept_first(keep: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Return the counts (B,) of the rows that `keep` (B, K) selects, and each column (B, K, ...) with these rows first.
-    """
+    """Return the counts (B,) of rows that `keep` (B, K) selects, and each column (B, K, ...) with these rows first."""
     first = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices  # in their order
     return [keep.sum(dim=1), *(rows_of(column, first) for column in columns)]
 
 
 def _byte_spans(tensors: Sequence[Tensor]) -> list[slice]:
-    """Return the byte ranges of the tensors; each starts at a multiple of 8 bytes, the alignment of the widest dtype.
-    """
+    """Return the byte ranges of the tensors; each starts at a multiple of 8 bytes, the widest alignment."""
     ends = list(accumulate(-(-tensor.numel() * tensor.element_size() // 8) * 8 for tensor in tensors))
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 

@@ -63,8 +63,7 @@ def _scale(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
 
 
 def box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Compute the intersection over union, element by element, of shapes that broadcast: `(..., 4)`, `(..., 4)` ->
-    `(...)`.
+    """Compute the intersection over union, element by element: `(..., 4)`, `(..., 4)` -> `(...)`, with broadcasting.
 
     Two boxes without area have IoU 0 (torchvision: NaN), so that padding rows cannot poison a gradient.
     For all pairs use `pairwise_iou`.
@@ -73,10 +72,10 @@ def box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 
 def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Compute GIoU in [-1, 1], element by element: `(..., 4)`, `(..., 4)` -> `(...)` (Rezatofighi et al., CVPR 2019,
-    eq. 3).
+    """Compute GIoU in [-1, 1], element by element: `(..., 4)`, `(..., 4)` -> `(...)`.
 
-    The boxes must be ordered (x0 <= x1, y0 <= y1); boxes without area do not give NaN.
+    The definition is that of Rezatofighi et al., CVPR 2019, eq. 3. The boxes must be ordered (x0 <= x1, y0 <= y1);
+    boxes without area do not give NaN.
     """
     planes1 = boxes1_xyxy.unbind(-1)
     planes2 = boxes2_xyxy.unbind(-1)
@@ -115,6 +114,6 @@ def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide, with 0 and a zero gradient where the denominator is exactly 0; NaN stays NaN."""
+    """Compute a ratio: 0 with a zero gradient where the denominator is exactly 0; NaN stays NaN."""
     empty = denominator == 0
     return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)

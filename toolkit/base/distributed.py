@@ -107,9 +107,7 @@ def _common_names(values: Mapping[str, Any]) -> list[str]:
 
 
 def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
-    """Stack scalars to one float64 vector (float32 if the device has no float64) on the device of the tensors among
-    them.
-    """
+    """Stack scalars to one float64 vector on the device of the tensors among them; float32 if it has no float64."""
     device = next((v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
     scalars: list = list(values)

@@ -47,9 +47,7 @@ class BadInput(Exception):
 
 
 def all_faults(*calls: Callable[[], Any]) -> list:
-    """Call each function, also after one has failed, and return their results. Raises BadInput with the problems of
-    all.
-    """
+    """Call each function, also after one has failed; return their results or raise BadInput with all problems."""
     made = []
     problems = []
     for call in calls:
@@ -89,9 +87,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the CPU or a device ran out of memory; torch reports it as a plain RuntimeError with such a
-    message.
-    """
+    """Return whether the CPU or a device ran out of memory; torch reports it as a plain RuntimeError."""
     words = ("can't allocate memory", *_NO_MEMORY, *_NO_DEVICE_MEMORY)
     return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
 
@@ -104,7 +100,7 @@ def sentence(error: Exception) -> BadInput | None:
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         reason = str(error).partition("\n")[0]
         return BadInput(
-            f"out of memory{reason and f': {reason}'}. What is to be done: allow this process more (`ulimit -v`, "
+            f"out of memory{reason and f': {reason}'}. What to do: allow this process more (`ulimit -v`, "
             "the limit of the job or container), or let it need less: fewer workers, smaller batches or images."
         )
     if is_out_of_memory(error):
@@ -123,7 +119,7 @@ def sentence(error: Exception) -> BadInput | None:
     prefix = f"{error.filename}: " if error.filename else ""
     if len(prefix) >= 200:
         prefix = f"{prefix[:80]}… ({len(prefix)} characters): "
-    return BadInput(f"{prefix}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}.")
+    return BadInput(f"{prefix}{os.strerror(error.errno)}. What to do: {_ADVICE[error.errno]}.")
 
 
 class StoppedByGuard(Exception):
@@ -145,8 +141,7 @@ class FailedElsewhere(Exception):
 
 
 def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Wrap the `main` of a command: BadInput, and every error that `sentence` knows, becomes one message and an exit
-    code.
+    """Wrap the `main` of a command: BadInput, and every error that `sentence` knows, becomes a message and exit code.
 
     A `main` that returns nothing gives exit code 0.
     """

@@ -109,8 +109,7 @@ def read_json_object(path: Path) -> dict:
 
 
 def read_yaml(path: Path, where: str, what: str = "YAML"):
-    """Read a YAML file without running code from it; `where` (its name) and `what` (its kind) are for the error
-    message.
+    """Read a YAML file without running code from it; `where` and `what` describe it in the error message.
 
     Raises BadInput if it cannot be read, has a key twice, or has aliases that contain themselves or expand too far.
     """
@@ -274,8 +273,7 @@ def waiting_aloud(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def items_aloud(items: Iterable, what: str) -> Iterator:
-    """Yield the items; report once on stderr each that takes longer than `STALLED_S`. One thread watches all of them.
-    """
+    """Yield the items; report once on stderr each that takes longer than `STALLED_S`. One thread watches all."""
     began = None
     ended = threading.Event()
 
@@ -312,8 +310,7 @@ def _say(text: str) -> None:
 
 
 def usable_cores() -> int:
-    """Return the number of logical cores that this process may use; all cores if the system does not report it (macOS).
-    """
+    """Return the number of logical cores that this process may use; all cores if it is not known (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,5 +1,4 @@
-"""Signals that ask a run to stop: recorded here, agreed on between the ranks by the caller, answered by a checkpoint.
-"""
+"""Signals that ask a run to stop: recorded here, agreed on between the ranks, answered by a checkpoint."""
 
 import contextlib
 import multiprocessing
@@ -102,8 +101,7 @@ def stop_signals_raise() -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as SIGTERM for 15; empty for 0; "signal N" if this platform has no name for it.
-    """
+    """Return the name of a signal, such as SIGTERM for 15; empty for 0; "signal N" for one without a name."""
     if not number:
         return ""
     try:

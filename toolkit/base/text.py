@@ -36,9 +36,7 @@ def escaped(text: object, limit: int = 80) -> str:
 
 
 def in_utf_8(name: str) -> str:
-    """Return the name of a file as a text that UTF-8 can hold; a system may have names that are not in its own
-    encoding.
-    """
+    """Return the name of a file as a text that UTF-8 can hold, whatever encoding the system used."""
     return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
 
 
@@ -63,9 +61,7 @@ def as_code(text: object, limit: int = 80) -> str:
 
 
 def in_plot(text: object, limit: int = 40) -> str:
-    """Return `shown` text for a label of matplotlib, which reads `$` as mathematics and hides labels that begin with
-    `_`.
-    """
+    """Return `shown` text for a label of matplotlib, where `$` begins mathematics and a first `_` hides the label."""
     text = shown(text, limit).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 

@@ -13,7 +13,7 @@ _all = False
 
 
 def trust_files(trusted: bool = True) -> None:
-    """Allow, or forbid, files to run code in this process."""
+    """Set whether files may run code in this process."""
     global _all
     _all = trusted
 

@@ -52,7 +52,7 @@ class CocoEvaluator:
 
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
-            bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. None where there is no
+            bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. None without
             ground truth to find (pycocotools returns -1): undefined is not 0. Also `voc07_mAP` and `voc12_mAP`, see
             `voc_metrics`, and for a table that joins several sets `bbox_AP/<set>` of the images of each.
 
@@ -185,8 +185,7 @@ def _impossible_boxes(truth: Boxes, table) -> list[str]:
 
 
 def per_class_table(result: Mapping, table) -> str:
-    """Format a text table, one line a class: its images and boxes (without crowds), AP, AP50 and AR; `-` is undefined.
-    """
+    """Format a text table, one line a class: images and boxes (without crowds), AP, AP50 and AR; `-`: undefined."""
     truth = table.boxes()
     truth = truth[~truth.iscrowd]
     rows = [("class", "images", "boxes", "AP", "AP50", "AR100")]

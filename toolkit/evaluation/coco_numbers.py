@@ -186,10 +186,12 @@ def _row(precision: np.ndarray, recall: np.ndarray, params, m: Matches) -> dict[
     half, three_quarters = (int(np.argmin(abs(params.iouThrs - t))) for t in (0.5, 0.75))
     areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
     ious = {"": slice(None), "50": half, "75": three_quarters}
-    row = {f"bbox_AP{name}": _mean_of_defined(precision[at, :, :, 0, -1]) for name, at in ious.items()}
-    row |= {f"bbox_AP{a}": _mean_of_defined(precision[:, :, :, i, -1]) for a, i in areas.items()}
-    row |= {f"bbox_AR{n}": _mean_of_defined(recall[:, :, 0, i]) for i, n in enumerate(m.max_detections)}
-    row |= {f"bbox_AR{a}": _mean_of_defined(recall[:, :, i, -1]) for a, i in areas.items()}
+    row = {
+        **{f"bbox_AP{name}": _mean_of_defined(precision[at, :, :, 0, -1]) for name, at in ious.items()},
+        **{f"bbox_AP{a}": _mean_of_defined(precision[:, :, :, i, -1]) for a, i in areas.items()},
+        **{f"bbox_AR{n}": _mean_of_defined(recall[:, :, 0, i]) for i, n in enumerate(m.max_detections)},
+        **{f"bbox_AR{a}": _mean_of_defined(recall[:, :, i, -1]) for a, i in areas.items()},
+    }
     most = m.max_detections[-1]
     for k, name in enumerate(m.class_names):
         row[f"AP/{name}"] = _mean_of_defined(precision[:, :, k, 0, -1])

@@ -60,8 +60,7 @@ def drawable(text: object, limit: int = 30) -> str:
 
 
 def choose_images(table, count: int) -> list[int]:
-    """Return positions of `count` images, evenly spread over those with boxes (over all if none has), always the same.
-    """
+    """Return positions of `count` images, evenly spread over those with boxes (over all if none has)."""
     candidates = np.flatnonzero(table.num_boxes() > 0)
     if not len(candidates):
         candidates = np.arange(len(table))
@@ -239,9 +238,7 @@ def draw_marks(
 
 
 def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, tags: list[tuple]) -> tuple:
-    """Return (x1, y1, x2, y2) of a tag at a corner of its box, inside the picture, with the least overlap with other
-    tags.
-    """
+    """Return (x1, y1, x2, y2) of a tag at a corner of its box, with the least overlap with other tags."""
     x1, y1, x2, y2 = box
     left, right = x1 - 1, x2 + 2 - width
     places = []

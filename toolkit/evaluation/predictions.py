@@ -71,9 +71,7 @@ def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
 
 
 def usable(predictions: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
-    """Drop predictions that no metric can use: non-finite numbers and invalid labels. A warning says how many and
-    where.
-    """
+    """Drop predictions that no metric can use: non-finite numbers and invalid labels. A warning reports them."""
     finite = np.isfinite(predictions.xyxy).all(axis=1) & np.isfinite(predictions.scores)
     labelled = (predictions.labels >= 0) & (predictions.labels < num_classes)
     faults = {"a box or score that is not finite": finite, f"a label outside 0..{num_classes - 1}": labelled}

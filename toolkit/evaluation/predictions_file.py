@@ -137,7 +137,7 @@ def labels_by_name(path: Path, classes: Sequence[tuple[str, str]], table) -> tup
 
     Returns a label for each class, -1 for none, and one sentence for each class that was renamed, added or removed.
 
-    A class without a namesake was renamed where the table has a class of its id that is without one too.
+    A class without a namesake was renamed if the table has a class with its id that has no namesake either.
 
     Args:
         classes: (id, name) of each.
@@ -172,7 +172,7 @@ def labels_by_name(path: Path, classes: Sequence[tuple[str, str]], table) -> tup
         raise BadInput(
             f"{path} has predictions of {[name for _, name in gone[:5]]}, which {table.name} does not know, and "
             f"{table.name} has boxes of {[now[label][1] for label in added[:5]]}, of which there are no predictions: "
-            "where these are the same classes, give them the same name or the same id; else predict again"
+            "if these are the same classes, give them the same name or the same id; else predict again"
         )
     sentences += [f"the predictions of the class {name!r}, which is gone, are left out" for _, name in gone]
     sentences += [f"the class {now[n][1]!r} is new: its {boxes[n]} boxes can only count as missed" for n in added]
@@ -298,9 +298,7 @@ def _boxes(path: Path, entries: list[dict], table, label_of: Mapping) -> Boxes:
 
 
 def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
-    """Return the arrays of scene graph metrics, concatenated, with the number of rows of each image; {} for boxes
-    alone.
-    """
+    """Return the arrays of scene graph metrics, concatenated, and the rows of each image; {} for boxes alone."""
     if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
         return {}
     graphs = {}

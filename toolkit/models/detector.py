@@ -51,8 +51,9 @@ def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
 
 
 class Detector(nn.Module):
-    """The base of all detectors. A subclass is built as `Class(class_names, options, **known)` and sets its
-    announcements.
+    """The base of all detectors.
+
+    A subclass is built as `Class(class_names, options, **known)` and sets its announcements.
 
     Announced, as attributes of the class or set by `__init__`:
         Options: the dataclass of its settings, a subclass of `DetectorOptions`.
@@ -142,9 +143,7 @@ class Detector(nn.Module):
         return first_rows(counts.tolist(), dict(zip(("boxes", "scores", "labels"), columns, strict=True)))
 
     def map_taps(self) -> list[MapTap]:
-        """Return the feature maps for models built on this one, such as scene graphs; none: such models are not
-        possible.
-        """
+        """Return the taps of feature maps for models built on this one, such as scene graphs; none: there are none."""
         return []
 
     def all_predictions(self, outputs: Mapping, sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,9 +172,7 @@ class Detector(nn.Module):
         return
 
     def to_keep(self, detections: Mapping) -> Mapping:
-        """Return the part of an image's detections (from `postprocess`) that an evaluation keeps in memory; by default
-        all.
-        """
+        """Return the part of an image's detections that an evaluation keeps in memory; by default all."""
         return detections
 
     @property

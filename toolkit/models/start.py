@@ -122,7 +122,7 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> N
 def load_pretrained(
     detector: nn.Module, source: Pretrained, class_names: Sequence[str], fresh: Sequence[str] = ()
 ) -> WeightTable:
-    """Load the source's weights into the detector, row by row where the classes differ.
+    """Load the source's weights into the detector, row by row if the classes differ.
 
     fresh: prefixes of the tensors that keep their initial values.
 

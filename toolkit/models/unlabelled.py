@@ -18,8 +18,7 @@ def labelled_classes(targets: Sequence[Mapping], device: torch.device) -> Tensor
 
 
 def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: Tensor | None) -> Tensor:
-    """Set sigmoid losses (L, B, Q, C) of classes that an image does not label to 0, except at the indices `positives`.
-    """
+    """Set sigmoid losses (L, B, Q, C) of unlabelled classes to 0, except at the indices `positives`."""
     if labelled is None:
         return terms
     counted = labelled[:, None].expand_as(terms).clone()
@@ -39,8 +38,7 @@ def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | Non
 
 
 def partial_log_softmax(logits: Tensor, classes: Tensor, unlabelled: Tensor | None, background: int) -> Tensor:
-    """Return log-probabilities (N, C + 1) with which `nll_loss` for `classes` (N,) makes no unlabelled class less
-    likely.
+    """Return log-probabilities (N, C + 1) whose `nll_loss` for `classes` (N,) pushes no unlabelled class down.
 
     If the background is the target, it counts together with all unlabelled classes, one of which may be there (Cermelli
     et al., Modeling the Background, CVPR 2020, equation 5). If a class is the target, unlabelled ones are left out of

@@ -16,11 +16,11 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def checkpoint_in_place(module: nn.Module, checkpointing: bool, compile: bool | str | None = False) -> None:
-    """Apply gradient checkpointing (Chen et al., 2016, arXiv 1604.06174) to the `repeated_blocks` of `module`, if
-    wanted.
+    """Apply gradient checkpointing to the `repeated_blocks` of `module`, if wanted.
 
-    In training a block keeps its inputs only. Losses, gradients and buffers are bitwise equal: dropout draws the same
-    numbers again, and running statistics are updated once. The names in the state dict stay.
+    The method is that of Chen et al., 2016, arXiv 1604.06174. In training a block keeps its inputs only. Losses,
+    gradients and buffers are bitwise equal: dropout draws the same numbers again, and running statistics are updated
+    once. The names in the state dict stay.
 
     Raises:
         BadInput: the module has no such blocks, or is to be compiled.
@@ -38,8 +38,9 @@ def checkpoint_in_place(module: nn.Module, checkpointing: bool, compile: bool | 
 
 @functools.cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass with checkpointing; not a function on the instance, so that copies of a module run on their own
-    weights.
+    """Return a subclass with checkpointing.
+
+    A function on the instance would let copies of a module run on the weights of the original.
     """
 
     def forward(self, *args, **kwargs):
@@ -54,8 +55,9 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _attention_backends() -> list[SDPBackend]:
-    """Return the attention backends that are allowed here, for example by `sdpa_kernel`; the backward pass is outside
-    of it.
+    """Return the attention backends that are allowed here, for example by `sdpa_kernel`.
+
+    The backward pass is outside of that context.
     """
     of = torch.backends.cuda
     allowed = {

@@ -56,7 +56,9 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class GraphCount:
-    """A counter of the graphs of torch.compile in this process; growth in mid-training means that shapes keep changing.
+    """A counter of the graphs of torch.compile in this process.
+
+    Growth in mid-training means that shapes keep changing.
     """
 
     def __init__(self):

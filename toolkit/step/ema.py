@@ -82,9 +82,7 @@ class Ema:
         return {**self.module.state_dict(), UPDATES: self.updates}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore the result of `state_dict`; the weights of a model alone are accepted too and keep the number of
-        updates.
-        """
+        """Restore the result of `state_dict`; the weights of a model alone keep the number of updates."""
         weights = dict(state)
         self.updates = weights.pop(UPDATES, self.updates)
         self.module.load_state_dict(weights)

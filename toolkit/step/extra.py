@@ -1,5 +1,4 @@
-"""State that a script adds to a run: saved in every checkpoint, checked for NaN, restored exactly, equal on all ranks.
-"""
+"""State that a script adds to a run: saved in every checkpoint, checked for NaN, equal on all ranks."""
 
 import copy
 from collections import UserDict
@@ -82,8 +81,7 @@ class Extra(UserDict):
         return {name: value.state_dict() if _has_state(value) else value for name, value in self.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the entries that are assigned already, and the others when the script assigns them. Raises BadInput.
-        """
+        """Restore the assigned entries now, and the others when the script assigns them. Raises BadInput."""
         self._saved = {name: copy.deepcopy(state) for name, state in saved.items()}
         for name in list(self.data):
             if name in self._saved:
@@ -99,7 +97,7 @@ class Extra(UserDict):
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             kind = type(value).__name__
             raise BadInput(
-                f't.extra["{name}"] ({kind}) does not fit what the checkpoint holds: {error}; resume with the script '
+                f't.extra["{name}"] ({kind}) does not fit the state in the checkpoint: {error}; resume with the script '
                 "that wrote it, or begin a new run"
             ) from error
 

@@ -76,7 +76,7 @@ def _nearest(name: str, modules: Iterable[str]) -> str:
         if deeper and (not rest or f"{deeper}.{rest}" in names):
             return f"did you mean {deeper}{rest and f'.{rest}'}?"
         if deeper:
-            return f"did you mean what is below {deeper}? {_nearest(f'{deeper}.{rest}', names)}"
+            return f"did you mean a name below {deeper}? {_nearest(f'{deeper}.{rest}', names)}"
     beside = [m for m in names if m.startswith(prefix) and m and m.count(".") == depth]
     return f"{parent or 'the model'} has: {', '.join(sorted(beside)) or 'no modules'}"
 
@@ -88,9 +88,7 @@ def _highest(names: list[str]) -> str:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Set evaluation mode inside; afterwards every submodule has its former mode (frozen parts stay in evaluation
-    mode).
-    """
+    """Set evaluation mode inside; afterwards restore the former mode of every submodule."""
     modes = [(m, m.training) for m in module.modules()]
     module.eval()
     try:
@@ -155,8 +153,7 @@ def freeze_batch_norms(module: nn.Module) -> nn.Module:
 
 
 def hold_batch_norms(module: nn.Module) -> None:
-    """Freeze every batch norm in `module` in place, 1-d ones too, so that the images of a batch do not affect each
-    other.
+    """Freeze every batch norm in `module` in place, 1-d ones too, so that images do not affect each other.
 
     The names in the state dict stay, and weights that are loaded later take effect.
     """
@@ -175,8 +172,7 @@ def set_bn_momentum(module: nn.Module, momentum: float) -> None:
 def bn_momentum(
     step: int, total_steps: int, start: float, final: float, warmup_steps: int = 0, shape: str = "cosine"
 ) -> float:
-    """Return the batch-norm momentum at an optimizer step: `start` during the warm-up, then to `final` at
-    `total_steps`.
+    """Return the batch-norm momentum at a step: `start` during the warm-up, then to `final` at `total_steps`.
 
     shape: "cosine" or "linear". As in CVNets' AdjustBatchNormMomentum, it lets the running statistics
     settle.

@@ -219,8 +219,7 @@ class NanGuard:
         ]
 
     def watched(self, before_window: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Return (name, buffer) of those that must stay finite: their current values, or those at the last `snapshot`.
-        """
+        """Return (name, buffer) of those that must stay finite: as they are, or as at the last `snapshot`."""
         buffers = self._copies if before_window else self._live()
         return ((self._names[i], buffers[i]) for i in self._watched)
 
@@ -244,9 +243,7 @@ class NanGuard:
         _copy(self._live(), self._copies)
 
     def buffers_finite(self) -> Tensor:
-        """Return 1.0 while all buffers that were finite at the first snapshot still are, else 0.0; 0-dim, on their
-        device.
-        """
+        """Return 1.0 while all buffers that were finite at the first snapshot still are, else 0.0; 0-dim."""
         live = self._live()
         watched = [live[i] for i in self._watched]
         if not watched:

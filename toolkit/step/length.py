@@ -149,7 +149,8 @@ def steps_from(value: int | str, steps_per_epoch: int) -> int:
 
 
 def is_time(step: int, every: int, last: int | None = None) -> bool:
-    """Return whether an action of every `every` steps (0: only at the end) is due after `step` updates, or at the
-    `last`.
+    """Return whether an action of every `every` steps (0: only at the end) is due after `step` updates.
+
+    It is always due at the `last` step.
     """
     return step > 0 and (step == last or every > 0 and step % every == 0)

@@ -130,7 +130,7 @@ class LoopCheck:
         if now != self._groups:
             raise BadInput(
                 f"t.optimizer has {now} groups, session.training made {self._groups}. New parameters get an optimizer "
-                "of their own in t.extra; what is thawed later is in the optimizer from the start "
+                "of their own in t.extra; parameters thawed later are in the optimizer from the start "
                 "(docs/change_the_loop.md, recipes 4 and 9)"
             )
 
@@ -174,7 +174,7 @@ class LoopCheck:
 
     @property
     def was_refused(self) -> bool:
-        """Whether there is no current window because the guard has refused it."""
+        """Whether the guard has refused the window, which has ended it."""
         return self._start is None
 
     def end(self) -> bool:

@@ -292,8 +292,7 @@ def _check(owners: dict[str, str | None], given: dict, entries: dict, raw: Mappi
 
 
 def _at(entry: float | tuple[tuple[float, float], ...], step: int) -> float:
-    """Return the weight at an optimizer step: linear between the points, constant before the first and after the last.
-    """
+    """Return the weight at an optimizer step: linear between the points, constant before and after them."""
     if isinstance(entry, float):
         return entry
     after = bisect_right(entry, step, key=lambda point: point[0])

@@ -37,7 +37,7 @@ ADVICE = {
     "parameters": "The weights were not finite to begin with: check the pretrained file or checkpoint they came from.",
     "module": "A layer overflowed: lower optim.lr, lengthen schedule.warmup_steps, or use bf16 instead of fp16.",
     "loss": "The model's outputs are finite, the criterion's result is not: look at these images' boxes.",
-    "state": "The update itself overflowed, or was given what was not finite: lower optim.lr, or set optim.max_norm.",
+    "state": "The update itself overflowed, or its inputs were not finite: lower optim.lr, or set optim.max_norm.",
     "rate": "Lower optim.lr, or the factors on it.",
     "norm": "Every gradient is finite, but their norm is beyond the range of float32: lower the loss weights, or "
     "optim.lr if the weights have grown.",
@@ -170,7 +170,7 @@ def write_report(
 
     Returns:
         The folder `<run_folder>/nan/step_000123/rank0` (rank0_2, ... when that step failed before); None, with a
-        warning, when it cannot be written: a full disk must not change what the ranks agreed to do.
+        warning, when it cannot be written: a full disk must not change the ranks' decision.
     """
     nan_folder = Path(run_folder) / "nan"
     wanted = nan_folder / f"step_{report['step']:06d}" / f"rank{report['rank']}"
@@ -224,8 +224,9 @@ def _forget_reports(newest: Path) -> str:
 
 
 def _time_of_report(folder: Path) -> int:
-    """Return the time when a report was written, in nanoseconds; its step does not order it, since a rollback repeats
-    steps.
+    """Return the time when a report was written, in nanoseconds.
+
+    Steps do not order the reports, since a rollback repeats them.
     """
     path = folder / "report.json"
     return (path if path.exists() else folder).stat().st_mtime_ns
@@ -360,9 +361,7 @@ def _kind(module: nn.Module, inputs: Any) -> str:
 
 
 def _backward_operation(model: nn.Module, run_window: Callable[[], object]) -> str | None:
-    """Return the name of the first operation of the backward pass with a non-finite derivative, by autograd's anomaly
-    mode.
-    """
+    """Return the name of the first operation with a non-finite derivative, by autograd's anomaly mode."""
     if world()[1] > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         return None  # its forward waits for the other ranks, which need not be here
     try:
@@ -463,7 +462,7 @@ def describe_finding(finding: Facts) -> str:
     if finding["where"] == "state":
         broken = finding["nonfinite_state"]
         names = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more' if len(broken) > 3 else ''}"
-        return f"what the last update left: {names} not finite." if broken else "the weights and buffers are finite."
+        return f"not finite after the last update: {names}." if broken else "the weights and buffers are finite."
     if finding["where"] == "rate":
         return "a learning rate is too large for float32, whatever the batch."
     if finding["where"] == "norm":

@@ -42,7 +42,7 @@ def parameter_groups(
 
     Returns:
         [{name, params, param_names, lr, weight_decay}], in the order of their first parameter. Names, for
-        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/bias" where biases have a factor or a decay of
+        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/bias" if biases have a factor or a decay of
         their own, then "/<prefix>" of a multiplier or of slow parameters, then "/layer-<depth>" with a layer decay.
 
     Raises:
@@ -109,8 +109,7 @@ def _timm_depths(architecture: str) -> dict[str, int]:
 
 
 def _spelling(name: str) -> str:
-    """Return one spelling for timm's whole models and feature extractors, which flatten "stages.1.0" to "stages_1.0".
-    """
+    """Return one spelling of a name for timm's models and extractors, which flatten "stages.1.0" to "stages_1.0"."""
     return name.removeprefix("model.").replace("_", ".")
 
 
@@ -167,7 +166,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon (Jordan et al. 2024) for matrices, and its AdamW for all other parameters, as one optimizer.
 
     The matrices are in groups `<name>/muon`. Updates of Muon have the size of AdamW's (Liu et al. 2025, arXiv
-    2502.16982), so that one learning rate and weight decay serve both. Raises BadInput if there are no matrices.
+    2502.16982), so that one learning rate and weight decay serve both. Raises BadInput without matrices.
     """
 
     def __init__(self, groups: Sequence[dict], betas: Sequence[float], fused: bool | None, embeddings: Container[int]):

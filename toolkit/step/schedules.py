@@ -107,12 +107,11 @@ def cyclic_factor(
     last_cycle: str,
     final_factor: float,
 ) -> float:
-    """Return the factor of warm restarts in stairs, then one long decay (ESPNetv2, Mehta et al., CVPR 2019, section
-    4.1).
+    """Return the factor of warm restarts in stairs, then one long decay.
 
-    A cycle has `stairs` stairs of `step_size` steps each: the lowest rate, 1 / stairs, then 1 and down by 1 / stairs at
-    every stair, times `decay`. After `cycles` of them the lowest rate goes down to `final_factor` at `total_steps`, as
-    `last_cycle` says: linear or cosine.
+    The schedule is that of ESPNetv2 (Mehta et al., CVPR 2019, section 4.1). A cycle has `stairs` stairs of `step_size`
+    steps each: the lowest rate, 1 / stairs, then 1 and down by 1 / stairs at every stair, times `decay`. After `cycles`
+    of them the lowest rate goes down to `final_factor` at `total_steps`, as `last_cycle` says: linear or cosine.
     """
     stair = step // step_size
     lowest = decay / stairs
@@ -154,8 +153,7 @@ class GroupRates:
         raise NotImplementedError
 
     def at(self, step: int) -> float:
-        """Return the step of the schedule after `step` updates of the run: the same, unless the schedule was re-timed.
-        """
+        """Return the step of the schedule after `step` updates: the same, unless the schedule was re-timed."""
         since, origin, pace = self.clock
         if (since, pace) == (origin, 1.0):
             return step
@@ -279,8 +277,8 @@ class PlateauSchedule(GroupRates):
 
     Args:
         optimizer: see `GroupRates`.
-        gamma: factor of one decay. patience: validations in a row without improvement before it. threshold: what a
-            result must exceed the best one by (absolute; larger is better) to be an improvement.
+        gamma: factor of one decay. patience: validations in a row without improvement before it. threshold: the
+            amount by which an improvement must exceed the best result (absolute; larger is better).
         cooldown: validations after a decay, and at the start, that cannot count as bad.
         max_decays: `finished` after that many.
         warmup_steps, warmup_start, warmup_method: see `warm_up`. A decay can happen during warm-up.

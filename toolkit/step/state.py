@@ -38,8 +38,7 @@ def named_state(
 
 @torch.no_grad()
 def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
-    """Return 1.0 or 0.0, 0-dim, without a host read: whether the norm of one part (of `PARTS`, from 0) of the state is
-    finite.
+    """Return 1.0 if the norm of one part (of `PARTS`, from 0) of the state is finite, else 0.0; 0-dim, no host read.
 
     0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite` decides. (The largest magnitude would not
     overflow, but takes fifteen times as long on a CPU.)

@@ -60,7 +60,7 @@ def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) 
     try:
         try:
             return filter_fn(dict(offered), model)
-        except TypeError:  # older ones take the tensors alone
+        except TypeError:  # older ones accept only the tensors
             return filter_fn(dict(offered))
     except (LookupError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         some = ", ".join(list(offered)[:SHOWN])

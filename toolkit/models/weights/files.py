@@ -80,8 +80,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
-    """Read a file of safetensors or PyTorch only, as `read` does. setting: the one that names the file, for messages.
-    """
+    """Read a file of safetensors or PyTorch, as `read` does. setting: the one that names the file, for messages."""
     if path.suffix.lower() == ".safetensors":
         try:
             return load_file(path)
@@ -119,4 +118,4 @@ def _tensors(document: object, path: Path, setting: str) -> dict[str, Tensor]:
             tensors = {str(name): value for name, value in entry.items() if isinstance(value, Tensor)}
             wrappers = re.compile(r"^(module\.|_orig_mod\.)*")  # of DistributedDataParallel and torch.compile
             return {wrappers.sub("", name): value for name, value in tensors.items()}
-    raise BadInput(f"{setting} {path}: there are no tensors by name in it")
+    raise BadInput(f"{setting} {path}: it holds no tensors by name")

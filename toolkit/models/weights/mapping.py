@@ -38,8 +38,7 @@ class WeightTable:
         return [*rows, *(("new", name, "") for name in self.new), *(("unused", name, "") for name in self.unused)]
 
     def table(self) -> str:
-        """Format one line per tensor: loaded (same name), mapped (from another, or by rows), new; then the unused ones.
-        """
+        """Format one line per tensor: loaded (same name), mapped (from another, or by rows), new; then the unused."""
         return "\n".join(f"{what:<7s} {name} {note}".rstrip() for what, name, note in self.entries())
 
     def summary(self) -> str:
@@ -106,7 +105,7 @@ def copy_class_rows(
 ) -> Tensor | None:
     """Return `target` with the rows that `source` has for the same class, and those for no class.
 
-    Returns None if the shapes do not fit, and `target` itself if there are no such rows.
+    Returns None if the shapes do not fit, and `target` itself if no rows match.
     """
     target_rows, target_blocks = _row_meanings(len(target), layout, classes)
     source_rows, source_blocks = _row_meanings(len(source), layout, source_classes)
@@ -123,9 +122,7 @@ def copy_class_rows(
 
 
 def _row_meanings(rows: int, layout: ClassLayout, classes: Sequence[str]) -> tuple[list[tuple], int]:
-    """Return the meaning of each row of a class tensor, and its number of blocks; 0 if the rows do not fill whole
-    blocks.
-    """
+    """Return the meaning of each row of a class tensor, and its number of blocks; 0 for an incomplete block."""
     before, per_class, after = layout
     block = [("before", i) for i in range(before)] + [("class", name, i) for name in classes for i in range(per_class)]
     block += [("after", i) for i in range(after)]
@@ -157,7 +154,7 @@ def _check_prefixes(model: Mapping, checkpoint: Mapping, prefixes: Mapping[str, 
 
 def _check_classes(classes: Sequence[str], source_classes: Sequence[str]) -> list[str]:
     return [
-        f"class {name!r} stands {side[name]} times in the {where}: which one is meant cannot be told"
+        f"class {name!r} stands {side[name]} times in the {where}: a class needs a name of its own"
         for side, where in ((Counter(classes), "data"), (Counter(source_classes), "checkpoint"))
         for name in dict.fromkeys(classes)
         if side[name] > 1 and list(classes) != list(source_classes)
@@ -169,8 +166,6 @@ def _below(name: str, prefix: str) -> bool:
 
 
 def _part(name: str) -> str:
-    """Return the part of the model that a tensor belongs to: at most three parts of its name, without its own and
-    numbers.
-    """
+    """Return the part of the model that a tensor belongs to: at most three parts of its name, without numbers."""
     parts = [part for part in name.split(".")[:-1][:4] if not part.isdigit()]
     return ".".join(parts[:3]) or name

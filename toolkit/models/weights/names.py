@@ -63,8 +63,8 @@ def renamed(state: Mapping[str, Tensor], pairs: Pairs) -> dict[str, Tensor]:
     """Rename tensors to our names; a name that no pair matches is kept.
 
     Args:
-        pairs: prefixes of names, (theirs, ours), in whole parts; the first that fits applies, and what comes after it
-            is kept. `*` stands for a number.
+        pairs: prefixes of names, (theirs, ours), in whole parts; the first that fits applies, and the rest of the
+            name is kept. `*` stands for a number.
     """
     rules = [(_pattern(theirs), ours.replace("*", "{}")) for theirs, ours in pairs]
     return {_renamed(name, rules): tensor for name, tensor in state.items()}
