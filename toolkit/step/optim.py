@@ -63,8 +63,8 @@ def parameter_groups(
         if name in depths:
             traits.append((f"/layer-{depths[name]}", layer_decay ** depths[name]))
         for suffix, factor in traits:
-            group_name += suffix
-            group_lr *= factor
+            group_name = group_name + suffix
+            group_lr = group_lr * factor
         group = {"name": group_name, "params": [], "param_names": [], "lr": group_lr, "weight_decay": decay}
         group = groups.setdefault(group_name, group)
         group["params"].append(parameter)
