@@ -181,5 +181,5 @@ def test_everything_that_breaks_the_contract_is_named_at_once(announced, problem
         check_contract(detector)
     found = error.value.problems if problems else []
     assert [words in problem for words, problem in zip(problems, found, strict=True)] == [True] * len(problems)
-    with pytest.raises(BadInput, match="Linear is no detector"):
+    with pytest.raises(BadInput, match="Linear is not a detector"):
         check_contract(torch.nn.Linear(1, 1))

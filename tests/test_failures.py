@@ -42,7 +42,7 @@ class SsdConfig(Config):
                                     errno.ENAMETOOLONG, errno.EFBIG, errno.EIO])  # fmt: skip
 def test_what_the_file_system_refuses_is_one_sentence(number, capsys):
     for error in said_of(OSError(number, "x", "/a/" + "b" * 300), capsys):
-        assert error.startswith("error: /a/bbb") and "What is to be done: " in error and len(error) < 450
+        assert error.startswith("error: /a/bbb") and "What to do: " in error and len(error) < 450
     assert "--run.resume" not in error, "of a program that trains nothing"
 
 

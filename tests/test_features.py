@@ -154,8 +154,8 @@ def test_a_file_that_holds_no_weights_is_one_sentence(tmp_path):
             "head.safetensors": b"hi"}  # fmt: skip
     for name, content in junk.items():
         (tmp_path / name).write_bytes(content)
-    words = {"list.pth": "there are no tensors", "module.pth": "holds objects beside tensors",
-             "head.safetensors": "no safetensors file"}  # fmt: skip
+    words = {"list.pth": "holds no tensors by name", "module.pth": "holds objects beside tensors",
+             "head.safetensors": "not a safetensors file"}  # fmt: skip
     for name in [*junk, "list.pth", "module.pth"]:
         with pytest.raises(BadInput, match=words.get(name, "cannot be read as weights of PyTorch")) as refused:
             timm_features("resnet10t", strides=(8,), pretrained_backbone=str(tmp_path / name))
@@ -169,7 +169,7 @@ def test_a_file_that_holds_no_weights_is_one_sentence(tmp_path):
     ({"strides": (16, 8)}, "increasing"),
     ({"strides": ()}, "increasing"),
     ({"norm": "layer"}, "batch, frozen, group, sync"),
-    ({"pretrained_backbone": "no/such/file"}, "there is no file"),
+    ({"pretrained_backbone": "no/such/file"}, "does not exist"),
 ])  # fmt: skip
 def test_faults_are_bad_input(options, words):
     with pytest.raises(BadInput, match=words):

@@ -345,7 +345,7 @@ def test_rows_settings_predictions_and_reports_nested_too_deeply_or_no_utf8_are_
     with pytest.raises(BadInput, match="pretrained_config.json: cannot be read"):
         load_config_dict(tmp_path / "config.yaml", options_class)
     (tmp_path / "results.json").write_text(DEEP)
-    with pytest.raises(BadInput, match="no COCO results file"):
+    with pytest.raises(BadInput, match="not a COCO results file"):
         read_predictions(tmp_path / "results.json", None)
     for name in ("report.json", "batch_0.safetensors", "model.safetensors"):
         (tmp_path / name).write_text("{}")

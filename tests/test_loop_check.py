@@ -127,7 +127,7 @@ def test_what_cannot_be_saved_or_does_not_fit_is_refused():
         extra["names"] = {"a"}
     other = Extra(extra._accelerator)
     other.load_state_dict(extra.state_dict())
-    with pytest.raises(BadInput, match="does not fit what the checkpoint holds"):
+    with pytest.raises(BadInput, match="does not fit the state in the checkpoint"):
         other["critic"] = nn.Linear(3, 1)
 
 

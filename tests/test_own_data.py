@@ -49,7 +49,7 @@ def test_no_split_no_weights_and_a_cut_image_are_one_message(whole, tmp_path, ki
     with pytest.raises(BadInput) as caught:
         open_all_splits("train", "val", "test", tmp_path, weights, **where)
     early, all_of_it = said[0], str(caught.value)
-    for words in ("no split 'val'; hold a share", "no split 'test'", "pretrained_backbone: there is no file"):
+    for words in ("no split 'val'; hold a share", "no split 'test'", "pretrained_backbone: the file"):
         assert words in early and all_of_it.count(words) == 1
     assert "000003" in all_of_it and "000003" not in early
     weights = partial(check_weights, RTDetrV2Options())

@@ -196,7 +196,7 @@ def test_meters_are_used_as_those_of_detr(capsys):
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("epoch 3 [2/3]\teta: ") and last.startswith("epoch 3 [3/3]\teta: 0:00:00\tlr: 0.100000\t")
     assert meters.loss.global_avg == 3.0 and meters.loss.median == 2.0 and meters.loss is meters["loss"]
-    with pytest.raises(AttributeError, match="no meter 'los'; there are lr, loss"):
+    with pytest.raises(AttributeError, match="meter 'los' does not exist; there are lr, loss"):
         _ = meters.los
     seen = list(meters.log_every(iter("ab"), every=1))
     assert seen == ["a", "b"] and "[2]" in capsys.readouterr().out

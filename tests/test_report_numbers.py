@@ -346,7 +346,7 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
         with pytest.raises(BadInput, match=words):
             read_predictions(file, table)
     file.write_text("nothing")
-    with pytest.raises(BadInput, match="no COCO results file"):
+    with pytest.raises(BadInput, match="not a COCO results file"):
         read_predictions(file, table)
     with pytest.raises(BadInput, match=".json"):
         write_predictions(tmp_path / "found.txt", predictions, table)

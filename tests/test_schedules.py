@@ -280,7 +280,7 @@ def test_a_warm_up_in_epochs():
         settings = ScheduleConfig(name="cosine", warmup_steps=warm, warmup_factor=0.0)
         rates.append([schedule_of_settings(settings, optimizer(1.0), 300, 30).factors(s) for s in (0, 30, 60, 100)])
     assert rates[0] == rates[1] and rates[0][1:3] == [(0.5,), (1.0,)]
-    with pytest.raises(BadInput, match="'-5' is no time"):
+    with pytest.raises(BadInput, match="'-5' is not a time"):
         schedule_of_settings(ScheduleConfig(warmup_steps="-5"), optimizer(1.0), 300, 30)
 
 

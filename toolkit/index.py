@@ -1,8 +1,8 @@
-"""What lies outside the core, by name: detectors, readers, augmentation recipes, publishers of weights, and tools.
+"""The names of everything outside the core: detectors, readers, augmentation recipes, publishers of weights, tools.
 
-The core imports none of it. It looks a name up here and loads the module that stands beside it, when it is asked for:
-`--help` waits for no detector, and a start of one loads none of the others. A new detector family is a folder below
-`toolkit/detectors/` and a line in each table that it has something for.
+The core does not import these modules. It looks up a name here and loads its module when it is needed: `--help` waits
+for no detector, and the start of one loads none of the others. A new detector family is a folder below
+`toolkit/detectors/` and a line in each table that it has an entry for.
 
 References are `module:attribute`.
 """
@@ -17,7 +17,7 @@ _SCENE_GRAPHS = "toolkit.detectors.scene_graphs"
 _SSD = "toolkit.detectors.ssd"
 _YOLOV3 = "toolkit.detectors.yolov3"
 
-# What `from toolkit import ...` gives.
+# The names of `from toolkit import ...`.
 FACE = {
     "Boxes": "toolkit.base.boxes:Boxes",
     "CocoEvaluator": "toolkit.evaluation.coco:CocoEvaluator",
@@ -66,7 +66,7 @@ READERS = dict.fromkeys(("visual_genome", "psg", "vrd", "gqa", "open_images"), f
 # data.recipe -> the function that makes the training augmentation; "detr" and "ssd" are the core's own.
 RECIPES = {"yolov3": f"{_YOLOV3}.transforms:yolov3_transform"}
 
-# Publishers of weights, in the order in which they are asked whether a file is theirs.
+# Publishers of weights, in the order in which they are tried for a file.
 PUBLISHERS = (
     "toolkit.models.weights:torchvision",
     f"{_SCENE_GRAPHS}.weights_scene_graph_benchmark:SCENE_GRAPH_BENCHMARK",
@@ -95,7 +95,7 @@ TRACKERS = {
 }
 OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 
-# What a run calls where its settings ask for it.
+# The functions that a run calls if its settings request them.
 TOOLS = {
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
     "shown": "toolkit.tools.report.shown:shown_evaluation",
@@ -114,7 +114,7 @@ def load(reference: str) -> Any:
     """Import the module of a reference and return the attribute: a function, a class, an object or a module.
 
     Raises:
-        ImportError, AttributeError, ValueError: there is no such module or attribute, or the reference is malformed.
+        ImportError, AttributeError, ValueError: the module or attribute does not exist, or the reference is malformed.
     """
     module, _, name = reference.partition(":")
     found = importlib.import_module(module)

@@ -35,7 +35,7 @@ CASES = {
     "wrong loss weight": (["--loss.weights", '{{"loss_bbox": "high"}}'], ["loss_bbox", "high"]),
     "no such time": (["--run.eval_every", "often"], ["often", "epochs"]),
     "no milestones": (["--schedule.name", "multistep"], ["schedule.milestones"]),
-    "missing source": (["--model.pretrained", "runs/of/nobody"], ["there is no runs/of/nobody"]),
+    "missing source": (["--model.pretrained", "runs/of/nobody"], ["runs/of/nobody does not exist"]),
     "unknown compiler": (["--optim.compile", "gcc"], ["inductor"]),
     "no such augmentation": (["--data.augment", '["RandomFlip"]'], ["RandomFlip"]),
     "no such parameters": (["--optim.lr_multipliers", '{{"neck": 0.1}}'], ["optim.lr_multipliers.neck"]),

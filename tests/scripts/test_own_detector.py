@@ -48,7 +48,7 @@ def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data
 def test_a_class_that_is_no_detector_is_refused_before_anything_is_read():
     for architecture, words in {
         "fcos_detector:Fcos": "cannot be imported: fcos_detector has no Fcos; the nearest name is FCOS",
-        "fcos_detector:FCOSOptions": "no subclass",
+        "fcos_detector:FCOSOptions": "not a subclass",
         "nowhere:FCOS": "cannot be imported", "faster_rcn": "did you mean faster_rcnn",
         "rt_detr_v2": "another script trains rt_detr_v2",
     }.items():  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line of a program beside training: what must be given and flags in any order."""
+"""The command line of a program beside training, with positional arguments and flags in any order."""
 
 import argparse
 import sys
@@ -8,18 +8,20 @@ from toolkit.base.text import ShortUsage
 
 
 class Program(argparse.ArgumentParser):
-    """An argparse parser that takes files before, between and after flags, as `predict.py RUN --trust IMAGES`.
+    """An argparse parser that takes positional arguments before, between and after flags.
 
-    A flag with `nargs="+"` takes every word up to the next flag; where one of them cannot be meant for it, or where
-    nothing is left for what must be given, the error says so. `parse_args` and `parse_known` replace those of argparse.
+    Example: `predict.py RUN --trust IMAGES`.
+
+    A flag with `nargs="+"` takes every word up to the next flag. If it cannot use one of them, or no word is left for a
+    required argument, the error message says so. `parse_args` and `parse_known` replace those of argparse.
     """
 
     def __init__(self, description: str | None, **options):
         super().__init__(description=description, formatter_class=ShortUsage, **options)
-        self._taken: dict[str, list[str]] = {}  # by flags of `nargs="+"`: the words that they took
+        self._taken: dict[str, list[str]] = {}  # by flag with `nargs="+"`: the words it took
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Parse all words. End the program with exit code 2 and one sentence where they cannot be used."""
+        """Parse all words; end the program with exit code 2 and one sentence if they cannot be used."""
         parsed, unknown = self.parse_known(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -28,7 +30,7 @@ class Program(argparse.ArgumentParser):
     def parse_known(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the words that are known; return what they say, and the other words."""
+        """Parse the known words; return the namespace and the other words."""
         self._taken = {}
         return self.parse_known_intermixed_args(sys.argv[1:] if args is None else list(args), namespace)
 
@@ -55,6 +57,6 @@ class Program(argparse.ArgumentParser):
         return f"{flag} takes every word up to the next flag; put {' and '.join(self._names()) or 'others'} before it"
 
     def _names(self) -> list[str]:
-        """What must or may be given without a flag, as the usage has it."""
+        """Return the names of the positional arguments, as the usage shows them."""
         actions = (action for action in self._actions if not action.option_strings)
         return [action.metavar or action.dest for action in actions]

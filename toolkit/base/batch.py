@@ -13,7 +13,7 @@ Target = dict[str, object]  # of one image, see `toolkit.data.dataset.row_target
 
 @dataclass
 class Batch:
-    """Images of one micro-batch on one rank.
+    """The images and targets of one micro-batch on one rank.
 
     images: uint8 (B, 3, H, W), channels-last in memory, 0 beyond each image's size (padding is right and below).
     sizes: (B, 2) int64 (h, w) of each image without its padding.
@@ -29,9 +29,9 @@ class Batch:
         return len(self.targets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The batch on `device`, in two copies: the images, and all small tensors in one.
+        """Copy the batch to `device` in two transfers: the images, and all small tensors together.
 
-        Elsewhere than on the CPU each target has its original as `on_host`, see there.
+        On a device other than the CPU, each target keeps its original as `on_host`, see the function of this name.
         """
         device = torch.device(device)
         if device.type == "cpu":
@@ -39,7 +39,8 @@ class Batch:
         small = self._small()
         packed = send(pack(small) if self.packed is None else self.packed, device, non_blocking)
         sizes, *rest = unpack(packed, small)
-        parts, targets = iter(rest), []
+        parts = iter(rest)
+        targets = []
         for target in self.targets:
             moved = {k: next(parts) if isinstance(v, Tensor) else v for k, v in target.items()}
             targets.append(moved | {"on_host": HostTarget(on_host(target))})
@@ -60,12 +61,13 @@ class Batch:
         return {"images": self.images, "sizes": _as_array(self.sizes), "targets": targets}
 
     def __setstate__(self, state: dict) -> None:
-        self.images, self.sizes = state["images"], _as_tensor(state["sizes"])
+        self.images = state["images"]
+        self.sizes = _as_tensor(state["sizes"])
         self.targets = [{name: _as_tensor(value) for name, value in target.items()} for target in state["targets"]]
 
 
 class HostTarget(Mapping):
-    """A target's original on the CPU, beside its copy on the device.
+    """The original of a target on the CPU, kept beside its copy on the device.
 
     It is not a dict: DistributedDataParallel copies each tensor in dicts, lists and tuples to its GPU, one by one.
     """
@@ -84,7 +86,7 @@ class HostTarget(Mapping):
 
 
 def pixel_mask(sizes: Tensor, hw: tuple[int, int]) -> Tensor:
-    """bool (B, H, W): True inside each image's `sizes` (B, 2) h, w; on the device of `sizes`."""
+    """Return a bool mask (B, H, W), True inside each image's `sizes` (B, 2) h, w; on the device of `sizes`."""
     rows, columns = (torch.arange(side, device=sizes.device) for side in hw)
     return (rows[:, None] < sizes[:, 0, None, None]) & (columns < sizes[:, 1, None, None])
 
@@ -92,16 +94,17 @@ def pixel_mask(sizes: Tensor, hw: tuple[int, int]) -> Tensor:
 def normalize_images(
     images: Tensor, sizes: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """(uint8 / 255 - mean) / std in float32, then zero outside `sizes`: the padding of DETR, where zero is the mean.
+    """Compute (uint8 / 255 - mean) / std in float32, then set the padding outside `sizes` to zero, the mean.
 
     images (B, 3, H, W) uint8 and sizes (B, 2) on one device -> (B, 3, H, W) contiguous, in `dtype`. Float images of the
-    same range, which a loop may have mixed or moved, give the same numbers, stay as they are, and may want gradients.
+    same range, which a loop may have mixed or moved, give the same numbers, are not modified, and may require
+    gradients.
     """
     if images.is_floating_point():
         planes = zip((images.to(torch.float32) / 255).unbind(1), mean, std, strict=True)
         normalized = torch.stack([(plane - each_mean) / each_std for plane, each_mean, each_std in planes], 1)
         return normalized.masked_fill(~pixel_mask(sizes, images.shape[-2:])[:, None], 0).to(dtype)
-    # Planes are made of the bytes, before they are four times as many.
+    # The planes are made contiguous as bytes, before float32 makes them four times as large.
     normalized = images.contiguous().to(torch.float32).div_(255)
     for plane, channel_mean, channel_std in zip(normalized.unbind(1), mean, std, strict=True):
         plane.sub_(channel_mean).div_(channel_std)  # plain numbers: a tensor of them would make the host wait for a GPU
@@ -117,19 +120,19 @@ def _as_tensor(value: object) -> object:
 
 
 def on_host(target: Mapping[str, object]) -> Mapping[str, object]:
-    """The target's original on the CPU: what depends on targets alone is decided there, without a device sync."""
+    """Return the target's original on the CPU, from which decisions need no device synchronisation."""
     return target.get("on_host", target)
 
 
 def send(values: Tensor, device: torch.device | str, non_blocking: bool = True) -> Tensor:
-    """CPU values on `device`, without waiting for what is queued there."""
+    """Copy CPU values to `device`, without waiting for the work that is queued there."""
     if torch.device(device).type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
         values = values.pin_memory()
     return values.to(device, non_blocking=non_blocking)
 
 
 def send_dicts(dicts: Sequence[Mapping[str, object]], device: torch.device | str) -> list[dict[str, object]]:
-    """The dicts with their tensors on `device`: CPU tensors go in one asynchronous copy."""
+    """Copy the tensors in the dicts to `device`; CPU tensors go in one asynchronous copy."""
     tensors = [value for entry in dicts for value in entry.values() if isinstance(value, Tensor)]
     if torch.device(device).type == "cpu" or not tensors or any(value.device.type != "cpu" for value in tensors):
         moved = iter([value.to(device) for value in tensors])
@@ -139,24 +142,24 @@ def send_dicts(dicts: Sequence[Mapping[str, object]], device: torch.device | str
 
 
 def sizes_on_host(sizes: Tensor, targets: Sequence[Mapping] | None) -> list[tuple[int, int]]:
-    """(h, w) of each image without padding; `sizes` (B, 2) is read from its device only where no target knows."""
+    """Return (h, w) of each image without padding; read `sizes` (B, 2) from its device only if targets lack them."""
     if targets and all("size" in target for target in targets):
         return [tuple(on_host(target)["size"].tolist()) for target in targets]
     return [(height, width) for height, width in sizes.tolist()]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one device as bytes one after the other, (N,) uint8: one copy to another device instead of many."""
+    """Pack tensors of one device as consecutive bytes, (N,) uint8: one copy to another device instead of many."""
     spans = _byte_spans(tensors)
     packed = torch.zeros(spans[-1].stop if spans else 0, dtype=torch.uint8, device=tensors[0].device)
     for span, tensor in zip(spans, tensors, strict=True):
-        bytes_of = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # also of strides of 0
+        bytes_of = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # also for strides of 0
         packed[span.start : span.start + len(bytes_of)] = bytes_of
     return packed
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """What `pack` packed of `like`, as views of `packed`, wherever that is."""
+    """Return the tensors that `pack` packed, as views of `packed`; `like` gives their dtypes and shapes."""
     return [
         packed[span.start : span.start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
         for span, tensor in zip(_byte_spans(like), like, strict=True)
@@ -164,14 +167,14 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on the CPU; those of a device in one copy, for which the host waits once."""
+    """Copy the tensors to the CPU; those of a device in one copy, for which the host waits once."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(tensors)
     return unpack(pack(tensors).cpu(), tensors)
 
 
 def dicts_to_host(dicts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The dicts, of the same keys, with copies of their tensors (N, ...) on the CPU; see `to_host`."""
+    """Copy the tensors (N, ...) in the dicts, which share their keys, to the CPU; see `to_host`."""
     joined = to_host([torch.cat([entry[name] for entry in dicts]) for name in dicts[0]])
     counts = {name: [len(entry[name]) for entry in dicts] for name in dicts[0]}
     columns = {name: column.split(counts[name]) for name, column in zip(dicts[0], joined, strict=True)}
@@ -179,12 +182,12 @@ def dicts_to_host(dicts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tenso
 
 
 def image_of_each(counts: Sequence[int], device: torch.device | str) -> Tensor:
-    """(sum(counts),) int64: the image index of each element, where image i has counts[i] elements."""
+    """Return the image index of each element, (sum(counts),) int64, where image i has counts[i] elements."""
     return send(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)), device)
 
 
 def pad_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Pad the rows (N, ...) of B images, counts[i] each, to (B, M, ...) with zeros, without `pad_sequence`'s loop."""
+    """Pad the rows (N, ...) of B images, counts[i] each, to (B, M, ...) with zeros, faster than `pad_sequence`."""
     shape = len(counts), max(counts, default=0), *values.shape[1:]
     padded = values.new_zeros(shape).flatten(0, 1)
     padded[_padded_positions(counts, values.device)] = values
@@ -192,7 +195,7 @@ def pad_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def unpad_rows(padded: Tensor, counts: Sequence[int]) -> Tensor:
-    """The inverse of `pad_rows`: (B, M, ...) to (N, ...)."""
+    """Undo `pad_rows`: (B, M, ...) to (N, ...)."""
     return padded.flatten(0, 1)[_padded_positions(counts, padded.device)]
 
 
@@ -208,26 +211,26 @@ def rows_of(column: Tensor, rows: Tensor) -> Tensor:
 
 
 def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Per image the first `counts` rows of each column (B, K, ...)."""
+    """Return the first `counts` rows of each column (B, K, ...), one dict per image."""
     return [{name: column[i, :count] for name, column in columns.items()} for i, count in enumerate(counts)]
 
 
 def kept_first(keep: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Counts (B,) of the rows that `keep` (B, K) selects, and each column (B, K, ...) with these rows in front."""
+    """Return the counts (B,) of rows that `keep` (B, K) selects, and each column (B, K, ...) with these rows first."""
     first = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices  # in their order
     return [keep.sum(dim=1), *(rows_of(column, first) for column in columns)]
 
 
 def _byte_spans(tensors: Sequence[Tensor]) -> list[slice]:
-    """Byte ranges of the tensors; each starts at a multiple of 8 bytes, the alignment of the widest dtype."""
+    """Return the byte ranges of the tensors; each starts at a multiple of 8 bytes, the widest alignment."""
     ends = list(accumulate(-(-tensor.numel() * tensor.element_size() // 8) * 8 for tensor in tensors))
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def attribute_targets(attributes: Tensor, num_attributes: int) -> tuple[Tensor, Tensor]:
-    """(N, A) attribute ids from 1, ended by 0 -> (N, num_attributes) float32 0/1 and (N,) bool "has any"."""
+    """Convert attribute ids from 1, ended by 0, (N, A) to (N, num_attributes) float32 0/1 and (N,) bool "has any"."""
     listed = (attributes > 0).cumprod(1)
     targets = torch.zeros(len(attributes), num_attributes, device=attributes.device)
-    targets.scatter_(1, attributes * listed, 1.0)  # what comes after the end is written to column 0 ...
+    targets.scatter_(1, attributes * listed, 1.0)  # ids after the end are written to column 0 ...
     targets[:, 0] = 0.0  # ... which is background and never a target
     return targets, attributes.sum(1) > 0

@@ -1,7 +1,7 @@
 """Box geometry shared by detectors, losses and transforms.
 
 Boxes are tensors `(..., 4)`; the format is in the name: `xyxy` = left, top, right, bottom; `cxcywh` = centre and size.
-Functions of boxes keep dtype and device, work on zero boxes, and are differentiable.
+Functions of boxes keep dtype and device, accept zero boxes, and are differentiable.
 """
 
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """float64; float32 on Apple's MPS, which has no wider one."""
+    """Return float64, or float32 on Apple's MPS, which has no wider one."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
-    """Corners `(..., 4)` of boxes given by centre and size `(..., 4)`."""
+    """Convert boxes `(..., 4)` from centre and size to corners."""
     cx, cy, width, height = boxes_cxcywh.unbind(-1)
     return torch.stack((cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2), dim=-1)
 
 
 def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
-    """Centre and size `(..., 4)` of boxes given by corners `(..., 4)`."""
+    """Convert boxes `(..., 4)` from corners to centre and size."""
     x0, y0, x1, y1 = boxes_xyxy.unbind(-1)
     return torch.stack(((x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0), dim=-1)
 
@@ -33,7 +33,7 @@ def moved_ends(boxes_xyxy: Tensor, pixels: float) -> Tensor:
 
 
 def normalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
-    """Pixels to fractions of the image, for either format.
+    """Convert pixels to fractions of the image, for either format.
 
     Args:
         boxes: `(..., N, 4)` pixels.
@@ -43,17 +43,17 @@ def normalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
 
 
 def denormalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
-    """The inverse of `normalize_boxes`: fractions of the image `(..., N, 4)` to pixels."""
+    """Convert fractions of the image `(..., N, 4)` to pixels, the inverse of `normalize_boxes`."""
     return boxes * _scale(boxes, sizes_hw)
 
 
 def resize_boxes(boxes: Tensor, sizes_hw: Tensor, new_sizes_hw: Tensor) -> Tensor:
-    """Boxes `(..., N, 4)` in pixels of images of `sizes_hw (..., 2)`, in those of the same images at `new_sizes_hw`."""
+    """Rescale boxes `(..., N, 4)` in pixels from images of `sizes_hw (..., 2)` to the same images at `new_sizes_hw`."""
     return boxes * _scale(boxes, new_sizes_hw.to(boxes) / sizes_hw.to(boxes))
 
 
 def clip_boxes(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
-    """Boxes `(..., N, 4)` cut off at the borders of their images of `sizes_hw (..., 2)`."""
+    """Clip boxes `(..., N, 4)` to the borders of their images of `sizes_hw (..., 2)`."""
     return boxes_xyxy.clamp(min=0).minimum(_scale(boxes_xyxy, sizes_hw))
 
 
@@ -63,7 +63,7 @@ def _scale(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
 
 
 def box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Intersection over union, element by element, of shapes that broadcast: `(..., 4)`, `(..., 4)` -> `(...)`.
+    """Compute the intersection over union, element by element: `(..., 4)`, `(..., 4)` -> `(...)`, with broadcasting.
 
     Two boxes without area have IoU 0 (torchvision: NaN), so that padding rows cannot poison a gradient.
     For all pairs use `pairwise_iou`.
@@ -72,26 +72,30 @@ def box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 
 def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """GIoU in [-1, 1], element by element: `(..., 4)`, `(..., 4)` -> `(...)`. Rezatofighi et al., CVPR 2019, eq. 3.
+    """Compute GIoU in [-1, 1], element by element: `(..., 4)`, `(..., 4)` -> `(...)`.
 
-    The boxes must be ordered (x0 <= x1, y0 <= y1); boxes without area do not give NaN.
+    The definition is that of Rezatofighi et al., CVPR 2019, eq. 3. The boxes must be ordered (x0 <= x1, y0 <= y1);
+    boxes without area do not give NaN.
     """
-    planes1, planes2 = boxes1_xyxy.unbind(-1), boxes2_xyxy.unbind(-1)
+    planes1 = boxes1_xyxy.unbind(-1)
+    planes2 = boxes2_xyxy.unbind(-1)
     intersection, union = _intersection_and_union(planes1, planes2)
-    (left1, top1, right1, bottom1), (left2, top2, right2, bottom2) = planes1, planes2
+    left1, top1, right1, bottom1 = planes1
+    left2, top2, right2, bottom2 = planes2
     hull_width = torch.maximum(right1, right2) - torch.minimum(left1, left2)
     hull = hull_width * (torch.maximum(bottom1, bottom2) - torch.minimum(top1, top2))
     return _ratio(intersection, union) - _ratio(hull - union, hull)
 
 
 def intersection_and_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> tuple[Tensor, Tensor]:
-    """Areas of intersection and union, element by element, of shapes that broadcast."""
+    """Compute the areas of intersection and union, element by element, of shapes that broadcast."""
     return _intersection_and_union(boxes1_xyxy.unbind(-1), boxes2_xyxy.unbind(-1))
 
 
 def _intersection_and_union(planes1: Sequence[Tensor], planes2: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     # One coordinate at a time: contiguous planes are several times faster than slices [..., :2] of the last axis.
-    (left1, top1, right1, bottom1), (left2, top2, right2, bottom2) = planes1, planes2
+    left1, top1, right1, bottom1 = planes1
+    left2, top2, right2, bottom2 = planes2
     width = (torch.minimum(right1, right2) - torch.maximum(left1, left2)).clamp(min=0)
     height = (torch.minimum(bottom1, bottom2) - torch.maximum(top1, top2)).clamp(min=0)
     intersection = width * height
@@ -100,16 +104,16 @@ def _intersection_and_union(planes1: Sequence[Tensor], planes2: Sequence[Tensor]
 
 
 def pairwise_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """IoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
+    """Compute the IoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
     return box_iou(boxes1_xyxy[..., :, None, :], boxes2_xyxy[..., None, :, :])
 
 
 def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """GIoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
+    """Compute the GIoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
     return generalized_box_iou(boxes1_xyxy[..., :, None, :], boxes2_xyxy[..., None, :, :])
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, and 0 with a zero gradient where the denominator is exactly 0; NaN stays NaN."""
+    """Compute a ratio: 0 with a zero gradient where the denominator is exactly 0; NaN stays NaN."""
     empty = denominator == 0
     return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)

@@ -1,5 +1,4 @@
-"""Boxes of many images as columns on the host: the one representation of boxes from the annotation file to the
-report."""
+"""Boxes of many images as NumPy columns: the one representation of boxes from the annotation file to the report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +17,9 @@ class Boxes:
     xyxy: (N, 4) float64, left, top, right, bottom in pixels of the original image.
     labels: (N,) int64 from 0.
     scores: (N,) float64; None: the boxes are annotated.
-    area: (N,) float64, square pixels; of the mask where the file has one.
+    area: (N,) float64, square pixels; the area of the mask if the file has one.
     iscrowd: (N,) bool.
-    ids: (N,) int64, as in the file; None: they have none.
+    ids: (N,) int64, as in the file; None: the boxes have no ids.
     extra: further columns (N, ...) by name, such as `attributes`.
     """
 
@@ -35,10 +34,12 @@ class Boxes:
 
     @classmethod
     def found(cls, counts: Sequence[int], xyxy: np.ndarray, scores: np.ndarray, labels: np.ndarray) -> "Boxes":
-        """Detections: `counts` (I,) for each image, then their boxes (N, 4), scores (N,) and labels (N,)."""
+        """Build detections from `counts` (I,) for each image, and their boxes (N, 4), scores (N,) and labels (N,)."""
         xyxy = np.asarray(xyxy, np.float64).reshape(-1, 4)
-        labels, scores = np.asarray(labels, np.int64), np.asarray(scores, np.float64)
-        area, iscrowd = (xyxy[:, 2:] - xyxy[:, :2]).prod(axis=1), np.zeros(len(xyxy), bool)
+        labels = np.asarray(labels, np.int64)
+        scores = np.asarray(scores, np.float64)
+        area = (xyxy[:, 2:] - xyxy[:, :2]).prod(axis=1)
+        iscrowd = np.zeros(len(xyxy), bool)
         return cls(offsets_of(counts), xyxy, labels, scores, area, iscrowd)
 
     def __len__(self) -> int:
@@ -50,12 +51,12 @@ class Boxes:
 
     @cached_property
     def image_index(self) -> np.ndarray:
-        """(N,) int64 position of each box's image."""
+        """The position of each box's image, (N,) int64."""
         return np.repeat(np.arange(self.num_images), np.diff(self.offsets))
 
     @property
     def xywh(self) -> np.ndarray:
-        """(N, 4) float64: left, top, width, height."""
+        """The boxes as left, top, width, height, (N, 4) float64."""
         return np.concatenate([self.xyxy[:, :2], self.xyxy[:, 2:] - self.xyxy[:, :2]], axis=1)
 
     def __getitem__(self, rows: np.ndarray) -> "Boxes":
@@ -64,7 +65,8 @@ class Boxes:
 
     def take(self, rows: np.ndarray, images: np.ndarray) -> "Boxes":
         """Select rows and assign them to `images`, image indices in non-decreasing order."""
-        columns = {name: None if (column := getattr(self, name)) is None else column[rows] for name in COLUMNS}
+        all_columns = {name: getattr(self, name) for name in COLUMNS}
+        columns = {name: None if column is None else column[rows] for name, column in all_columns.items()}
         offsets = np.searchsorted(images, np.arange(self.num_images + 1))
         return Boxes(offsets, **columns, extra={name: column[rows] for name, column in self.extra.items()})
 
@@ -74,7 +76,7 @@ class Boxes:
         return replace(chosen, offsets=offsets_of(np.diff(self.offsets)[kept]))
 
     def of_image(self, index: int) -> slice:
-        """The rows of one image."""
+        """Return the rows of one image."""
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
 
 
@@ -96,7 +98,7 @@ class Relations:
 
     @classmethod
     def none(cls, images: int) -> "Relations":
-        """An empty set of relations for this many images."""
+        """Return an empty set of relations for this many images."""
         empty = np.zeros(0, np.int64)
         return cls(np.zeros(images + 1, np.int64), empty, empty, empty)
 
@@ -109,7 +111,7 @@ class Relations:
     def of_boxes(self, boxes: Boxes, kept: np.ndarray) -> "Relations":
         """Keep only relations between boxes that a mask (N,) selects, re-indexed; all images stay."""
         image = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])  # boxes that stay, in front of each
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])  # kept boxes before each
         first = boxes.offsets[image]
         rows = kept[first + self.subject] & kept[first + self.object]
         subject, object_ = (before[first + ends] - before[first] for ends in (self.subject, self.object))
@@ -118,18 +120,18 @@ class Relations:
 
 
 def offsets_of(counts: Sequence[int]) -> np.ndarray:
-    """(I + 1,) int64: where the rows of each of I images begin, and the end."""
+    """Return the start of the rows of each of I images, and the end, (I + 1,) int64."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
 def intersection_area(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> np.ndarray:
-    """Intersection area of boxes (..., 4), which broadcast; pixel: 1 where a box is x2 - x1 + 1 wide."""
+    """Compute the intersection area of boxes (..., 4), which broadcast; pixel: 1 if a box is x2 - x1 + 1 wide."""
     sides = np.minimum(a_xyxy[..., 2:], b_xyxy[..., 2:]) - np.maximum(a_xyxy[..., :2], b_xyxy[..., :2]) + pixel
     return sides[..., 0].clip(min=0) * sides[..., 1].clip(min=0)
 
 
 def common_and_union(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Areas of intersection and union; their ratio is the IoU."""
+    """Compute the areas of intersection and union; their ratio is the IoU."""
     common = intersection_area(a_xyxy, b_xyxy, pixel)
     a, b = ((box[..., 2] - box[..., 0] + pixel) * (box[..., 3] - box[..., 1] + pixel) for box in (a_xyxy, b_xyxy))
     return common, a + b - common

@@ -1,7 +1,7 @@
-"""Collectives on which several processes agree; with one process (torch.distributed not initialised) they work too.
+"""Collective operations between processes; they also work in a single process (torch.distributed not initialised).
 
-Every function here but `world`, `leave`, `seed_step`, `asked_for_cpu` and `default_device` is a collective: all ranks
-call it, in the same order.
+Every function here except `world`, `leave`, `seed_step`, `asked_for_cpu` and `default_device` is a collective: all
+ranks call it, in the same order.
 """
 
 import os
@@ -19,35 +19,37 @@ from toolkit.base.batch import send
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 
 Result = TypeVar("Result")
-IMAGES_AT_ONCE = 1000  # whose predictions travel in one message
+IMAGES_AT_ONCE = 1000  # images whose predictions are sent in one message
 
 
 class UnannouncedName(BadInput):
-    """A value was reported under a name that was not announced; raised on every rank, whichever reported it."""
+    """A value reported under a name that was not announced; raised on every rank, whichever reported it."""
 
 
 def world() -> tuple[int, int]:
-    """(rank, number of processes); (0, 1) when torch.distributed is not initialised."""
+    """Return (rank, number of processes); (0, 1) when torch.distributed is not initialised."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def leave() -> None:
-    """Ends the process group after the last collective. Its threads end once the model, which holds it, is gone too;
-    see `toolkit.run.command_line.run_script`."""
+    """Destroy the process group after the last collective.
+
+    Its threads end once the model, which holds it, is gone too; see `toolkit.run.command_line.run_script`.
+    """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def all_reduce(values: Tensor, op: str = "sum") -> Tensor:
-    """Sum, mean or maximum of `values` over the ranks, on the device of `values`, without a host read on NCCL.
+    """Reduce `values` over the ranks, on the device of `values`, without a host read on NCCL.
 
-    op: "sum", "mean" or "max". The input is left as it is.
+    op: "sum", "mean" or "max". The input is not modified.
     """
     _, world_size = world()
     if world_size > 1:
-        # gloo may hold CPU tensors only, and NCCL device tensors only, wherever the values happen to be
+        # gloo may accept CPU tensors only, and NCCL device tensors only, whatever the device of the values
         reduced = values.to(_collective_device(values.device), copy=True)
         dist.all_reduce(reduced, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         values = reduced.to(values.device)
@@ -60,7 +62,7 @@ def reduce_dict(
     unknown: Iterable[str] = (),
     op: str = "mean",
 ) -> dict[str, float]:
-    """Reduce values over all ranks by name: one collective and one host read for all of them, whatever their number.
+    """Reduce values over all ranks by name, with one collective and one host read for all of them.
 
         reduced = reduce_dict(losses)    # {"loss_ce": 1.7, ...}, means over the ranks, equal on all of them
 
@@ -69,19 +71,19 @@ def reduce_dict(
         names: the announced names, the same set on every rank. Their sorted order is the layout of the message, so a
             rank with other keys, or keys in another order, cannot shift the values of its neighbours. None: the names
             in `values`, which every rank must have; that takes one more message, so give names in a loop.
-        unknown: further names that this rank met without announcement.
+        unknown: further names that this rank reported without announcement.
         op: "mean", "sum" or "max" over all ranks. A NaN on one rank makes the mean and sum NaN on every rank.
 
     Returns:
         {name: value} for the sorted `names`, equal on every rank.
 
     Raises:
-        UnannouncedName: on every rank, when any rank had a key that is not in `names`, or an `unknown` one; without
-            `names`, when the ranks have different keys.
+        UnannouncedName: on every rank, if any rank had a key that is not in `names`, or an `unknown` one; without
+            `names`, if the ranks have different keys.
     """
     layout = _common_names(values) if names is None else sorted(set(names))
     strangers = sorted({*unknown, *(set(values) - set(layout))})
-    # The count of strangers travels in a slot of its own: the ranks learn of it without a second message.
+    # The count of strangers has a slot of its own, so the ranks need no second message to learn of it.
     vector = stack_scalars([*(values.get(name, 0.0) for name in layout), float(len(strangers))])
     *reduced, stranger_count = all_reduce(vector, op).tolist()
     if stranger_count > 0:
@@ -90,7 +92,7 @@ def reduce_dict(
 
 
 def _common_names(values: Mapping[str, Any]) -> list[str]:
-    """The sorted names in `values`, which are the same on every rank; a collective."""
+    """Return the sorted names in `values`, which must be the same on every rank; a collective."""
     of_ranks = gather_objects(sorted(values))
     first = of_ranks[0]
     problems = [
@@ -105,11 +107,11 @@ def _common_names(values: Mapping[str, Any]) -> list[str]:
 
 
 def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
-    """One float64 vector (float32 where the device has no float64) on the device of the tensors among `values`."""
+    """Stack scalars to one float64 vector on the device of the tensors among them; float32 if it has no float64."""
     device = next((v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
     scalars: list = list(values)
-    kinds: dict[object, list[int]] = {}  # converted a kind at a time: one by one, each would be a kernel of its own
+    kinds: dict[object, list[int]] = {}  # converted one kind at a time: one by one, each would launch a kernel
     for i, v in enumerate(values):
         kinds.setdefault((v.dtype, v.device) if isinstance(v, Tensor) else "number", []).append(i)
     for kind, indices in kinds.items():
@@ -121,11 +123,11 @@ def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
 
 
 def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, dict]:
-    """Predictions of all ranks by image id on rank 0, which alone looks at them; nothing on the others.
+    """Gather the predictions of all ranks by image id on rank 0; return an empty dict on the others.
 
-    items: (image id, prediction), a prediction being a dict whose tensors are moved to the CPU first. The lists of
-    different images are never joined. An image that several ranks (or batches) had is kept once: the first in the
-    order of ranks. They travel some images at a time, so that nothing but the result is ever large.
+    items: (image id, prediction); a prediction is a dict whose tensors are moved to the CPU first. The lists of
+    different images are never joined. If several ranks (or batches) had an image, its first prediction in the order of
+    ranks is kept. Predictions are sent some images at a time, so that nothing but the result is ever large.
     """
     local = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
     rank, world_size = world()
@@ -142,7 +144,7 @@ def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, 
 
 
 def gather_objects(value: Result) -> list[Result]:
-    """The `value` of every rank, in the order of ranks, on every rank."""
+    """Return the `value` of every rank, in the order of ranks, on every rank."""
     _, world_size = world()
     if world_size == 1:
         return [value]
@@ -152,7 +154,7 @@ def gather_objects(value: Result) -> list[Result]:
 
 
 def broadcast_object(value: Result) -> Result:
-    """The `value` of rank 0, on every rank."""
+    """Return the `value` of rank 0 on every rank."""
     _, world_size = world()
     if world_size == 1:
         return value
@@ -162,10 +164,10 @@ def broadcast_object(value: Result) -> Result:
 
 
 def run_on_main(function: Callable[[], Result]) -> Result:
-    """Calls `function` on rank 0 and returns its result on every rank.
+    """Call `function` on rank 0 and return its result on every rank.
 
     Raises:
-        What `function` raises, on every rank: the same built-in or toolkit exception; an exception of another package
+        Every exception of `function`, on every rank: the same built-in or toolkit exception; one of another package
         becomes a RuntimeError on the ranks that may not be able to rebuild it.
     """
     rank, world_size = world()
@@ -175,7 +177,7 @@ def run_on_main(function: Callable[[], Result]) -> Result:
         try:
             result = function()
         except BaseException as error:
-            broadcast_object((None, _portable(error)))  # the others wait for a word, whatever happened
+            broadcast_object((None, _portable(error)))  # the others wait for a message, whatever happened
             raise
         broadcast_object((result, None))
         return result
@@ -186,8 +188,10 @@ def run_on_main(function: Callable[[], Result]) -> Result:
 
 
 def state_from_main(function: Callable[[], Result]) -> Result:
-    """`run_on_main` for what holds large tensors (in dicts, lists, tuples, dataclasses): they travel as they are, not
-    pickled, and arrive on the CPU. Raises what `run_on_main` raises."""
+    """Run a function as `run_on_main` does, for a result with large tensors (in dicts, lists, tuples, dataclasses).
+
+    The tensors are sent without pickling, and arrive on the CPU. Raises the same as `run_on_main`.
+    """
     rank, world_size = world()
     if world_size == 1:
         return function()
@@ -213,8 +217,10 @@ def state_from_main(function: Callable[[], Result]) -> Result:
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """Stands for a tensor in a message. Strides are kept: a fused optimizer wants those of its state to be the same on
-    all processes."""
+    """The shape, strides and dtype of a tensor, in its place in a message.
+
+    Strides are kept: a fused optimizer requires those of its state to be the same on all processes.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -226,7 +232,7 @@ class _TensorSpec:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """Applies `change` to every instance of `kind` in a nested value, depth first."""
+    """Apply `change` to every instance of `kind` in a nested value, depth first."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
@@ -239,14 +245,14 @@ def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
 
 
 def first_on_each_machine(function: Callable[[], object]) -> None:
-    """Calls `function` on rank 0, then on one rank of each other machine, while the others wait.
+    """Call `function` on rank 0, then on one rank of each other machine, while the others wait.
 
-    For what is prepared once on each disk: where the machines share one, the later ones find it done.
+    This prepares a file once on each disk: if the machines share one, the later ones find it done.
 
     Raises:
-        What `function` raises, on every rank: see `run_on_main`.
+        Every exception of `function`, on every rank: see `run_on_main`.
     """
-    run_on_main(lambda: [function()] and None)  # what it returns stays here
+    run_on_main(lambda: [function()] and None)  # its result is not sent
     rank, world_size = world()
     if world_size == 1:
         return
@@ -254,7 +260,7 @@ def first_on_each_machine(function: Callable[[], object]) -> None:
     if rank and int(os.environ.get("LOCAL_RANK", rank)) == 0:
         try:
             function()
-        except Exception as caught:  # noqa: BLE001  the others wait for a word, whatever happened
+        except Exception as caught:  # noqa: BLE001  the others wait for a message, whatever happened
             error = caught
     failures = [failure for failure in gather_objects(error and _portable(error)) if failure is not None]
     if error is not None:
@@ -264,7 +270,7 @@ def first_on_each_machine(function: Callable[[], object]) -> None:
 
 
 def broadcast_buffers(module: torch.nn.Module) -> None:
-    """Gives every rank the buffers of rank 0 (running statistics, which each rank gathers from its own images)."""
+    """Copy the buffers of rank 0 to every rank (running statistics, which each rank gathers from its own images)."""
     _, world_size = world()
     for buffer in module.buffers() if world_size > 1 else ():
         shared = buffer.detach().to(_collective_device(buffer.device), copy=True)
@@ -273,18 +279,20 @@ def broadcast_buffers(module: torch.nn.Module) -> None:
 
 
 def agree_max(value: int) -> int:
-    """The largest `value` of all ranks (a signal number, say: 0 where none came)."""
+    """Return the largest `value` of all ranks, such as the number of a signal, 0 for none."""
     return int(all_reduce(torch.tensor(value), "max"))
 
 
 def asked_for_cpu() -> bool:
-    """Whether ACCELERATE_USE_CPU says that accelerators are left alone."""
+    """Return whether ACCELERATE_USE_CPU disables accelerators."""
     return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
 
 
 def default_device() -> torch.device:
-    """Where a model goes unless told otherwise, as Accelerate chooses it: CUDA, Apple's MPS or another accelerator,
-    else, or if `asked_for_cpu`, the CPU."""
+    """Return the default device of a model, as Accelerate chooses it.
+
+    CUDA, Apple's MPS or another accelerator; the CPU if there is none, or if `asked_for_cpu`.
+    """
     accelerator = None if asked_for_cpu() else torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else accelerator
 
@@ -293,23 +301,23 @@ OUTSIDE_MICRO_BATCHES = 2**31  # a number that no micro-batch has
 
 
 def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
-    """Seeds torch (CPU and accelerators), NumPy and Python as a pure function of the four numbers (all >= 0).
+    """Seed torch (CPU and accelerators), NumPy and Python as a pure function of the four numbers (all >= 0).
 
-    Called before each forward, it leaves no generator state to save: a resumed run draws what the uninterrupted one
-    drew, and the ranks draw different numbers.
+    If it is called before each forward, no generator state has to be saved: a resumed run draws the numbers of the
+    uninterrupted one, and the ranks draw different numbers.
     """
     words = np.random.SeedSequence((seed, step, rank, micro)).generate_state(4, np.uint32)
     torch_seed = int(words[0]) << 32 | int(words[1])
     if torch.accelerator.is_available():
         torch.manual_seed(torch_seed)
-    else:  # the same for the CPU; torch.manual_seed would take a millisecond to note it for accelerators there are not
+    else:  # the same for the CPU; torch.manual_seed would take a millisecond to record it for absent accelerators
         torch.default_generator.manual_seed(torch_seed)
     np.random.seed(words[2:])
     random.seed(int(words[2]) << 32 | int(words[3]))
 
 
 def _collective_device(device: torch.device) -> torch.device:
-    """The device on which a collective takes a tensor that is on `device`."""
+    """Return the device on which a collective accepts a tensor that is on `device`."""
     backend = dist.get_backend()
     if backend in ("gloo", "mpi"):
         return torch.device("cpu")
@@ -330,7 +338,7 @@ def _raise_unannounced(strangers: list[str], layout: list[str]) -> None:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """An exception that unpickles on another process; those of other packages often do not."""
+    """Convert an exception to one that unpickles on another process; those of other packages often do not."""
     if isinstance(error, BadInput):
         return BadInput(error.problems)
     if type(error).__module__ == "builtins" or type(error) in (StoppedByGuard, Preempted):
@@ -339,5 +347,5 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _to_cpu(prediction: Mapping[Hashable, Any]) -> dict:
-    # clone: a view would send its whole base tensor, the batch's predictions, once per image
+    # clone: a view would send its whole base tensor, the predictions of the batch, once per image
     return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in prediction.items()}

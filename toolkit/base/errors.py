@@ -18,22 +18,22 @@ _ADVICE = {
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; look at it"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "it was removed or replaced; put it back"),
 }
-# what `Path.expanduser` and `Path.home` say, without the path
+# The message of `Path.expanduser` and `Path.home`, without the path.
 _NO_HOME = "Could not determine home directory"
-# no memory, as pyarrow and torch say it, and libraries that are being loaded
+# Out of memory, in the messages of pyarrow, torch, and libraries while they are loaded.
 _NO_MEMORY = ("Cannot allocate memory", "failed to map segment")
-# Of devices: the allocator of torch, the driver, and the libraries that allocate by themselves.
+# Out of device memory: the allocator of torch, the driver, and the libraries that allocate by themselves.
 _NO_DEVICE_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
-# What launchers set, and Accelerate and torch read as soon as a run starts.
+# Variables that launchers set, and that Accelerate and torch read as soon as a run starts.
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 _TRUTHS = ("ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _TRUE_OR_FALSE = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")
 
 
 class BadInput(Exception):
-    """Something the user gave cannot be used. Exit code 2.
+    """An input of the user that cannot be used. Exit code 2.
 
     Args:
         problems: one sentence or several, each saying what is wrong, where, what was expected and what to do.
@@ -47,8 +47,9 @@ class BadInput(Exception):
 
 
 def all_faults(*calls: Callable[[], Any]) -> list:
-    """Calls each, also after one has failed, and returns what they return. Raises BadInput with the problems of all."""
-    made, problems = [], []
+    """Call each function, also after one has failed; return their results or raise BadInput with all problems."""
+    made = []
+    problems = []
     for call in calls:
         try:
             made.append(call())
@@ -60,9 +61,9 @@ def all_faults(*calls: Callable[[], Any]) -> list:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise BadInput for environment variables whose values no launcher sets, and that libraries would fail on.
+    """Raise BadInput for environment variables with values that no launcher sets and that make libraries fail.
 
-    PYTHONWARNINGS is one where it makes errors of the warnings of all modules: libraries warn of what works.
+    PYTHONWARNINGS is one if it turns the warnings of all modules into errors: libraries warn in working programs too.
     """
     problems = [
         f"the environment variable {name} is {environment[name]!r}; expected a whole number, or none"
@@ -76,7 +77,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
     ]
     for option in environment.get("PYTHONWARNINGS", "").split(","):
         action, message, _, module = (part.strip() for part in (option + ":::").split(":")[:4])
-        if action and "error".startswith(action) and not (message or module):  # Python takes the first letters, too
+        if action and "error".startswith(action) and not (message or module):  # Python accepts the first letters too
             problems.append(
                 f"the environment variable PYTHONWARNINGS has {option.strip()!r}, and each warning of a library would "
                 "end the program; expected default or ignore, a filter of one module, or none"
@@ -86,18 +87,20 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch says that the memory of the CPU or of a device ran out; a plain RuntimeError says it in words."""
+    """Return whether the CPU or a device ran out of memory; torch reports it as a plain RuntimeError."""
     words = ("can't allocate memory", *_NO_MEMORY, *_NO_DEVICE_MEMORY)
     return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
 
 
 def sentence(error: Exception) -> BadInput | None:
-    """What the file system refuses, a home that is not there, or memory that runs out, in one sentence with what to do;
-    None for other errors."""
+    """Convert an error of the file system, a missing home folder or lack of memory to one sentence with advice.
+
+    Returns None for other errors.
+    """
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         reason = str(error).partition("\n")[0]
         return BadInput(
-            f"out of memory{reason and f': {reason}'}. What is to be done: allow this process more (`ulimit -v`, "
+            f"out of memory{reason and f': {reason}'}. What to do: allow this process more (`ulimit -v`, "
             "the limit of the job or container), or let it need less: fewer workers, smaller batches or images."
         )
     if is_out_of_memory(error):
@@ -116,30 +119,32 @@ def sentence(error: Exception) -> BadInput | None:
     prefix = f"{error.filename}: " if error.filename else ""
     if len(prefix) >= 200:
         prefix = f"{prefix[:80]}… ({len(prefix)} characters): "
-    return BadInput(f"{prefix}{os.strerror(error.errno)}. What is to be done: {_ADVICE[error.errno]}.")
+    return BadInput(f"{prefix}{os.strerror(error.errno)}. What to do: {_ADVICE[error.errno]}.")
 
 
 class StoppedByGuard(Exception):
-    """The NaN guard ended the run before a non-finite value reached the weights. Exit code 3."""
+    """The end of a run by the NaN guard, before a non-finite value reached the weights. Exit code 3."""
 
     exit_code = 3
 
 
 class Preempted(Exception):
-    """A signal ended the run after its state was saved; `--run.resume latest` goes on. Exit code 85."""
+    """The end of a run by a signal, after its state was saved; `--run.resume latest` continues it. Exit code 85."""
 
     exit_code = 85
 
 
 class FailedElsewhere(Exception):
-    """Another process of the run failed; the others end with its cause. Exit code 1."""
+    """The failure of another process of the run, which ends the others with its cause. Exit code 1."""
 
     exit_code = 1
 
 
 def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Wraps the `main` of a command: bad input, and what `sentence` knows, becomes one message and its exit code;
-    nothing returned means 0."""
+    """Wrap the `main` of a command: BadInput, and every error that `sentence` knows, becomes a message and exit code.
+
+    A `main` that returns nothing gives exit code 0.
+    """
 
     @wraps(main)
     def wrapped(*arguments, **named) -> int:

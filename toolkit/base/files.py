@@ -1,4 +1,4 @@
-"""Files written whole or not at all, JSON that keeps every float, and the cores that may read them."""
+"""Files written whole or not at all, JSON that keeps every float, and the number of usable cores."""
 
 import difflib
 import json
@@ -21,13 +21,13 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel has scripts/ and configs/ inside the package; in a checkout they stand beside it.
 ROOT = PACKAGE if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
 MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
-MOST_YAML = 1_000_000  # letters and nodes of a YAML file, once its aliases are written out
-STALLED_S = 30.0  # then a wait for a disk is said
-_NONFINITE = "__nonfinite__"  # key of the encoded form of a float that strict JSON lacks
+MOST_YAML = 1_000_000  # letters and nodes of a YAML file after its aliases are expanded
+STALLED_S = 30.0  # seconds of waiting for a disk before a message
+_NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot hold
 
 
 def near_names(path: Path) -> str:
-    """The end of the message about a missing path: "; did you mean ...?", or a few names in its nearest folder."""
+    """Return the end of a message about a missing path: "; did you mean ...?", or a few names in its nearest folder."""
     path = Path(path).expanduser()
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
     name = path.absolute().relative_to(folder).parts[0]
@@ -43,8 +43,9 @@ def near_names(path: Path) -> str:
 
 
 def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str]:
-    """The names, of which no two are the `same`: further ones get a number before their suffix, a.jpg and a_2.jpg."""
-    used, chosen = set(), []
+    """Make names distinct under `same`: a repeated one gets a number before its suffix, a.jpg and a_2.jpg."""
+    used = set()
+    chosen = []
     for name in names:
         stem, suffix = os.path.splitext(name)
         number = 1
@@ -57,10 +58,10 @@ def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str
 
 
 def folders_below(folder: Path) -> list[Path]:
-    """A folder and all folders in it, sorted; links to folders are followed.
+    """Return a folder and all folders in it, sorted; links to folders are followed.
 
-    Each folder is listed once, by its own place rather than by that of a link. A link to a folder that has `folder` in
-    it is not followed: it would lead through everything.
+    Each folder is listed once, under its own path rather than that of a link. A link to a folder that contains `folder`
+    is not followed: it would lead through everything.
     """
     top = os.path.realpath(folder)
     seen: set[str] = set()
@@ -84,12 +85,12 @@ def folders_below(folder: Path) -> list[Path]:
 
 
 def without_suffix(name: str) -> str:
-    """A path without its suffix."""
+    """Return a path without its suffix."""
     return os.path.splitext(name)[0]
 
 
 def read_json(path: Path, kind: type = dict):
-    """Reads a JSON file. Raises BadInput if it cannot be read or does not hold a `kind`."""
+    """Read a JSON file. Raises BadInput if it cannot be read or does not hold a `kind`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -100,7 +101,7 @@ def read_json(path: Path, kind: type = dict):
 
 
 def read_json_object(path: Path) -> dict:
-    """Reads the object in a JSON file; an empty one if the file is missing or unreadable."""
+    """Read the object in a JSON file; return an empty one if the file is missing or unreadable."""
     try:
         return read_json(path)
     except BadInput:
@@ -108,9 +109,9 @@ def read_json_object(path: Path) -> dict:
 
 
 def read_yaml(path: Path, where: str, what: str = "YAML"):
-    """Reads a YAML file, of which nothing can run. `where` it is and `what` it should be stand in the error.
+    """Read a YAML file without running code from it; `where` and `what` describe it in the error message.
 
-    Raises BadInput if it cannot be read, has a key twice, or has aliases that contain themselves or never seem to end.
+    Raises BadInput if it cannot be read, has a key twice, or has aliases that contain themselves or expand too far.
     """
     try:
         return parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"), _Loader)
@@ -121,8 +122,11 @@ def read_yaml(path: Path, where: str, what: str = "YAML"):
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Raises yaml.YAMLError alone: PyYAML lets through what Python raises of a value, such as `2001-99-99`, `!!int x`,
-    `!!bool x` or a whole number of 5,000 digits."""
+    """A YAML loader that raises yaml.YAMLError only.
+
+    PyYAML lets through Python's errors about a value, such as `2001-99-99`, `!!int x`, `!!bool x` or a whole number of
+    5,000 digits.
+    """
 
     def construct_object(self, node, deep=False):
         try:
@@ -134,7 +138,7 @@ class YamlLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, loader: type[YamlLoader] = YamlLoader):
-    """The content of a YAML text. Raises yaml.YAMLError."""
+    """Parse a YAML text. Raises yaml.YAMLError."""
     try:
         return yaml.load(text, loader)  # noqa: S506 - a SafeLoader
     except RecursionError as error:
@@ -142,7 +146,7 @@ def parse_yaml(text: str, loader: type[YamlLoader] = YamlLoader):
 
 
 class _Loader(YamlLoader):
-    """Refuses what PyYAML takes without a word: a key that stands twice, and aliases that fill the memory when used."""
+    """A YAML loader that refuses duplicate keys, and aliases that fill the memory, both of which PyYAML accepts."""
 
     def __init__(self, stream):
         super().__init__(stream)
@@ -159,9 +163,11 @@ class _Loader(YamlLoader):
         return node
 
     def compose_mapping_node(self, anchor):
-        node, keys = super().compose_mapping_node(anchor), set()
+        node = super().compose_mapping_node(anchor)
+        keys = set()
         for key, _ in node.value:
-            if (name := (key.tag, str(key.value))) in keys:
+            name = (key.tag, str(key.value))
+            if name in keys:
                 raise yaml.composer.ComposerError(None, None, f"the key {key.value} stands twice", key.start_mark)
             keys.add(name)
         return node
@@ -170,7 +176,7 @@ class _Loader(YamlLoader):
 def fsync_folder(folder: Path) -> None:
     """Make the names in `folder` durable (a rename survives a power cut only after this). A no-op on Windows.
 
-    Of a file: make its content durable.
+    For a file: make its content durable.
     """
     if os.name == "nt":
         return
@@ -203,16 +209,16 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_json_atomic(path: Path, obj) -> None:
-    """`write_text_atomic` of `obj` as indented strict JSON.
+    """Write `obj` as indented strict JSON with `write_text_atomic`.
 
     Raises:
-        ValueError, TypeError: NaN, infinity or something JSON has no form for; see `replace_nonfinite`.
+        ValueError, TypeError: NaN, infinity or a value that JSON cannot hold; see `replace_nonfinite`.
     """
     write_text_atomic(path, json.dumps(obj, indent=2, allow_nan=False) + "\n")
 
 
 def replace_nonfinite(obj):
-    """`obj` with every NaN or infinite float inside replaced by None, which is what strict JSON can say."""
+    """Replace every NaN or infinite float inside `obj` by None, which strict JSON can hold."""
     if isinstance(obj, float):
         return obj if math.isfinite(obj) else None
     if isinstance(obj, dict):
@@ -223,12 +229,12 @@ def replace_nonfinite(obj):
 
 
 def encode_json(value, where: str = "value"):
-    """Strict JSON form of `value` from which `decode_json` gives it back: floats to the last bit, NaN and infinities.
+    """Encode `value` as strict JSON from which `decode_json` restores it: floats to the last bit, NaN and infinities.
 
     Tuples come back as lists, NumPy scalars as Python's.
 
     Raises:
-        TypeError: something JSON has no form for (tensors, keys other than strings); says where, starting from `where`.
+        TypeError: a value that JSON cannot hold (tensors, keys other than strings); says where, starting from `where`.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -246,7 +252,7 @@ def encode_json(value, where: str = "value"):
 
 
 def decode_json(value):
-    """Inverse of `encode_json`."""
+    """Decode the result of `encode_json`."""
     if isinstance(value, dict):
         if value.keys() == {_NONFINITE}:
             return float(value[_NONFINITE])
@@ -256,7 +262,7 @@ def decode_json(value):
 
 @contextmanager
 def waiting_aloud(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Says once what a block waits for, if it takes longer than `STALLED_S`, as on a stalled disk."""
+    """Report once what a block waits for, if it takes longer than `STALLED_S`, for example on a stalled disk."""
     timer = threading.Timer(STALLED_S, say, [_stalled(what)])
     timer.daemon = True
     timer.start()
@@ -267,18 +273,21 @@ def waiting_aloud(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def items_aloud(items: Iterable, what: str) -> Iterator:
-    """The items; stderr tells of each that takes longer than `STALLED_S`, once. One thread watches over all of them."""
-    began, ended = None, threading.Event()
+    """Yield the items; report once on stderr each that takes longer than `STALLED_S`. One thread watches all."""
+    began = None
+    ended = threading.Event()
 
     def watch() -> None:
-        told, wait_s = None, STALLED_S
+        reported = None
+        wait_s = STALLED_S
         while not ended.wait(wait_s):
-            since, wait_s = began, STALLED_S
-            waited_s = 0.0 if since in (None, told) else time.monotonic() - since
+            since = began
+            wait_s = STALLED_S
+            waited_s = 0.0 if since in (None, reported) else time.monotonic() - since
             if waited_s < STALLED_S:
                 wait_s -= waited_s
             else:
-                told = since
+                reported = since
                 _say(_stalled(what))
 
     threading.Thread(target=watch, name="stalled", daemon=True).start()
@@ -301,10 +310,10 @@ def _say(text: str) -> None:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may use; all there are where the system does not tell (macOS)."""
+    """Return the number of logical cores that this process may use; all cores if it is not known (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_json(path: Path, content: object) -> None:
-    """`write_text_atomic` of JSON that may hold a NaN, as ids of defective data can be."""
+    """Write JSON that may hold a NaN, such as ids of defective data, with `write_text_atomic`."""
     write_text_atomic(path, json.dumps(content))

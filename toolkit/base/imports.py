@@ -1,4 +1,4 @@
-"""Imports of optional packages (extras of pyproject.toml), and measures that make imports faster."""
+"""Imports of optional packages (extras of pyproject.toml), and ways to make imports faster."""
 
 import atexit
 import contextlib
@@ -12,17 +12,17 @@ from toolkit.base.errors import BadInput
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
-    """The module. Raises BadInput with the command that installs it.
+    """Import a module of an optional package. Raises BadInput with the command that installs it.
 
     Args:
         module: its name, such as "onnxruntime".
         extra: the extra of this project that installs it.
-        purpose: what needs it, the beginning of the sentence: "ONNX files".
+        purpose: the beginning of the sentence, the thing that needs it: "ONNX files".
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:  # it is there, and something of its own is not
+        if error.name != module:  # it is installed, but an import of its own fails
             raise
         raise BadInput(
             f'{purpose} need {module}, which is not installed: pip install "detection-toolkit[{extra}]"'
@@ -30,9 +30,9 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def import_without(module: str, hidden: str) -> None:
-    """Imports a module as if another one, that it can do without, were not installed.
+    """Import a module as if another, optional one were not installed.
 
-    One that is imported already is seen by it. Later imports of `hidden` are as always.
+    If `hidden` is imported already, the module finds it. Later imports of `hidden` are unaffected.
     """
     if hidden in sys.modules:
         importlib.import_module(module)
@@ -46,8 +46,11 @@ def import_without(module: str, hidden: str) -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector, which walks through millions of objects again and again: a quarter to half of the
-    time of reading or judging a large data set."""
+    """Disable the garbage collector inside the block.
+
+    It walks through millions of objects again and again: a quarter to half of the time of reading or judging a large
+    data set.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -59,10 +62,13 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """`uncollected` for seconds of imports. What is there after the first ones of a process stays, so the collector
-    leaves it out from then on; later ones freeze nothing, which may be in use for a while only."""
+    """Disable the garbage collector during seconds of imports, as `uncollected` does.
+
+    The objects of a process's first imports stay, so the collector leaves them out from then on. Later imports freeze
+    nothing: their objects may be in use for a while only.
+    """
     with uncollected():
         yield
         if gc.get_freeze_count() == 0:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # or what is never collected is reported as leaked by libraries that count
+            atexit.register(gc.unfreeze)  # otherwise libraries that count report the uncollected objects as leaked

@@ -1,4 +1,4 @@
-"""What may be said in public of a machine: texts and settings without its paths."""
+"""Texts and settings of a machine without its paths, for publication."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from toolkit.base.files import ROOT
 
 # An absolute path of two parts or more, of Linux and macOS or of Windows.
 _PATH = re.compile(r"""(?<![\w.~:/\\-])(/[^\s,;'"\[\](){}=/]+/[^\s,;'"\[\](){}=]*|[A-Za-z]:\\[^\s,;'"\[\](){}=]+)""")
-PARTS_KEPT = 2  # of a path elsewhere on the machine: folder and split, or folder and file
+PARTS_KEPT = 2  # last parts of a path elsewhere on the machine: folder and split, or folder and file
 
 
 def without_machine(value: Any, here: str | Path = ".") -> Any:
-    """A value for publication: absolute paths in its texts say nothing of the machine and its user.
+    """Remove the machine and its user from the absolute paths in a value, for publication.
 
-    Paths below `here` and below this project become relative, those below the home folder begin with `~`, and of others
-    the last two parts stay. Of mappings and sequences their values, at any depth.
+    Paths below `here` and below this project become relative, those below the home folder begin with `~`, and others
+    keep their last two parts. In mappings and sequences the values are changed, at any depth.
     """
     if isinstance(value, Mapping):
         return {key: without_machine(each, here) for key, each in value.items()}
@@ -31,7 +31,7 @@ def without_machine(value: Any, here: str | Path = ".") -> Any:
 
 
 def _home() -> Path | None:
-    """The folder of the user; None where there is none, as for a number without a name in a container."""
+    """Return the home folder of the user; None if there is none, as for a user id without a name in a container."""
     try:
         home = Path.home()
     except RuntimeError:

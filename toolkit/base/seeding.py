@@ -1,4 +1,4 @@
-"""Random numbers that belong to an image: the same whatever the micro-batch, process or order it is processed in."""
+"""Random numbers that belong to an image: independent of the micro-batch, process and order it is processed in."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,22 +10,22 @@ from toolkit.base.distributed import seed_step
 
 
 def seed_images(targets: Iterable[Target], seed: int, step: int) -> None:
-    """Makes what is drawn for each image in training a function of (seed, step, image id), see `image_generator`."""
+    """Make all random draws for an image in training a function of (seed, step, image id), see `image_generator`."""
     for target in targets:
         if "image_id" in target:
             target["draws"] = f"{seed} {step} {target['image_id']}"
 
 
 def seed_micro_batch(targets: Iterable[Target], seed: int, step: int, rank: int, micro: int) -> None:
-    """`seed_step` for what has no image of its own, dropout and denoising noise, and `seed_images`."""
+    """Seed the draws that belong to no image, dropout and denoising noise, by `seed_step`, and call `seed_images`."""
     seed_step(seed, step, rank, micro)
     seed_images(targets, seed, step)
 
 
 def image_generator(target: Target, what: str, device: torch.device | str = "cpu") -> torch.Generator | None:
-    """A generator on `device` for an image that `seed_images` has seen; None, torch's own, for any other.
+    """Return a generator on `device` for an image that `seed_images` has seen; None (torch's own) for any other.
 
-    what: is drawn; one purpose has nothing in common with another.
+    what: the purpose of the draws; those of different purposes are independent.
     """
     if "draws" not in target:
         return None

@@ -1,5 +1,4 @@
-"""Signals that ask a run to stop: recorded here, agreed on between the ranks by the caller, answered by a
-checkpoint."""
+"""Signals that ask a run to stop: recorded here, agreed on between the ranks, answered by a checkpoint."""
 
 import contextlib
 import multiprocessing
@@ -9,21 +8,22 @@ import threading
 import time
 from collections.abc import Iterator
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK", "SIGINT")  # those that this platform has are caught
-# Some launchers hand one Ctrl-C on although the terminal has sent it to the whole group already.
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK", "SIGINT")  # caught if the platform has them
+# Some launchers forward one Ctrl-C although the terminal has sent it to the whole group already.
 SAME_INTERRUPT_S = 0.25
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGUSR1 (Slurm's `--signal`), SIGHUP (a closed terminal, a lost connection) and SIGINT while
-    entered; the earlier handlers come back on exit. A SIGHUP that is ignored already stays so: that is `nohup`.
+    """A context that records SIGTERM, SIGUSR1 (Slurm's `--signal`), SIGHUP (a closed terminal) and SIGINT.
+
+    The earlier handlers are restored on exit. A SIGHUP that is ignored already stays ignored: that is `nohup`.
 
         with StopSignals() as stop:
             for batch in loader:
                 ...
                 if agree_max(stop.received): ...   # goes into the step's one collective; save and leave
 
-    `received` is the number of the first signal, 0 while there was none. A second SIGINT raises KeyboardInterrupt at
+    `received` is the number of the first signal, 0 before there is one. A second SIGINT raises KeyboardInterrupt at
     once, wherever the program is. Outside the main thread, where Python allows no handlers, nothing is caught and
     `received` stays 0.
     """
@@ -35,7 +35,7 @@ class StopSignals:
 
     @property
     def name(self) -> str:
-        """Name of the signal received, such as "SIGTERM"; "" if none was."""
+        """The name of the signal received, such as "SIGTERM"; "" if there was none."""
         return signal_name(self.received)
 
     def __enter__(self) -> "StopSignals":
@@ -47,7 +47,7 @@ class StopSignals:
 
     def __exit__(self, *exception) -> None:
         for number, handler in self._previous.items():
-            # None: the handler was not set from Python, and cannot be set back from it either.
+            # None: the handler was not set from Python, and cannot be restored from it either.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -63,8 +63,11 @@ class StopSignals:
 
 @contextlib.contextmanager
 def interrupt_ends_at_once() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process as the system does it, and not by a KeyboardInterrupt, for which long calls of
-    compiled code make one wait. In the main thread, where nobody else handles the signal."""
+    """Let Ctrl-C inside the block end the process as the system does it, not by a KeyboardInterrupt.
+
+    Long calls of compiled code delay a KeyboardInterrupt. This applies in the main thread, if the signal has no other
+    handler.
+    """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -78,8 +81,10 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise SystemExit with 128 + their number, so that what the program began is
-    cleaned up: for programs whose trainings end with them. In the main thread; elsewhere nothing changes."""
+    """Let SIGTERM and SIGHUP inside the block raise SystemExit with 128 + their number, so that the program cleans up.
+
+    For programs whose trainings end with them. In the main thread; elsewhere nothing changes.
+    """
 
     def leave(number: int, frame) -> None:
         raise SystemExit(128 + number)
@@ -96,7 +101,7 @@ def stop_signals_raise() -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """Name of a signal, such as SIGTERM for 15; empty for 0; "signal N" for one this platform does not name."""
+    """Return the name of a signal, such as SIGTERM for 15; empty for 0; "signal N" for one without a name."""
     if not number:
         return ""
     try:
@@ -107,10 +112,10 @@ def signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def sigterm_held_back() -> Iterator[None]:
-    """Block SIGTERM in this thread, and in the threads and processes that it starts inside; here it comes afterwards.
+    """Block SIGTERM in this thread, and in the threads and processes that it starts inside; deliver it here afterwards.
 
     Start DataLoader workers in it: `ignore_in_worker` comes after the first threads of a worker, such as those of
-    OpenMP, one of which would take the signal and die of it with the whole worker.
+    OpenMP, one of which would receive the signal and end the whole worker.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -125,7 +130,7 @@ def sigterm_held_back() -> Iterator[None]:
 def ignore_in_worker(worker_id: int = 0) -> None:
     """Let a DataLoader worker outlive the signals that ask its trainer to stop; for `worker_init_fn`.
 
-    Terminals and launchers signal the whole process group. A worker that died of it would raise in the trainer before
+    Terminals and launchers signal the whole process group. A worker that ended by it would raise in the trainer before
     its checkpoint is written. SIGINT, SIGHUP and SIGUSR1 are ignored; SIGTERM ends the worker only when its own trainer
     sends it, which is how DataLoader ends a worker that hangs. A worker whose trainer is gone ends by its watchdog.
     """
@@ -133,7 +138,7 @@ def ignore_in_worker(worker_id: int = 0) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS, where SIGTERM keeps torch's handler
-        # Blocked in every thread, so that the one which waits for it, and can see the sender, gets it.
+        # Blocked in every thread, so that the thread that waits for it, and can see the sender, receives it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_trainer_asks, name="sigterm", daemon=True).start()
 

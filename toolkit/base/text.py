@@ -1,5 +1,7 @@
-"""Displays untrusted text (names of classes and files, messages) safely: escaped, so that it cannot act on a terminal
-or page, and on a console that may go away."""
+"""Safe display of untrusted text: names of classes and files, messages.
+
+It is escaped, so that it cannot act on a terminal or page, and printed on a console that may go away.
+"""
 
 import argparse
 import contextlib
@@ -17,14 +19,14 @@ MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in r"\`*_{}[]<>()#!|$~&:@."
 
 
 def escaped(text: object, limit: int = 80) -> str:
-    """`text` on one line, in at most `limit` columns (the middle of a longer one becomes "...").
+    """Return `text` on one line, in at most `limit` columns (the middle of a longer one becomes "...").
 
     Control characters, ANSI sequences, line ends, halves of surrogate pairs and marks that turn the direction of text
     are written as Python does (`\\n`, `\\x1b`, `\\u202e`); every kind of space is a space. Letters of all scripts and
     emoji stay.
     """
     text = str(text)
-    cut = len(text) > 8 * limit  # a name of megabytes costs no time
+    cut = len(text) > 8 * limit  # a name of megabytes takes no time
     head, tail = (text[: 4 * limit], text[-4 * limit :]) if cut else (text, text)
     head = "".join(map(_visible, head))
     if not cut and columns(head) <= limit and len(head) <= 3 * limit:
@@ -34,38 +36,38 @@ def escaped(text: object, limit: int = 80) -> str:
 
 
 def in_utf_8(name: str) -> str:
-    """The name of a file as a text that UTF-8 can hold; a system may have names that are not in its own encoding."""
+    """Return the name of a file as a text that UTF-8 can hold, whatever encoding the system used."""
     return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
 
 
 def shown(text: object, limit: int = 80) -> str:
-    """`escaped`; right-to-left text is closed off from what stands beside it, so that numbers keep their place."""
+    """Escape `text`, and isolate right-to-left text from its surroundings, so that numbers keep their place."""
     text = escaped(text, limit)
     turns = any(unicodedata.bidirectional(letter) in RIGHT_TO_LEFT for letter in text)
     return f"{ISOLATE}{text}{END_ISOLATE}" if turns else text
 
 
 def in_markdown(text: object, limit: int = 80) -> str:
-    """`shown`, for a line or a table cell of Markdown: no markup, HTML, mathematics or link."""
+    """Return `shown` text for a line or a table cell of Markdown, without markup, HTML, mathematics or links."""
     return shown(text, limit).translate(MARKDOWN)
 
 
 def as_code(text: object, limit: int = 80) -> str:
-    """`shown`, as code in a line of Markdown: every letter as it is, and nothing of it is markup."""
+    """Return `shown` text as code in a line of Markdown: every letter is kept, and none is read as markup."""
     text = shown(text, limit)
     marks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    space = " " if "`" in text or text != text.strip() or not text else ""  # one on each side is taken off again
+    space = " " if "`" in text or text != text.strip() or not text else ""  # Markdown removes one on each side
     return f"{marks}{space}{text}{space}{marks}"
 
 
 def in_plot(text: object, limit: int = 40) -> str:
-    """`shown`, for a label of matplotlib, which reads `$` as mathematics and leaves out labels that begin with `_`."""
+    """Return `shown` text for a label of matplotlib, where `$` begins mathematics and a first `_` hides the label."""
     text = shown(text, limit).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
 class ShortUsage(argparse.RawDescriptionHelpFormatter):
-    """Help whose first line has what must be given, and "[options]" for all that may be; they are listed below.
+    """A help formatter whose first line has the required arguments, and "[options]" for the others, listed below.
 
     Paragraphs of the description are wrapped to the terminal; indented blocks, which are examples, stay as they are.
     """
@@ -81,12 +83,12 @@ class ShortUsage(argparse.RawDescriptionHelpFormatter):
 
 
 def columns(text: str) -> int:
-    """Columns that `text` takes in a terminal: 2 for wide letters, 0 for marks that join the letter before."""
+    """Return the number of columns that `text` takes in a terminal: 2 for wide letters, 0 for combining marks."""
     return len(text) if text.isascii() else sum(map(_width, text))
 
 
 class _Lasting:
-    """A stream of the console that takes everything; what it can no longer print is dropped."""
+    """A stream of the console that accepts everything and drops what it can no longer print."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -109,14 +111,16 @@ class _Lasting:
 
     def _drop(self) -> None:
         with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nowhere:
-            os.dup2(nowhere.fileno(), self._stream.fileno())  # for what the stream still holds, and child processes
+            os.dup2(nowhere.fileno(), self._stream.fileno())  # also for text in its buffer, and for child processes
 
 
 @contextlib.contextmanager
 def lasting_console() -> Iterator[None]:
-    """Inside, nothing that is printed ends the program: neither a reader that went away (`| head -1`, a closed
-    terminal) nor a full disk below `> file`, from where on nothing is printed; letters that the console's encoding
-    lacks are escaped."""
+    """Let no failure of printing end the program inside the block.
+
+    After the reader has gone away (`| head -1`, a closed terminal) or the disk below `> file` is full, nothing is
+    printed; letters that the encoding of the console lacks are escaped.
+    """
     before = sys.stdout, sys.stderr
     for stream in before:
         if hasattr(stream, "reconfigure"):
@@ -143,7 +147,7 @@ def _width(letter: str) -> int:
 
 
 def _first(text: str, limit: int) -> str:
-    """As much of the beginning of `text` as `limit` columns hold."""
+    """Return the longest beginning of `text` that fits into `limit` columns."""
     used = 0
     for position, letter in enumerate(text[: 3 * limit]):
         used += _width(letter)
@@ -153,5 +157,5 @@ def _first(text: str, limit: int) -> str:
 
 
 def size_text(size_hw: Sequence[int]) -> str:
-    """A size (h, w) as people write it: 640, or 384 x 640."""
+    """Format a size (h, w) as people write it: 640, or 384 x 640."""
     return str(size_hw[0]) if size_hw[0] == size_hw[1] else f"{size_hw[0]} x {size_hw[1]}"

@@ -1,7 +1,7 @@
-"""What files may run here: nothing, before a person has said so.
+"""The files whose code may run here: none, before a person has allowed it.
 
 A file can name a class to import (`model.architecture`) or a script (`environment.json`), or be a program itself
-(`.pt2`). Whoever wrote it chooses what that does, so each is refused until a person names it or gives `--trust`. See
+(`.pt2`). Its author chooses what that code does, so each is refused until a person names it or gives `--trust`. See
 docs/security.md.
 """
 
@@ -13,7 +13,7 @@ _all = False
 
 
 def trust_files(trusted: bool = True) -> None:
-    """Allows, or forbids, files to run code in this process."""
+    """Set whether files may run code in this process."""
     global _all
     _all = trusted
 
@@ -23,10 +23,10 @@ def files_are_trusted() -> bool:
 
 
 def trust_class(class_path: str) -> None:
-    """A person named this `module:Class`: files may name it too."""
+    """Record that a person named this `module:Class`: files may name it too."""
     _named.add(class_path)
 
 
 def may_import(class_path: str) -> bool:
-    """Whether a `module:Class` may be imported; where its module already is, nothing of it runs."""
+    """Return whether a `module:Class` may be imported; if its module is imported already, no code of it runs."""
     return _all or class_path in _named or class_path.partition(":")[0] in sys.modules

@@ -1,8 +1,8 @@
 """COCO detection metrics of predictions kept by image id, equal to pycocotools' to 1e-12.
 
 The definition is that of COCO (Lin et al. 2014, https://cocodataset.org/#detection-eval), crowds and the area ranges of
-`area` included. 1, 10 and 100 detections count per image *and class*, highest scores first, as in pycocotools.
-Of equal scores the one that comes first wins: images in the order of the table, detections as the detector gave them.
+`area` included. 1, 10 and 100 detections count per image *and class*, highest scores first, as in pycocotools. The
+first of equal scores wins: images in the order of the table, detections in the order of the detector.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ class CocoEvaluator:
 
     Args:
         table: the `DetectionTable` with the ground truth.
-        backend: "toolkit", or "pycocotools", the reference that it is held to.
+        backend: "toolkit", or "pycocotools", its reference.
 
     Raises:
         BadInput: unknown backend.
@@ -38,11 +38,13 @@ class CocoEvaluator:
     def __init__(self, table, backend: str = "toolkit"):
         if backend not in BACKENDS:
             raise BadInput(f"eval.backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
-        self.table, self.backend, self.image_ids = table, backend, table.image_ids().tolist()
+        self.table = table
+        self.backend = backend
+        self.image_ids = table.image_ids().tolist()
         self.matches: Matches | None = None  # of the last evaluation
 
     def evaluate(self, predictions: Boxes | Mapping) -> dict[str, float | None]:
-        """Metrics of a full set of predictions; afterwards `matches` holds the matched boxes behind them.
+        """Compute the metrics of a full set of predictions; afterwards `matches` holds the matched boxes.
 
         Args:
             predictions: for every image id of the table `boxes (K, 4)` xyxy in original pixels, `scores (K,)`,
@@ -50,9 +52,9 @@ class CocoEvaluator:
 
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
-            bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. None where there is no
-            ground truth to find (pycocotools says -1): undefined is not 0. Beside them `voc07_mAP` and `voc12_mAP`, see
-            `voc_metrics`, and of a table that joins several sets `bbox_AP/<set>` of the images of each.
+            bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. None without
+            ground truth to find (pycocotools returns -1): undefined is not 0. Also `voc07_mAP` and `voc12_mAP`, see
+            `voc_metrics`, and for a table that joins several sets `bbox_AP/<set>` of the images of each.
 
         Raises:
             BadInput: image ids of predictions and table differ.
@@ -64,31 +66,35 @@ class CocoEvaluator:
         return row | {f"bbox_AP/{name}": coco_row(part)["bbox_AP"] for name, part in self._matches_of_sets()}
 
     def _matches_of_sets(self) -> Iterator[tuple[str, Matches]]:
-        """The matches in the images of each data set, where the table joins several."""
-        whole, of_image = self.matches, self.table.set_of_image()
+        """Yield the matches in the images of each data set, if the table joins several."""
+        whole = self.matches
+        of_image = self.table.set_of_image()
         for number, name in enumerate(one.name for one in self.table.sets if len(self.table.sets) > 1):
             kept = of_image == number
-            boxes, ids = (part.of_images(kept) for part in (whole.truth, whole.found)), np.flatnonzero(kept).tolist()
+            boxes = (part.of_images(kept) for part in (whole.truth, whole.found))
+            ids = np.flatnonzero(kept).tolist()
             yield name, match_boxes(*boxes, ids, whole.class_names, whole.sizes_hw[kept], whole.max_detections)
 
     def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
-        """`per_class_table` of what `evaluate` returned, the twelve numbers of COCO, and why an AP is 0; `step` as in
-        `explain_zero_ap`."""
+        """Format `per_class_table` of the result of `evaluate`, the twelve numbers of COCO, and why an AP is 0.
+
+        step: as in `explain_zero_ap`.
+        """
         of_boxes = {name: value for name, value in scores.items() if name.startswith("bbox_")}
         twelve = "  ".join(f"{name.removeprefix('bbox_')} {_number(value)}" for name, value in of_boxes.items())
         reasons = [] if scores["bbox_AP"] else explain_zero_ap(predictions, self.table, step)
         return "\n".join([per_class_table(scores, self.table), twelve, *(f"AP is 0: {reason}" for reason in reasons)])
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
-        """A picture of `count` images, predictions beside the annotated boxes."""
+        """Draw a picture of `count` images, predictions beside the annotated boxes."""
         return draw_predictions(self.table, predictions, count, path)
 
 
-OF_GRAPHS = ("protocol", "zero_shot", "phrase_detection")  # settings of the group `eval` of scene graphs alone
+OF_GRAPHS = ("protocol", "zero_shot", "phrase_detection")  # settings of the group `eval` for scene graphs only
 
 
 def make_evaluator(detector, table, backend: str, **settings):
-    """The evaluator of a detector on a table: that of its own `make_evaluator`, else `CocoEvaluator`.
+    """Make the evaluator of a detector on a table: that of its own `make_evaluator`, else `CocoEvaluator`.
 
     backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as `OF_GRAPHS`.
     Raises BadInput as the detector's own `make_evaluator`.
@@ -98,8 +104,9 @@ def make_evaluator(detector, table, backend: str, **settings):
 
 
 def coco_row(matches: Matches) -> dict[str, float | None]:
-    """The metrics of `CocoEvaluator.evaluate`."""
-    exact, most = exact_numbers(matches), matches.max_detections[-1]
+    """Compute the metrics of `CocoEvaluator.evaluate`."""
+    exact = exact_numbers(matches)
+    most = matches.max_detections[-1]
     row = {f"bbox_{name}": _defined(values[0]) for name, values in exact.numbers.items()}
     of_classes = (exact.of_class[0], exact.half_of_class[0], exact.recall_of_class[0])
     for name, ap, half, recall in zip(matches.class_names, *of_classes, strict=True):
@@ -112,16 +119,17 @@ def _defined(value: float) -> float | None:
 
 
 def check_ground_truth(table) -> list[str]:
-    """Evaluate the ground truth as if it were predictions: anything below AP 1.0 is a fault of data or evaluation.
+    """Evaluate the ground truth as predictions: an AP below 1.0 is a fault of data or evaluation.
 
     Returns:
-        Notes, in words, on what the metrics can then not say: classes without boxes, images with more boxes than count.
+        Sentences about the limits of the metrics: classes without boxes, images with more boxes than count.
 
     Raises:
-        BadInput: AP is below 1.0, or boxes without width, height, area or class hide in it (COCO passes over them);
-            names the classes and the boxes.
+        BadInput: AP is below 1.0, or boxes without width, height, area or class are hidden in it (COCO ignores them);
+            the message names the classes and the boxes.
     """
-    name, truth = "the validation data", table.boxes()
+    name = "the validation data"
+    truth = table.boxes()
     wanted = truth[~truth.iscrowd]
     if not len(wanted):
         return [f"{name}: no boxes to find in {len(table.rows)} images; every AP will be undefined (null)"]
@@ -130,11 +138,13 @@ def check_ground_truth(table) -> list[str]:
     result = coco_row(match(replace(wanted, scores=np.ones(len(wanted))), table, limits))
     values = {key: result[f"AP/{key}"] for key in class_keys(table)}
     lost = [f"class {shown(k)!r}: AP {ap:.4f}" for k, ap in values.items() if ap is not None and ap < 1 - 1e-6]
-    if faults := lost + _impossible_boxes(truth, table):
+    faults = lost + _impossible_boxes(truth, table)
+    if faults:
         failure = f"are not all found (AP {result['bbox_AP']}, expected 1.0)"
         raise BadInput([f"{name}: its own boxes, taken as predictions, {failure}", *faults])
     notes = []
-    if empty := [shown(key, 40) for key, value in values.items() if value is None]:
+    empty = [shown(key, 40) for key, value in values.items() if value is None]
+    if empty:
         some = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
         undefined = "their AP is undefined (null) and left out of the mean"
         notes.append(f"{name}: no boxes of {len(empty)} of {len(values)} classes ({some}); {undefined}")
@@ -145,12 +155,12 @@ def check_ground_truth(table) -> list[str]:
 
 
 def crowded_notes(name: str, table, limits: Mapping[str, int]) -> list[str]:
-    """A warning for each limit that images of a table pass with their objects; crowd regions are no objects.
+    """Return a warning for each limit that images of a table exceed with their objects; crowd regions do not count.
 
-    limits: objects of an image that can be found at most, by the setting that says so. name: of the split.
+    limits: the largest number of objects of an image that can be found, by its setting. name: of the split.
     """
     if table.num_boxes().max(initial=0) <= min(limits.values(), default=np.inf):
-        return []  # without a look at every box
+        return []  # without reading every box
     truth = table.boxes()
     counts = np.bincount(truth.image_index[~truth.iscrowd], minlength=len(table))
     return [
@@ -162,8 +172,9 @@ def crowded_notes(name: str, table, limits: Mapping[str, int]) -> list[str]:
 
 
 def _impossible_boxes(truth: Boxes, table) -> list[str]:
-    """Annotations without width, height, area or class, in words (at most ten)."""
-    ids, classes = table.image_ids().tolist(), len(table.categories)
+    """Describe annotations without width, height, area or class (at most ten)."""
+    ids = table.image_ids().tolist()
+    classes = len(table.categories)
     sides = truth.xyxy[:, 2:] - truth.xyxy[:, :2]
     bad = ~(sides > 0).all(axis=1) | ~(truth.area >= 0) | (truth.labels < 0) | (truth.labels >= classes)
     return [
@@ -174,7 +185,7 @@ def _impossible_boxes(truth: Boxes, table) -> list[str]:
 
 
 def per_class_table(result: Mapping, table) -> str:
-    """Text table, one line a class: images and boxes (crowds left out) it has, AP, AP50 and AR; `-` is undefined."""
+    """Format a text table, one line a class: images and boxes (without crowds), AP, AP50 and AR; `-`: undefined."""
     truth = table.boxes()
     truth = truth[~truth.iscrowd]
     rows = [("class", "images", "boxes", "AP", "AP50", "AR100")]
@@ -188,10 +199,10 @@ def per_class_table(result: Mapping, table) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text as lines with aligned columns: the first to the left, the others to the right."""
+    """Format rows of text as lines with aligned columns: the first to the left, the others to the right."""
     widths = [max(columns(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = []
-    for first, *others in rows:  # not ljust and rjust, which count letters where a terminal has columns
+    for first, *others in rows:  # not ljust and rjust, which count letters, not columns of a terminal
         cells = [first + " " * (widths[0] - columns(first))]
         cells += [" " * (width - columns(text)) + text for text, width in zip(others, widths[1:], strict=True)]
         lines.append("  ".join(cells))

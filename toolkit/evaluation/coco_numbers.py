@@ -1,5 +1,7 @@
-"""COCO metrics from matched boxes, with the rounding of pycocotools (Lin et al. 2014, its `accumulate`), and by
-pycocotools itself: the reference for ours, and `eval.backend pycocotools`."""
+"""COCO metrics from matched boxes, with the rounding of pycocotools (Lin et al. 2014, its `accumulate`).
+
+They can also be computed by pycocotools itself: the reference, and `eval.backend pycocotools`.
+"""
 
 import contextlib
 import io
@@ -18,7 +20,7 @@ RECALLS = np.linspace(0.0, 1.0, 101)
 
 @dataclass(frozen=True)
 class CocoNumbers:
-    """The numbers of B data sets, of one (B = 1) or of draws from it; NaN where there was nothing to find.
+    """The numbers of B data sets, of one (B = 1) or of draws from it; NaN without boxes to find.
 
     numbers: (B,) by name: AP, AP50, ... of_class, half_of_class, recall_of_class: (B, K) AP, AP50 and AR (of the most
     detections) of each class. by_iou: (10, B) mean AP at each IoU threshold.
@@ -32,32 +34,37 @@ class CocoNumbers:
 
 
 def exact_numbers(matches: Matches) -> CocoNumbers:
-    """The numbers of the data as they are (B = 1), those of pycocotools to 1e-12."""
+    """Compute the numbers of the data as they are (B = 1), equal to those of pycocotools to 1e-12."""
     by_class = ByClass(matches)
     return summary((_one_class(by_class, label) for label in range(matches.num_classes)), 1, matches.max_detections)
 
 
 def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_detections: Sequence[int]) -> CocoNumbers:
-    """Means over what is defined.
+    """Compute means over the defined values.
 
-    results: of each class AP (A, T, B) by area and IoU, and recall (S, T, B) at each of `max_detections` and then for
-        each smaller area.
+    results: for each class AP (A, T, B) by area and IoU, and recall (S, T, B) at each of `max_detections` and then
+        for each smaller area.
     """
     slots = [f"AR{most}" for most in max_detections] + [f"AR{name}" for name in AREAS if name != "all"]
-    results = list(results)  # of no classes at all it is empty, and every number is NaN
+    results = list(results)  # empty without classes; every number is then NaN
     ap = np.array([of_class[0] for of_class in results]).reshape(-1, len(AREAS), len(IOUS), draws)
     recall = np.array([of_class[1] for of_class in results]).reshape(-1, len(slots), len(IOUS), draws)
-    numbers = {"AP": _mean(ap[:, 0], (0, 1)), "AP50": _mean(ap[:, 0, 0], (0,)), "AP75": _mean(ap[:, 0, 5], (0,))}
-    numbers |= {f"AP{name}": _mean(ap[:, a], (0, 1)) for a, name in enumerate(AREAS) if a}
-    numbers |= {name: _mean(recall[:, slot], (0, 1)) for slot, name in enumerate(slots)}
+    numbers = {
+        "AP": _mean(ap[:, 0], (0, 1)),
+        "AP50": _mean(ap[:, 0, 0], (0,)),
+        "AP75": _mean(ap[:, 0, 5], (0,)),
+        **{f"AP{name}": _mean(ap[:, a], (0, 1)) for a, name in enumerate(AREAS) if a},
+        **{name: _mean(recall[:, slot], (0, 1)) for slot, name in enumerate(slots)},
+    }
     most = recall[:, len(max_detections) - 1]
     return CocoNumbers(numbers, _mean(ap[:, 0], (1,)).T, ap[:, 0, 0].T, _mean(most, (1,)).T, _mean(ap[:, 0], (0,)))
 
 
 class ByClass:
-    """Shared by the numbers of all classes: predictions by class, best first, and the boxes to find by area.
+    """The common data of the numbers of all classes: predictions by class, best first, and the boxes to find by area.
 
-    of_class: rows of `found`. near: positions in them of predictions that overlap some box of the class by half.
+    of_class: rows of `found`. near: positions in them of predictions with an IoU of at least 0.5 with a box of the
+        class.
     """
 
     def __init__(self, matches: Matches):
@@ -74,18 +81,18 @@ class ByClass:
         self.totals = np.stack([np.bincount(labels, minlength=matches.num_classes) for labels in of_labels])
 
     def inside(self, label: int, area: str) -> np.ndarray:
-        """(rows of the class,) bool: in the area range."""
+        """Return whether the predictions of a class are in the area range, (rows of the class,) bool."""
         low, high = AREAS[area]
         area_of = self.matches.found.area[self.of_class[label]]
         return (area_of >= low) & (area_of <= high)
 
     def tops(self, area: int) -> list[tuple[int, int]]:
-        """(row of the recalls, predictions of an image and class that count) of an area."""
+        """Return (row of the recalls, predictions of an image and class that count) of an area."""
         most = self.matches.max_detections
         return [(len(most) - 1 + area, most[-1])] if area else list(enumerate(most))
 
     def undefined(self, draws: int) -> tuple[np.ndarray, np.ndarray]:
-        """AP (areas, IoUs, B) and recall (as `summary` takes it) of one class, to be filled in."""
+        """Return AP (areas, IoUs, B) and recall (as for `summary`) of one class, filled with NaN."""
         slots = len(self.matches.max_detections) + len(AREAS) - 1
         return np.full((len(AREAS), len(IOUS), draws), np.nan), np.full((slots, len(IOUS), draws), np.nan)
 
@@ -93,7 +100,9 @@ class ByClass:
 def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
     m = shared.matches
     ap, recall = shared.undefined(1)
-    rows, near, candidate = shared.of_class[label], shared.near[label], shared.candidate[label]
+    rows = shared.of_class[label]
+    near = shared.near[label]
+    candidate = shared.candidate[label]
     for a, area in enumerate(AREAS):
         total = shared.totals[a, label]
         if not total:
@@ -110,10 +119,15 @@ def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exact_average_precision(right: np.ndarray, wrong: np.ndarray, total: int) -> float:
-    """COCO's AP of predictions, best first: bool masks of true and of false positives; the others are ignored."""
-    true_positives, false_positives = np.cumsum(right), np.cumsum(wrong)
+    """Compute COCO's AP of predictions, best first, from bool masks of true and of false positives.
+
+    Predictions in neither mask are ignored.
+    """
+    true_positives = np.cumsum(right)
+    false_positives = np.cumsum(wrong)
     keep = right | wrong
-    true_positives, false_positives = true_positives[keep].astype(float), false_positives[keep].astype(float)
+    true_positives = true_positives[keep].astype(float)
+    false_positives = false_positives[keep].astype(float)
     precision = true_positives / np.maximum(true_positives + false_positives, 1)
     precision = np.maximum.accumulate(precision[::-1])[::-1]
     at = np.searchsorted(true_positives / total, RECALLS, side="left")
@@ -128,21 +142,25 @@ def _mean(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:
-    """As `toolkit.evaluation.coco.coco_row`, by pycocotools, the reference; 2 kB of memory for each box."""
+    """Compute `toolkit.evaluation.coco.coco_row` by pycocotools, the reference; it needs 2 kB of memory per box."""
     from pycocotools.cocoeval import COCOeval
 
     m = matches
     with contextlib.redirect_stdout(io.StringIO()), uncollected():  # it prints its progress
         run = COCOeval(_loaded(m.truth, m), _loaded(m.found, m), iouType="bbox")
-        run.params.maxDets, run.params.catIds = list(m.max_detections), list(range(m.num_classes))
+        run.params.maxDets = list(m.max_detections)
+        run.params.catIds = list(range(m.num_classes))
         run.evaluate()
         run.accumulate()
     return _row(np.array(run.eval["precision"]), np.asarray(run.eval["recall"]), run.params, m)
 
 
 def _loaded(boxes: Boxes, m: Matches):
-    """A `COCO` of boxes. Image ids are positions in the table, so that strings are fine too. Annotation ids count from
-    1: the evaluation marks "not matched" with 0, so the box with id 0 would never be found."""
+    """Load boxes into a `COCO`.
+
+    Image ids are positions in the table, so that strings are possible too. Annotation ids count from 1: the evaluation
+    marks "not matched" with 0, so the box with id 0 would never be found.
+    """
     from pycocotools.coco import COCO
 
     scores = np.ones(len(boxes)) if boxes.scores is None else boxes.scores
@@ -162,16 +180,18 @@ def _loaded(boxes: Boxes, m: Matches):
 
 
 def _row(precision: np.ndarray, recall: np.ndarray, params, m: Matches) -> dict[str, float | None]:
-    """COCOeval.summarize() without its printing and with the classes; changes `precision` (T, R, K, A, M)."""
-    # It adds an epsilon to what it divides by, so that one detection out of one is 1 - 2e-16, not 1.
+    """Compute the numbers of COCOeval.summarize(), and those of each class; changes `precision` (T, R, K, A, M)."""
+    # It adds an epsilon to its denominators, so that one detection out of one is 1 - 2e-16, not 1.
     precision[precision > 1 - 1e-15] = 1
     half, three_quarters = (int(np.argmin(abs(params.iouThrs - t))) for t in (0.5, 0.75))
     areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
     ious = {"": slice(None), "50": half, "75": three_quarters}
-    row = {f"bbox_AP{name}": _mean_of_defined(precision[at, :, :, 0, -1]) for name, at in ious.items()}
-    row |= {f"bbox_AP{a}": _mean_of_defined(precision[:, :, :, i, -1]) for a, i in areas.items()}
-    row |= {f"bbox_AR{n}": _mean_of_defined(recall[:, :, 0, i]) for i, n in enumerate(m.max_detections)}
-    row |= {f"bbox_AR{a}": _mean_of_defined(recall[:, :, i, -1]) for a, i in areas.items()}
+    row = {
+        **{f"bbox_AP{name}": _mean_of_defined(precision[at, :, :, 0, -1]) for name, at in ious.items()},
+        **{f"bbox_AP{a}": _mean_of_defined(precision[:, :, :, i, -1]) for a, i in areas.items()},
+        **{f"bbox_AR{n}": _mean_of_defined(recall[:, :, 0, i]) for i, n in enumerate(m.max_detections)},
+        **{f"bbox_AR{a}": _mean_of_defined(recall[:, :, i, -1]) for a, i in areas.items()},
+    }
     most = m.max_detections[-1]
     for k, name in enumerate(m.class_names):
         row[f"AP/{name}"] = _mean_of_defined(precision[:, :, k, 0, -1])

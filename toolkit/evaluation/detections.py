@@ -14,7 +14,7 @@ OF_PAIRS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
 
 
 def best_first(detections: Mapping[str, Tensor]) -> Found:
-    """Best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
+    """Sort detections best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
     order = detections["scores"].argsort(descending=True, stable=True)
     order = order[detections["labels"][order] >= 0]
     of_objects = ("boxes", "scores", "labels", "attribute_scores")
@@ -29,8 +29,11 @@ def best_first(detections: Mapping[str, Tensor]) -> Found:
 
 
 def detections_as_json(detections: Found, categories: Sequence[Category], attributes: Sequence[str] = ()) -> list[dict]:
-    """COCO results of one image, best first: `category_id` and `category` as in the training data, `bbox` [x, y,
-    width, height] in pixels, `score`; with `attributes`, if the model predicts any, the names scoring above 0.5."""
+    """Convert the detections of one image to COCO results, best first.
+
+    `category_id` and `category` are those of the training data, `bbox` is [x, y, width, height] in pixels; `score`;
+    with `attributes`, if the model predicts any, the names with scores above 0.5.
+    """
     entries = []
     columns = (detections[key].tolist() for key in ("boxes", "scores", "labels"))
     for (x1, y1, x2, y2), score, label in zip(*columns, strict=True):
@@ -46,20 +49,25 @@ def detections_as_json(detections: Found, categories: Sequence[Category], attrib
 
 
 def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
-    """The graph of an image with its `count` best combinations of pair and predicate in place of one predicate for each
-    pair; equal ones by pair, then predicate, as ng-R@K ranks them."""
+    """Return the graph of an image with its `count` best combinations of pair and predicate.
+
+    They replace the one predicate of each pair. Equal scores are in the order of pairs, then predicates, as ng-R@K
+    ranks them.
+    """
     ends = graph["scores"][graph["pairs"]].prod(1)
     scores = (graph["predicate_scores"] * ends[:, None]).flatten()
     best = scores.sort(descending=True, stable=True).indices[:count]
-    rows, predicates = best // graph["predicate_scores"].shape[1], best % graph["predicate_scores"].shape[1]
+    num_predicates = graph["predicate_scores"].shape[1]
+    rows = best // num_predicates
+    predicates = best % num_predicates
     of_pairs = {"pairs": graph["pairs"][rows], "predicate_scores": graph["predicate_scores"][rows]}
     return graph | of_pairs | {"predicates": predicates, "triplet_scores": scores[best]}
 
 
 def relations_as_json(graph: Found, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
-    """The best relations of one image: `subject` and `object` are positions in its detections.
+    """Convert the best relations of one image; `subject` and `object` are positions in its detections.
 
-    all_scores: with `predicate_scores`, the probability of every predicate of the pair by name, best first.
+    all_scores: add `predicate_scores`, the probability of every predicate of the pair by name, best first.
     """
     columns = (graph[key][:MAX_RELATIONS].tolist() for key in ("pairs", "predicates", "triplet_scores"))
     relations = [

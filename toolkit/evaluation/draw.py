@@ -1,4 +1,4 @@
-"""Draws boxes with labels, arrows, image grids, and ground truth beside predictions."""
+"""Drawings of boxes with labels, arrows, image grids, and ground truth beside predictions."""
 
 import functools
 import math
@@ -13,17 +13,19 @@ from torch import Tensor
 
 from toolkit.base.text import JOINERS, escaped, shown
 
-# Okabe & Ito (2008), told apart with every kind of colour vision; without black, plus three of Tol's.
+# Okabe & Ito (2008), distinct with every kind of colour vision; without black, plus three of Tol's.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
 PANEL = 384  # longest side of an image in the grid, in pixels
-LEAST_SCORE = 0.3  # of the predictions in the grid
-BAR, GAP = 24, 10
-BACKGROUND, TEXT = "#FFFFFF", "#222222"
+LEAST_SCORE = 0.3  # lowest score of predictions in the grid
+BAR = 24
+GAP = 10
+BACKGROUND = "#FFFFFF"
+TEXT = "#222222"
 
 
 @dataclass
 class Mark:
-    """A box (xyxy, pixels of the image) with a colour and, where it is not empty, a text beside it."""
+    """A box (xyxy, pixels of the image) with a colour and, if it is not empty, a text beside it."""
 
     box: Sequence[float]
     colour: str
@@ -33,30 +35,32 @@ class Mark:
 
 @functools.cache
 def text_font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib; Pillow's own has few letters beyond ASCII. `size` in pixels."""
-    from matplotlib import font_manager  # half a second that the start of a run need not wait for
+    """Load DejaVu Sans, which comes with matplotlib; Pillow's own has few letters beyond ASCII. `size` in pixels."""
+    from matplotlib import font_manager  # half a second, which the start of a run can avoid
 
     return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
 
 
 @functools.cache
 def _letters() -> frozenset[int]:
-    """Code points that the letters of `text_font` have a picture of."""
+    """Return the code points of the glyphs in `text_font`."""
     from matplotlib import font_manager, ft2font
 
     return frozenset(ft2font.FT2Font(font_manager.findfont("DejaVu Sans")).get_charmap())
 
 
 def drawable(text: object, limit: int = 30) -> str:
-    """`toolkit.base.text.shown`, with code points in place of letters that `text_font` lacks: the empty boxes of
-    missing glyphs all look alike."""
+    """Escape text as `toolkit.base.text.shown`, with code points in place of letters that `text_font` lacks.
+
+    The empty boxes of missing glyphs would all look alike.
+    """
     supported = _letters()
     names = (c if ord(c) in supported or c in JOINERS else f"<{ord(c):X}>" for c in escaped(text, limit))
     return shown("".join(names), limit)
 
 
 def choose_images(table, count: int) -> list[int]:
-    """Positions of `count` images spread evenly over those with boxes (over all when none has): the same every time."""
+    """Return positions of `count` images, evenly spread over those with boxes (over all if none has)."""
     candidates = np.flatnonzero(table.num_boxes() > 0)
     if not len(candidates):
         candidates = np.arange(len(table))
@@ -64,7 +68,7 @@ def choose_images(table, count: int) -> list[int]:
 
 
 def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Path:
-    """`draw_grid` of `count` images of a table, the same ones every time; predictions by image id."""
+    """Draw `draw_grid` of `count` images of a table, always the same ones; predictions by image id."""
     samples = []
     for position in choose_images(table, count):
         row = table.row(position)
@@ -81,8 +85,10 @@ def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Pat
 
 
 def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: Sequence[str], path: Path) -> Path:
-    """One PNG with a pair of panels per image, two pairs in a row: its ground truth (crowds dashed) left, its
-    predictions with a score of at least `LEAST_SCORE` right. Returns `path`.
+    """Write one PNG with a pair of panels per image, two pairs in a row. Returns `path`.
+
+    The left panel has the ground truth (crowds dashed), the right one the predictions with a score of at least
+    `LEAST_SCORE`.
 
     Args:
         samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {name, boxes (N, 4),
@@ -105,30 +111,31 @@ def _counted(count: int, name: str) -> str:
 
 
 def _panel(image: Tensor, objects: Mapping, class_names: Sequence[str], caption: str) -> Image.Image:
-    """An image with its boxes, as long as `PANEL`, below a line of text."""
+    """Draw an image with its boxes, as long as `PANEL`, below a line of text."""
     picture = fitted(picture_of(image), PANEL)
     draw_marks(picture, marks_of(objects, class_names, image.shape[-2:]), scale=picture.width / image.shape[-1])
     panel = Image.new("RGB", (picture.width, picture.height + BAR), BACKGROUND)
     panel.paste(picture, (0, BAR))
-    draw, font = ImageDraw.Draw(panel), text_font(14)
+    draw = ImageDraw.Draw(panel)
+    font = text_font(14)
     draw.text((2, 2), _shortened(caption, picture.width, draw, font), fill=TEXT, font=font)
     return panel
 
 
 def draw_detections(image: Tensor, objects: Mapping, class_names: Sequence[str], path: Path) -> Path:
-    """Writes `picture_with_boxes` of `image` as a JPEG or PNG, by the suffix of `path`; its folder is made."""
+    """Write `picture_with_boxes` of `image` as a JPEG or PNG, by the suffix of `path`; its folder is made."""
     return save_picture(picture_with_boxes(image, objects, class_names), path)
 
 
 def picture_with_boxes(
     image: Tensor, objects: Mapping, class_names: Sequence[str], smallest_side: int = 640
 ) -> Image.Image:
-    """The image with boxes and tags; lines and letters grow with it.
+    """Draw the image with boxes and tags; lines and letters grow with it.
 
     Args:
         image: uint8 (3, H, W).
-        objects: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` where they are detections or
-            `iscrowd (K,)` where they are ground truth.
+        objects: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` for detections or
+            `iscrowd (K,)` for ground truth.
         smallest_side: an image whose longer side is shorter, in pixels, is enlarged to that, so that tags can be read.
     """
     picture = picture_of(image)
@@ -141,18 +148,18 @@ def picture_with_boxes(
 
 
 def picture_of(image: Tensor) -> Image.Image:
-    """Of uint8 (3, H, W) on any device."""
+    """Convert uint8 (3, H, W) on any device to a picture."""
     return Image.fromarray(image.detach().cpu().permute(1, 2, 0).contiguous().numpy())
 
 
 def fitted(picture: Image.Image, side: int) -> Image.Image:
-    """Resized so that its longer side has `side` pixels."""
+    """Resize a picture so that its longer side has `side` pixels."""
     scale = side / max(picture.size)
     return picture.resize([max(1, round(length * scale)) for length in picture.size], Image.Resampling.BICUBIC)
 
 
 def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Image.Image:
-    """Pictures in a grid of `columns`, `gap` pixels apart and from the edges."""
+    """Arrange pictures in a grid of `columns`, `gap` pixels apart and from the edges."""
     rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
     widths = [max(picture.width for picture in pictures[i::columns]) for i in range(min(columns, len(pictures)))]
     heights = [max(picture.height for picture in row) for row in rows]
@@ -165,7 +172,7 @@ def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Im
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
-    """By the suffix of `path`; its folder is made."""
+    """Write a picture in the format of the suffix of `path`; its folder is made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path, quality=92)
@@ -173,7 +180,7 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
 
 
 def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int]) -> list[Mark]:
-    """Marks in the colours of their classes, the best last; `objects` as `picture_with_boxes` takes them."""
+    """Return marks in the colours of their classes, the best last; `objects` as in `picture_with_boxes`."""
     objects = {key: objects[key].detach().cpu() for key in ("boxes", "labels", "scores", "iscrowd") if key in objects}
     height, width = size_hw
     boxes = torch.minimum(objects["boxes"].float().nan_to_num(0).clamp(min=0), torch.tensor([width, height] * 2))
@@ -196,20 +203,23 @@ def draw_marks(
     corner: tuple[float, float] = (0.0, 0.0),
     size: int = 12,
 ) -> None:
-    """Draws the boxes into the picture, the last on top, and then their tags: no line crosses a text.
+    """Draw the boxes into the picture, the last on top, and then their tags: no line crosses a text.
 
     Args:
-        scale: pixels of the picture by those of the image. corner: x, y of the image where the picture begins.
+        scale: pixels of the picture per pixel of the image. corner: x, y of the image at the picture's corner.
         size: of the letters in pixels.
     """
-    draw, font, line = ImageDraw.Draw(picture), text_font(size), max(2, round(size / 5))
+    draw = ImageDraw.Draw(picture)
+    font = text_font(size)
+    line = max(2, round(size / 5))
     edges = np.array([picture.width, picture.height] * 2)
     boxes = []
     for mark in marks:
         box = (np.nan_to_num(np.asarray(mark.box, dtype=float)) - [*corner, *corner]) * scale
-        # A side outside is not seen, one on the edge is.
+        # A side outside is not visible, one on the edge is.
         box = np.where(abs(box - edges) < 1, edges - 1, box).clip(-2 * line, edges + 2 * line)
-        x1, y1, x2, y2 = *np.minimum(box[:2], box[2:]).tolist(), *np.maximum(box[:2], box[2:]).tolist()
+        x1, y1 = np.minimum(box[:2], box[2:]).tolist()
+        x2, y2 = np.maximum(box[:2], box[2:]).tolist()
         boxes.append((x1, y1, x2, y2))
         if mark.dashed:
             _dashed(draw, boxes[-1], mark.colour, line)
@@ -218,7 +228,7 @@ def draw_marks(
             draw.rectangle(boxes[-1], outline=mark.colour, width=line)
     tags: list[tuple] = []
     named = [(mark, box) for mark, box in zip(marks, boxes, strict=True) if mark.text]
-    for mark, box in reversed(named):  # the best first, which gets the best place
+    for mark, box in reversed(named):  # the best comes first and gets the best place
         width = draw.textlength(mark.text, font=font) + size // 2
         tags.append(_place_of_tag(box, width, size + 4, picture.size, tags))
     for tag, (mark, _) in zip(reversed(tags), named, strict=True):
@@ -228,20 +238,20 @@ def draw_marks(
 
 
 def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, tags: list[tuple]) -> tuple:
-    """(x1, y1, x2, y2) of a tag at a corner of its box: inside the picture, and off the tags that are there already
-    where one of the places is."""
+    """Return (x1, y1, x2, y2) of a tag at a corner of its box, with the least overlap with other tags."""
     x1, y1, x2, y2 = box
     left, right = x1 - 1, x2 + 2 - width
     places = []
     for x, y in ((left, y1 - height), (left, y2), (right, y1 - height), (right, y2), (left, y1), (right, y2 - height)):
-        x, inside = max(0, min(x, picture_size[0] - width)), max(0, min(y, picture_size[1] - height))
+        x = max(0, min(x, picture_size[0] - width))
+        inside = max(0, min(y, picture_size[1] - height))
         if inside == y or not places:
             places.append((x, inside, x + width, inside + height))
     return min(places, key=lambda corner: sum(_overlap(corner, other) for other in tags))
 
 
 def _overlap(a: tuple, b: tuple) -> float:
-    """Area in common."""
+    """Return the common area of two boxes."""
     return max(0, min(a[2], b[2]) - max(a[0], b[0])) * max(0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
@@ -263,20 +273,24 @@ def draw_arrow(
     words: str = "",
     gap: float = 0.0,
 ) -> None:
-    """From start to `gap` pixels before end, moved to its right so that the way back is seen too; words on it, in
-    letters of `size` pixels."""
+    """Draw an arrow from start to `gap` pixels before end, with words on it in letters of `size` pixels.
+
+    It is moved to its right, so that the arrow of the way back is visible too.
+    """
     along = (end[0] - start[0], end[1] - start[1])
     length = math.hypot(*along)
-    if length < 1:  # an object with itself, or two with one centre
+    if length < 1:  # an object with itself, or two with the same centre
         draw.ellipse((start[0] - size, start[1] - size, start[0] + size, start[1] + size), outline=colour, width=2)
-        along, length = (1.0, 0.0), 1.0
+        along = (1.0, 0.0)
+        length = 1.0
     x, y = along[0] / length, along[1] / length
     aside = (-y * size / 4, x * size / 4)
     tip = (end[0] + aside[0] - gap * x, end[1] + aside[1] - gap * y)
     begin = (start[0] + aside[0], start[1] + aside[1])
     for fill, width in (("#000000", 4), (colour, 2)):
         draw.line((*begin, *tip), fill=fill, width=width)
-    back, half = 0.8 * size, 0.35 * size
+    back = 0.8 * size
+    half = 0.35 * size
     corners = [(tip[0] - back * x + sign * half * y, tip[1] - back * y - sign * half * x) for sign in (-1, 1)]
     draw.polygon([tip, *corners], fill=colour, outline="#000000")
     if words:

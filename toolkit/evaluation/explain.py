@@ -1,7 +1,7 @@
-"""Diagnoses a very low AP: compares predictions with the ground truth for common mistakes, and names those it finds.
+"""A diagnosis of a very low AP: predictions are compared with the ground truth for common mistakes.
 
 Every cause corresponds to a change of the predictions (another box format, another scale, labels shifted by one). It
-is named when the changed predictions find the objects, the unchanged ones do not, and the evidence suffices: enough
+is named if the changed predictions find the objects, the unchanged ones do not, and the evidence suffices: enough
 objects, optimizer steps and scores, only the best detections of each image, and more objects found than the same boxes
 find in other images. An untrained detector gives every image the same boxes, and among hundreds of them some lie on
 every object in some format or other.
@@ -23,20 +23,20 @@ log = logging.getLogger(__name__)
 FOUND = 0.3  # share of objects that a changed reading must find before it is named
 MAX_IMAGES = 64  # enough to see a systematic mistake
 MIN_OBJECTS = 20  # fewer are found by chance
-MIN_STEPS = 100  # optimizer steps before which every detector finds nothing
+MIN_STEPS = 100  # optimizer steps; before them every detector finds nothing
 MIN_SCORE = 0.05  # of the best detection; below it the detector itself has found nothing yet
-CHANCE = 1.5  # times as many objects as the boxes find in other images
-BEST = 2  # detections for each object of an image that are looked at, the best ones
+CHANCE = 1.5  # required ratio to the objects that the boxes find in other images
+BEST = 2  # best detections used for each object of an image
 MISTAKEN_SIZE = " (size given to the model mistaken for the original size?)"
 
 
 def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None) -> list[str]:
-    """Likely causes of an AP of (nearly) 0, most telling first; never empty.
+    """Return likely causes of an AP of (nearly) 0, the most telling first; never empty.
 
     Args:
         predictions: as for `CocoEvaluator.evaluate`.
-        table: the `DetectionTable` they were evaluated on.
-        step: optimizer steps that the detector was trained for; None: unknown, and no reason to wait.
+        table: the `DetectionTable` of the evaluation.
+        step: optimizer steps that the detector was trained for; None: unknown, and not checked.
 
     Returns:
         One sentence per cause with the numbers behind it, or that it is too early to tell.
@@ -50,7 +50,8 @@ def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None
         return ["no image has a single prediction: score threshold too high, or post-processing keeps nothing"]
     causes = _about_numbers(detections, len(table.categories))
     usable = detections[np.isfinite(detections.xyxy).all(axis=1) & np.isfinite(detections.scores)]
-    if too_early := _too_early(usable, truth, step):
+    too_early = _too_early(usable, truth, step)
+    if too_early:
         return [*causes, f"too early to tell: {too_early}"]
     best = _best(usable, truth)
     chosen = _with_both(best, truth)
@@ -61,7 +62,7 @@ def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None
 
 
 def _too_early(detections: Boxes, truth: Boxes, step: int | None) -> str:
-    """Why there is no evidence yet; "" when there is."""
+    """Return why the evidence does not suffice yet; "" if it does."""
     if step is not None and step < MIN_STEPS:
         return f"{step} optimizer steps are not enough to learn from (at least {MIN_STEPS})"
     if len(truth) < MIN_OBJECTS:
@@ -72,7 +73,7 @@ def _too_early(detections: Boxes, truth: Boxes, step: int | None) -> str:
 
 
 def _best(detections: Boxes, truth: Boxes) -> Boxes:
-    """The best detections of each image, twice as many as it has objects, in the order of the images."""
+    """Return the best detections of each image, twice as many as it has objects, in the order of the images."""
     order = np.lexsort((-detections.scores, detections.image_index))
     detections = detections[order]
     rank = np.arange(len(detections)) - detections.offsets[detections.image_index]
@@ -80,7 +81,7 @@ def _best(detections: Boxes, truth: Boxes) -> Boxes:
 
 
 def _about_numbers(detections: Boxes, num_classes: int) -> list[str]:
-    """Mistakes that the numbers show by themselves, however few."""
+    """Return mistakes that the numbers show by themselves, however few."""
     causes = []
     unfinite = ~(np.isfinite(detections.xyxy).all(axis=1) & np.isfinite(detections.scores))
     if unfinite.any():
@@ -100,7 +101,7 @@ def _about_numbers(detections: Boxes, num_classes: int) -> list[str]:
 
 
 def _about_all(detections: Boxes, truth: Boxes) -> list[str]:
-    """Causes that all predictions have in common."""
+    """Return causes that all predictions have in common."""
     if not len(detections):
         return []
     causes = []
@@ -116,14 +117,15 @@ def _about_all(detections: Boxes, truth: Boxes) -> list[str]:
 
 
 def _about_boxes(detections: Boxes, truth: Boxes, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
-    """Other readings of the boxes: formats, units and scales. Labels are ignored here."""
+    """Return other readings of the boxes that find the objects: formats, units and scales. Labels are ignored here."""
     as_is = _recall(detections, truth, chosen)
     if as_is >= FOUND:
         return []
     for changes, images, after in ((_readings, chosen, ""), (_scales, chosen[:16], MISTAKEN_SIZE)):
         tried = [(replace(detections, xyxy=boxes), words) for boxes, words in changes(detections, sizes_hw)]
         recalls = [_recall(changed, truth, images) for changed, _ in tried]
-        recall, (changed, words) = max(recalls), tried[int(np.argmax(recalls))]
+        recall = max(recalls)
+        changed, words = tried[int(np.argmax(recalls))]
         if _is_evidence(recall, as_is, changed, truth, images):
             return [f"{words} they find {recall:.0%} of the objects at IoU 0.5, as they are {as_is:.0%}{after}"]
     causes = []
@@ -141,15 +143,18 @@ def _about_boxes(detections: Boxes, truth: Boxes, sizes_hw: np.ndarray, chosen: 
 
 
 def _is_evidence(recall: float, as_is: float, changed: Boxes, truth: Boxes, chosen: np.ndarray) -> bool:
-    """Whether a change finds enough objects, more than the boxes as they are, and more than by chance: than the boxes
-    of each image find in the next one, as boxes do that are the same in every image."""
+    """Return whether a change finds enough objects: more than the boxes as they are, and more than by chance.
+
+    Chance is the number of objects that the boxes of each image find in the next one, as boxes do that are equal in all
+    images.
+    """
     if recall < max(FOUND, 2 * as_is):
         return False
     return recall >= CHANCE * _recall(_moved_on(changed, chosen), truth, chosen)
 
 
 def _moved_on(detections: Boxes, chosen: np.ndarray) -> Boxes:
-    """The detections of each chosen image as if they were those of the next one."""
+    """Return the detections of each chosen image as if they were those of the next one."""
     detections = detections[np.isin(detections.image_index, chosen)]
     following = np.roll(chosen, -1)[np.searchsorted(chosen, detections.image_index)]
     order = np.argsort(following, kind="stable")
@@ -157,7 +162,7 @@ def _moved_on(detections: Boxes, chosen: np.ndarray) -> Boxes:
 
 
 def _readings(detections: Boxes, sizes_hw: np.ndarray):
-    """(boxes as xyxy pixels, in words) for each format that the numbers could be in."""
+    """Yield (boxes as xyxy pixels, description) for each format that the numbers could be in."""
     a, b, c, d = detections.xyxy.T
     size = sizes_hw[detections.image_index][:, [1, 0, 1, 0]]  # width, height, width, height
     formats = {
@@ -174,9 +179,10 @@ def _readings(detections: Boxes, sizes_hw: np.ndarray):
 
 
 def _scales(detections: Boxes, sizes_hw: np.ndarray):
-    """(boxes rescaled, in words) for constant factors and for boxes left in the size given to the model."""
+    """Yield (rescaled boxes, description) for constant factors and for boxes left in the size given to the model."""
     height_width = sizes_hw[detections.image_index].astype(float)
-    whole, shorter = height_width[:, [1, 0, 1, 0]], height_width.min(axis=1, keepdims=True)
+    whole = height_width[:, [1, 0, 1, 0]]
+    shorter = height_width.min(axis=1, keepdims=True)
     another = "boxes are in another scale than the original image:"
     for factor in 2.0 ** (np.arange(-48, 49) / 16):
         yield detections.xyxy * factor, f"{another} multiplied by {factor:.2f}"
@@ -186,8 +192,9 @@ def _scales(detections: Boxes, sizes_hw: np.ndarray):
 
 
 def _about_labels(detections: Boxes, truth: Boxes, chosen: np.ndarray) -> list[str]:
-    """Boxes are found, their labels are not those of the objects: moved by one, or mixed up."""
-    any_class, same_class = _recall(detections, truth, chosen), _recall(detections, truth, chosen, labels=True)
+    """Return causes in the labels of boxes that find the objects: labels moved by one, or mixed up."""
+    any_class = _recall(detections, truth, chosen)
+    same_class = _recall(detections, truth, chosen, labels=True)
     if same_class > any_class / 2 or not _is_evidence(any_class, 0, detections, truth, chosen):
         return []
     for shift in (-1, 1):
@@ -209,24 +216,27 @@ def _nothing_wrong(detections: Boxes, truth: Boxes, chosen: np.ndarray) -> str:
 
 
 def _with_both(detections: Boxes, truth: Boxes) -> np.ndarray:
-    """Positions of at most MAX_IMAGES images, evenly spread, that have objects and predictions."""
+    """Return positions of at most MAX_IMAGES images, evenly spread, that have objects and predictions."""
     both = np.intersect1d(detections.image_index, truth.image_index)
     return both[np.linspace(0, len(both) - 1, min(len(both), MAX_IMAGES)).astype(int)] if len(both) else both
 
 
 def _recall(detections: Boxes, truth: Boxes, images: np.ndarray, labels: bool = False) -> float:
-    """Share of the objects in `images` that some prediction overlaps with IoU >= 0.5 (and has the label of)."""
+    """Return the share of the objects in `images` that a prediction overlaps with IoU >= 0.5 (and has the label of)."""
     hits = total = 0
     for image in images.tolist():
-        f, t = detections.of_image(image), truth.of_image(image)
+        f = detections.of_image(image)
+        t = truth.of_image(image)
         iou = box_iou(torch.from_numpy(truth.xyxy[t]), torch.from_numpy(detections.xyxy[f])).nan_to_num(0)
         if labels:
             iou = iou * torch.from_numpy(truth.labels[t, None] == detections.labels[None, f])
-        hits, total = hits + int((iou.amax(dim=1) >= 0.5).sum()), total + len(iou)
+        hits += int((iou.amax(dim=1) >= 0.5).sum())
+        total += len(iou)
     return hits / total
 
 
 def _clipped_area(detections: Boxes, sizes_hw: np.ndarray) -> np.ndarray:
     size = sizes_hw[detections.image_index][:, [1, 0]]  # width, height
-    low, high = np.clip(detections.xyxy[:, :2], 0, size), np.clip(detections.xyxy[:, 2:], 0, size)
+    low = np.clip(detections.xyxy[:, :2], 0, size)
+    high = np.clip(detections.xyxy[:, 2:], 0, size)
     return np.prod(np.maximum(high - low, 0), axis=1)

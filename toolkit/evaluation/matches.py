@@ -1,4 +1,4 @@
-"""Matches predictions with annotated boxes, once per data set; all detection metrics are computed from the result.
+"""The matching of predictions with annotated boxes, once per data set; all detection metrics are computed from it.
 
 The greedy matching is COCO's (Lin et al. 2014), for all images, classes, IoU thresholds and areas at once: in round r
 the r-th best prediction of every image and class chooses its box. No two predictions of a round compete for one.
@@ -23,11 +23,11 @@ PAIRS_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class Matches:
-    """Predictions and annotated boxes of I images with what overlaps; D predictions, G boxes, P pairs.
+    """Predictions and annotated boxes of I images with their overlaps; D predictions, G boxes, P pairs.
 
     truth: all boxes, crowds too, in the order of the table. found: at most `max_detections[-1]` of each image and
         class, by image, best first. rank: (D,) place of a prediction among those of its image and class. order: (D,)
-        rows of `found`, best first over all images; of equal scores the one that comes first.
+        rows of `found`, best first over all images; equal scores in their order.
     det, gt, iou: (P,) rows of `found` and `truth` of one image, whatever their classes, with an IoU of at least 0.1;
         for a crowd the share of the prediction that lies in it. Sorted by `det`, then `gt`.
     sizes_hw: (I, 2) pixels.
@@ -55,21 +55,21 @@ class Matches:
 
     @cached_property
     def crowd(self) -> np.ndarray:
-        """(G,) bool."""
+        """Whether a box is a crowd, (G,) bool."""
         return self.truth.iscrowd
 
     @cached_property
     def same_class(self) -> np.ndarray:
-        """(P,) bool."""
+        """Whether the two boxes of a pair have the same class, (P,) bool."""
         return self.found.labels[self.det] == self.truth.labels[self.gt]
 
     @cached_property
     def num_truth(self) -> np.ndarray:
-        """(K,) boxes of each class that are to be found."""
+        """The number of boxes to find of each class, (K,)."""
         return np.bincount(self.truth.labels[~self.crowd], minlength=self.num_classes)
 
     def ignored(self, area: str) -> np.ndarray:
-        """(G,) bool: boxes that need not be found: crowds, and what is outside of the area range."""
+        """Return the boxes that need not be found, (G,) bool: crowds, and boxes outside of the area range."""
         low, high = AREAS[area]
         return self.crowd | (self.truth.area < low) | (self.truth.area > high)
 
@@ -80,26 +80,26 @@ class Matches:
 
     @cached_property
     def at_half(self) -> np.ndarray:
-        """(D,) int64 row of the box that each prediction finds at IoU 0.5, crowds too; -1: none."""
+        """The row of the box that each prediction finds at IoU 0.5, crowds too, (D,) int64; -1: none."""
         rows = np.full(len(self.found), -1, np.int64)
         rows[self.coco.det] = self.coco.gt[0, 0]
         return rows
 
     @cached_property
     def right(self) -> np.ndarray:
-        """(D,) bool: true positives at IoU 0.5."""
+        """The true positives at IoU 0.5, (D,) bool."""
         return (self.at_half >= 0) & self.counts
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """(D,) bool: predictions that are right or wrong at IoU 0.5; those of a crowd are neither."""
+        """The predictions that are right or wrong at IoU 0.5, (D,) bool; those of a crowd are neither."""
         in_crowd = np.append(self.crowd, False)[self.at_half]  # -1, nothing found, is the last one
         return ~in_crowd
 
 
 @dataclass(frozen=True)
 class CocoMatches:
-    """The C predictions that some box of their class overlaps by half, and which one each of them finds.
+    """The C predictions with an IoU of at least 0.5 with a box of their class, and the box that each of them finds.
 
     det: (C,) rows of `found`, ascending. gt: (4, 10, C) rows of `truth` by area and IoU threshold; -1: none.
     """
@@ -109,7 +109,7 @@ class CocoMatches:
 
 
 def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
-    """Matches of a full set of predictions with a table; those of a class that an image does not label are left out.
+    """Match a full set of predictions with a table; those of a class that an image does not label are left out.
 
     Args:
         predictions: as `boxes_of` takes them.
@@ -118,7 +118,8 @@ def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = M
     Raises:
         BadInput: image ids of predictions and table differ.
     """
-    image_ids, names = table.image_ids().tolist(), class_keys(table)
+    image_ids = table.image_ids().tolist()
+    names = class_keys(table)
     detections = usable(boxes_of(predictions, image_ids), len(names), image_ids)
     if table.labelled_classes is not None:
         labelled = table.labelled_classes[table.set_of_image()]
@@ -134,7 +135,7 @@ def match_boxes(
     sizes_hw: np.ndarray,
     max_detections: Sequence[int] = MAX_DETECTIONS,
 ) -> Matches:
-    """Matches two sets of boxes of the same images; detections must be finite and have labels of known classes."""
+    """Match two sets of boxes of the same images; detections must be finite and have labels of known classes."""
     detections, rank = _best_of_each_class(detections, max_detections[-1])
     order = np.argsort(-detections.scores, kind="stable")
     overlaps = _overlaps(detections, truth)
@@ -142,7 +143,7 @@ def match_boxes(
 
 
 def _best_of_each_class(detections: Boxes, most: int) -> tuple[Boxes, np.ndarray]:
-    """By image, then best first; with the place of each among those of its image and class."""
+    """Sort detections by image, then best first; return them with the rank of each in its image and class."""
     detections = detections[np.lexsort((-detections.scores, detections.image_index))]
     group = np.lexsort((detections.labels, detections.image_index))  # stable: best first within image and class
     key = np.stack([detections.image_index[group], detections.labels[group]])
@@ -156,14 +157,16 @@ def _best_of_each_class(detections: Boxes, most: int) -> tuple[Boxes, np.ndarray
 
 
 def paired(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields all pairs of rows that share a group, in blocks of about PAIRS_AT_ONCE, ordered by first, then second row.
+    """Yield all pairs of rows that share a group, in blocks of about PAIRS_AT_ONCE, ordered by first, then second row.
 
     first_groups, second_groups: (N,), (M,) int64 from 0, the group of each row: its image, or image and class.
     """
     order = np.argsort(second_groups, kind="stable")
     sizes = np.bincount(second_groups, minlength=int(first_groups.max(initial=-1)) + 1)
-    first, repeats = (np.cumsum(sizes) - sizes)[first_groups], sizes[first_groups]
-    ends, start = np.cumsum(repeats), 0
+    first = (np.cumsum(sizes) - sizes)[first_groups]
+    repeats = sizes[first_groups]
+    ends = np.cumsum(repeats)
+    start = 0
     while start < len(first_groups):
         stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + PAIRS_AT_ONCE)))
         some = repeats[start:stop]
@@ -174,23 +177,28 @@ def paired(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tupl
 
 
 def best_pairs(det: np.ndarray, gt: np.ndarray, iou: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of `size` predictions the largest IoU among some pairs (P,), and the box it is with, of equal ones the
-    first; 0 and -1 where there is no pair."""
+    """Return the largest IoU of each of `size` predictions among some pairs (P,), and its box.
+
+    The first of equal ones counts. A prediction without a pair has IoU 0 and box -1.
+    """
     rows = np.lexsort((-gt, iou))
-    best, box = np.zeros(size), np.full(size, -1, np.int64)
-    best[det[rows]], box[det[rows]] = iou[rows], gt[rows]  # the last one stays
+    best = np.zeros(size)
+    box = np.full(size, -1, np.int64)
+    best[det[rows]] = iou[rows]  # the last one stays
+    box[det[rows]] = gt[rows]
     return best, box
 
 
 def _overlaps(detections: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
+    """Return (det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
     xywh = detections.xywh, truth.xywh
     corners_found, corners_truth = (np.concatenate([b[:, :2], b[:, :2] + b[:, 2:]], axis=1) for b in xywh)
     area_found, area_truth = (b[:, 2] * b[:, 3] for b in xywh)
     parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     for det, gt in paired(detections.image_index, truth.image_index):
-        common, area = intersection_area(corners_found[det], corners_truth[gt]), area_found[det]
-        union = np.where(truth.iscrowd[gt], area, area + area_truth[gt] - common)  # of a crowd the share that is in it
+        common = intersection_area(corners_found[det], corners_truth[gt])
+        area = area_found[det]
+        union = np.where(truth.iscrowd[gt], area, area + area_truth[gt] - common)  # for a crowd the share that is in it
         iou = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
         keep = iou >= BACKGROUND_IOU
         parts.append((det[keep], gt[keep], iou[keep]))
@@ -199,7 +207,9 @@ def _overlaps(detections: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, 
 
 def _greedy(m: Matches) -> CocoMatches:
     near = m.same_class & (m.iou >= IOUS[0])
-    det, gt, iou = m.det[near], m.gt[near], m.iou[near]
+    det = m.det[near]
+    gt = m.gt[near]
+    iou = m.iou[near]
     rows, row = np.unique(det, return_inverse=True)
     shape = (len(AREAS), len(IOUS))
     matched = np.full((*shape, len(rows)), -1, np.int64)
@@ -212,7 +222,8 @@ def _greedy(m: Matches) -> CocoMatches:
         if start == stop:
             continue
         now = order[start:stop]
-        g, d = gt[now], row[now]
+        g = gt[now]
+        d = row[now]
         first = np.flatnonzero(np.diff(d, prepend=-1))
         allowed = (iou[now] >= np.minimum(IOUS, 1 - 1e-10)[:, None]) & (free[:, :, g] | m.crowd[g])
         wish = np.where(allowed, iou[now] + 2 * required[:, :, g], -1.0)  # a box that must be found goes first

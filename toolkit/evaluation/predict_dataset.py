@@ -1,4 +1,4 @@
-"""Runs a detector over a whole data set on one or more ranks: predictions by image id, and the validation loss."""
+"""Prediction with a detector over a whole data set on one or more ranks, and the validation loss."""
 
 import math
 import statistics
@@ -25,7 +25,7 @@ class Predictions(NamedTuple):
     """Results of one pass over a dataset, the same on every rank except `by_image`, which only rank 0 has.
 
     by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on CPU,
-        and what else the detector's `to_keep` leaves.
+        and other entries that the detector's `to_keep` keeps.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
         empty without loss weights.
     image_ms: milliseconds of an image from pixels on the device to its detections on the host, on this rank, loss and
@@ -39,7 +39,7 @@ class Predictions(NamedTuple):
     image_ms: float = math.nan
 
 
-@torch.no_grad()  # not inference_mode: what a model caches in it (anchors, position codes) could not be trained with
+@torch.no_grad()  # not inference_mode: tensors cached in it (anchors, position codes) cannot be used in training
 def predict_dataset(
     detector: nn.Module,
     loader,
@@ -53,7 +53,7 @@ def predict_dataset(
     description: str = "evaluation",
     say: Callable[[str], object] | None = None,
 ) -> Predictions:
-    """Run a detector over a dataset, in float32 whatever it is trained in.
+    """Run a detector over a dataset, in float32 whatever its training precision is.
 
     Args:
         detector: unwrapped (not DistributedDataParallel, whose forward broadcasts buffers: ranks with an empty batch
@@ -62,19 +62,21 @@ def predict_dataset(
         loss_weights: `LossWeights`; None leaves the validation loss out.
         step: optimizer step, for weights on a schedule.
         stop: polled after each batch; a number above 0 on any rank ends the evaluation on all of them.
-        say: called after the first batch with the memory that the predictions will take, if that is much.
+        say: called after the first batch with the memory that the predictions will need, if that is much.
 
     Returns:
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
         neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
     """
-    items, sums, times = deque(), LossSums(detector), []
+    items = deque()
+    sums = LossSums(detector)
+    times = []
     with eval_mode(detector), in_float32(detector, device):
         for batch in tqdm(loader, desc=description, leave=False, delay=2, disable=_no_bar()):
             if len(batch.targets):
                 moved = batch.to(device, non_blocking=True)
                 began = time.perf_counter()
-                # targets: some models give what their loss needs only when they see them
+                # targets: some models return the outputs for their loss only with them
                 outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
                 orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
                 detections = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
@@ -83,7 +85,8 @@ def predict_dataset(
                 items += zip((t["image_id"] for t in batch.targets), detections, strict=True)
                 times.append(1e3 * (time.perf_counter() - began) / len(batch.targets))
                 images = len(loader) * len(batch.targets) * world()[1]
-                if is_first and say is not None and (text := memory_needed(items, images)):
+                text = memory_needed(items, images) if is_first and say is not None else ""
+                if text:
                     say(f"{description}: {text}")
                 if loss_weights is not None:
                     sums.add(outputs, moved.targets, detector.denominators(batch.targets))
@@ -91,14 +94,16 @@ def predict_dataset(
             if interrupted:
                 return Predictions({}, {}, interrupted)
     losses = {} if loss_weights is None else _weighted(sums.over_all_ranks(), loss_weights, step)
-    handed_over = (items.popleft() for _ in range(len(items)))  # so that nothing is there twice
+    handed_over = (items.popleft() for _ in range(len(items)))  # so that no prediction is held twice
     image_ms = statistics.median(times) if times else math.nan
     return Predictions(gather_by_image(handed_over), losses, 0, image_ms)
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:
-    """A warning about the main process's memory for the predictions of `images` images, estimated from `items`; empty
-    if they need less than LITTLE bytes and a quarter of the free memory."""
+    """Return a warning about the main process's memory for the predictions of `images` images.
+
+    The memory is estimated from `items`. Empty if they need less than LITTLE bytes and a quarter of the free memory.
+    """
     tensors = [value for _, prediction in items for value in prediction.values() if isinstance(value, Tensor)]
     needed = images / len(items) * sum(TENSOR_BYTES + tensor.numel() * tensor.element_size() for tensor in tensors)
     free = psutil.virtual_memory().available
@@ -110,7 +115,7 @@ def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> st
 
 
 class LossSums:
-    """Adds up losses and metrics over batches, to be divided once, by the denominators of the whole dataset.
+    """Sums of losses and metrics over batches, divided once, by the denominators of the whole dataset.
 
     The criterion divides each loss by one of the detector's denominators; given ones, it returns the plain sums.
     """
@@ -118,11 +123,11 @@ class LossSums:
     def __init__(self, detector: nn.Module):
         self.detector = detector
         self.ones = dict.fromkeys(detector.denominator_names, 1.0)
-        self.sums: dict[tuple, Tensor] = {}  # of the batches that have these losses and metrics, a value for each
+        self.sums: dict[tuple, Tensor] = {}  # by names of losses and metrics: a value for each
         self.denominators = dict.fromkeys(self.ones, 0.0)
 
     def add(self, outputs, targets: list[dict], denominators: Mapping[str, float]) -> None:
-        """One batch: outputs of the detector, its targets on the device, its raw denominators."""
+        """Add one batch: outputs of the detector, its targets on the device, its raw denominators."""
         losses, metrics = self.detector.criterion(outputs, targets, self.ones)
         values = [*losses.values(), *(value for pair in metrics.values() for value in pair)]
         if values:
@@ -132,9 +137,11 @@ class LossSums:
             self.denominators[name] += float(value)
 
     def over_all_ranks(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(losses, metrics) of the dataset; a collective."""
+        """Return (losses, metrics) of the dataset; a collective."""
         values = iter(torch.cat([*self.sums.values()]).tolist() if self.sums else ())  # one host read for all
-        sums, metrics, counts = {}, {}, {}
+        sums = {}
+        metrics = {}
+        counts = {}
         for losses, with_count in self.sums:
             sums |= {name: sums.get(name, 0.0) + next(values) for name in losses}
             for name in with_count:
@@ -159,12 +166,14 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
     if not losses:  # a dataset without images
         return metrics
     weighted = loss_weights({k: torch.tensor(v, dtype=torch.float64) for k, v in losses.items()}, step)
-    result = {"loss": float(weighted.total)}
-    result |= {k: float(v) for k, v in weighted.weighted.items() if k in losses}
-    result |= {f"{k}_unscaled": v for k, v in losses.items()}
-    return result | metrics
+    return {
+        "loss": float(weighted.total),
+        **{k: float(v) for k, v in weighted.weighted.items() if k in losses},
+        **{f"{k}_unscaled": v for k, v in losses.items()},
+        **metrics,
+    }
 
 
 def _no_bar() -> bool | None:
-    """None lets tqdm show its bar on a terminal only."""
+    """Return whether to hide the bar; None lets tqdm show it on a terminal only."""
     return None if world()[0] == 0 else True

@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 
 
 def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
-    """Predictions in the order of `image_ids`; within an image they keep the order they came in.
+    """Return predictions in the order of `image_ids`; within an image they keep their order.
 
     Args:
         predictions: columns, which stay as they are; or by image id, `boxes (K, 4)` xyxy in original pixels,
-            `scores (K,)`, `labels (K,)` from 0; tensors on any device, or arrays. Of a scene graph, boxes that lost
+            `scores (K,)`, `labels (K,)` from 0; tensors on any device, or arrays. Boxes of a scene graph that lost
             every class (-1) are left out.
         image_ids: of the table, each exactly once in `predictions`.
 
@@ -30,7 +30,7 @@ def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
 
 
 def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
-    """Predictions of each image, as above, as columns. Raises BadInput for parts of different length."""
+    """Join the predictions of each image, as above, to columns. Raises BadInput for parts of different length."""
     boxes = [_numpy(of_image["boxes"]).reshape(-1, 4) for of_image in predictions]
     scores, labels = ([_numpy(of_image[key]).reshape(-1) for of_image in predictions] for key in ("scores", "labels"))
     uneven = [
@@ -51,7 +51,7 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
 
 
 def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
-    """Every image of the table has one prediction and the other way round, else BadInput naming some."""
+    """Check that images of the table and predictions have the same ids, else raise BadInput naming some."""
     expected = set(image_ids)
     missing = [i for i in image_ids if i not in predictions]
     unknown = [i for i in predictions if i not in expected]
@@ -71,7 +71,7 @@ def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
 
 
 def usable(predictions: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
-    """Drops what no metric can use: non-finite numbers and invalid labels. A warning says how many and where."""
+    """Drop predictions that no metric can use: non-finite numbers and invalid labels. A warning reports them."""
     finite = np.isfinite(predictions.xyxy).all(axis=1) & np.isfinite(predictions.scores)
     labelled = (predictions.labels >= 0) & (predictions.labels < num_classes)
     faults = {"a box or score that is not finite": finite, f"a label outside 0..{num_classes - 1}": labelled}

@@ -3,12 +3,12 @@
 `FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in pixels and
 in the ids of the annotation file: pycocotools and every other program read it as it is. Beside it stand
 
-- `FILE.about.json`: which data it was made on (their fingerprint, and one of the images and classes alone), by which
-  weights, and the numbers that were printed;
-- `FILE.graphs.npz`: of scene graphs, the relations of each image as the detector gave them.
+- `FILE.about.json`: the data it was made on (their fingerprint, and one of the images and classes alone), the weights,
+  and the printed numbers;
+- `FILE.graphs.npz`: for scene graphs, the relations of each image as the detector gave them.
 
-A results file of another program has neither and is read as well. Where it names files (`file_name` of a detection, or
-of `images` in a whole COCO document, or as `image_id`), images are matched by them, with or without folder and ending.
+A results file of another program has neither and is read as well. If it names files (`file_name` of a detection, or of
+`images` in a whole COCO document, or as `image_id`), images are matched by them, with or without folder and ending.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from toolkit.data.table import LabelledImages
 from toolkit.evaluation.predictions import boxes_of
 
 VERSION = 1
-# In the report folder of a run: the predictions of its best weights on the validation data.
+# The predictions of a run's best weights on the validation data, in its report folder.
 PREDICTIONS = "predictions.json"
 _OF_GRAPHS = (
     "boxes labels scores pairs predicate_scores predicates triplet_scores combinations two_predicates two_scores "
@@ -39,8 +39,8 @@ _OF_GRAPHS = (
 class PredictionsFile:
     """The content of a predictions file, with the labels and image order of a table.
 
-    predictions: columns in the order of the table; of scene graphs arrays by image id: `boxes`, `scores`, `labels`,
-        `pairs`, what `compact_graph` makes of their scores (or `predicate_scores`), and the given graph where boxes
+    predictions: columns in the order of the table; for scene graphs arrays by image id: `boxes`, `scores`, `labels`,
+        `pairs`, the result of `compact_graph` for their scores (or `predicate_scores`), and the given graph if boxes
         were given.
     about: as given to `write_predictions`; empty for the file of another program.
     corrected: whether the annotations have changed since the predictions were made; the images have not.
@@ -54,18 +54,18 @@ class PredictionsFile:
 
 
 def about_file(path: str | Path) -> Path:
-    """The metadata file that belongs to `FILE.json`."""
+    """Return the metadata file that belongs to `FILE.json`."""
     return Path(path).with_suffix(".about.json")
 
 
 def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **about) -> Path:
-    """Writes predictions of a whole data set, to the last bit of every number. Returns `path`.
+    """Write predictions of a whole data set, to the last bit of every number. Returns `path`.
 
     Args:
         path: `FILE.json`; its folder is made.
         predictions: as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
-        table: the data they were made on; its fingerprint stands in `FILE.about.json`.
-        about: what else to write there, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
+        table: the data they were made on; its fingerprint is stored in `FILE.about.json`.
+        about: other entries of that file, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
 
     Raises:
         BadInput: image ids of predictions and table differ, or `path` does not end in .json.
@@ -76,13 +76,14 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     image_ids = table.image_ids().tolist()
     boxes = boxes_of(predictions, image_ids)
     path.parent.mkdir(parents=True, exist_ok=True)
-    usable = (boxes.labels >= 0) & (boxes.labels < len(table.categories))  # -1: of a graph, a box without a class
+    usable = (boxes.labels >= 0) & (boxes.labels < len(table.categories))  # -1: a box of a graph without a class
     usable &= np.isfinite(boxes.xyxy).all(axis=1) & np.isfinite(boxes.scores)
     graphs_file = path.with_suffix(".graphs.npz")
     graphs_file.unlink(missing_ok=True)  # of other predictions
     about_file(path).unlink(missing_ok=True)
     write_coco(LabelledImages(table.image_rows(), boxes[usable], table.categories), path)
-    if graphs := _graphs(predictions, image_ids):
+    graphs = _graphs(predictions, image_ids)
+    if graphs:
         np.savez_compressed(graphs_file, **graphs)
     data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
     data["images_fingerprint"] = _images_fingerprint(table, [(str(c.id), c.name) for c in table.categories])
@@ -92,14 +93,14 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
 
 
 def read_predictions(path: str | Path, table) -> PredictionsFile:
-    """A predictions file, or a COCO results file of another program, as predictions on `table`.
+    """Read a predictions file, or a COCO results file of another program, as predictions on `table`.
 
-    An image that a file of another program does not name has no detections. Annotations may have been corrected since
-    a file of ours was made; their classes are then matched by name, see `labels_by_name`.
+    An image that a file of another program does not name has no detections. Annotations may have been corrected since a
+    file of ours was made; their classes are then matched by name, see `labels_by_name`.
 
     Raises:
-        BadInput: no such file, no list of COCO results, made on other data, or ids and file names that the table does
-            not have.
+        BadInput: a missing file, not a list of COCO results, made on other data, or ids and file names that the table
+            does not have.
     """
     path = Path(path).expanduser()
     about = read_about(path)
@@ -117,7 +118,7 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
                 f"{path} was made on other images ({made_on.get('name')}) than {table.name}; give the annotations of "
                 "the images it was made on (--split FILE), or predict again"
             )
-        if graphs_file.exists():  # they may rest on the boxes that were annotated then
+        if graphs_file.exists():  # they may depend on the boxes that were annotated then
             raise BadInput(
                 f"{path} has scene graphs, made with other annotations than {table.name}; give those it was made on "
                 "(--split FILE), or predict again"
@@ -126,29 +127,31 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
             labels, changed_classes = labels_by_name(path, classes_then, table)
             label_of = {category["id"]: label for category, label in zip(about["classes"], labels, strict=True)}
     predictions = _boxes(path, _entries(path), table, label_of)
-    if graphs_file.exists():  # in place of COCO's list, which has another order and lacks boxes without a class
+    if graphs_file.exists():  # instead of COCO's list, which has another order and lacks boxes without a class
         predictions = _read_graphs(graphs_file, table.image_ids().tolist())
     return PredictionsFile(predictions, about, corrected, changed_classes)
 
 
 def labels_by_name(path: Path, classes: Sequence[tuple[str, str]], table) -> tuple[list[int], tuple[str, ...]]:
-    """The label in corrected annotations of each class that predictions were made with, -1 for none, and one sentence
-    for each class that was renamed, added or removed.
+    """Map the classes that predictions were made with to labels in corrected annotations.
 
-    A class without a namesake was renamed where the table has a class of its id that is without one too.
+    Returns a label for each class, -1 for none, and one sentence for each class that was renamed, added or removed.
+
+    A class without a namesake was renamed if the table has a class with its id that has no namesake either.
 
     Args:
         classes: (id, name) of each.
 
     Raises:
-        BadInput: classes without a namesake remain on both sides: which of them are meant cannot be told.
+        BadInput: classes without a namesake remain on both sides, and cannot be matched.
     """
     now = [(str(category.id), category.name) for category in table.categories]
     free = dict.fromkeys(range(len(now)))  # labels that no class has yet
-    labels, told = [-1] * len(classes), []
+    labels = [-1] * len(classes)
+    sentences = []
 
     def give(same) -> list[tuple[int, int]]:
-        """Pairs each class that has no label with the first free one that is the same to it."""
+        """Pair each class that has no label with the first free one that is the same to it."""
         pairs = []
         for k, then in enumerate(classes):
             fitting = [label for label in free if same(then, now[label])]
@@ -161,7 +164,7 @@ def labels_by_name(path: Path, classes: Sequence[tuple[str, str]], table) -> tup
     give(lambda then, one: then == one)  # several classes may have one name
     give(lambda then, one: then[1] == one[1])
     renamed = give(lambda then, one: then[0] == one[0])
-    told += [f"the class {classes[k][1]!r} is called {now[label][1]!r} now" for k, label in renamed]
+    sentences += [f"the class {classes[k][1]!r} is called {now[label][1]!r} now" for k, label in renamed]
     gone = [classes[k] for k in range(len(classes)) if labels[k] < 0]
     boxes = np.bincount(table.boxes().labels, minlength=len(now))
     added = [label for label in free if boxes[label]]
@@ -169,15 +172,15 @@ def labels_by_name(path: Path, classes: Sequence[tuple[str, str]], table) -> tup
         raise BadInput(
             f"{path} has predictions of {[name for _, name in gone[:5]]}, which {table.name} does not know, and "
             f"{table.name} has boxes of {[now[label][1] for label in added[:5]]}, of which there are no predictions: "
-            "where these are the same classes, give them the same name or the same id; else predict again"
+            "if these are the same classes, give them the same name or the same id; else predict again"
         )
-    told += [f"the predictions of the class {name!r}, which is gone, are left out" for _, name in gone]
-    told += [f"the class {now[n][1]!r} is new: its {boxes[n]} boxes can only count as missed" for n in added]
-    return labels, tuple(told)
+    sentences += [f"the predictions of the class {name!r}, which is gone, are left out" for _, name in gone]
+    sentences += [f"the class {now[n][1]!r} is new: its {boxes[n]} boxes can only count as missed" for n in added]
+    return labels, tuple(sentences)
 
 
 def _classes_of(path: Path, about: Mapping, classes: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """(id, name) of the classes that predictions were made with; of a file that does not list them, `classes`."""
+    """Return (id, name) of the classes that predictions were made with; `classes` if the file does not list them."""
     listed = about.get("classes", [])
     if not isinstance(listed, list) or not all(map(_is_class, listed)):
         raise BadInput(f"{about_file(path)}: expected `classes`, a list of objects with id and name; predict again")
@@ -189,7 +192,7 @@ def _is_class(entry: object) -> bool:
 
 
 def _images_fingerprint(table, classes: Sequence[tuple[str, str]]) -> str:
-    """Hash of ids, names and sizes of the images, in whatever order and folder, and of the (id, name) of classes."""
+    """Hash ids, names and sizes of the images, in any order and folder, and the (id, name) of classes."""
     rows = [(str(row.image_id), PurePosixPath(row.file_name).name) for row in table.image_rows()]
     sizes = [(row.height, row.width) for row in table.image_rows()]
     images = sorted(zip(rows, sizes, strict=True))
@@ -197,7 +200,7 @@ def _images_fingerprint(table, classes: Sequence[tuple[str, str]]) -> str:
 
 
 def read_about(path: str | Path) -> dict:
-    """The content of `FILE.about.json`; {} if there is none."""
+    """Read the content of `FILE.about.json`; {} if it does not exist."""
     file = about_file(Path(path).expanduser())
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -211,14 +214,15 @@ def _entries(path: Path) -> list[dict]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: no COCO results file ({error}); expected a JSON list of detections") from error
+        raise BadInput(f"{path}: not a COCO results file ({error}); expected a JSON list of detections") from error
     named = {}
     if isinstance(entries, dict) and isinstance(entries.get("annotations"), list):  # some write a whole COCO document
         images = [image for image in entries.get("images") or () if isinstance(image, dict) and "file_name" in image]
         named = {str(image.get("id")): image["file_name"] for image in images}
         entries = entries["annotations"]
     if not isinstance(entries, list):
-        raise BadInput(f"{path}: no COCO results file: a JSON {type(entries).__name__}; expected a list of detections")
+        kind = type(entries).__name__
+        raise BadInput(f"{path}: not a COCO results file: a JSON {kind}; expected a list of detections")
     for number, entry in enumerate(entries):
         if not _is_detection(entry):
             expected = "expected image_id, category_id, score and bbox [x, y, width, height]"
@@ -237,7 +241,7 @@ def _is_detection(entry: object) -> bool:
 
 
 def _name_by_file(entries: list[dict], table) -> None:
-    """Gives detections the table's image ids by the names of their files; none of them where some do not fit."""
+    """Set the table's image ids in detections by the names of their files; change nothing if some do not fit."""
     ids = table.image_ids().tolist()
     of_name: dict[str, list] = {}
     for image_id, name in zip(ids, table.rows["file_name"].to_pylist(), strict=True):
@@ -256,7 +260,10 @@ def _name_by_file(entries: list[dict], table) -> None:
 
 
 def _boxes(path: Path, entries: list[dict], table, label_of: Mapping) -> Boxes:
-    """label_of: the label of each category id; -1: of a class that is left out."""
+    """Convert detections to columns in the order of the table.
+
+    label_of: the label of each category id; -1: of a class that is left out.
+    """
     image_ids = table.image_ids().tolist()
     position = {image_id: i for i, image_id in enumerate(image_ids)}
     if any("file_name" in entry or entry["image_id"] not in position for entry in entries):
@@ -276,18 +283,22 @@ def _boxes(path: Path, entries: list[dict], table, label_of: Mapping) -> Boxes:
         boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
         scores = np.array([entry["score"] for entry in entries], dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{path}: a bbox or score is no number ({error})") from error
+        raise BadInput(f"{path}: a bbox or score is not a number ({error})") from error
     boxes[:, 2:] += boxes[:, :2]
     index = np.array([position[entry["image_id"]] for entry in entries], dtype=np.int64)
     labels = np.array([label_of[entry["category_id"]] for entry in entries], dtype=np.int64)
     kept = labels >= 0
-    boxes, scores, labels, index = boxes[kept], scores[kept], labels[kept], index[kept]
-    order, counts = np.argsort(index, kind="stable"), np.bincount(index, minlength=len(image_ids))
+    boxes = boxes[kept]
+    scores = scores[kept]
+    labels = labels[kept]
+    index = index[kept]
+    order = np.argsort(index, kind="stable")
+    counts = np.bincount(index, minlength=len(image_ids))
     return Boxes.found(counts, boxes[order], scores[order], labels[order])
 
 
 def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
-    """The arrays of scene graph metrics, concatenated, with the number of rows of each image; {} for boxes alone."""
+    """Return the arrays of scene graph metrics, concatenated, and the rows of each image; {} for boxes alone."""
     if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
         return {}
     graphs = {}
@@ -301,7 +312,7 @@ def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.n
 
 
 def _read_graphs(file: Path, image_ids: Sequence) -> dict:
-    """Graphs by image id, with their boxes."""
+    """Read graphs by image id, with their boxes."""
     with np.load(file, allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in stored.files}
     names = [name for name in arrays if not name.endswith("/rows")]

@@ -15,24 +15,27 @@ RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000
 
 
 def voc_metrics(matches: Matches) -> dict[str, float | None]:
-    """`voc07_mAP`, `voc12_mAP` and `voc07/<class>`, `voc12/<class>` of matched boxes; from 0 to 1.
+    """Compute `voc07_mAP`, `voc12_mAP` and `voc07/<class>`, `voc12/<class>` of matched boxes; from 0 to 1.
 
-    None where a class has no boxes to find; such classes are left out of the means. Of each image and class the best
-    predictions count, as COCO's; VOC itself counts all.
+    None for a class without boxes to find; such classes are left out of the means. The best predictions of each image
+    and class count, as in COCO; VOC itself counts all.
     """
-    names, detections, truth = matches.class_names, matches.found, matches.truth
+    names = matches.class_names
+    detections = matches.found
+    truth = matches.truth
     best_box = _most_overlapped(detections, truth, len(names))
     result: dict[str, float | None] = {}
     for label, name in enumerate(names):
         total = int(matches.num_truth[label])
         rows = np.flatnonzero(detections.labels == label)
         hit = best_box[rows] >= 0
-        first = np.zeros(len(rows), bool)  # of the predictions of a box; within an image the best comes first
+        first = np.zeros(len(rows), bool)  # first prediction of a box; within an image the best comes first
         boxes, index = np.unique(best_box[rows[hit]], return_index=True)
         first[np.flatnonzero(hit)[index]] = True
         difficult = np.append(truth.iscrowd, False)[best_box[rows]]  # -1, no box, is the last one
         order = np.argsort(-detections.scores[rows], kind="stable")
-        right, wrong = (first & ~difficult)[order], (~difficult & ~first)[order]
+        right = (first & ~difficult)[order]
+        wrong = (~difficult & ~first)[order]
         result[f"voc07/{name}"] = _average_precision(right, wrong, total, _eleven_points)
         result[f"voc12/{name}"] = _average_precision(right, wrong, total, _all_points)
     means = {}
@@ -43,7 +46,10 @@ def voc_metrics(matches: Matches) -> dict[str, float | None]:
 
 
 def _most_overlapped(detections: Boxes, truth: Boxes, classes: int) -> np.ndarray:
-    """(D,) row in `truth` of the box of the same image and class with the largest IoU, at least 0.5; -1: none."""
+    """Return the row in `truth` of the box of the same image and class with the largest IoU, at least 0.5, (D,).
+
+    A prediction without such a box gets -1.
+    """
     groups = [boxes.image_index * classes + boxes.labels for boxes in (detections, truth)]
     corners = [boxes.xyxy + [0, 0, 1, 1] for boxes in (detections, truth)]  # VOC's boxes end with their last pixel
     parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]

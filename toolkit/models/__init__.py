@@ -1,4 +1,4 @@
-"""Detectors. `build_detector` is the one place where training, evaluation and prediction build a model."""
+"""Detectors; `build_detector` is the one place where training, evaluation and prediction build a model."""
 
 import difflib
 import inspect
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from toolkit.models.detector import Detector
 
 def detector_class(architecture: str) -> type["Detector"]:
-    """The class of a detector: by a name of `toolkit.index.DETECTORS`, or as `module:Class`.
+    """Return the class of a detector, by a name of `toolkit.index.DETECTORS` or as `module:Class`.
 
     Raises:
-        BadInput: no such name, module or class, a class that is no `Detector`, or one that only a file names, see
+        BadInput: an unknown name, module or class, a class that is not a `Detector`, or one that only a file names, see
             `toolkit.base.trust`.
     """
     if architecture in index.DETECTORS:
         with importing():
-            import_without("timm", "wandb")  # which it has for summaries of its own training: a second of every start
+            import_without("timm", "wandb")  # timm imports it for its own training: a second of every start
             return index.load(index.DETECTORS[architecture][0])
     if ":" not in str(architecture):
         similar = difflib.get_close_matches(str(architecture), index.DETECTORS, n=1)
@@ -40,7 +40,8 @@ def detector_class(architecture: str) -> type["Detector"]:
             "code; if you trust it, add --trust, in training name it yourself (as --model.architecture, below a scene "
             "graph in --model.detector_options), in Python import its module first"
         )
-    if (folder := str(Path.cwd())) not in sys.path:  # for this alone: what lies there must not stand in for a package
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # only for this import: files there must not replace packages
         sys.path.append(folder)
     try:
         cls = index.load(architecture)
@@ -52,25 +53,25 @@ def detector_class(architecture: str) -> type["Detector"]:
     from toolkit.models.detector import Detector  # torch, for which `--help` need not wait
 
     if not (isinstance(cls, type) and issubclass(cls, Detector)):
-        raise BadInput(f"model.architecture: {architecture} is no subclass of toolkit.models.detector.Detector")
+        raise BadInput(f"model.architecture: {architecture} is not a subclass of toolkit.models.detector.Detector")
     return cls
 
 
 def options_class(architecture: str) -> type[DetectorOptions]:
-    """The dataclass of a detector's settings. Raises BadInput as `detector_class`."""
+    """Return the dataclass of a detector's settings. Raises BadInput as `detector_class`."""
     if architecture in index.DETECTORS:
         return index.load(index.DETECTORS[architecture][1])
     return detector_class(architecture).Options
 
 
 def build_detector(architecture: str, *, class_names: Sequence[str], **settings) -> "Detector":
-    """A detector whose `options` build the same one again.
+    """Build a detector whose `options` build the same one again.
 
     Args:
         architecture: one of `toolkit.index.DETECTORS`, or `module:Class`.
         class_names: one name per class, in the order of the labels.
         settings: values of the detector's options, plain numbers, strings and lists, so that a run's `config.yaml`
-            builds the same model again; None: not given. Also what its class takes beside options, such as
+            builds the same model again; None: not given. Also the other arguments of its class, such as
             `source_config` of the DETR family and `predicates` of scene graphs.
 
     Raises:
@@ -81,7 +82,8 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **settings)
 
     if not class_names:
         raise BadInput("the data names no classes; a detector needs at least one.")
-    options_type, cls = options_class(architecture), detector_class(architecture)
+    options_type = options_class(architecture)
+    cls = detector_class(architecture)
     keywords = [name for name in inspect.signature(cls).parameters if name not in ("class_names", "options")]
     extra = {name: value for name, value in settings.items() if name in keywords}
     values = {name: value for name, value in settings.items() if name not in keywords and value is not None}
@@ -90,13 +92,14 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **settings)
     detector = cls(class_names, options, **extra)
     detector.options = {**asdict(options), **extra, "pretrained_backbone": False}
     check_contract(detector)
-    detector.options = detector.resolved_options()  # those that were not given may be a source's
+    detector.options = detector.resolved_options()  # options that were not given may come from a source
     return detector
 
 
 def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Iterable[str]) -> None:
-    """Raises BadInput for settings that the detector does not have, with the nearest name that it has."""
-    names, problems = [field.name for field in fields(options_type)], []
+    """Raise BadInput for settings that the detector does not have, with the nearest name that it has."""
+    names = [field.name for field in fields(options_type)]
+    problems = []
     for key in [key for key in keys if key not in names]:
         similar = difflib.get_close_matches(key, names, n=1)
         hint = f"did you mean model.{similar[0]}?" if similar else f"it has {', '.join(names)}"

@@ -26,24 +26,24 @@ FREEZE_CHOICES = ("paper", "norms", "none")
 
 
 def feature_strides(name: str) -> list[int]:
-    """Strides in pixels of the feature maps that timm backbone `name` offers, first to last.
+    """Return the strides in pixels of the feature maps that timm backbone `name` offers, first to last.
 
     Raises:
-        BadInput: timm has no such model (similar names are listed), or it gives no feature maps.
+        BadInput: timm does not have the model (similar names are listed), or it gives no feature maps.
     """
     if not timm.is_model(name):
         similar = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
         hint = f"similar names: {', '.join(similar)}" if similar else "`timm.list_models()` lists them all"
         raise BadInput(f"model.backbone: timm has no backbone {name!r}; {hint}.")
     try:
-        with torch.device("meta"):  # only the shapes are wanted
+        with torch.device("meta"):  # only the shapes are needed
             return list(timm.create_model(name, features_only=True).feature_info.reduction())
     except (RuntimeError, AttributeError, AssertionError) as error:
         raise BadInput(f"model.backbone: {name!r} gives no feature maps ({error}); choose another one.") from error
 
 
 def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the RGB values in [0, 1] that backbone `name` was trained with."""
+    """Return the mean and standard deviation of the RGB values in [0, 1] that backbone `name` was trained with."""
     cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
     if cfg is None:
         return IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -51,10 +51,10 @@ def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: str, pretrained: bool | str) -> None:
-    """Give `backbone` (a timm feature extractor made from `config`) the weights timm makes it with, and freeze it.
+    """Load timm's weights into `backbone` (a timm feature extractor made from `config`), and freeze it.
 
-    transformers would initialise the convolutions as N(0, 0.02), in which a deep network without norms dies out.
-    `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; what is raised: both.
+    transformers would initialise the convolutions as N(0, 0.02), with which the signal of a deep network without norms
+    vanishes. `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; it raises the errors of both.
     """
     options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
     source = timm_model(config.backbone, pretrained, **options)
@@ -63,7 +63,7 @@ def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: st
 
 
 def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
-    """`timm.create_model(name)`; its errors are raised as BadInput.
+    """Create a timm model with `timm.create_model`; its errors are raised as BadInput.
 
     Args:
         pretrained: True: timm's pretrained weights (downloaded once); a path: a local file of such weights; False:
@@ -87,7 +87,7 @@ def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
 
 
 def wake_frozen_norms(backbone: nn.Module) -> None:
-    """Set frozen norms of weight 0 to 1; timm initialises the last norm of a residual branch so."""
+    """Set frozen norms of weight 0 to 1; timm initialises the last norm of a residual branch with 0."""
     for module in backbone.modules():
         if "weight" in module._buffers and not module.weight.any():
             module.weight.fill_(1)

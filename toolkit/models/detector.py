@@ -1,4 +1,4 @@
-"""The detector contract, between a model and everything that trains, evaluates, saves or uses it."""
+"""The detector contract, between a model and all code that trains, evaluates, saves or uses it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,9 +17,9 @@ from toolkit.models.options import DetectorOptions
 
 @dataclass
 class MapTap:
-    """Where feature maps (B, C, H / stride, W / stride) come out of a detector.
+    """A module from which feature maps (B, C, H / stride, W / stride) of a detector are taken.
 
-    module: the part that gives them, whatever else it gives. strides, channels: one of each for each map.
+    module: the part that returns them, among other outputs. strides, channels: one of each for each map.
     read: arguments and output of that part -> the maps, in the order of `strides`.
     """
 
@@ -31,9 +31,9 @@ class MapTap:
 
 @contextmanager
 def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
-    """Feature maps by stride, filled while the detector runs inside.
+    """Yield a dict of feature maps by stride, filled while the detector runs inside.
 
-    Those of a part's first run count: SSD then asks its backbone how large the maps of such an image are.
+    The maps of a part's first run count: SSD runs its backbone again to find the sizes of its maps.
     """
     maps: dict[int, Tensor] = {}
 
@@ -51,7 +51,9 @@ def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
 
 
 class Detector(nn.Module):
-    """Base of all detectors. A subclass is built as `Class(class_names, options, **known)` and sets what is announced.
+    """The base of all detectors.
+
+    A subclass is built as `Class(class_names, options, **known)` and sets its announcements.
 
     Announced, as attributes of the class or set by `__init__`:
         Options: the dataclass of its settings, a subclass of `DetectorOptions`.
@@ -59,21 +61,21 @@ class Detector(nn.Module):
             are auxiliary layers of.
         divided_by: {loss name: name of the denominator that `criterion` divides it by}; one name: of all losses.
         averaged_denominators: those that the original program shares between its processes.
-        metric_names: what `criterion` returns beside losses.
+        metric_names: metrics that `criterion` returns beside losses.
         fixed_size: images must have one size and no padding. stride: sides of batches are multiples of it.
         weighs_boxes: the criterion weighs each box by `target["mixup"]`. masks_unlabelled: no loss makes a class less
             likely in an image whose `target["labelled"]` says that it is not labelled there.
-        buffers_steer_training: buffers that training changes, such as running statistics, have a part in its forward;
-            every forward then gives all processes those of the first. Where they have none, an evaluation does so.
-        leaves_unused: trained parameters may have no part in the losses of a step, as those of denoising on a batch
-            without boxes; several processes then look for them in each (tests/test_contract.py).
+        buffers_steer_training: buffers that training changes, such as running statistics, are used in its forward pass;
+            every forward then copies those of the first process to all. If they are not used, an evaluation does so.
+        leaves_unused: trained parameters may be unused in the losses of a step, such as those of denoising on a batch
+            without boxes; with several processes each step searches for them (tests/test_contract.py).
         class_tensors: tensors with rows per class, see `toolkit.models.weights.mapping`.
         slow_prefixes: prefixes of the parameters that the original program trains at a tenth of the learning rate.
         mean, std: of RGB values in [0, 1].
-        max_detections: detections of an image, over all classes, that an evaluation keeps where no setting says so: as
-            many as that of the original program. object_limits: {setting: objects that it can find in an image}.
-        exported_sides: sides of images that an exported file takes: "any", "multiples" of `stride`, or "fixed", those
-            it was exported for; empty: `forward` and `decode` cannot be traced, and there is no such file.
+        max_detections: detections of an image, over all classes, that an evaluation keeps by default: as many as that
+            of the original program. object_limits: {setting: objects that it can find in an image}.
+        exported_sides: image sides that an exported file accepts: "any", "multiples" of `stride`, or "fixed", those it
+            was exported for; empty: `forward` and `decode` cannot be traced, and export is not possible.
     """
 
     Options: type[DetectorOptions] = DetectorOptions
@@ -82,38 +84,44 @@ class Detector(nn.Module):
     divided_by: str | Mapping[str, str] = ""
     averaged_denominators: Sequence[str] = ()
     metric_names: Sequence[str] = ()
-    fixed_size, stride, weighs_boxes, buffers_steer_training = False, 32, False, True
+    fixed_size = False
+    stride = 32
+    weighs_boxes = False
+    buffers_steer_training = True
     masks_unlabelled = False
     leaves_unused = True
     class_tensors: Mapping[str, tuple[int, int, int]] = {}
     slow_prefixes: Sequence[str] = ()
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    mean = (0.485, 0.456, 0.406)
+    std = (0.229, 0.224, 0.225)
     exported_sides = ""
     max_detections = 100
     object_limits: Mapping[str, int] = {}
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Outputs, under autocast, of uint8 images (B, 3, H, W) with sizes (B, 2) h, w without padding."""
+        """Compute outputs, under autocast, of uint8 images (B, 3, H, W) with sizes (B, 2) h, w without padding."""
         raise NotImplementedError
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """This batch's share of every denominator, from CPU targets, before the forward."""
+        """Return this batch's share of every denominator, from CPU targets, before the forward."""
         raise NotImplementedError
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping) -> tuple[dict, dict]:
-        """Unweighted losses in float32, each divided by its denominator, and metrics as (sum, count)."""
+        """Return unweighted losses in float32, each divided by its denominator, and metrics as (sum, count)."""
         raise NotImplementedError
 
     def decode(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Detections, those to be cut off last: boxes (B, K, 4) float32 xyxy in pixels of the original images, scores
-        (B, K), labels (B, K) int64 from 0, and -1 in rows without a detection; on the device, without reading from it.
+        """Return detections as boxes, scores and labels, those to be cut off last.
+
+        Boxes (B, K, 4) are float32 xyxy in pixels of the original images, scores (B, K), labels (B, K) int64 from 0,
+        and -1 in rows without a detection; on the device, without a host read.
 
         Args:
             sizes, orig_sizes: (B, 2) h, w of the images as the network saw them, without padding, and originally.
-            score_threshold, top_k: nobody looks at scores that are not above it, nor at more detections of an image;
-                they may be left out or not.
+            score_threshold, top_k: scores that are not above the threshold, and more than `top_k` detections of an
+                image, are not used; they may be left out or not.
         """
         raise NotImplementedError
 
@@ -121,8 +129,10 @@ class Detector(nn.Module):
     def postprocess(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
     ) -> list[dict[str, Tensor]]:
-        """The first `top_k` detections of each image with scores above the threshold, on the CPU: `boxes (K, 4)`,
-        `scores (K,)` and `labels (K,)` of `decode`. The host waits for a device once."""
+        """Return the first `top_k` detections of each image with scores above the threshold, on the CPU.
+
+        They are the `boxes (K, 4)`, `scores (K,)` and `labels (K,)` of `decode`. The host waits for a device once.
+        """
 
         def select() -> tuple[list[Tensor], None]:
             boxes, scores, labels = self.decode(outputs, sizes, orig_sizes, score_threshold, top_k)
@@ -133,11 +143,11 @@ class Detector(nn.Module):
         return first_rows(counts.tolist(), dict(zip(("boxes", "scores", "labels"), columns, strict=True)))
 
     def map_taps(self) -> list[MapTap]:
-        """Where models built on this one, such as scene graphs, find its feature maps; none: nothing is built on it."""
+        """Return the taps of feature maps for models built on this one, such as scene graphs; none: there are none."""
         return []
 
     def all_predictions(self, outputs: Mapping, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Every prediction before the best are chosen, for models built on this one.
+        """Return every prediction before the best are chosen, for models built on this one.
 
         Returns:
             boxes (B, N, 4) xyxy in pixels of the model's images and scores (B, N, C) of the classes in [0, 1], float32.
@@ -145,22 +155,24 @@ class Detector(nn.Module):
         raise NotImplementedError
 
     def resolved_options(self) -> dict:
-        """The settings with the values that were really used; a subclass fills in what it found out itself."""
+        """Return the settings with the values really used; a subclass adds those that it determined itself."""
         return dict(self.options)
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Writes a folder that `toolkit.models.final.load_detector_folder` loads; see there."""
+        """Write a folder that `toolkit.models.final.load_detector_folder` loads; see there."""
         from toolkit.models.final import save_detector_folder  # transformers, which takes seconds to import
 
         save_detector_folder(self, processor_size, folder, categories)
 
     def make_evaluator(self, table, backend: str):
-        """The evaluator of this detector on a table; None: COCO's box metrics. A subclass may use more `eval` settings,
-        see `toolkit.evaluation.coco.make_evaluator`."""
+        """Return the evaluator of this detector on a table; None: COCO's box metrics.
+
+        A subclass may use more `eval` settings, see `toolkit.evaluation.coco.make_evaluator`.
+        """
         return
 
     def to_keep(self, detections: Mapping) -> Mapping:
-        """What an evaluation keeps in memory of an image's detections, those of `postprocess`; by default all."""
+        """Return the part of an image's detections that an evaluation keeps in memory; by default all."""
         return detections
 
     @property
@@ -171,7 +183,7 @@ class Detector(nn.Module):
 
 
 def denominator_of(detector: Detector, loss: str) -> str:
-    """The name of the denominator that a loss is divided by."""
+    """Return the name of the denominator that a loss is divided by."""
     return detector.divided_by if isinstance(detector.divided_by, str) else detector.divided_by[loss]
 
 
@@ -179,12 +191,13 @@ def check_contract(detector: nn.Module) -> None:
     """Check a detector against the contract before the first step.
 
     Raises:
-        BadInput: everything that it lacks, at once.
+        BadInput: all faults at once.
     """
-    cls, problems = type(detector), []
+    cls = type(detector)
+    problems = []
     name = f"{cls.__module__}:{cls.__qualname__}"
     if not isinstance(detector, Detector):
-        raise BadInput(f"{name} is no detector: make it a subclass of toolkit.models.detector.Detector")
+        raise BadInput(f"{name} is not a detector: make it a subclass of toolkit.models.detector.Detector")
     own_postprocess = cls.postprocess is not Detector.postprocess
     for method in ("forward", "denominators", "criterion") + (() if own_postprocess else ("decode",)):
         if getattr(cls, method) is getattr(Detector, method):
@@ -193,8 +206,10 @@ def check_contract(detector: nn.Module) -> None:
         problems.append(f"{name} announces no loss_names: every loss that criterion() may return")
     if not detector.divided_by:
         problems.append(f"{name} announces no divided_by: the denominator of its losses, a name of denominators()")
-    elif not isinstance(detector.divided_by, str) and (missing := set(detector.loss_names) - set(detector.divided_by)):
-        problems.append(f"{name}: divided_by names no denominator for {', '.join(sorted(missing))}")
+    elif not isinstance(detector.divided_by, str):
+        missing = set(detector.loss_names) - set(detector.divided_by)
+        if missing:
+            problems.append(f"{name}: divided_by names no denominator for {', '.join(sorted(missing))}")
     if any(len(values) != 3 for values in (detector.mean, detector.std)) or 0 in detector.std:
         expected = "3 numbers each, for red, green and blue, those of std above 0"
         problems.append(f"model.mean is {detector.mean} and model.std {detector.std}; expected {expected}")

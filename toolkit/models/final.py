@@ -44,13 +44,15 @@ def save_transformers_folder(
     if processor_size is not None:
         processor.size = dict(processor_size)
     processor.save_pretrained(folder)
-    training_config, names = model.config, dict(enumerate(category.name for category in categories))
+    training_config = model.config
+    names = dict(enumerate(category.name for category in categories))
     model.config = copy.deepcopy(training_config)
-    model.config._name_or_path = ""  # else where the weights that training began with lie on this machine
+    model.config._name_or_path = ""  # otherwise the path of the initial weights on this machine
     try:
-        model.config.auxiliary_loss, model.config.id2label = False, names
+        model.config.auxiliary_loss = False
+        model.config.id2label = names
         model.config.label2id = {name: i for i, name in names.items()}
-        # Batch norms that learned are frozen buffers for whoever loads the folder, which have no such counter.
+        # Trained batch norms are loaded from this folder as frozen buffers, which have no such counter.
         weights = {k: v for k, v in model.state_dict().items() if not _counts_batches_of_frozen_norm(model, k)}
         model.save_pretrained(folder, state_dict=weights)
     finally:
@@ -64,9 +66,9 @@ def save_detector_folder(
     """Write `model.safetensors`, `config.json` (all that `build_detector` needs) and `categories.json`.
 
     Args:
-        processor_size: what images are resized to before the detector sees them, as in `save_transformers_folder`.
+        processor_size: the size to which images are resized before the detector, as in `save_transformers_folder`.
 
-    For `load_detector_folder`; for detectors that transformers does not have.
+    `load_detector_folder` reads it. It is for detectors that transformers does not have.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,21 +84,25 @@ def save_detector_folder(
 def load_detector_folder(
     folder: Path, settings: Mapping = MappingProxyType({})
 ) -> tuple[nn.Module, list[Category], dict[str, int] | None]:
-    """The detector of `save_detector_folder` in evaluation mode, its categories, and what images are resized to.
+    """Load the detector of `save_detector_folder` in evaluation mode; return it, its categories, and its image size.
 
-    settings: of the model, in place of its own; see `with_inference_settings`.
+    settings: settings of the model that replace its own; see `with_inference_settings`.
 
     Raises:
-        BadInput: no such folder, one that something else wrote, settings that cannot be changed.
+        BadInput: a missing folder, one of another program, settings that cannot be changed.
     """
     folder = Path(folder)
-    config, categories = read_json(folder / "config.json"), read_categories(folder / "categories.json")
-    if fault := stale(config.get("format", 1)):
+    config = read_json(folder / "config.json")
+    categories = read_categories(folder / "categories.json")
+    fault = stale(config.get("format", 1))
+    if fault:
         raise BadInput(f"{folder} {fault}")
     try:
-        options, size = with_inference_settings(config["model"], settings), checked_size(config["processor_size"])
+        options = with_inference_settings(config["model"], settings)
+        size = checked_size(config["processor_size"])
         kinds = {"model": options_class(options["architecture"])}
-        if faults := type_faults({"model": config["model"]}, kinds, str(folder / "config.json")):
+        faults = type_faults({"model": config["model"]}, kinds, str(folder / "config.json"))
+        if faults:
             raise BadInput(faults)
         detector = build_detector(**options, class_names=[category.name for category in categories])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
@@ -107,7 +113,7 @@ def load_detector_folder(
 
 
 def read_categories(file: Path) -> list[Category]:
-    """The classes in a `categories.json`, in the order of the labels. Raises BadInput: it has no such list."""
+    """Read the classes in a `categories.json`, in the order of the labels. Raises BadInput if it has no such list."""
     entries = read_json(file, list)
     for number, entry in enumerate(entries):
         fits = isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("id"), int | str)
@@ -120,7 +126,7 @@ def read_categories(file: Path) -> list[Category]:
 
 
 def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Gives a detector all its weights, as `source` has them. Raises BadInput: they are those of another one."""
+    """Load all weights of a detector from `source`. Raises BadInput if they are those of another one."""
     try:
         detector.load_state_dict(tensors)
     except RuntimeError as error:
@@ -129,7 +135,7 @@ def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], sourc
 
 
 def _write_about(folder: Path, categories: Sequence) -> None:
-    """The classes, and the model card."""
+    """Write the classes and the model card."""
     table = [{"label": i, "id": category.id, "name": category.name} for i, category in enumerate(categories)]
     (folder / "categories.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     write_card = index.tool("model_card")

@@ -1,4 +1,4 @@
-"""Settings of a trained detector that change its predictions but not its weights, and the size that it takes."""
+"""Settings of a trained detector that change its predictions but not its weights, and its image size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +15,10 @@ KEYS_OF_SIZE = ({"height", "width"}, {"shortest_edge", "longest_edge"}, {"shorte
 
 
 def checked_size(size: Any) -> Mapping[str, int] | None:
-    """What images are resized to, in pixels, as a file has it: see `toolkit.data.pipeline.processor_size`; None: they
-    keep their size. Raises ValueError where it is anything else."""
+    """Return the size, in pixels, to which images are resized, after a check; None: images keep their size.
+
+    Its forms are those of `toolkit.data.pipeline.processor_size`. Raises ValueError for anything else.
+    """
     known = isinstance(size, dict) and size.keys() in KEYS_OF_SIZE
     if size is None or known and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in size.values()):
         return size
@@ -27,14 +29,16 @@ def checked_size(size: Any) -> Mapping[str, int] | None:
 
 
 def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The `--model.KEY VALUE` and `--head.KEY VALUE` pairs among arguments, by key, and the other arguments.
+    """Return the `--model.KEY VALUE` and `--head.KEY VALUE` pairs among arguments, by key, and the other arguments.
 
     `--head.KEY` is short for `--model.head_options.KEY`. Values are read as YAML, as in a settings file.
 
     Raises:
         BadInput: a flag without a value, or with one that cannot be read.
     """
-    settings, rest, words = {}, [], iter(arguments)
+    settings = {}
+    rest = []
+    words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
         if not flag.startswith(("--model.", "--head.")):
@@ -53,7 +57,7 @@ def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
 
 
 def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
-    """The settings of a model with those that were asked for.
+    """Return the settings of a model, changed by those that were asked for.
 
     Args:
         model: the group `model` of a run's settings.
@@ -63,7 +67,8 @@ def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
         BadInput: unknown settings, or settings that training depends on.
     """
     allowed = options_class(model["architecture"]).inference_only
-    if wrong := [key for key in asked if key not in allowed]:
+    wrong = [key for key in asked if key not in allowed]
+    if wrong:
         raise BadInput(
             f"{', '.join(wrong)}: no setting of {model['architecture']} that a trained model can change; "
             + (f"there are {', '.join(allowed)}" if allowed else "it has none")

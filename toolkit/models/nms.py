@@ -3,8 +3,9 @@
 On a CPU it is torchvision's loop. Exported files hold that as one operator, `nms_keep`, which ONNX has too
 (`toolkit.tools.export.operators`). On a GPU, where the loop would wait for each image, it is computed as a fixed point:
 a box is kept if no better kept box overlaps it too much. After n rounds the result is correct for at least the n best
-boxes, so the rounds converge to the greedy result; they number the longest chain of boxes that suppress each other.
-Only the device knows whether they were enough, and `settled` reads that along with what is copied from there anyway.
+boxes, so the rounds converge to the greedy result; their number is the length of the longest chain of boxes that
+suppress each other. Only the device knows whether they were enough, and `settled` reads that in the same copy as the
+results.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +20,14 @@ from torchvision.ops import nms
 from toolkit.base.batch import rows_of, to_host
 from toolkit.base.box_ops import intersection_and_union
 
-ROUNDS = 16  # before checking whether they were enough
-USUAL_GROUP, LARGEST_GROUP = 1024, 4096  # boxes, whose pairs fill 4 and 64 MB of float32
+ROUNDS = 16  # before a check whether they were enough
+USUAL_GROUP = 1024  # boxes, whose pairs fill 4 MB of float32
+LARGEST_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
 PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
 class Trust(NamedTuple):
-    """Rounds and boxes per image that are assumed to suffice, and 0-dim bools: whether they did not."""
+    """The rounds and boxes per image that are assumed to suffice, and 0-dim bools: whether they did not."""
 
     rounds: int
     width: int
@@ -37,10 +39,10 @@ Rest = TypeVar("Rest")
 
 
 def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: Tensor | None = None) -> Tensor:
-    """Class-wise NMS of boxes (B, C, N, 4) with scores (B, C, N); a score of 0 is no box.
+    """Apply class-wise NMS to boxes (B, C, N, 4) with scores (B, C, N); rows of score 0 are not boxes.
 
-    threshold: IoU above which the better box of a class wins. order: (B, C * N), the row that comes first of equal
-        scores, on a CPU; None: the first one.
+    threshold: IoU above which the better box of a class wins. order: (B, C * N), the order of rows with equal scores,
+        on a CPU; None: the first row comes first.
 
     Returns (B, C, N) in the scores' dtype: 0 for suppressed boxes, else higher the better its rank in its image.
     """
@@ -64,7 +66,7 @@ def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tens
 
 
 def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
-    """All classes of an image as one group, for so many boxes that most classes have few."""
+    """Treat all classes of an image as one group, for so many boxes that most classes have few."""
     ranked, order = scores.sort(dim=1, descending=True, stable=True)
     trust = _trust.get()
     if trust is None:
@@ -74,7 +76,8 @@ def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: floa
     else:
         width = trust.width
         trust.doubts.append((ranked[:, width:] > 0).any())
-    rows, best = order[:, :width], ranked[:, :width]
+    rows = order[:, :width]
+    best = ranked[:, :width]
     keep = sorted_nms(rows_of(boxes, rows), best > 0, threshold, rows // in_class)
     turns = torch.arange(rows.shape[1], 0, -1, device=rows.device).to(scores).where(keep, 0)
     return torch.zeros_like(scores).scatter(1, rows, turns)
@@ -91,7 +94,7 @@ def _image_by_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: flo
 
 
 def nms_by_label(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Rows that NMS keeps of boxes (N, 4), label by label, best first; of equal scores the first row.
+    """Return the rows of boxes (N, 4) that NMS keeps, label by label, best first; of equal scores the first row.
 
     torchvision's `batched_nms` moves the boxes of each label apart by a multiple of the largest coordinate. That is
     exact only for boxes inside their image and near its corner: at 60,000 px, or left of the image, boxes of one label
@@ -110,17 +113,18 @@ def nms_by_label(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: 
 def sorted_nms(
     boxes_xyxy: Tensor, valid: Tensor, threshold: float, labels: Tensor | None = None, classes: int = 1
 ) -> Tensor:
-    """NMS by rounds, on every device: (G, K) bool, the kept ones of boxes (G, K, 4), best first in each group.
+    """Apply NMS by rounds, on every device: (G, K) bool, the kept ones of boxes (G, K, 4), best first in each group.
 
-    valid: (G, K), False for padding. labels: (G, K), boxes of different labels leave each other alone; None: of one.
-    classes: how many labels there are, for exporters, which cannot trace the rounds.
+    valid: (G, K), False for padding. labels: (G, K), boxes of different labels do not suppress each other; None: all
+    have the same label. classes: the number of labels, for exporters, which cannot trace the rounds.
     """
     if torch.compiler.is_exporting():
         of_class = labels[:, None] == torch.arange(classes, device=labels.device)[:, None]  # (G, C, K)
         turns = torch.arange(valid.shape[1], 0, -1, device=valid.device).to(boxes_xyxy)
         turns = turns.where(of_class & valid[:, None], 0)
         return class_wise_nms(boxes_xyxy[:, None].expand(-1, classes, -1, -1), turns, threshold).any(1)
-    count, trust = valid.shape[1], _trust.get()
+    count = valid.shape[1]
+    trust = _trust.get()
     later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
     over = []
     for part in boxes_xyxy.split(max(1, PAIRS_AT_ONCE // max(1, count**2))):
@@ -129,10 +133,12 @@ def sorted_nms(
     over = torch.cat(over) if len(valid) else later[None][:0]
     if labels is not None:
         over &= labels[:, :, None] == labels[:, None]
-    keep, settled = valid, False
+    keep = valid
+    settled = False
     while not settled:
         for _ in range(trust.rounds if trust else ROUNDS):
-            before, keep = keep, valid > (over & keep[:, :, None]).any(1)  # valid and not worse, in one kernel
+            before = keep
+            keep = valid > (over & keep[:, :, None]).any(1)  # valid and not suppressed, in one kernel
             if keep.device.type == "cpu" and torch.equal(before, keep):
                 break
         unsettled = (before != keep).any()
@@ -146,7 +152,7 @@ def sorted_nms(
 def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
     """Run `compute` and copy the tensors it returns first to the CPU, with one host synchronisation.
 
-    Suppression inside assumes that few boxes and rounds suffice, and the copy tells whether they did. If not, `compute`
+    Suppression inside assumes that few boxes and rounds suffice, and the copy shows whether they did. If not, `compute`
     runs again with more of both, and finally with a synchronisation after each round.
     """
     for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, LARGEST_GROUP)):
@@ -164,7 +170,7 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
 
 
 def best_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The highest scores of each image: scores and rows (B, min(count, N)) of scores (B, N) >= 0, best first.
+    """Return the best scores and their rows (B, min(count, N)) of scores (B, N) >= 0, best first.
 
     Ties are broken by position, or by `order` (N,), unique integers. Exported files have no stable order: ties are
     broken by the runtime, and an image with fewer scores is padded to `count` rows of score 0.
@@ -182,9 +188,9 @@ def best_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple[
 
 @torch.library.custom_op("toolkit::nms_keep", mutates_args=())
 def nms_keep(boxes: Tensor, scores: Tensor, nms_iou: float) -> Tensor:
-    """Non-maximum suppression of every group: bool (G, N), kept, of boxes (G, N, 4) xyxy with scores (G, N).
+    """Apply non-maximum suppression to every group: bool (G, N), kept, of boxes (G, N, 4) xyxy with scores (G, N).
 
-    A row of score 0 is no box. Groups, such as the classes of an image, are independent.
+    Rows of score 0 are not boxes. Groups, such as the classes of an image, are independent.
     """
     keep = scores > 0
     for group in (keep.sum(1) > 1).nonzero()[:, 0].tolist():

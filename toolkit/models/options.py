@@ -6,11 +6,11 @@ from typing import ClassVar
 
 @dataclass
 class DetectorOptions:
-    """What every detector has: its architecture, the weights that it starts from, and those that stay as they are.
+    """The settings of every detector: its architecture, its initial weights, and its frozen parts.
 
-    A subclass adds its own settings with their published values. `given` tells which keys were given when the object
-    was made (or set by `only_given`), so that what a source of trained weights says can take the place of the others.
-    `inference_only` names the settings, or entries of one as `head_options.effect`, that a trained detector can change.
+    A subclass adds its own settings with their published values. `given` holds the keys that were given when the object
+    was made (or set by `only_given`), so that a source of trained weights can replace the others. `inference_only`
+    lists the settings, or entries of one as `head_options.effect`, that a trained detector can change.
     """
 
     inference_only: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""The detector that a run starts with: built from the settings, with pretrained weights if any, partly frozen."""
+"""The initial detector of a run: built from the settings, with pretrained weights if any, partly frozen."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -29,26 +29,30 @@ def start_detector(
     say: Callable,
     known: Mapping | None = None,
 ) -> Detector:
-    """The detector that a run begins with: as the settings say, on the weights of `pretrained`, partly frozen.
+    """Build the initial detector of a run by the settings, load the weights of `pretrained`, and freeze parts of it.
 
-    A given setting takes precedence over that of the weights' source, and that one over the published default. What
-    the source (and `known`) says about the detector is written to `<folder>/pretrained_config.json` with the names of
-    the settings that were given, so that the run folder alone builds it again, and the table of tensors to
+    A given setting takes precedence over that of the weights' source, and that one over the published default. The
+    detector settings of the source (and `known`) are written to `<folder>/pretrained_config.json` with the names of the
+    given settings, so that the run folder alone builds the detector again, and the table of tensors to
     `<folder>/pretrained.txt`.
 
     Args:
-        options: settings of the detector, which know those that were given.
+        options: settings of the detector; they record which of them were given.
         class_names: in the order of the labels.
         folder: the run folder.
         resumed_from: the checkpoint that will be loaded; its weights, not those of `pretrained`, count then.
-        say: prints a text on the main process.
-        known: more keywords of `build_detector` that are no settings of the user, such as the names of predicates.
+        say: a function that prints a text on the main process.
+        known: more keywords of `build_detector` that are not settings of the user, such as the names of predicates.
 
     Raises:
-        BadInput: a source that cannot be had or does not fit, everything `build_detector` raises, unknown prefixes.
+        BadInput: a source that is not available or does not fit, every error of `build_detector`, unknown prefixes.
     """
-    architecture, name, is_main = options.architecture, options.pretrained, world()[0] == 0
-    given, source, stored = _given(options), None, None
+    architecture = options.architecture
+    name = options.pretrained
+    is_main = world()[0] == 0
+    given = _given(options)
+    source = None
+    stored = None
     if resumed_from is not None:
         stored = run_on_main(lambda: _stored_options(resumed_from))
     elif name:
@@ -95,9 +99,12 @@ def check_weights(options: DetectorOptions) -> None:
 
 
 def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> None:
-    """Raises BadInput for what the losses of a detector do not take into account: images mixed by mixup, classes that
-    some images do not label."""
-    name, faults = detector.options["architecture"], []
+    """Raise BadInput for data that the losses of a detector do not take into account.
+
+    These are images mixed by mixup, and classes that some images do not label.
+    """
+    name = detector.options["architecture"]
+    faults = []
     if mixup and not detector.weighs_boxes:
         faults.append(
             f"data.mixup: the losses of {name} do not weigh boxes by their image's share; leave it out, or use "
@@ -115,12 +122,13 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> N
 def load_pretrained(
     detector: nn.Module, source: Pretrained, class_names: Sequence[str], fresh: Sequence[str] = ()
 ) -> WeightTable:
-    """Load the source's weights into the detector, row by row where the classes differ.
+    """Load the source's weights into the detector, row by row if the classes differ.
 
     fresh: prefixes of the tensors that keep their initial values.
 
     Raises:
-        BadInput: shapes that differ, a class name that the source has twice, nothing that fits, a prefix of nothing.
+        BadInput: shapes that differ, a class name that the source has twice, no tensor that fits, a prefix of no
+            tensor.
     """
     state = detector.state_dict()
     left_out = _tensors_below(state, fresh)
@@ -137,9 +145,10 @@ def load_pretrained(
 
 
 def _tensors_below(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> set[str]:
-    """Names of the tensors below some prefixes, and of those that share their memory under another name."""
+    """Return the names of the tensors below some prefixes, and of those that share their memory under another name."""
     below = {prefix: [name for name in state if f"{name}.".startswith(f"{prefix}.")] for prefix in prefixes}
-    if unknown := [prefix for prefix, names in below.items() if not names]:
+    unknown = [prefix for prefix, names in below.items() if not names]
+    if unknown:
         raise BadInput([f"model.fresh_prefixes: the detector has no tensor below {prefix!r}" for prefix in unknown])
     memory = {state[name].data_ptr() for names in below.values() for name in names}
     return {name for name, tensor in state.items() if tensor.data_ptr() in memory}
@@ -148,7 +157,7 @@ def _tensors_below(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> set[
 def _loaded(
     detector: nn.Module, source: Pretrained, class_names: Sequence[str], given: Mapping, fresh: Sequence[str]
 ) -> WeightTable:
-    """`load_pretrained`; where shapes differ because of settings that are given, the error says which to leave out."""
+    """Call `load_pretrained`; if given settings cause other shapes, the error lists those to leave out."""
     try:
         return load_pretrained(detector, source, class_names, fresh)
     except BadInput as error:
@@ -166,7 +175,7 @@ def _loaded(
 
 
 def _given(options: DetectorOptions) -> dict:
-    """The settings that were given, and those changed afterwards: all that differ from the published values."""
+    """Return the settings that were given, and those changed afterwards: all that differ from the published values."""
     published = type(options)()
     values = {field.name: getattr(options, field.name) for field in fields(options)}
     changed = {name: value for name, value in values.items() if value != getattr(published, name)}
@@ -174,9 +183,9 @@ def _given(options: DetectorOptions) -> dict:
 
 
 def _stored_options(checkpoint: Path) -> dict | None:
-    """The detector options that a checkpoint's run stored beside its settings; None: there are none."""
+    """Return the detector options that a checkpoint's run stored beside its settings; None without such options."""
     try:
         path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
-    except BadInput:  # its folder was removed, settings and all, before it was saved: those of this command must fit
+    except BadInput:  # its run folder was removed with its settings: those of this command must fit
         return None
     return read_json(path).get("options") if path.is_file() else None

@@ -17,26 +17,26 @@ NORM_CHOICES = ("batch", "frozen", "group", "sync")
 def timm_features(
     backbone: str, *, strides: Sequence[int], pretrained_backbone: bool | str = False, norm: str = "batch"
 ) -> tuple[nn.Module, list[int]]:
-    """Extractor of feature maps: normalised images (B, 3, H, W) to a list of maps (B, C_i, H / s_i, W / s_i).
+    """Build an extractor of feature maps: images (B, 3, H, W) to a list of maps (B, C_i, H / s_i, W / s_i).
 
-    Sides that a stride does not divide are rounded as the backbone does it. Where a backbone offers several maps of a
-    stride, the deepest one is taken; a plain vision transformer gets a `VitPyramid`. The extractor has timm's
-    `feature_info`, and the parameters of the backbone have timm's names.
+    The images are normalised. Sides that a stride does not divide are rounded as the backbone does it. If a backbone
+    offers several maps of a stride, the deepest one is taken; a plain vision transformer gets a `VitPyramid`. The
+    extractor has timm's `feature_info`, and the parameters of the backbone have timm's names.
 
     Args:
         backbone: name of a timm model.
         strides: strides in pixels of the wanted maps, increasing.
         pretrained_backbone: True: timm's weights (downloaded once); a path: a file of them; False: timm's random ones.
-        norm: what becomes of the backbone's batch norms (other norms stay): "batch": they stay; "frozen": constants
-            with the pretrained statistics, without pretrained weights the identity; "group": group norms with the same
-            weights and biases (32 groups, fewer where the channels want it), for small batches from random weights;
+        norm: replacement of the backbone's batch norms (other norms stay): "batch": none; "frozen": constants with the
+            pretrained statistics, without pretrained weights the identity; "group": group norms with the same weights
+            and biases (32 groups, fewer if the channels require it), for small batches from random weights;
             "sync": batch norms with statistics of all ranks, on GPUs only when there are several ranks.
 
     Returns:
-        the extractor and the channels C_i of its maps.
+        The extractor and the channels C_i of its maps.
 
     Raises:
-        BadInput: timm has no such backbone, or not with such strides; no weights available; unknown `norm`.
+        BadInput: timm does not have the backbone, or not with these strides; no weights available; unknown `norm`.
     """
     if norm not in NORM_CHOICES:
         raise BadInput(f"model.norm: {norm!r} is not one of {', '.join(NORM_CHOICES)}.")
@@ -59,17 +59,17 @@ def timm_features(
 
 
 def offered_strides(backbone: str) -> list[int]:
-    """Strides in pixels of the maps that `timm_features` can give. Raises BadInput as `feature_strides` does."""
+    """Return the strides in pixels of the maps that `timm_features` can give. Raises BadInput as `feature_strides`."""
     return list(PYRAMID_STRIDES) if is_plain_vit(backbone) else feature_strides(backbone)
 
 
 def leaves_stages(features: nn.Module) -> bool:
-    """Whether an extractor of timm may hold stages behind the last of its maps, which have no part in any loss."""
+    """Return whether an extractor of timm may hold stages after its last map, which no loss depends on."""
     return features.feature_info.out_indices[-1] < len(features.feature_info.info) - 1
 
 
 def group_norms(module: nn.Module) -> nn.Module:
-    """Replaces every 2-d batch norm in `module` by a group norm with the same weight and bias.
+    """Replace every 2-d batch norm in `module` by a group norm with the same weight and bias.
 
     timm's BatchNormAct2d keeps its activation. Returns `module`, or its replacement when it is a batch norm itself.
     """
@@ -83,16 +83,17 @@ def group_norms(module: nn.Module) -> nn.Module:
 
 
 def number_of_groups(channels: int) -> int:
-    """Groups of a group norm: 32 as in Wu & He, ECCV 2018, or the next smaller divisor that leaves 2 channels each."""
+    """Return the groups of a group norm: 32 (Wu & He, ECCV 2018), or the next smaller divisor with 2 channels each."""
     return max((groups for groups in range(1, min(32, channels // 2) + 1) if channels % groups == 0), default=1)
 
 
 class _ChannelsFirst(nn.Module):
-    """Maps (B, H, W, C), as Swin has them, to (B, C, H, W)."""
+    """A wrapper that converts maps (B, H, W, C), such as those of Swin, to (B, C, H, W)."""
 
     def __init__(self, features: nn.Module):
         super().__init__()
-        self.features, self.feature_info = features, features.feature_info
+        self.features = features
+        self.feature_info = features.feature_info
 
     def forward(self, pixels: Tensor) -> list[Tensor]:
         return [features.permute(0, 3, 1, 2).contiguous() for features in self.features(pixels)]
@@ -112,6 +113,7 @@ def _indices(backbone: str, strides: Sequence[int]) -> tuple[int, ...]:
 def _group_norm(norm: nn.BatchNorm2d) -> nn.GroupNorm:
     groups = number_of_groups(norm.num_features)
     new = GroupNormAct(norm.num_features, groups, norm.eps, affine=norm.affine, apply_act=False)
-    new.drop, new.act = getattr(norm, "drop", new.drop), getattr(norm, "act", new.act)
+    new.drop = getattr(norm, "drop", new.drop)
+    new.act = getattr(norm, "act", new.act)
     new.load_state_dict(norm.state_dict(), strict=False)  # without the running statistics
     return new.train(norm.training)

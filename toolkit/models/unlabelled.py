@@ -1,5 +1,8 @@
-"""Losses in images that do not label all classes: an object of such a class may be there, so nothing makes it less
-likely. `target["labelled"]` (C,) bool says which classes an image labels."""
+"""Losses in images that do not label all classes.
+
+An object of an unlabelled class may be in the image, so no loss makes it less likely. `target["labelled"]` (C,) bool
+holds the classes that an image labels.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,14 +11,14 @@ from torch import Tensor
 
 
 def labelled_classes(targets: Sequence[Mapping], device: torch.device) -> Tensor | None:
-    """(B, C) bool: the classes that each image labels; None: all of them label all, and losses are as ever."""
+    """Return the classes that each image labels, (B, C) bool; None: all images label all, and losses are unchanged."""
     if not any("labelled" in target for target in targets):
         return None
     return torch.stack([target["labelled"].to(device, non_blocking=True) for target in targets])
 
 
 def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: Tensor | None) -> Tensor:
-    """Sigmoid losses (L, B, Q, C) with 0 for classes that an image does not label, but at the indices `positives`."""
+    """Set sigmoid losses (L, B, Q, C) of unlabelled classes to 0, except at the indices `positives`."""
     if labelled is None:
         return terms
     counted = labelled[:, None].expand_as(terms).clone()
@@ -24,7 +27,10 @@ def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: T
 
 
 def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | None:
-    """(B, C + 1) bool: columns of a softmax that an image does not label. background: its column, 0 or -1."""
+    """Return the columns of a softmax that an image does not label, (B, C + 1) bool.
+
+    background: its column, 0 or -1.
+    """
     if labelled is None:
         return None
     always = labelled.new_zeros(len(labelled), 1)
@@ -32,14 +38,15 @@ def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | Non
 
 
 def partial_log_softmax(logits: Tensor, classes: Tensor, unlabelled: Tensor | None, background: int) -> Tensor:
-    """(N, C + 1) log-probabilities of which `nll_loss` with `classes` (N,) pushes no unlabelled class down.
+    """Return log-probabilities (N, C + 1) whose `nll_loss` for `classes` (N,) pushes no unlabelled class down.
 
-    Where the background is wanted, it counts together with all unlabelled classes, one of which may be there
-    (Cermelli et al., Modeling the Background, CVPR 2020, equation 5). Where a class is wanted, unlabelled ones are left
-    out of the softmax; their entries are then those of the background. Rows without unlabelled classes stay as ever.
+    If the background is the target, it counts together with all unlabelled classes, one of which may be there (Cermelli
+    et al., Modeling the Background, CVPR 2020, equation 5). If a class is the target, unlabelled ones are left out of
+    the softmax; their entries are then those of the background. Rows without unlabelled classes are not changed.
 
     Args:
-        logits: (N, C + 1), or log-probabilities. unlabelled: (N, C + 1), see `unlabelled_columns`; None: none is.
+        logits: (N, C + 1), or log-probabilities. unlabelled: (N, C + 1), see `unlabelled_columns`; None: all are
+            labelled.
         background: column of the background, 0 or -1.
     """
     if unlabelled is None:

@@ -21,11 +21,11 @@ _KEYWORDS = {"features_only": True, "patch_size": PATCH, "dynamic_img_size": Tru
 
 
 def is_plain_vit(name: str) -> bool:
-    """Whether timm's model `name` is a transformer of patches that takes images of any size."""
+    """Return whether timm's model `name` is a transformer of patches that accepts images of any size."""
     if not timm.is_model(name):
         return False
     try:
-        with torch.device("meta"):  # only the shapes are wanted
+        with torch.device("meta"):  # only the shapes are needed
             strides = timm.create_model(name, **_KEYWORDS).feature_info.reduction()
     except (TypeError, RuntimeError, AttributeError, AssertionError):  # a model without these keywords, or without maps
         return False
@@ -33,11 +33,11 @@ def is_plain_vit(name: str) -> bool:
 
 
 class VitPyramid(nn.Module):
-    """Normalised images (B, 3, H, W) to maps (B, C_i, H / s_i, W / s_i) of the strides s_i; 16 divides H and W.
+    """A feature pyramid: normalised images (B, 3, H, W) to maps (B, C_i, H / s_i, W / s_i); 16 divides H and W.
 
     Args:
         name: a timm model for which `is_plain_vit` holds.
-        pretrained_backbone: as of `timm_model`.
+        pretrained_backbone: as in `timm_model`.
         strides: strides in pixels of the maps, among 4, 8, 16 and 32, increasing. Widths are a quarter, half, all and
             all of the transformer's.
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: blocks that compute their activations again in the backward pass instead of keeping them."""
+"""Gradient checkpointing: blocks that recompute their activations in the backward pass instead of keeping them."""
 
 import contextlib
 import functools
@@ -16,13 +16,14 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def checkpoint_in_place(module: nn.Module, checkpointing: bool, compile: bool | str | None = False) -> None:
-    """Gives the `repeated_blocks` of `module` gradient checkpointing (Chen et al., 2016, arXiv 1604.06174), if wanted.
+    """Apply gradient checkpointing to the `repeated_blocks` of `module`, if wanted.
 
-    In training a block keeps its inputs alone. Losses, gradients and buffers are equal to the bit: dropout draws the
-    same numbers again, and running statistics are updated once. Names of the state dict stay.
+    The method is that of Chen et al., 2016, arXiv 1604.06174. In training a block keeps its inputs only. Losses,
+    gradients and buffers are bitwise equal: dropout draws the same numbers again, and running statistics are updated
+    once. The names in the state dict stay.
 
     Raises:
-        BadInput: there are no such blocks; they are to be compiled.
+        BadInput: the module has no such blocks, or is to be compiled.
     """
     if not checkpointing:
         return
@@ -37,7 +38,10 @@ def checkpoint_in_place(module: nn.Module, checkpointing: bool, compile: bool | 
 
 @functools.cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass, and no function on the instance: copies of a module then run on their own weights."""
+    """Return a subclass with checkpointing.
+
+    A function on the instance would let copies of a module run on the weights of the original.
+    """
 
     def forward(self, *args, **kwargs):
         run = super(made, self).forward
@@ -51,7 +55,10 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _attention_backends() -> list[SDPBackend]:
-    """Those that are allowed here, as by `sdpa_kernel`, which the backward pass is outside of."""
+    """Return the attention backends that are allowed here, for example by `sdpa_kernel`.
+
+    The backward pass is outside of that context.
+    """
     of = torch.backends.cuda
     allowed = {
         SDPBackend.MATH: of.math_sdp_enabled(),
@@ -64,7 +71,7 @@ def _attention_backends() -> list[SDPBackend]:
 
 @contextlib.contextmanager
 def _again(block: nn.Module, backends: Sequence[SDPBackend]) -> Iterator[None]:
-    """The second forward of a block: the same kernels, and batch norms whose running statistics stay."""
+    """Run the second forward of a block inside: the same kernels, and batch norms whose running statistics stay."""
     norms = [norm for norm in block.modules() if isinstance(norm, BATCH_NORMS) and norm.num_batches_tracked is not None]
     kept = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     for norm in norms:

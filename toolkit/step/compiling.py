@@ -1,4 +1,4 @@
-"""torch.compile in place, which keeps the names of the state dict; deterministic algorithms."""
+"""Compilation by torch.compile in place, which keeps the names of the state dict; deterministic algorithms."""
 
 import re
 import sys
@@ -12,20 +12,20 @@ from torch import nn
 from toolkit.base.errors import BadInput
 
 _NO_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implementation")
-VARIANTS = 64  # of one block: its widths, with and without gradients, sizes of images; torch would give up after 8
+VARIANTS = 64  # graphs of one block: widths, with and without gradients, image sizes; torch would stop after 8
 
 
 def compile_in_place(module: nn.Module, compile: bool | str) -> None:
-    """Compiles the repeated blocks of `module`, or all of it without such, at the next call; keeps state-dict names.
+    """Compile the repeated blocks of `module`, or all of it if it has none, at the next call; keep state-dict names.
 
     Blocks of one class and width share their code, so that compiling takes as long as one of each would.
 
     Args:
-        compile: False: leaves it alone; True: torch's own backend; a name: that backend, such as "aot_eager", which
-            compiles no kernels and so shows what is captured.
+        compile: False: nothing is compiled; True: torch's own backend; a name: that backend, such as "aot_eager", which
+            compiles no kernels and so shows the captured graphs.
 
     Raises:
-        BadInput: torch has no such backend.
+        BadInput: torch does not have the backend.
     """
     if not compile:
         return
@@ -36,14 +36,16 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
     import torch._inductor.config as inductor  # here: it takes a second
 
     torch._dynamo.config.recompile_limit = VARIANTS
-    inductor.fallback_random = True  # dropout draws what it draws uncompiled
+    inductor.fallback_random = True  # dropout draws the same numbers as without compilation
     for block in list(repeated_blocks(module)) or [module]:
         block.compile(backend=backend)
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that stand in a list or sequence with another of their class, such as the layers of a
-    transformer; plain layers are none."""
+    """Yield the outermost modules that are in a list or sequence with another of their class.
+
+    Examples are the layers of a transformer. Modules without children, such as a convolution, are not yielded.
+    """
     in_row = isinstance(module, nn.ModuleList | nn.Sequential)
     kinds = Counter(map(type, module.children())) if in_row else {}
     for child in module.children():
@@ -54,16 +56,21 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class GraphCount:
-    """Counts the graphs of torch.compile in this process; growth in mid-training means that shapes keep changing."""
+    """A counter of the graphs of torch.compile in this process.
+
+    Growth in mid-training means that shapes keep changing.
+    """
 
     def __init__(self):
         self.seen = 0
 
     def news(self, step: int) -> str:
-        """A message about the graphs compiled since the last call; empty if there are none."""
+        """Return a message about the graphs compiled since the last call; empty if there are none."""
         dynamo = sys.modules.get("torch._dynamo.utils")  # not imported where nothing is compiled
         graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo is not None else 0
-        made, again, self.seen = graphs - self.seen, self.seen > 0, graphs
+        made = graphs - self.seen
+        again = self.seen > 0
+        self.seen = graphs
         if made == 0:
             return ""
         reason = ": shapes or settings that it relied on have changed" if again else ""
@@ -73,10 +80,10 @@ class GraphCount:
 
 
 def be_deterministic() -> None:
-    """Switches deterministic algorithms on and names, once each, the operations that have none when they are met.
+    """Switch deterministic algorithms on, and print each operation that has none, once, when it is first used.
 
-    On CPU two runs are equal to the bit without this too; on a GPU atomic additions (scatter, grid_sample backward) are
-    what it is for.
+    On a CPU two runs are bitwise equal without this too; on a GPU it replaces atomic additions (scatter, grid_sample
+    backward).
     """
     met: set[str] = set()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-UPDATES = "updates made"  # in the state; with a space, for no weight can have such a name
+UPDATES = "updates made"  # key in the state; the space keeps it apart from the names of weights
 
 
 class Ema:
-    """Average of a model over its optimizer steps: ema = d * ema + (1 - d) * model.
+    """The exponential moving average of a model over its optimizer steps: ema = d * ema + (1 - d) * model.
 
     Float parameters and persistent float buffers are averaged; everything else (integers, booleans, buffers that are
     not part of the state dict, buffers that hold infinities, such as attention masks) is copied.
 
     Args:
         model: the unwrapped model (without DDP); it is copied.
-        decay: d; 0: there is no average, `module` is None and `update` does nothing.
+        decay: d; 0: nothing is averaged, `module` is None and `update` does nothing.
         warmup: d = min(decay, (1 + n) / (10 + n)) in update n = 0, 1, ..., so that early averages forget the
             initial weights (as in TensorFlow's ExponentialMovingAverage).
 
@@ -25,14 +25,18 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = True):
-        self.decay, self.warmup, self.updates = decay, warmup, 0
+        self.decay = decay
+        self.warmup = warmup
+        self.updates = 0
         self.module: nn.Module | None = None
         if not self.is_on:
             return
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         saved = set(model.state_dict(keep_vars=True))
         parameters = {name for name, _ in model.named_parameters()}
-        self._model, self._source, self._into = model, _slots(model), _slots(self.module)
+        self._model = model
+        self._source = _slots(model)
+        self._into = _slots(self.module)
         self._averaged: list[str] = []
         self._copied: dict[torch.dtype, list[str]] = {}  # by dtype: one kernel cannot copy several
         for name, tensor in zip(self._source, _tensors(self._source, self._source), strict=True):
@@ -42,49 +46,52 @@ class Ema:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is an average."""
+        """Whether the model is averaged."""
         return self.decay > 0
 
     @torch.no_grad()
     def update(self, model: nn.Module | None = None) -> None:
         """Update the averages after an optimizer step; call it only for updates that the guard accepted.
 
-        model: None: the one that the average began with.
+        model: None: the model that the average was made from.
         """
         if not self.is_on:
             return
         model = self._model if model is None else model
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         if model is not self._model:
-            self._model, self._source = model, _slots(model)
+            self._model = model
+            self._source = _slots(model)
         if self._averaged:
-            into, source = _tensors(self._into, self._averaged), _tensors(self._source, self._averaged)
+            into = _tensors(self._into, self._averaged)
+            source = _tensors(self._source, self._averaged)
             torch._foreach_lerp_(into, source, 1.0 - decay)
         for names in self._copied.values():
-            into, source = _tensors(self._into, names), _tensors(self._source, names)
+            into = _tensors(self._into, names)
+            source = _tensors(self._source, names)
             torch._foreach_copy_(into, source)
         self.updates += 1
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """((kind, name), average) of everything that is averaged; what is copied is as the model has it."""
+        """Yield ((kind, name), average) of everything that is averaged; copied tensors are those of the model."""
         for name, average in zip(self._averaged, _tensors(self._into, self._averaged), strict=True):
             yield ("moving average of", name), average
 
     def state_dict(self) -> dict:
-        """The averaged weights by name, and the number of updates."""
+        """Return the averaged weights by name, and the number of updates."""
         return {**self.module.state_dict(), UPDATES: self.updates}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore what `state_dict` returned; the weights of a model alone do too, and leave the number as it is."""
+        """Restore the result of `state_dict`; the weights of a model alone keep the number of updates."""
         weights = dict(state)
         self.updates = weights.pop(UPDATES, self.updates)
         self.module.load_state_dict(weights)
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict, str]]:
-    """Where each parameter and buffer is held (dict, key), by name, each once (a tied one under its first name).
+    """Return the place (dict, key) of each parameter and buffer by name, each once (a tied one under its first name).
 
-    Found once: walking the modules at every update takes longer than averaging them.
+    They are found once: walking through the modules at every update takes longer than averaging them.
     """
     slots = {}
     for kind, named in (("_parameters", model.named_parameters()), ("_buffers", model.named_buffers())):

@@ -1,5 +1,4 @@
-"""State that a script adds to a run: saved in every checkpoint, checked for NaN, restored exactly, equal on all
-ranks."""
+"""State that a script adds to a run: saved in every checkpoint, checked for NaN, equal on all ranks."""
 
 import copy
 from collections import UserDict
@@ -16,24 +15,24 @@ from toolkit.step.gradients import average_gradients
 
 
 class Extra(UserDict):
-    """By name: modules, optimizers, anything with `state_dict` and `load_state_dict`, and plain values.
+    """A dict of modules, optimizers, other objects with `state_dict` and `load_state_dict`, and plain values, by name.
 
         critic = t.extra["critic"] = Critic()
         t.extra["critic_optimizer"] = torch.optim.Adam(critic.parameters())
 
-    What is assigned for the first time takes up its state of the checkpoint that the run goes on from; a module of a
-    fresh run gets that of the first process. Modules go to the device; optimizers are prepared by Accelerate, so use
+    A new entry restores its state from the checkpoint that the run continues from; in a fresh run a module gets the
+    state of the first process. Modules go to the device; optimizers are prepared by Accelerate, so use
     `t.extra["critic_optimizer"]`. Gradients of the modules are averaged over the ranks with those of the detector, in
-    `window.reduce()`; made later, by `t.extra.average_gradients()`.
+    `window.reduce()`; those computed later, by `t.extra.average_gradients()`.
     """
 
     def __init__(self, accelerator: Accelerator):
         super().__init__()
         self._accelerator = accelerator
-        self._saved: dict[str, Any] = {}  # of the checkpoint, not taken up yet
+        self._saved: dict[str, Any] = {}  # states of the checkpoint that are not restored yet
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Raises BadInput: the checkpoint's state does not fit, or the value cannot be saved."""
+        """Set an entry. Raises BadInput: the checkpoint's state does not fit, or the value cannot be saved."""
         if name in self.data and not _has_state(value):
             self.data[name] = _plain(name, value)
             return
@@ -61,7 +60,7 @@ class Extra(UserDict):
         return sorted(self._saved)
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """(("t.extra", name), floating-point tensor) of all states that are to be finite."""
+        """Yield (("t.extra", name), floating-point tensor) of all states that must be finite."""
         for name, value in self.items():
             if isinstance(value, nn.Module):
                 named = ((f"{name}.{key}", tensor) for key, tensor in value.named_parameters())
@@ -70,11 +69,11 @@ class Extra(UserDict):
             yield from ((("t.extra", full_name), tensor) for full_name, tensor in named)
 
     def average_gradients(self) -> None:
-        """Averages the gradients of the modules over the ranks; a collective. With one process nothing is done."""
+        """Average the gradients of the modules over the ranks; a collective. With one process nothing is done."""
         average_gradients([p for module in self.modules for p in module.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
-        """Clears the gradients of all modules and optimizers."""
+        """Clear the gradients of all modules and optimizers."""
         for item in (*self.modules, *self.optimizers):
             item.zero_grad()
 
@@ -82,7 +81,7 @@ class Extra(UserDict):
         return {name: value.state_dict() if _has_state(value) else value for name, value in self.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores what is assigned already now, and the rest when the script assigns it. Raises BadInput."""
+        """Restore the assigned entries now, and the others when the script assigns them. Raises BadInput."""
         self._saved = {name: copy.deepcopy(state) for name, state in saved.items()}
         for name in list(self.data):
             if name in self._saved:
@@ -98,7 +97,7 @@ class Extra(UserDict):
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             kind = type(value).__name__
             raise BadInput(
-                f't.extra["{name}"] ({kind}) does not fit what the checkpoint holds: {error}; resume with the script '
+                f't.extra["{name}"] ({kind}) does not fit the state in the checkpoint: {error}; resume with the script '
                 "that wrote it, or begin a new run"
             ) from error
 

@@ -14,7 +14,7 @@ from toolkit.base.errors import BadInput
 
 
 def freeze(module: nn.Module) -> nn.Module:
-    """Stops gradients of `module` and keeps it in eval mode for good: `.train()` of a parent passes it by.
+    """Stop the gradients of `module` and keep it in eval mode for good, whatever `.train()` of a parent says.
 
     Dropout and batch statistics inside it stay off. Copies (`deepcopy`, pickle) are frozen too. Returns `module`.
     """
@@ -27,15 +27,17 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 def freeze_prefixes(model: nn.Module, prefixes: Sequence[str]) -> list[str]:
-    """Freezes the modules and parameters whose name is one of `prefixes` or lies below it ("backbone.layer1").
+    """Freeze the modules and parameters whose name is one of `prefixes` or below it ("backbone.layer1").
 
     Returns:
-        Names of the parameters that no longer train.
+        The names of the parameters that no longer train.
 
     Raises:
-        BadInput: a prefix that is neither a module nor a parameter; names those that are, at the point it leaves them.
+        BadInput: a prefix that is neither a module nor a parameter; lists the existing names beside its first wrong
+            part.
     """
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
     unknown = [prefix for prefix in prefixes if not prefix or prefix not in modules and prefix not in parameters]
     if unknown:
         raise BadInput([f"cannot freeze {p!r}: no such module or parameter; {_nearest(p, modules)}" for p in unknown])
@@ -48,16 +50,17 @@ def freeze_prefixes(model: nn.Module, prefixes: Sequence[str]) -> list[str]:
 
 
 def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Stands in for `train` of a frozen module: whatever the mode asked for, it and all below it stay in eval mode."""
+    """Replace `train` of a frozen module: whatever the mode asked for, it and its children stay in eval mode."""
     return type(module).train(module, False)
 
 
 def _nearest(name: str, modules: Iterable[str]) -> str:
-    """The module whose name ends with `name`, or those beside the first part of it that does not exist.
+    """Return the module whose name ends with `name`, or those beside the first part of it that does not exist.
 
-    Where nothing of the name is at the top of the model, its first part may lie deeper, or be misspelt.
+    If the first part of the name is not at the top of the model, it may be deeper, or misspelt.
     """
-    names, parent = set(modules), name
+    names = set(modules)
+    parent = name
     while parent and parent not in names:
         parent = parent.rpartition(".")[0]
     depth = parent.count(".") + 1 if parent else 0
@@ -73,19 +76,19 @@ def _nearest(name: str, modules: Iterable[str]) -> str:
         if deeper and (not rest or f"{deeper}.{rest}" in names):
             return f"did you mean {deeper}{rest and f'.{rest}'}?"
         if deeper:
-            return f"did you mean what is below {deeper}? {_nearest(f'{deeper}.{rest}', names)}"
+            return f"did you mean a name below {deeper}? {_nearest(f'{deeper}.{rest}', names)}"
     beside = [m for m in names if m.startswith(prefix) and m and m.count(".") == depth]
     return f"{parent or 'the model'} has: {', '.join(sorted(beside)) or 'no modules'}"
 
 
 def _highest(names: list[str]) -> str:
-    """The name with the fewest parts; "": there is none."""
+    """Return the name with the fewest parts; "" if the list is empty."""
     return min(names, key=lambda name: (name.count("."), name), default="")
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every submodule has the mode it had (frozen parts stay in evaluation mode)."""
+    """Set evaluation mode inside; afterwards restore the former mode of every submodule."""
     modes = [(m, m.training) for m in module.modules()]
     module.eval()
     try:
@@ -96,7 +99,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """Batch norm with fixed statistics and affine parameters, all of them buffers: x * scale + shift per channel.
+    """A batch norm with fixed statistics and affine parameters, all of them buffers: x * scale + shift per channel.
 
     (N, C, H, W) -> (N, C, H, W). The scale is computed in float32 and applied in the dtype of x, so bf16 and fp16
     activations keep theirs (torchvision's class turns them into float32). State dict: weight, bias, running_mean,
@@ -112,10 +115,12 @@ class FrozenBatchNorm2d(nn.Module):
         self, num_features: int, eps: float = 1e-5, drop: nn.Module | None = None, act: nn.Module | None = None
     ):
         super().__init__()
-        self.num_features, self.eps = num_features, eps
+        self.num_features = num_features
+        self.eps = eps
         for name, fill in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
             self.register_buffer(name, torch.full((num_features,), fill))
-        self.drop, self.act = drop or nn.Identity(), act or nn.Identity()
+        self.drop = drop or nn.Identity()
+        self.act = act or nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.weight * (self.running_var + self.eps).rsqrt()
@@ -132,10 +137,11 @@ class FrozenBatchNorm2d(nn.Module):
 
 
 def freeze_batch_norms(module: nn.Module) -> nn.Module:
-    """Replaces every 2-d batch norm in `module` by a `FrozenBatchNorm2d` of the same numbers.
+    """Replace every 2-d batch norm in `module` by a `FrozenBatchNorm2d` with the same numbers.
 
-    nn.BatchNorm2d, SyncBatchNorm and timm's BatchNormAct2d, whose activation is kept. A batch norm without running
-    statistics has nothing to freeze and stays. Returns `module`, or its replacement when it is a batch norm itself.
+    Affects nn.BatchNorm2d, SyncBatchNorm and timm's BatchNormAct2d, whose activation is kept. A batch norm without
+    running statistics has nothing to freeze and stays. Returns `module`, or its replacement when it is a batch norm
+    itself.
     """
     if isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm):
         return module if module.running_mean is None else _frozen(module)
@@ -147,15 +153,17 @@ def freeze_batch_norms(module: nn.Module) -> nn.Module:
 
 
 def hold_batch_norms(module: nn.Module) -> None:
-    """Freezes every batch norm in `module` where it is, 1-d ones too, so that no image has a part in what becomes of
-    another. Names in the state dict stay; weights that are loaded later are those that hold."""
+    """Freeze every batch norm in `module` in place, 1-d ones too, so that images do not affect each other.
+
+    The names in the state dict stay, and weights that are loaded later take effect.
+    """
     for child in list(module.modules()):
         if isinstance(child, _BatchNorm) and child.running_mean is not None:
             freeze(child)
 
 
 def set_bn_momentum(module: nn.Module, momentum: float) -> None:
-    """Sets the momentum (weight of the new batch in running statistics) of every batch norm in training mode."""
+    """Set the momentum (weight of the new batch in running statistics) of every batch norm in training mode."""
     for child in module.modules():
         if isinstance(child, _BatchNorm) and child.training:
             child.momentum = momentum
@@ -164,9 +172,10 @@ def set_bn_momentum(module: nn.Module, momentum: float) -> None:
 def bn_momentum(
     step: int, total_steps: int, start: float, final: float, warmup_steps: int = 0, shape: str = "cosine"
 ) -> float:
-    """Batch-norm momentum at an optimizer step: `start` during the warm-up, then to `final` at `total_steps`.
+    """Return the batch-norm momentum at a step: `start` during the warm-up, then to `final` at `total_steps`.
 
-    shape: "cosine" or "linear". As CVNets' AdjustBatchNormMomentum, which ends statistics that still move.
+    shape: "cosine" or "linear". As in CVNets' AdjustBatchNormMomentum, it lets the running statistics
+    settle.
     """
     done = min(max((step - warmup_steps) / max(1, total_steps - warmup_steps), 0.0), 1.0)
     left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[shape]

@@ -1,4 +1,4 @@
-"""Gradient norm, a printable table of the largest gradients, and averaging over ranks."""
+"""The gradient norm, a printable table of the largest gradients, and averaging over ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,9 +11,9 @@ from toolkit.base.distributed import all_reduce, world
 def gradient_table(
     named_parameters: Iterable[tuple[str, nn.Parameter]], max_norm: float = 0.0, top: int | None = None
 ) -> str:
-    """Lines of text: total norm and clipping factor, then name, norm and shape of the `top` largest gradients.
+    """Format lines of text: total norm and clipping factor, then name, norm and shape of the `top` largest gradients.
 
-    max_norm: 0: nothing is clipped. Call it before clipping. One host read.
+    max_norm: 0: nothing is clipped. Call it before clipping. It takes one host read.
     """
     named = [(name, p.grad) for name, p in named_parameters if p.grad is not None]
     if not named:
@@ -29,17 +29,17 @@ def gradient_table(
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Total L2 norm of the gradients, 0-dim on their device; NaN or infinite when any entry is."""
+    """Return the total L2 norm of the gradients, 0-dim on their device; NaN or infinite when any entry is."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def group_norms(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:
-    """`gradient_norm` of each group of an optimizer as `grad_norm/<name of the group>`."""
+    """Return `gradient_norm` of each group of an optimizer as `grad_norm/<name of the group>`."""
     return {f"grad_norm/{group['name']}": gradient_norm(group["params"]) for group in param_groups}
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Averages the gradients of what DDP does not wrap over the ranks, after the last backward of a step; a collective.
+    """Average the gradients of parameters outside DDP over the ranks, after the last backward of a step; a collective.
 
     A rank without a gradient counts as zeros. With one process, or without parameters, nothing is done.
     """
@@ -52,6 +52,6 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Clears all gradients of the model, those of parameters that no optimizer holds included."""
+    """Clear all gradients of the model, those of parameters that no optimizer holds included."""
     for parameter in model.parameters():
         parameter.grad = None

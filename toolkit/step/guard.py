@@ -1,11 +1,11 @@
-"""The NaN guard: nothing that is not finite reaches weights, buffers, averages or optimizer state.
+"""The NaN guard: no value that is not finite reaches weights, buffers, averages or optimizer state.
 
-`decide` sees reduced values only, which are equal on every rank, and so is what it decides. It comes before the
-update, so weights, optimizer state and averages never see the gradient; only buffers, which the forward alone can spoil
-(running statistics of a batch norm), have to be put back. A finite gradient can still make an update that overflows:
-`toolkit.step.state` looks at what the last update left. `nan_report` finds out what broke.
+`decide` sees reduced values only, which are equal on every rank, and so is its decision. It is made before the update,
+so weights, optimizer state and averages never receive the gradient; only buffers, which the forward pass alone can
+damage (running statistics of a batch norm), have to be restored. A finite gradient can still make an update that
+overflows: `toolkit.step.state` checks the result of the last update. `nan_report` finds the cause.
 
-In a loop of one's own one call does it, `NanGuard.check`; see docs/parts.md.
+In a loop of your own the one call `NanGuard.check` is enough; see docs/parts.md.
 """
 
 import math
@@ -26,7 +26,7 @@ POLICIES = ("stop", "skip", "rollback")
 
 
 class Action(Enum):
-    """What to do with the gradients of this window."""
+    """The treatment of the gradients of a window."""
 
     STEP = "step"
     """Everything is finite: update."""
@@ -42,21 +42,21 @@ class Action(Enum):
 
 
 class NanGuard:
-    """Decides about each window; keeps the buffers as they were before it.
+    """The decision about each window, and a copy of the buffers from before it.
 
     Args:
         policy: "stop", "skip" or "rollback".
         max_skips: windows skipped in succession; the next one that fails stops the run.
         max_rollbacks: rollbacks in the whole run; the next failure stops it.
         lr_factor: factor on every learning rate per rollback, see `lr_scale`.
-        max_calibrations: a non-finite gradient with finite losses is the fp16 scaler's business while its scale is
-            above 1, for at most so many windows in succession; then it is divergence.
+        max_calibrations: a non-finite gradient with finite losses is left to the fp16 scaler while its scale is above
+            1, for at most this many windows in succession; then it is divergence.
 
     Attributes:
-        reason: in words, what was not finite in the window last refused.
+        reason: a description of the values that were not finite in the window last refused.
     """
 
-    kept_in_rollback = True  # which its counts have to outlive
+    kept_in_rollback = True  # its counts must survive a rollback
 
     def __init__(
         self,
@@ -68,7 +68,10 @@ class NanGuard:
     ):
         if policy not in POLICIES:
             raise BadInput(f"run.on_nonfinite is {policy!r}; expected one of {', '.join(POLICIES)}")
-        self.policy, self.max_skips, self.max_rollbacks, self.lr_factor = policy, max_skips, max_rollbacks, lr_factor
+        self.policy = policy
+        self.max_skips = max_skips
+        self.max_rollbacks = max_rollbacks
+        self.lr_factor = lr_factor
         self.max_calibrations = max_calibrations
         self.skips = self.calibrations = self.rollbacks = self.snapshots = 0
         self.reason = ""
@@ -88,17 +91,17 @@ class NanGuard:
             if guard.check(reduced, model, optimizer, accelerator):
                 optimizer.step()
 
-        Losses, gradients and buffers (running statistics) are looked at on all ranks, with one collective and one host
-        read. A refused update is undone: gradients are dropped, and buffers are as they were after the last update
-        that was accepted; of the first update, as they were when the guard saw the model first.
+        Losses, gradients and buffers (running statistics) are checked on all ranks, with one collective and one host
+        read. A refused update is undone: gradients are dropped, and buffers return to their state after the last
+        accepted update; before the first one, to their state when the guard first saw the model.
 
         Args:
             losses: reduced losses by name, equal on all ranks.
             model: with or without wrappers. Call `watch(model)` before the first forward pass if it has batch norms
                 that train; else the statistics of the first batch cannot be undone.
             optimizer: as `accelerator.prepare` returned it, or a plain one.
-            accelerator: of Hugging Face Accelerate; its scaler of fp16 is unscaled, and goes on where its scale is too
-                high, which is not a divergence. None: there is none, and no scaler.
+            accelerator: of Hugging Face Accelerate; its fp16 scaler unscales the gradients, and lowers its scale if
+                that is too high, which is not a divergence. None: neither accelerator nor scaler is used.
 
         Returns:
             True: update. False: go on with the next batch.
@@ -124,13 +127,13 @@ class NanGuard:
             _copy(self._copies, self._live())
             return True
         if action is Action.CALIBRATE:
-            optimizer.step()  # the scaler leaves it out, and lowers its scale
+            optimizer.step()  # the scaler skips it and lowers its scale
             optimizer.zero_grad()
             return False
         self.restore(model)
         optimizer.zero_grad()
         if scaler is not None:
-            scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled
+            scaler.update(scaler.get_scale())  # the same scale: it forgets that it has unscaled
         if action is Action.STOP:
             raise StoppedByGuard(self.reason)
         return False
@@ -147,7 +150,7 @@ class NanGuard:
         gradients_finite: bool = False,
         faults: Sequence[str] = (),
     ) -> Action:
-        """Decides about a window from its reduced values, identically on all ranks.
+        """Decide about a window from its reduced values, identically on all ranks.
 
         Args:
             step: updates made so far, for `reason`.
@@ -155,12 +158,12 @@ class NanGuard:
             grad_norm: total norm of the gradients (without the loss scale).
             scale: loss scale; None without an fp16 scaler.
             buffers_finite: mean over the ranks of `buffers_finite()`.
-            boxes_finite: mean over the ranks of `boxes_finite(window)`: a detector need not notice, since what matches
-                no anchor has no loss.
-            gradients_finite: every entry of the gradients is, though their norm may not be. No loss scale is to blame
-                then, and the scaler, which looks at the entries, would let them through.
-            faults: in words, what is wrong with the state that the last update left, or with the next one, whatever
-                the window holds. Another window cannot mend it, so nothing is skipped for it.
+            boxes_finite: mean over the ranks of `boxes_finite(window)`: the losses need not show it, since a box that
+                matches no anchor has no loss.
+            gradients_finite: every entry of the gradients is finite, though their norm may not be. The loss scale is
+                not the cause then, and the scaler, which checks the entries, would accept them.
+            faults: descriptions of faults in the state after the last update, or in the next one, whatever the window
+                holds. Another window cannot repair them, so the window is not skipped.
         """
         broken = list(faults)
         if boxes_finite < 1.0:
@@ -196,13 +199,14 @@ class NanGuard:
 
     @property
     def lr_scale(self) -> float:
-        """Factor on all learning rates after the rollbacks so far."""
+        """The factor on all learning rates after the rollbacks so far."""
         return self.lr_factor**self.rollbacks
 
     def watch(self, model: nn.Module) -> None:
-        """Notes which float buffers of a model are finite: a mask of infinities is meant to be one.
+        """Record which float buffers of a model are finite: a mask of infinities is not an error.
 
-        Call it before a checkpoint is loaded, so that a broken one is not taken for a mask. Else `snapshot` does it.
+        Call it before a checkpoint is loaded, so that broken buffers are not taken for masks. Otherwise `snapshot` does
+        it.
         """
         self._model = model
         named = [(name, m._buffers, key) for name, m in model.named_modules() for key in m._buffers]
@@ -215,12 +219,12 @@ class NanGuard:
         ]
 
     def watched(self, before_window: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of those that must stay finite: as they are, or as they were at the last `snapshot`."""
+        """Return (name, buffer) of those that must stay finite: as they are, or as at the last `snapshot`."""
         buffers = self._copies if before_window else self._live()
         return ((self._names[i], buffers[i]) for i in self._watched)
 
     def snapshot(self, model: nn.Module) -> None:
-        """Copies the buffers of the unwrapped model, persistent or not; a few small kernels, no host read."""
+        """Copy the buffers of the unwrapped model, persistent or not; a few small kernels, no host read."""
         self.snapshots += 1
         if self._model is not model:
             self.watch(model)
@@ -230,7 +234,7 @@ class NanGuard:
         _copy(self._copies, self._live())
 
     def restore(self, model: nn.Module) -> None:
-        """Puts the buffers back as they were at the last `snapshot` of this model, in place."""
+        """Restore the buffers in place, as they were at the last `snapshot` of this model."""
         if self._model is not model:
             raise ValueError("restore: no snapshot of this model was made")
         for (owner, key), saved in zip(self._slots, self._copies, strict=True):
@@ -239,7 +243,7 @@ class NanGuard:
         _copy(self._live(), self._copies)
 
     def buffers_finite(self) -> Tensor:
-        """1.0 while all buffers that were finite at the first snapshot still are, else 0.0; 0-dim, on their device."""
+        """Return 1.0 while all buffers that were finite at the first snapshot still are, else 0.0; 0-dim."""
         live = self._live()
         watched = [live[i] for i in self._watched]
         if not watched:
@@ -251,24 +255,26 @@ class NanGuard:
         return [owner[key] for owner, key in self._slots]
 
     def state_dict(self) -> dict:
-        """JSON values."""
+        """Return the counts as JSON values."""
         return {"skips": self.skips, "calibrations": self.calibrations, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: Mapping) -> None:
-        self.skips, self.calibrations, self.rollbacks = state["skips"], state["calibrations"], state["rollbacks"]
+        self.skips = state["skips"]
+        self.calibrations = state["calibrations"]
+        self.rollbacks = state["rollbacks"]
 
 
 def boxes_finite(window: Iterable[Batch]) -> bool:
-    """Whether every box of the micro-batches is; read on the CPU, where the targets of a window are."""
+    """Return whether every box of the micro-batches is finite; read on the CPU, where the targets of a window are."""
     boxes = [target["boxes"].flatten() for batch in window for target in batch.targets if "boxes" in target]
     return not boxes or bool(torch.cat(boxes).isfinite().all())
 
 
 def with_finite_boxes(batch: Batch) -> Batch:
-    """A batch with a box of the first pixel in the place of each that holds a NaN or an infinity.
+    """Return the batch with a box of the first pixel in place of each box that holds a NaN or an infinity.
 
-    Its window is refused, but each rank has to bring its forward and backward pass to an end, and a detector that
-    computes the cell or the level of an infinite box raises an error.
+    Its window is refused, but each rank has to complete its forward and backward pass, and a detector that computes the
+    cell or the level of an infinite box raises an error.
     """
     return replace(batch, targets=[_with_finite_boxes(target) for target in batch.targets])
 
@@ -287,7 +293,7 @@ def _with_finite_boxes(target: Target) -> Target:
 
 @torch.no_grad()
 def _copy(into: list[Tensor], source: list[Tensor]) -> None:
-    """One foreach copy per dtype and device: mixed lists would fall back to one kernel per tensor."""
+    """Copy with one foreach call per dtype and device: mixed lists would fall back to one kernel per tensor."""
     groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
     for target, tensor in zip(into, source, strict=True):
         targets, tensors = groups.setdefault((tensor.dtype, tensor.device), ([], []))

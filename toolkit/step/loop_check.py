@@ -1,7 +1,7 @@
-"""Checks the body of a training loop: nothing that belongs to an update may be left out or done twice.
+"""The check of the body of a training loop: no call that an update needs is missing or made twice.
 
-The loop is in the script, to be changed. What a change leaves out is reported in one sentence with the line that
-belongs there: before the update where the update would be wrong, else before the next window.
+The loop is in the script, to be changed. A missing call is reported in one sentence with its line: before the update if
+the update would be wrong, else before the next window.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolkit.base.errors import BadInput
 
-# What is done with a window -> the line that does it, and what a run without it is.
+# An action on a window -> its line, and the effect of leaving it out.
 BEFORE = {
     "backward": (
         "window.backward(weighted, metrics)",
@@ -28,40 +28,41 @@ AFTER = {
     "meters": ("t.meters.update(reduced)", "the console would show no losses"),
 }
 LINES = BEFORE | AFTER
-MAY_BE_LEFT_OUT = LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()`, which stands before the windows
+MAY_BE_LEFT_OUT = LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()`, before the windows
 
 
 class LoopCheck:
-    """Compares what was done in a window with what belongs there. No tensor is read.
+    """A comparison of the calls made in a window with those that it needs. No tensor is read.
 
     Args:
-        counts: how often things were done that their objects count themselves, by the names of `LINES`; a name that
-            neither this nor `done` has is not asked for.
+        counts: returns the counts of actions that their objects count themselves, by the names of `LINES`; a name that
+            is in neither this nor `done` is not checked.
 
     Attributes:
-        done: how often everything else was done; whoever does it counts it.
-        micro_batches: how many the window under way has, or the pass through it.
+        done: the counts of all other actions, increased by their callers.
+        micro_batches: the number of micro-batches of the current window, or of the pass through it.
     """
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]):
         self._counts = counts
         self.done = Counter(dict.fromkeys(LINES.keys() - {"meters", "ema"}, 0))
         self.left_out: set[str] = set()
-        self._start: Mapping[str, int] | None = None  # None: no window is under way
+        self._start: Mapping[str, int] | None = None  # None: outside a window
         self._step = 0
         self.micro_batches = 1
-        self._nested = 0  # PyTorch calls the hooks once more where `step` of a subclass calls that of its class
+        self._nested = 0  # PyTorch calls the hooks once more if `step` of a subclass calls that of its class
         self._handed_out: list[tuple[Mapping, int]] = []  # targets of the micro-batch, with their numbers of boxes
         self._had_gradients = False  # before the micro-batch
         self._others: dict[int, str | None] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer, on_update: Callable[[], None]) -> None:
-        """Count the updates of the optimizer, each of which is asked about before it is made.
+        """Count the updates of the optimizer, and check before each of them.
 
         on_update: called after each update inside a window.
         """
         inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's
-        self._optimizer, self._groups = optimizer, len(inner.param_groups)
+        self._optimizer = optimizer
+        self._groups = len(inner.param_groups)
 
         def before(_, args: tuple, kwargs: dict) -> None:
             if self._nested == 0:
@@ -80,14 +81,15 @@ class LoopCheck:
         inner.register_step_post_hook(after)
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Names calls that are left out on purpose. Raises BadInput if there are no such calls."""
-        if unknown := [name for name in names if name not in MAY_BE_LEFT_OUT]:
+        """Allow calls to be left out. Raises BadInput for names that are not among these calls."""
+        unknown = [name for name in names if name not in MAY_BE_LEFT_OUT]
+        if unknown:
             choices = ", ".join(name for name in (*LINES, "train") if name in MAY_BE_LEFT_OUT)
             raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {choices}")
         self.left_out |= set(names)
 
     def begin(self, step: int, micro_batches: int) -> None:
-        """Begin a window of so many micro-batches after `step` updates."""
+        """Begin a window of this many micro-batches after `step` updates."""
         self._start = self._now()
         self._step = step
         self.micro_batches = micro_batches
@@ -97,12 +99,12 @@ class LoopCheck:
         return {**self.done, **self._counts()}
 
     def before_update(self) -> None:
-        """Raises BadInput before an update that is not ready; outside of windows nothing is asked."""
+        """Raise BadInput before an update that is not ready; outside of windows nothing is checked."""
         if self._start is not None:
             self._compare(BEFORE, "the update comes too early")
 
     def _ask_of_update(self, closure: Callable | None) -> None:
-        """Raises BadInput: the update takes gradients that nobody has looked at, or has none."""
+        """Raise BadInput if the update uses gradients that were not checked, or has none."""
         if self._start is None or "update" in self.left_out:
             return
         where = f"the loop, step {self._step}: "
@@ -117,39 +119,41 @@ class LoopCheck:
             )
 
     def same_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises BadInput: the script has put another optimizer in the place of the watched one, or a group into it."""
+        """Raise BadInput if the script has replaced the watched optimizer, or added a group to it."""
         if optimizer is not self._optimizer:
             raise BadInput(
                 f"t.optimizer is a {type(optimizer).__name__}, not the optimizer that session.training made, the only "
                 "one that rates, checks and checkpoints know. Choose one by optim.name, or keep it and put a rule of "
                 "your own behind t.optimizer.step(), with its state in t.extra"
             )
-        if (now := len(optimizer.param_groups)) != self._groups:
+        now = len(optimizer.param_groups)
+        if now != self._groups:
             raise BadInput(
                 f"t.optimizer has {now} groups, session.training made {self._groups}. New parameters get an optimizer "
-                "of their own in t.extra; what is thawed later is in the optimizer from the start "
+                "of their own in t.extra; parameters thawed later are in the optimizer from the start "
                 "(docs/change_the_loop.md, recipes 4 and 9)"
             )
 
     def begin_pass(self, training: bool, micro_batches: int) -> None:
-        """Begins a pass through the micro-batches of a window, whose number the loop may have changed.
+        """Begin a pass through the micro-batches of a window, whose number the loop may have changed.
 
-        training: whether the detector is in training mode. Raises BadInput: it is not.
+        training: whether the detector is in training mode. Raises BadInput if it is not.
         """
         if not training and "train" not in self.left_out:
             raise BadInput(
                 "the loop: the detector is in evaluation mode; call t.model.train() after an evaluation of your own, "
                 'or say t.without("train") in main'
             )
-        self.micro_batches, self._handed_out = micro_batches, []
+        self.micro_batches = micro_batches
+        self._handed_out = []
 
     def hand_out(self, targets: Iterable[Mapping]) -> None:
-        """Notes the next micro-batch of a pass."""
+        """Record the next micro-batch of a pass."""
         self._had_gradients = bool(self._handed_out) and self._has_gradients()
         self._handed_out = [(target, len(target["labels"])) for target in targets]
 
     def before_backward(self) -> None:
-        """Raises BadInput: boxes of the micro-batch, or the gradients of those before it, are gone."""
+        """Raise BadInput if boxes of the micro-batch, or the gradients of those before it, are gone."""
         if any(len(target["labels"]) != count for target, count in self._handed_out):
             raise BadInput(
                 "the loop: boxes were changed inside of `for batch in window`, whose denominators count those of "
@@ -165,18 +169,18 @@ class LoopCheck:
         return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
 
     def refused(self) -> None:
-        """Ends a window that the guard refused, which needs none of an update's calls."""
+        """End a window that the guard refused, which needs none of the calls of an update."""
         self._start = None
 
     @property
     def was_refused(self) -> bool:
-        """Whether no window is under way, because the guard has refused it."""
+        """Whether the guard has refused the window, which has ended it."""
         return self._start is None
 
     def end(self) -> bool:
-        """Whether the window was trained on; False: passed over with nothing of an update done.
+        """End the window; return whether it was trained on. False: it was passed over without any part of an update.
 
-        Raises BadInput: something of an update was left out, or done twice.
+        Raises BadInput if a part of an update was left out, or done twice.
         """
         now = self._now()
         trained = any(now[name] != self._start[name] for name in AFTER if name in now)
@@ -186,11 +190,14 @@ class LoopCheck:
         return trained
 
     def _compare(self, names: Iterable[str], when: str) -> None:
-        start, now, faults = self._start, self._now(), []
+        start = self._start
+        now = self._now()
+        faults = []
         for name in names:
             if name in self.left_out or name not in now:
                 continue
-            made, right = now[name] - start[name], self.micro_batches if name == "backward" else 1
+            made = now[name] - start[name]
+            right = self.micro_batches if name == "backward" else 1
             line, without = LINES[name]
             if made < right:
                 times = "" if right == 1 else f" for {right - made} of {right} micro-batches"
@@ -204,12 +211,12 @@ class LoopCheck:
                     "window is one update, and a further pass through it belongs before that"
                 )
         if faults:
-            self._start = None  # said once
+            self._start = None  # reported once
             raise BadInput(faults)
 
     @contextmanager
     def noting_others(self, registered: Callable[[], Iterable[torch.optim.Optimizer]]) -> Iterator[None]:
-        """Notes every other optimizer that is stepped meanwhile, for `new_others`."""
+        """Record every other optimizer that is stepped inside the block, for `new_others`."""
 
         def note(optimizer: torch.optim.Optimizer, *_) -> None:
             if all(optimizer is not getattr(entry, "optimizer", entry) for entry in registered()):
@@ -223,7 +230,7 @@ class LoopCheck:
             watching.remove()
 
     def new_others(self) -> list[str]:
-        """The optimizers noted since the last time, in words."""
+        """Return descriptions of the optimizers recorded since the last call."""
         new = {key: words for key, words in self._others.items() if words}
         self._others |= dict.fromkeys(new)
         return sorted(new.values())

@@ -23,7 +23,7 @@ Weight = float | str | Sequence[Sequence[float]]
 
 @dataclass
 class WeightedLosses:
-    """Losses of one micro-batch.
+    """The losses of one micro-batch.
 
     total: scalar to call `backward` on, float32 (float64 when a loss is).
     weighted, unweighted: detached scalars by name, for logging.
@@ -38,7 +38,7 @@ class WeightedLosses:
 
 
 class LossWeights(nn.Module):
-    """Weighted sum of named losses, with constant, scheduled and learned weights.
+    """A weighted sum of named losses, with constant, scheduled and learned weights.
 
     A weight given for `loss_ce` also covers the layers `loss_ce_0`, `loss_ce_enc`, `loss_ce_aux_0`, `loss_ce_dn_0`; one
     given for an exact name overrides it.
@@ -51,10 +51,10 @@ class LossWeights(nn.Module):
         weights: by name, each a number; or [[step, value], ...], linear between the steps and constant beyond them; or
             "learned": exp(-s) * loss + s with one trained s per entry, shared by the layers it covers, starting where
             exp(-s) is the default weight (homoscedastic uncertainty, Kendall et al., CVPR 2018, with L of any kind).
-        default_weights: the model's own, for what `weights` does not cover.
+        default_weights: the model's own, for losses that `weights` does not cover.
 
     Raises:
-        BadInput: an announced name without a weight, a weight without an announced name, a value that is no weight;
+        BadInput: an announced name without a weight, a weight without an announced name, a value that is not a weight;
             all of them at once.
     """
 
@@ -79,8 +79,8 @@ class LossWeights(nn.Module):
         initial = {owner: -math.log(start) if start > 0 else 0.0 for owner, start in starts.items()}
         self.log_variances = nn.ParameterDict({owner: nn.Parameter(torch.tensor(s)) for owner, s in initial.items()})
         self._cached: tuple[object, Tensor] | None = None
-        # In the loop of a run, which sets these for each micro-batch:
-        self.sources: list[Callable[[], Mapping[str, Tensor]]] = []  # of further losses, such as a distillation
+        # The loop of a run sets these for each micro-batch.
+        self.sources: list[Callable[[], Mapping[str, Tensor]]] = []  # further losses, such as distillation
         self.divided_by: dict[str, str] = {}  # losses that are means over the "images" or "boxes" of a micro-batch
         self.defers_unknown = False  # whether `forward` leaves it to `reduce_dict` to raise on every rank
         self._shares: Mapping[str, Tensor] = {}
@@ -99,18 +99,19 @@ class LossWeights(nn.Module):
             raise BadInput(f"the loss {name!r} is announced already; announced are {', '.join(self.names)}")
         if entry is None or entry == "learned":
             kinds = "a number, or [[step, value], ...] with increasing steps"
-            raise BadInput(f"the loss {name!r}: {weight!r} is no weight; expected {kinds}")
-        self.names, self._entries[name] = (*self.names, name), entry
+            raise BadInput(f"the loss {name!r}: {weight!r} is not a weight; expected {kinds}")
+        self.names = (*self.names, name)
+        self._entries[name] = entry
         if divided_by is not None:
             self.divided_by[name] = divided_by
 
     def begin_micro_batch(self, step: int, micro_batches: int, shares: Mapping[str, Tensor]) -> None:
-        """Note what `forward` is to go by, in the loop of a run.
+        """Set the step and the shares that `forward` uses, in the loop of a run.
 
         Args:
-            step, micro_batches: as of `forward`.
-            shares: by "images" and "boxes", how many this micro-batch has, divided by their denominator in the window.
-                A loss that is `divided_by` one of them is multiplied by its share, as if in one big batch.
+            step, micro_batches: as in `forward`.
+            shares: by "images" and "boxes", their number in this micro-batch divided by their denominator in the
+                window. A loss that is `divided_by` one of them is multiplied by its share, as if in one big batch.
         """
         self._step = step
         self._micro_batches = micro_batches
@@ -127,7 +128,8 @@ class LossWeights(nn.Module):
                 it, so that it is counted once per step. None: that of `begin_micro_batch`, 1 without it.
 
         Raises:
-            BadInput: a loss that has no weight. It would be left out of the total, and the model not learn from it.
+            BadInput: a loss that has no weight. It would be missing in the total, and the model would not learn from
+                it.
         """
         for source in self.sources:
             losses = {**losses, **source()}
@@ -149,7 +151,7 @@ class LossWeights(nn.Module):
     def weigh(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
         """Weigh as `forward` does, but return the names of losses without a weight in `unknown`.
 
-        Raised here, on the one rank that has such a loss, an error would leave the others waiting: give `unknown` to
+        An error raised here, on the one rank that has such a loss, would leave the others waiting: give `unknown` to
         `reduce_dict`, which raises on every rank.
         """
         names = [name for name in self.names if name in losses]
@@ -161,7 +163,7 @@ class LossWeights(nn.Module):
             values = torch.stack([losses[name].to(device, wide) for name in names])
             weighted = values * self._weight_vector(names, step, device, wide)
             total = weighted.sum()
-            if self.log_variances:  # evaluation weighs its sums, which lie on the host
+            if self.log_variances:  # evaluation weighs its sums, which are on the host
                 total = total + sum(s.to(device, wide) for s in self.log_variances.values()) / micro_batches
         return WeightedLosses(
             total,
@@ -171,22 +173,23 @@ class LossWeights(nn.Module):
         )
 
     def values(self, step: int) -> dict[str, float]:
-        """The weight of every announced loss at an optimizer step (reads the learned ones on the host)."""
+        """Return the weight of every announced loss at an optimizer step (reads the learned ones on the host)."""
         return {
             name: math.exp(-self.log_variances[self._learned[name]].item()) if entry == "learned" else _at(entry, step)
             for name, entry in self._entries.items()
         }
 
     def parameter_groups(self, lr: float) -> list[dict]:
-        """The optimizer group of the learned weights, without decay; none when no weight is learned."""
+        """Return the optimizer group of the learned weights, without decay; an empty list without learned weights."""
         learned = dict(self.log_variances.items())
         group = {"name": "loss_weights", "params": list(learned.values()), "param_names": list(learned)}
         return [{**group, "lr": lr, "weight_decay": 0.0}] if learned else []
 
     def average_gradients(self) -> None:
-        """Averages the gradients of the learned weights over the ranks; nothing to do without learned weights.
+        """Average the gradients of the learned weights over the ranks; a collective.
 
-        DDP averages those of the model it wraps. Call this after the last backward of a step. All ranks together.
+        DDP averages the gradients of the model it wraps. Call this after the last backward of a step. Without learned
+        weights nothing is done.
         """
         average_gradients(list(self.log_variances.values()))
 
@@ -209,10 +212,10 @@ def window_denominators(
     averaged: Collection[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> list[dict[str, Tensor]]:
-    """What the criterion divides the sums of each micro-batch by, so that gradients averaged over ranks are right.
+    """Return the denominators of each micro-batch's losses, so that gradients averaged over ranks are right.
 
     Args:
-        local: per micro-batch of the window, what this rank counts by name (boxes, class weights, images, ...); the
+        local: per micro-batch of the window, the counts of this rank by name (boxes, class weights, images, ...); the
             same names and number of micro-batches on every rank.
         mode: "global": the total over window and ranks, divided by the number of ranks because DDP averages the
             gradients. The mean over ranks of the summed losses is then that of the one big batch.
@@ -222,8 +225,8 @@ def window_denominators(
         averaged: see "original".
 
     Returns:
-        Per micro-batch {name: 0-dim tensor on `device`}. A total of 0 becomes 1: nothing is divided by it but zeros.
-        One all-reduce in either mode, no host read.
+        Per micro-batch {name: 0-dim tensor on `device`}. A total of 0 becomes 1: only zeros are divided by it. One
+        all-reduce in either mode, no host read.
     """
     _, world_size = world()
     names = sorted(local[0])
@@ -247,13 +250,13 @@ def _on(counts: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _owner(name: str, keys: Collection[str]) -> str | None:
-    """The longest key that is `name` or the name of the loss that `name` is a layer of."""
+    """Return the longest key that is `name` or the name of the loss that `name` is a layer of."""
     owning = [key for key in keys if name == key or name.startswith(key) and _AUXILIARY.fullmatch(name[len(key) :])]
     return max(owning, key=len, default=None)
 
 
 def _parse(value: Weight) -> float | str | tuple[tuple[float, float], ...] | None:
-    """Parses a weight; None if it is invalid."""
+    """Parse a weight; return None if it is invalid."""
     if value == "learned":
         return "learned"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -272,8 +275,8 @@ def _parse(value: Weight) -> float | str | tuple[tuple[float, float], ...] | Non
 def _check(owners: dict[str, str | None], given: dict, entries: dict, raw: Mapping[str, Weight]) -> None:
     announced = ", ".join(owners)
     problems = [
-        f"loss.weights.{key}: {raw[key]!r} is no weight; expected a number, \"learned\", or [[step, value], ...] with "
-        "increasing steps"
+        f"loss.weights.{key}: {raw[key]!r} is not a weight; expected a number, \"learned\", or [[step, value], ...] "
+        "with increasing steps"
         for key, value in given.items()
         if value is None
     ]
@@ -289,11 +292,12 @@ def _check(owners: dict[str, str | None], given: dict, entries: dict, raw: Mappi
 
 
 def _at(entry: float | tuple[tuple[float, float], ...], step: int) -> float:
-    """The weight at an optimizer step: linear between the points, constant before the first and after the last."""
+    """Return the weight at an optimizer step: linear between the points, constant before and after them."""
     if isinstance(entry, float):
         return entry
     after = bisect_right(entry, step, key=lambda point: point[0])
     if after == 0 or after == len(entry):
         return entry[max(after - 1, 0)][1]
-    (start, low), (end, high) = entry[after - 1], entry[after]
+    start, low = entry[after - 1]
+    end, high = entry[after]
     return low + (high - low) * (step - start) / (end - start)

@@ -1,4 +1,4 @@
-"""Out of memory: names the batch that caused it, and probes for it before the first step."""
+"""Out-of-memory errors that name the batch, and a probe for them before the first step."""
 
 import copy
 from collections import defaultdict
@@ -18,7 +18,7 @@ from toolkit.step.window import Window
 
 
 def describe_batch(batch: Batch) -> str:
-    """Shapes, box counts and image ids of a batch, in one line."""
+    """Describe the shapes, box counts and image ids of a batch, in one line."""
     boxes = [len(target["boxes"]) for target in batch.targets]
     ids = [target["image_id"] for target in batch.targets]
     return f"images {tuple(batch.images.shape)} uint8, {sum(boxes)} boxes {boxes}, image ids {ids}"
@@ -28,7 +28,7 @@ def describe_batch(batch: Batch) -> str:
 def naming_the_batch(batches_under_way: Callable[[], Sequence[Batch]]) -> Iterator[None]:
     """Turn an out-of-memory error inside the block into one that names the batches.
 
-    batches_under_way: returns them; none where memory ran out elsewhere, an error that stays as it is.
+    batches_under_way: returns the current batches; an empty sequence outside a window, where the error stays unchanged.
 
     Raises:
         BadInput: memory ran out; the message says for which batch and what to lower.
@@ -49,32 +49,34 @@ def naming_the_batch(batches_under_way: Callable[[], Sequence[Batch]]) -> Iterat
 
 
 def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Tensors as large as the state (Adam's moments, momentum) that the optimizer lacks before its first update.
+    """Return tensors as large as the state (Adam's moments, momentum) that the optimizer lacks before its first update.
 
-    A copy of it updates one number, which tells how many tensors it keeps per parameter; itself it stays as it is.
+    A copy of the optimizer updates one number, which shows how many tensors it keeps per parameter; the optimizer
+    itself is not changed.
     """
     tensors = []
     for group in optimizer.param_groups:
-        shape = (1,) * max(1, group["params"][0].ndim)  # Muon takes matrices alone
+        shape = (1,) * max(1, group["params"][0].ndim)  # Muon accepts matrices only
         number = torch.zeros(shape, requires_grad=True)
         number.grad = torch.zeros(shape)
         other = copy.copy(optimizer)
-        other.state, other.param_groups = defaultdict(dict), [{**group, "params": [number]}]
+        other.state = defaultdict(dict)
+        other.param_groups = [{**group, "params": [number]}]
         type(optimizer).step(other)
         kept = sum(isinstance(v, Tensor) and v.shape == number.shape for v in other.state[number].values())
-        # written, for a CPU gives memory only then
+        # filled, because a CPU allocates the memory only then
         lacking = [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
         tensors += [torch.empty_like(p).fill_(0) for p in lacking for _ in range(kept)]
     return tensors
 
 
 def probe_memory(t, worst: Batch) -> None:
-    """Forward and backward of a batch beside the optimizer's state, and one evaluation batch; changes nothing.
+    """Run a batch forward and backward beside the optimizer's state, and one evaluation batch; nothing is changed.
 
     t: a `toolkit.run.training.Training`. worst: the batch that needs most memory, see `data.pipeline.largest_batch`.
 
     Raises:
-        BadInput: memory runs out; names the batch.
+        BadInput: memory runs out; the message names the batch.
     """
     t.guard.snapshot(t.detector)
     t.detector.train()

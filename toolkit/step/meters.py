@@ -24,13 +24,13 @@ Item = TypeVar("Item")
 
 
 class SmoothedValue:
-    """A series of numbers, by its last `window_size` and by all of them. As in facebookresearch/detr `util/misc.py`.
+    """A series of numbers, summarised over its last `window_size` and over all (facebookresearch/detr `util/misc.py`).
 
     Every statistic of an empty series is NaN.
 
     Args:
-        window_size: values that `median`, `avg` and `max` look at.
-        fmt: how `str` shows it, from the fields median, avg, global_avg, max and value.
+        window_size: number of values that `median`, `avg` and `max` use.
+        fmt: the format of `str`, with the fields median, avg, global_avg, max and value.
     """
 
     def __init__(self, window_size: int = 20, fmt: str = "{median:.4f} ({global_avg:.4f})"):
@@ -40,7 +40,7 @@ class SmoothedValue:
         self.count = 0
 
     def update(self, value: float, n: int = 1) -> None:
-        """Adds a value that stands for `n` items; `n` weighs in `global_avg` only."""
+        """Add a value that stands for `n` items; `n` is a weight in `global_avg` only."""
         value = float(value)
         self.window.append(value)
         self.count += n
@@ -48,12 +48,12 @@ class SmoothedValue:
 
     @property
     def median(self) -> float:
-        """Middle of the window; the lower one of the two middle values, as torch.median has it."""
+        """The median of the window; the lower one of the two middle values, as in torch.median."""
         return self._window().median().item() if self.window else math.nan
 
     @property
     def avg(self) -> float:
-        """Mean of the window."""
+        """The mean of the window."""
         return self._window().mean().item() if self.window else math.nan
 
     def _window(self) -> torch.Tensor:
@@ -61,17 +61,17 @@ class SmoothedValue:
 
     @property
     def global_avg(self) -> float:
-        """Mean of all values."""
+        """The mean of all values."""
         return self.total / self.count if self.count else math.nan
 
     @property
     def max(self) -> float:
-        """Largest of the window."""
+        """The largest value of the window."""
         return max(self.window, default=math.nan)
 
     @property
     def value(self) -> float:
-        """The last one."""
+        """The last value."""
         return self.window[-1] if self.window else math.nan
 
     def __str__(self) -> str:
@@ -79,17 +79,19 @@ class SmoothedValue:
         return self.fmt.format_map({name: getattr(self, name) for name in statistics})
 
     def state_dict(self) -> dict:
-        """JSON-able and exact: a Python float survives JSON to the last bit."""
+        """Return a JSON-able and exact state: a Python float survives JSON to the last bit."""
         window = {"window_size": self.window.maxlen, "window": list(self.window)}
         return {"fmt": self.fmt, **window, "total": self.total, "count": self.count}
 
     def load_state_dict(self, state: Mapping) -> None:
         self.window = deque(state["window"], maxlen=state["window_size"])
-        self.fmt, self.total, self.count = state["fmt"], state["total"], state["count"]
+        self.fmt = state["fmt"]
+        self.total = state["total"]
+        self.count = state["count"]
 
 
 class MomentumMeter:
-    """Average in which each value counts `momentum` times as much as the next. As seamseg's `AverageMeter`.
+    """An average in which each value counts `momentum` times as much as the next (`AverageMeter` of seamseg).
 
     mean = sum_i momentum^(n-i) value_i / sum_i momentum^(n-i); momentum 1 is the plain average. NaN when empty.
     """
@@ -97,8 +99,11 @@ class MomentumMeter:
     _STATE = ("fmt", "momentum", "value", "sum", "count")
 
     def __init__(self, momentum: float = 1.0, fmt: str = "{value:.4f} ({mean:.4f})"):
-        self.momentum, self.fmt = momentum, fmt
-        self.value, self.sum, self.count = math.nan, 0.0, 0.0
+        self.momentum = momentum
+        self.fmt = fmt
+        self.value = math.nan
+        self.sum = 0.0
+        self.count = 0.0
 
     def update(self, value: float) -> None:
         self.value = float(value)
@@ -129,13 +134,13 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
             meters.update(reduced)
         print(meters.loss_ce.global_avg)
 
-    `class_error` is shown as its last value, as there.
+    `class_error` is shown as its last value, as in DETR.
 
     Args:
         delimiter: between the meters in a line.
-        meters: by name, as of a dict.
+        meters: by name, as for a dict.
 
-    new: what makes another one; an attribute, see `make_meters`.
+    new: attribute, the function that makes a new meter; see `make_meters`.
     """
 
     new: Callable[[], SmoothedValue | MomentumMeter] = SmoothedValue
@@ -147,7 +152,7 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
 
     def __getattr__(self, name: str) -> SmoothedValue | MomentumMeter:
         if name.startswith("__") or name not in self:
-            raise AttributeError(f"there is no meter {name!r}; there are {', '.join(self) or 'none yet'}")
+            raise AttributeError(f"the meter {name!r} does not exist; there are {', '.join(self) or 'none yet'}")
         return self[name]
 
     def add_meter(self, name: str, meter: SmoothedValue | MomentumMeter) -> None:
@@ -155,9 +160,9 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         self[name] = meter
 
     def log_every(self, batches: Iterable[Item], every: int, header: str = "") -> Iterator[Item]:
-        """Yield the batches, and print a line on the main process after each `every` of them and after the last one.
+        """Yield the batches; print a line on the main process after each `every` of them and after the last.
 
-        A line has the place, the time left, the meters, and the seconds of a batch with those that it waited for data.
+        A line has the place, the time left, the meters, the seconds of a batch, and the seconds of waiting for data.
         """
         total = len(batches) if isinstance(batches, Sized) else None
         timer = StepTimer()
@@ -198,7 +203,7 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         return {name: meter.state_dict() for name, meter in self.items()}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restores the meters of `state`, and nothing but those, in their order."""
+        """Restore the meters of `state` in their order, and remove all others."""
         self.clear()
         for name, meter_state in state.items():
             self[name] = SmoothedValue() if "window" in meter_state else MomentumMeter()
@@ -209,7 +214,7 @@ KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
 
 
 def make_meters(kind: str, steps_per_epoch: int) -> Meters:
-    """Meters with the smoothing of one of the original programs; clear those of an epoch at its end.
+    """Return meters with the smoothing of one of the original programs; clear those of an epoch at its end.
 
     epoch_median (DETR) and run_median (Scene-Graph-Benchmark): median of the last 20 steps, mean of all. epoch_mean
     (CVNets) and run_mean (GluonCV): mean of all. momentum (seamseg): momentum 1 - 1 / steps of an epoch.
@@ -225,15 +230,15 @@ def make_meters(kind: str, steps_per_epoch: int) -> Meters:
 
 
 class Averages:
-    """Weighted means of values by name: those of an epoch, exact over a resume in the middle of it."""
+    """Weighted means of values by name over an epoch, exact over a resume in the middle of it."""
 
     def __init__(self):
         self._sums: dict[str, tuple[float, int]] = {}
 
     def update(self, values: Mapping[str, float], weight: int = 1) -> None:
-        """Adds one value to each name; a name may be missing in a step that had nothing to count.
+        """Add one value to each name; a name may be missing in a step that had nothing to count.
 
-        weight: images of the step, so that those of few images count as little as they are.
+        weight: images of the step, so that a step with few images counts less.
         """
         for name, value in values.items():
             total, count = self._sums.get(name, (0.0, 0))
@@ -246,7 +251,7 @@ class Averages:
         self._sums = {}
 
     def state_dict(self) -> dict:
-        """JSON-able and exact."""
+        """Return a JSON-able and exact state."""
         return {name: list(entry) for name, entry in self._sums.items()}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -254,7 +259,7 @@ class Averages:
 
 
 class StepTimer:
-    """Where the time of an optimizer step goes; the clock runs from one `step_done` to the next.
+    """The times of the parts of an optimizer step; the clock runs from one `step_done` to the next.
 
         timer.start()                  # again after an evaluation or a save, which then do not count
         for window in windows:
@@ -271,15 +276,15 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        """Starts the clock; what passed since the last step is not counted."""
+        """Start the clock; the time since the last step is not counted."""
         self._begin = self._ready = self._clock()
 
     def data_ready(self) -> None:
-        """Notes that the window of micro-batches has arrived."""
+        """Record that the window of micro-batches has arrived."""
         self._ready = self._clock()
 
     def step_done(self, images: int) -> float:
-        """The step over `images` images (of all ranks) is done; returns its seconds, data included."""
+        """Record the end of a step over `images` images (of all ranks); return its seconds, data included."""
         now = self._clock()
         self._data.update(self._ready - self._begin)
         self._step.update(now - self._begin)
@@ -289,7 +294,7 @@ class StepTimer:
 
     @property
     def data_s(self) -> float:
-        """Seconds a step waits for data; mean of the last steps."""
+        """Seconds that a step waits for data; mean of the last steps."""
         return self._data.avg
 
     @property
@@ -303,11 +308,11 @@ class StepTimer:
         return self._step.value if self._step.count else 0.0
 
     def eta_s(self, steps_left: int) -> float:
-        """Seconds of training left, evaluation and saving not counted; NaN before the first step."""
+        """Return the seconds of training left, evaluation and saving not counted; NaN before the first step."""
         return self.step_s * steps_left
 
     def row(self, steps_left: int) -> dict[str, float]:
-        """The numbers as columns of metrics.jsonl; empty before the first step."""
+        """Return the numbers as columns of metrics.jsonl; empty before the first step."""
         if math.isnan(self.step_s):
             return {}
         return {
@@ -320,7 +325,7 @@ class StepTimer:
 
 
 def peak_memory_mb() -> float:
-    """Most memory in use so far, in MiB: allocated by torch on the CUDA device, else resident memory."""
+    """Return the largest memory use so far, in MiB: allocated by torch on the CUDA device, else resident memory."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
     try:
@@ -328,14 +333,14 @@ def peak_memory_mb() -> float:
     except ImportError:  # on Windows
         return getattr(psutil.Process().memory_info(), "peak_wset", 0) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes there, KiB on Linux
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes on macOS, KiB on Linux
 
 
 def machine_figures() -> dict[str, float]:
-    """Figures of every machine of the run, the same on all ranks; a collective.
+    """Return figures of every machine of the run, the same on all ranks; a collective.
 
-    `machine/<name>/cpu_percent`: of all its cores since the last call; `.../memory_percent`: of its memory, in use by
-    anyone; `.../peak_mb`: the sum of `peak_memory_mb` over the run's processes there.
+    `machine/<name>/cpu_percent`: the use of all its cores since the last call; `.../memory_percent`: its memory in use
+    by any process; `.../peak_mb`: the sum of `peak_memory_mb` over the run's processes there.
     """
     usage = {"cpu_percent": psutil.cpu_percent(), "memory_percent": psutil.virtual_memory().percent}
     figures: dict[str, float] = {}

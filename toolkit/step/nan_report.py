@@ -1,5 +1,7 @@
-"""Locates a non-finite value: runs the window again under observation, and writes it to `<run>/nan/` for
-`scripts/replay.py`."""
+"""The search for a non-finite value: the window is run again under observation, and stored in `<run>/nan/`.
+
+`scripts/replay.py` runs such a report again.
+"""
 
 import dataclasses
 import json
@@ -24,18 +26,18 @@ from toolkit.step.guard import NanGuard, boxes_finite
 
 EXTRA = "extra.pt"
 STATE = "state.safetensors"
-RunWindow = Callable[[], Sequence[Mapping[str, Tensor]]]  # gives the losses of each micro-batch
+RunWindow = Callable[[], Sequence[Mapping[str, Tensor]]]  # returns the losses of each micro-batch
 Facts = Mapping[str, Any]
 MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
-FIRST_REPORTS = MAX_FULL_REPORTS  # of each process, that are kept for good
-NEWEST_REPORTS = 5  # of each process; a run that skips batches for days would fill its disk with those between
+FIRST_REPORTS = MAX_FULL_REPORTS  # first reports of each process, which are never removed
+NEWEST_REPORTS = 5  # of each process; a run that skips batches for days would fill its disk with the others
 
 ADVICE = {
     "batch": "The batch itself holds NaN or infinity: check these images and their annotations.",
     "parameters": "The weights were not finite to begin with: check the pretrained file or checkpoint they came from.",
     "module": "A layer overflowed: lower optim.lr, lengthen schedule.warmup_steps, or use bf16 instead of fp16.",
     "loss": "The model's outputs are finite, the criterion's result is not: look at these images' boxes.",
-    "state": "The update itself overflowed, or was given what was not finite: lower optim.lr, or set optim.max_norm.",
+    "state": "The update itself overflowed, or its inputs were not finite: lower optim.lr, or set optim.max_norm.",
     "rate": "Lower optim.lr, or the factors on it.",
     "norm": "Every gradient is finite, but their norm is beyond the range of float32: lower the loss weights, or "
     "optim.lr if the weights have grown.",
@@ -57,9 +59,9 @@ def investigate(
     extra: Facts | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Finds out what broke, lets each rank at fault write its report, and leaves buffers and gradients clean.
+    """Find the cause, let each rank at fault write its report, and leave buffers and gradients clean.
 
-    All ranks call it together, after `guard.decide` refused the window and before anything else touches the model.
+    All ranks call it together, after `guard.decide` refused the window and before any other use of the model.
 
     Args:
         model: the unwrapped model.
@@ -67,16 +69,16 @@ def investigate(
             window's own seeds (see `Window.run_again`); returns the losses of each micro-batch.
         run_folder: reports go to `<run_folder>/nan/step_000123/rank0/`.
         batches: the window of this rank.
-        context: goes into report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by group), scale, precision,
-            denominators (per micro-batch), action, config; whatever replaying needs.
-        stated: the finding, where it is no matter of the window, which is not run again then: `where` is "state", with
-            what was not finite before it began in `nonfinite_state`, or "rate".
+        context: stored in report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by group), scale, precision,
+            denominators (per micro-batch), action, config; everything that replaying needs.
+        stated: the finding, if the cause is not in the window, which is then not run again: `where` is "state", with
+            the names of the tensors that were not finite before the window in `nonfinite_state`, or "rate".
         extra: state that the script adds to the run, for replaying.
-        tensors: by name, those that a finding "state" is about. The model's own state does not hold them all: moving
-            averages and optimizer state are no part of it, and its buffers are put back.
+        tensors: by name, the tensors of a finding "state". The model's own state does not hold them all: moving
+            averages and optimizer state are not part of it, and its buffers are restored.
 
     Returns:
-        The message for the log and status.json: what, where, on which ranks; the same on every rank.
+        The message for the log and status.json, the same on every rank: the fault, its place and the ranks.
     """
     rank, _ = world()
     tensors = {name: _plain(tensor) for name, tensor in (tensors or {}).items()}
@@ -108,29 +110,29 @@ def _nothing_found() -> dict[str, Any]:
 
 
 def diagnose(model: nn.Module, run_window: RunWindow, scale: float = 1.0) -> dict:
-    """Runs a window again and says where the first non-finite number appears.
+    """Run a window again and find where the first non-finite number appears.
 
     scale: loss scale that the window's gradients carry.
 
     Returns:
         where: "parameters", "module", "loss", "gradient", "norm" (of gradients that are all finite) or "unknown"
             (everything is finite this time).
-        first_nonfinite_module, module_type, kind: the first module that finished with a non-finite output (None: there
-            is none). kind: "output": made it from finite inputs; "input": got it from the code of the module around it,
-            or from the batch; "parameters": its own parameters are not finite; "criterion": not part of the model's
+        first_nonfinite_module, module_type, kind: the first module that finished with a non-finite output, or None.
+            kind: "output": from finite inputs; "input": its input, from the code of the module around it or from the
+            batch, is not finite; "parameters": its own parameters are not finite; "criterion": not part of the model's
             forward, which stayed finite.
         window_losses: {name: float} per micro-batch.  nonfinite_gradients: names of parameters.
-        backward: for "gradient", the operation whose derivative it is.  error: of the run, if it raised one.
+        backward: for "gradient", the operation with the non-finite derivative.  error: that the run raised, if any.
         largest_gradient: for "norm", [name of the parameter, largest magnitude].
 
-    Gradients are dropped before and after. Buffers are left as the window leaves them.
+    Gradients are dropped before and after. Buffers keep the changes of the window.
     """
     finding = _nothing_found()
     drop_gradients(model)
     with _watch(model) as first, torch.compiler.set_stance("force_eager"):
         try:
             finding["window_losses"] = [{k: float(v) for k, v in losses.items()} for losses in run_window()]
-        except (RuntimeError, ValueError, ArithmeticError) as error:  # an assignment refuses a NaN cost, for example
+        except (RuntimeError, ValueError, ArithmeticError) as error:  # an assignment rejects a NaN cost, for example
             finding["error"] = f"{type(error).__name__}: {error}"
     finding.update(first)
     finding["nonfinite_gradients"] = [
@@ -161,16 +163,19 @@ def write_report(
     extra: Facts | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> Path | None:
-    """Writes report.json, report.txt, batch_<i>.safetensors, model.safetensors (the state before the update), extra.pt,
+    """Write the files of a report.
+
+    They are report.json, report.txt, batch_<i>.safetensors, model.safetensors (the state before the update), extra.pt,
     and state.safetensors (`tensors` of `investigate`).
 
     Returns:
         The folder `<run_folder>/nan/step_000123/rank0` (rank0_2, ... when that step failed before); None, with a
-        warning, when it cannot be written: a full disk must not change what the ranks agreed to do.
+        warning, when it cannot be written: a full disk must not change the ranks' decision.
     """
     nan_folder = Path(run_folder) / "nan"
     wanted = nan_folder / f"step_{report['step']:06d}" / f"rank{report['rank']}"
-    folder, attempt = wanted, 1
+    folder = wanted
+    attempt = 1
     while folder.exists():
         attempt += 1
         folder = wanted.with_name(f"{wanted.name}_{attempt}")
@@ -194,9 +199,9 @@ def write_report(
 
 
 def _forget_reports(newest: Path) -> str:
-    """Remove the reports of this process between the first and the newest ones, and say which; "" if there are none.
+    """Remove the reports of this process between the first and the newest ones, and list them; "" if none was removed.
 
-    newest: the report that was written last. Those that have weights are never removed.
+    newest: the report that was written last. Reports with weights are never removed.
     """
     rank = newest.name.split("_")[0]
     earlier = [path for path in newest.parent.parent.glob(f"step_*/{rank}*") if path.name.split("_")[0] == rank]
@@ -219,16 +224,19 @@ def _forget_reports(newest: Path) -> str:
 
 
 def _time_of_report(folder: Path) -> int:
-    """When a report was written, in nanoseconds; the steps do not tell, since a rollback makes them again."""
+    """Return the time when a report was written, in nanoseconds.
+
+    Steps do not order the reports, since a rollback repeats them.
+    """
     path = folder / "report.json"
     return (path if path.exists() else folder).stat().st_mtime_ns
 
 
 def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor], dict[str, Any]]:
-    """(report, window, model state, extra) of a folder that `write_report` made; CPU tensors.
+    """Return (report, window, model state, extra) of a folder that `write_report` made, as CPU tensors.
 
     Raises:
-        BadInput: it is no such folder, its weights were left out, or a file cannot be read.
+        BadInput: it is not such a folder, its weights were left out, or a file cannot be read.
     """
     folder = Path(folder)
     needed = ("report.json", "batch_0.safetensors", "model.safetensors")
@@ -243,14 +251,15 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         extra = torch.load(folder / EXTRA, weights_only=True) if (folder / EXTRA).exists() else {}
         return report, [_join_batch(path) for path in files], load_file(folder / "model.safetensors"), extra
-    except Exception as error:  # noqa: BLE001 - what a foreign file makes these readers raise is not a closed list
+    except Exception as error:  # noqa: BLE001 - a foreign file can make these readers raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{folder}: the report cannot be read: {reason[:300]}") from error
 
 
 def load_named_state(folder: str | Path) -> dict[str, Tensor]:
-    """The tensors that a report of where "state" is about, by the names that it has for them, such as "exp_avg_sq of
-    head.weight"; none of other reports, and of those of older versions.
+    """Return the tensors of a report whose finding is "state", by name, such as "exp_avg_sq of head.weight".
+
+    Other reports, and those of older versions, have none.
 
     Raises:
         BadInput: the file cannot be read.
@@ -269,14 +278,14 @@ def replay(
     run_window: RunWindow,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> dict:
-    """Runs a reported window again on a detector that holds the report's model state.
+    """Run a reported window again on a detector that holds the report's model state.
 
-    run_window: `Window.run_again` of the report, or the loop of the script itself. tensors: of `load_named_state`.
+    run_window: `Window.run_again` of the report, or the loop of the script itself. tensors: from `load_named_state`.
 
     Returns:
-        `diagnose`'s finding, and `reproduced`: whether the same thing broke in the same place. Of a state that was not
-        finite before the window, whether the reported one is not; `lacking`: the names of what the report says to have
-        been broken and does not hold.
+        The finding of `diagnose`, and `reproduced`: whether the same fault appeared in the same place. For a state that
+        was not finite before the window: whether the stored state is not; `lacking`: the names of reported tensors that
+        the report does not hold.
     """
     if report["where"] == "rate":
         return _nothing_found() | {"where": "rate", "batch": [], "lacking": [], "reproduced": True}
@@ -289,17 +298,17 @@ def replay(
     if finding["batch"]:
         finding["where"] = "batch"
     same = ("where", "first_nonfinite_module", "kind", "nonfinite_gradients")
-    # "unknown": what the script adds was not run again then
+    # "unknown": the additions of the script were not run again then
     same_place = report["where"] == "unknown" or all(finding[key] == report[key] for key in same)
     again = finding["where"] != "unknown" and same_place
     return {**finding, "lacking": [], "reproduced": again}
 
 
 def _look_at_state(detector: nn.Module, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict:
-    """The finding of `replay` about state that was not finite before the window."""
+    """Return the finding of `replay` about state that was not finite before the window."""
     held = {f"weight {name}": parameter for name, parameter in detector.named_parameters()}
     for name, buffer in detector.named_buffers():
-        if _is_broken(buffer):  # it was not put back
+        if _is_broken(buffer):  # it was not restored
             held[f"buffer {name}"] = buffer
     held |= tensors
     broken = [name for name in names if name in held and _is_broken(held[name])]
@@ -310,12 +319,12 @@ def _look_at_state(detector: nn.Module, names: Sequence[str], tensors: Mapping[s
 
 @contextmanager
 def _watch(model: nn.Module) -> Iterator[dict]:
-    """Fills the dict with the first module of a forward that finishes with a non-finite output.
+    """Record the first module of a forward pass that finishes with a non-finite output, in the yielded dict.
 
     Inner modules finish before those around them, so it is the innermost one.
     """
     first = {"first_nonfinite_module": None, "module_type": None, "kind": None}
-    in_forward = None  # before the first forward, where SSD's backbone is asked for the shapes of its maps
+    in_forward = None  # before the first forward: SSD runs its backbone then for the shapes of its maps
 
     def enter(*_: Any) -> None:
         nonlocal in_forward
@@ -343,7 +352,7 @@ def _watch(model: nn.Module) -> Iterator[dict]:
 
 
 def _kind(module: nn.Module, inputs: Any) -> str:
-    """The origin of a non-finite output, see `diagnose`."""
+    """Return the origin of a non-finite output, see `diagnose`."""
     if any(_is_broken(parameter) for parameter in module.parameters(recurse=False)):
         return "parameters"
     # -inf among the inputs is an attention mask
@@ -352,11 +361,11 @@ def _kind(module: nn.Module, inputs: Any) -> str:
 
 
 def _backward_operation(model: nn.Module, run_window: Callable[[], object]) -> str | None:
-    """Name of the operation whose derivative is not finite (first in the backward), by autograd's anomaly mode."""
+    """Return the name of the first operation with a non-finite derivative, by autograd's anomaly mode."""
     if world()[1] > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         return None  # its forward waits for the other ranks, which need not be here
     try:
-        # ignored: that the mode is slow, and a traceback into this file
+        # ignored warnings: the mode is slow, and a traceback into this file
         with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly(check_nan=True):
             run_window()
     except RuntimeError as error:
@@ -367,7 +376,7 @@ def _backward_operation(model: nn.Module, run_window: Callable[[], object]) -> s
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts (ModelOutput is one), sequences and dataclasses."""
+    """Yield the tensors in nested dicts (ModelOutput is one), sequences and dataclasses."""
     inside: Iterable = ()
     if isinstance(value, Tensor):
         yield value
@@ -386,7 +395,7 @@ def _is_broken(tensor: Tensor) -> bool:
 
 
 def _nonfinite_names(batches: Sequence[Batch]) -> list[str]:
-    """Tensors of the window that are not finite: "micro-batch 0: targets of image 42: boxes"."""
+    """Return the names of non-finite tensors of the window: "micro-batch 0: targets of image 42: boxes"."""
     names = []
     for i, batch in enumerate(batches):
         if _is_broken(batch.images):
@@ -421,12 +430,12 @@ def _join_batch(path: Path) -> Batch:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    # safetensors refuses tensors that share memory: views of one batch, tied weights
+    # safetensors rejects tensors that share memory: views of one batch, tied weights
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _jsonable(value: Any) -> Any:
-    """Plain JSON: numbers that JSON has no name for become "nan", "inf", "-inf", which float() reads back."""
+    """Convert to plain JSON: non-finite numbers become "nan", "inf", "-inf", which float() reads back."""
     if isinstance(value, Tensor):
         return _jsonable(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
@@ -439,7 +448,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def describe_finding(finding: Facts) -> str:
-    """Where it broke, in one sentence."""
+    """Describe the place of the fault in one sentence."""
     module = f"{finding['first_nonfinite_module']} ({finding['module_type']})"
     if finding["where"] == "batch":
         return f"not finite in the batch: {', '.join(finding['batch'])}."
@@ -453,7 +462,7 @@ def describe_finding(finding: Facts) -> str:
     if finding["where"] == "state":
         broken = finding["nonfinite_state"]
         names = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more' if len(broken) > 3 else ''}"
-        return f"what the last update left: {names} not finite." if broken else "the weights and buffers are finite."
+        return f"not finite after the last update: {names}." if broken else "the weights and buffers are finite."
     if finding["where"] == "rate":
         return "a learning rate is too large for float32, whatever the batch."
     if finding["where"] == "norm":
@@ -482,6 +491,6 @@ def _text(report: Facts, folder: Path) -> str:
         f"Parameters with non-finite gradients ({len(gradients)}): {', '.join(gradients[:20])}",
         "Run it again:",
         f"  python scripts/replay.py {folder}",
-        "  (with --trust where the script or the detector of the run is none of this project's: it would be run)",
+        "  (with --trust if the script or the detector of the run is not from this project: its code is run)",
     ]
     return "\n".join(lines) + "\n"

@@ -25,29 +25,29 @@ def parameter_groups(
     slow_factor: float = 0.1,
     layer_decay: float = 1.0,
 ) -> list[dict]:
-    """Groups of an optimizer: every parameter that requires a gradient, in exactly one.
+    """Return the groups of an optimizer: every parameter that requires a gradient, in exactly one.
 
     Args:
         model: the unwrapped model (and, as a child or merged afterwards, nothing else that trains).
-        lr, weight_decay: of everything that nothing below applies to. Several factors on a rate are multiplied.
-        backbone_lr: learning rate of the backbone: what is below a "backbone", or transformers' "_backbone".
+        lr, weight_decay: of parameters without a special rule below. Several factors on a rate are multiplied.
+        backbone_lr: learning rate of the backbone: parameters below a "backbone", or transformers' "_backbone".
         no_decay_on_norm_and_bias: no weight decay on parameters of norm layers (found by the type of the module, not by
             a pattern on names) and on biases.
         bias_lr_factor: factor on the learning rate of biases, those of norm layers too.
-        bias_weight_decay: weight decay of biases, also with the switch above; None: they have none of their own.
+        bias_weight_decay: weight decay of biases, also with the switch above; None: the rules above apply.
         multipliers: factor on the learning rate by prefix of the parameter name; the longest prefix counts.
-        slow_prefixes: what is below these, and below no prefix of `multipliers`, has the factor `slow_factor`.
-        layer_decay: factor on the learning rate of a layer of the timm backbone for each layer between it and what is
+        slow_prefixes: parameters below these, and below no prefix of `multipliers`, have the factor `slow_factor`.
+        layer_decay: factor on the learning rate of a layer of the timm backbone for each layer between it and the parts
             above the backbone; see `layer_depths`.
 
     Returns:
         [{name, params, param_names, lr, weight_decay}], in the order of their first parameter. Names, for
-        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/bias" where biases have a factor or a decay of
+        `train/lr/<name>`: "main" or "backbone", then "/no_decay", then "/bias" if biases have a factor or a decay of
         their own, then "/<prefix>" of a multiplier or of slow parameters, then "/layer-<depth>" with a layer decay.
 
     Raises:
         BadInput: a multiplier that matches no trained parameter, a slow prefix that matches none at all, a backbone
-            rate or a layer decay without a backbone, nothing that trains.
+            rate or a layer decay without a backbone, no trained parameter.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     of_prefixes = (dict(multipliers or {}), dict.fromkeys(slow_prefixes, slow_factor))
@@ -63,7 +63,8 @@ def parameter_groups(
         if name in depths:
             traits.append((f"/layer-{depths[name]}", layer_decay ** depths[name]))
         for suffix, factor in traits:
-            group_name, group_lr = group_name + suffix, group_lr * factor
+            group_name = group_name + suffix
+            group_lr = group_lr * factor
         group = {"name": group_name, "params": [], "param_names": [], "lr": group_lr, "weight_decay": decay}
         group = groups.setdefault(group_name, group)
         group["params"].append(parameter)
@@ -72,20 +73,22 @@ def parameter_groups(
 
 
 def layer_depths(model: nn.Module) -> dict[str, int]:
-    """How many layers below the top each parameter of the model's timm backbones lies; 1: in the last one.
+    """Return the number of layers from the top for each parameter of the model's timm backbones; 1: in the last layer.
 
     Layers are those of timm's `group_matcher`, from which its own `layer_decay` is computed: residual or transformer
     blocks, and one for the stem.
 
     Raises:
-        BadInput: the model has no timm backbone, or one that does not say what its layers are.
+        BadInput: the model has no timm backbone, or one that does not define its layers.
     """
     depths = {}
     for prefix, module in model.named_modules():
-        if isinstance(cfg := getattr(module, "pretrained_cfg", None), dict) and "architecture" in cfg:
+        cfg = getattr(module, "pretrained_cfg", None)
+        if isinstance(cfg, dict) and "architecture" in cfg:
             of_name = _timm_depths(cfg["architecture"])
             for name, _ in module.named_parameters():
-                if (depth := of_name.get(_spelling(name))) is not None:
+                depth = of_name.get(_spelling(name))
+                if depth is not None:
                     depths[f"{prefix}.{name}" if prefix else name] = depth
     if not depths:
         raise BadInput("optim.layer_decay: the detector has no timm backbone that names its layers; set it to 1")
@@ -93,10 +96,10 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
 
 
 def _timm_depths(architecture: str) -> dict[str, int]:
-    """Depths of the parameters of a timm model, its head left out, by `_spelling` of their names."""
-    import timm  # takes seconds; most runs do without layer decay
+    """Return the depths of the parameters of a timm model without its head, by `_spelling` of their names."""
+    import timm  # takes seconds; most runs use no layer decay
 
-    with torch.device("meta"):  # only the names are wanted
+    with torch.device("meta"):  # only the names are needed
         whole = timm.create_model(architecture)
     if not hasattr(whole, "group_matcher"):
         return {}
@@ -106,7 +109,7 @@ def _timm_depths(architecture: str) -> dict[str, int]:
 
 
 def _spelling(name: str) -> str:
-    """One for timm's whole models and their feature extractors, which flatten "stages.1.0" to "stages_1.0"."""
+    """Return one spelling of a name for timm's models and extractors, which flatten "stages.1.0" to "stages_1.0"."""
     return name.removeprefix("model.").replace("_", ".")
 
 
@@ -120,11 +123,12 @@ def build_optimizer(
     fused: bool | None = None,
     embeddings: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """"adamw", "adam" (L2 penalty in the gradient), "sgd" or "muon" (`MuonAndAdamW`) over `parameter_groups`.
+    """Build the optimizer over `parameter_groups`.
 
     Args:
+        name: "adamw", "adam" (L2 penalty in the gradient), "sgd" or "muon" (`MuonAndAdamW`).
         betas: of adamw and adam.
-        momentum, nesterov: of sgd; with nesterov the update looks one step of the momentum ahead.
+        momentum, nesterov: of sgd; with nesterov the update is computed one step of the momentum ahead.
         embeddings: matrices that muon leaves to adamw.
         fused: one kernel for the whole update; None: on CPU and CUDA, else torch's own choice. On a CPU it is five
             times faster than that; on CUDA it is one launch where foreach has dozens. All are deterministic.
@@ -138,7 +142,8 @@ def build_optimizer(
         raise BadInput(f"optim.nesterov is true, but optim.momentum is {momentum}: {wanted}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise BadInput(f"optim.betas is {list(betas)}; expected two numbers from 0 to below 1, such as [0.9, 0.999]")
-    groups, betas = list(groups), tuple(betas)
+    groups = list(groups)
+    betas = tuple(betas)
     if fused is None:
         fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"} or None
     if name == "adamw":
@@ -149,8 +154,8 @@ def build_optimizer(
         return torch.optim.Adam(groups, betas=betas, fused=fused)
     if name == "sgd":
         sgd = torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, nesterov=nesterov, fused=fused)
-        # Left to itself the fused update makes them without content, and fills them in its first step: where the scaler
-        # of float16 passes over that one, it goes on with what happened to be in memory.
+        # The fused update allocates these without content, and fills them in its first step: if the scaler of float16
+        # skips that step, it continues with arbitrary content of the memory.
         for parameter in (p for group in sgd.param_groups for p in group["params"] if momentum):
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
@@ -158,9 +163,11 @@ def build_optimizer(
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """torch's Muon (Jordan et al. 2024) for the matrices of `parameter_groups`, in groups `<name>/muon`, and its AdamW
-    for all else, as one optimizer. Updates of Muon have the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so
-    that one learning rate and weight decay serve both. Raises BadInput: there are no matrices."""
+    """torch's Muon (Jordan et al. 2024) for matrices, and its AdamW for all other parameters, as one optimizer.
+
+    The matrices are in groups `<name>/muon`. Updates of Muon have the size of AdamW's (Liu et al. 2025, arXiv
+    2502.16982), so that one learning rate and weight decay serve both. Raises BadInput without matrices.
+    """
 
     def __init__(self, groups: Sequence[dict], betas: Sequence[float], fused: bool | None, embeddings: Container[int]):
         if not hasattr(torch.optim, "Muon"):
@@ -180,22 +187,23 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__(named, {})
 
     def __getstate__(self) -> dict:
-        """For a copy: torch's own leaves out what it does not know."""
+        """Return the state for a copy; torch's own leaves out the parts."""
         return super().__getstate__() | {"parts": self.parts}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One update by both rules."""
+        """Make one update by both rules."""
         for rule, part in self.parts.items():
-            part.param_groups, part.state = [group for group in self.param_groups if group["rule"] == rule], self.state
+            part.param_groups = [group for group in self.param_groups if group["rule"] == rule]
+            part.state = self.state
             part.step()
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """`load_state_dict`, with what is kept of each parameter in the order in memory of the parameter.
+    """Load an optimizer state, with the memory layout of each parameter for its state tensors.
 
-    A fused update goes through both side by side, whatever their strides say. A state whose weights lay otherwise, as
-    those of other hardware may, would be that of other entries.
+    A fused update goes through both in memory order, whatever their strides. A state with the layout of other weights,
+    such as those of other hardware, would be applied to the wrong entries.
     """
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():
@@ -206,10 +214,10 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm layer: of torch, torchvision, timm or transformers, frozen or not.
+    """Return whether a module is a norm layer: of torch, torchvision, timm or transformers, frozen or not.
 
-    Their classes have "Norm" in their names (in-place ABN has not). Containers such as timm's ConvNormAct have too, but
-    own no parameters themselves: their children do.
+    The classes of norm layers have "Norm" in their names (except in-place ABN). Containers such as timm's ConvNormAct
+    have too, but own no parameters themselves: their children do.
     """
     return any("Norm" in cls.__name__ or cls.__name__ == "InplaceAbn" for cls in type(module).__mro__)
 
@@ -224,7 +232,10 @@ def _norms_and_biases(model: nn.Module) -> set[str]:
 
 
 def _is_bias(name: str, parameter: nn.Parameter) -> bool:
-    """in_proj_bias of attention is a bias; relative_position_bias_table, a 2-d table, and freq_bias.weight are not."""
+    """Return whether a parameter is a bias.
+
+    in_proj_bias of attention is one; relative_position_bias_table, a 2-d table, and freq_bias.weight are not.
+    """
     leaf = name.rpartition(".")[2]
     return parameter.ndim == 1 and (leaf == "bias" or leaf.endswith("_bias"))
 
@@ -237,7 +248,7 @@ def _kinds(
     bias_lr_factor: float,
     bias_weight_decay: float | None,
 ) -> dict[str, tuple[str, float, float]]:
-    """By parameter name: what its kind adds to the name of its group, its factor on the rate, its weight decay."""
+    """Return by parameter name the suffix of its group name, its factor on the rate, and its weight decay."""
     undecayed = _norms_and_biases(model) if no_decay_on_norm_and_bias else set()
     apart = bias_lr_factor != 1.0 or bias_weight_decay is not None
     kinds = {}
@@ -245,16 +256,19 @@ def _kinds(
         suffix, factor, decay = ("/no_decay", 1.0, 0.0) if name in undecayed else ("", 1.0, weight_decay)
         if apart and _is_bias(name, parameter):
             if bias_weight_decay is not None:
-                suffix, decay = "", bias_weight_decay
-            suffix, factor = f"{suffix}/bias", bias_lr_factor
+                suffix = ""
+                decay = bias_weight_decay
+            suffix = f"{suffix}/bias"
+            factor = bias_lr_factor
         kinds[name] = suffix, factor, decay
     return kinds
 
 
 def _of_longest_prefix(name: str, *of_prefixes: Mapping[str, float]) -> tuple[str, float]:
-    """"/<prefix>" and its factor: the longest of the first mapping that has one for this name; "" and 1 if none has."""
+    """Return "/<prefix>" and its factor: the longest prefix in the first mapping that has one; "" and 1 if none has."""
     for factors in of_prefixes:
-        if prefix := max((p for p in factors if _below(name, p)), key=len, default=None):
+        prefix = max((p for p in factors if _below(name, p)), key=len, default=None)
+        if prefix:
             return f"/{prefix}", factors[prefix]
     return "", 1.0
 
@@ -274,7 +288,8 @@ def _check(
     slow: Mapping[str, float],
     backbone_lr: float | None,
 ) -> None:
-    names, every = [name for name, _ in trained], [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in trained]
+    every = [name for name, _ in model.named_parameters()]
     prefixes = sorted({".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)})
     existing = ", ".join(prefixes)
     problems = [

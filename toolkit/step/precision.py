@@ -1,5 +1,7 @@
-"""The precision of `run.precision: auto`, by the formats of the GPU or the instructions of the CPU, and of evaluation,
-which is always float32."""
+"""The precision of `run.precision: auto`, by the formats of the GPU or the instructions of the CPU, and of evaluation.
+
+Evaluation is always in float32.
+"""
 
 import os
 from collections.abc import Iterator
@@ -20,10 +22,10 @@ ISA_WITH_BF16 = ("DEFAULT", "ALL", "BF16", "FP16", "AMX", "AVX10")
 
 
 def cpu_computes_in_bf16() -> bool:
-    """Whether this CPU has instructions that multiply in bfloat16 (AVX512-BF16 or AMX) and may use them; without them,
-    bfloat16 is slower.
+    """Return whether this CPU has instructions that multiply in bfloat16 (AVX512-BF16 or AMX) and may use them.
 
-    ATEN_CPU_CAPABILITY takes them from torch, ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) from oneDNN.
+    Without them bfloat16 is slower. ATEN_CPU_CAPABILITY disables them for torch, ONEDNN_MAX_CPU_ISA (or
+    DNNL_MAX_CPU_ISA) for oneDNN.
     """
     able = torch.cpu.get_capabilities()
     if not (able.get("avx512_bf16") or able.get("amx_bf16")):
@@ -35,9 +37,10 @@ def cpu_computes_in_bf16() -> bool:
 
 
 def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str, bool | None, str]:
-    """Return (precision, TF32, why) of `run.precision: auto`; a collective, by what the main process has.
+    """Return (precision, TF32, why) of `run.precision: auto`; a collective, decided by the main process.
 
-    A rule of the machine and the detector, never a measurement: what else the machine does must not change a number.
+    The rule depends on the machine and the detector, never on a measurement: other work of the machine must not change
+    a number.
     """
     if device.type == "cuda":
         return *run_on_main(lambda: precision_of_gpu(torch.cuda.get_device_capability(), torch.version.hip)), "this GPU"
@@ -51,8 +54,9 @@ def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str,
 
 
 def has_mobile_blocks(detector: nn.Module) -> bool:
-    """Whether a detector has the blocks of MobileNet, EfficientNet or GhostNet: depthwise convolutions between narrow
-    ones, which move more memory than they compute.
+    """Return whether a detector has the blocks of MobileNet, EfficientNet or GhostNet.
+
+    These are depthwise convolutions between narrow ones, which move more memory than they compute.
 
     Forward and backward of a batch took 0.9 to 1.9 times as long in bfloat16 as in float32 with these, 0.37 to 0.88
     times with others (Intel and AMD with AVX512-BF16, one thread, 8 images of 128 px, torch 2.14; docs/scaling.md).
@@ -61,10 +65,11 @@ def has_mobile_blocks(detector: nn.Module) -> bool:
 
 
 def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str, bool | None]:
-    """("bf16", True) where the GPU computes in bfloat16 and in TensorFloat-32: NVIDIA's since Ampere, capability 8.0.
-    AMD's have bfloat16 only, ("bf16", None); others are left in float32, ("no", None).
+    """Return ("bf16", True) for a GPU with bfloat16 and TensorFloat-32: NVIDIA's since Ampere, capability 8.0.
 
-    rocm: its version where torch was built for AMD's GPUs, else None.
+    AMD's have bfloat16 only: ("bf16", None). Others stay in float32: ("no", None).
+
+    rocm: its version if torch was built for AMD's GPUs, else None.
     """
     if rocm is not None:
         return "bf16", None
@@ -73,11 +78,16 @@ def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str
 
 @cache
 def has_lstm_kernel(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether an LSTM runs there under autocast to `dtype`. On a CPU it is tried: oneDNN has none for halves without
-    AVX-512, and fails where all sequences are equally long; sequences of several lengths go another way."""
+    """Return whether an LSTM runs on the device under autocast to `dtype`.
+
+    On a CPU it is tried: oneDNN has no kernel for half precision without AVX-512, and fails if all sequences are
+    equally long; sequences of several lengths take another path.
+    """
     if device_type != "cpu":
         return True
-    rows, bias, weight = torch.zeros(1, 1, 1), torch.zeros(4), torch.zeros(4, 1)
+    rows = torch.zeros(1, 1, 1)
+    bias = torch.zeros(4)
+    weight = torch.zeros(4, 1)
     try:
         with torch.autocast(device_type, dtype):
             torch.lstm(rows, (rows, rows), [weight, weight, bias, bias], True, 1, 0.0, True, False, False)
@@ -87,7 +97,7 @@ def has_lstm_kernel(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def describe_float32_layers(detector: nn.Module, device_type: str, precision: str) -> str:
-    """What to say of LSTMs that are computed in float32 in a run in bf16, see `has_lstm_kernel`; else empty."""
+    """Describe the LSTMs that a run in bf16 computes in float32, see `has_lstm_kernel`; empty if there are none."""
     count = sum(isinstance(module, nn.LSTM) for module in detector.modules())
     if not count or precision != "bf16" or has_lstm_kernel(device_type, torch.bfloat16):
         return ""
@@ -96,10 +106,10 @@ def describe_float32_layers(detector: nn.Module, device_type: str, precision: st
 
 @contextmanager
 def in_float32(detector: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Switch autocast off inside, that of Accelerate too, which lies in a `forward` of the prepared module.
+    """Switch autocast off inside, also that of Accelerate, which is in a `forward` of the prepared module.
 
-    One rule for all detectors, in training, `evaluate.py`, reports and exports: the numbers of a run are those that
-    users of its weights get. In bfloat16 an AP differs in the third digit.
+    This is one rule for all detectors, in training, `evaluate.py`, reports and exports: the numbers of a run are those
+    that users of its weights get. In bfloat16 an AP differs in the third digit.
     """
     with_autocast = vars(detector).pop("forward", None)
     try:

@@ -19,8 +19,11 @@ SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponent
 
 
 def warm_up(step: int, warmup_steps: int, warmup_factor: float = 0.1, warmup_method: str = "linear") -> float:
-    """Factor of update number `step`: from `warmup_factor` in a straight line to 1, which it reaches at `warmup_steps`,
-    or with "constant" `warmup_factor` until there."""
+    """Return the warm-up factor of update number `step`.
+
+    It rises from `warmup_factor` in a straight line to 1, which it reaches at `warmup_steps`; with "constant" it is
+    `warmup_factor` until there.
+    """
     if step >= warmup_steps:
         return 1.0
     risen = 0.0 if warmup_method == "constant" else step / warmup_steps
@@ -46,7 +49,7 @@ def lr_factor(
     every: int = 1,
     decayed: Sequence[float] = (0, 0.0),
 ) -> float:
-    """Factor on the initial learning rate at a step.
+    """Return the factor on the initial learning rate at a step.
 
     Args:
         name: constant: 1. step: gamma^(step // step_size). multistep: gamma^(milestones reached; the update at a
@@ -60,7 +63,7 @@ def lr_factor(
             the schedule at `warmup_steps` without a jump.
         milestones, step_size: in steps, counted from step 0. A milestone inside the warm-up counts from there on, one
             given twice counts twice. Those after the cycles of "cyclic" do not count.
-        every: steps from one change of the rate to the next, after the warm-up; those of an epoch, say.
+        every: steps from one change of the rate to the next, after the warm-up; for example those of an epoch.
     """
     warm = warm_up(step, warmup_steps, warmup_factor, warmup_method)
     if step >= warmup_steps and every > 1:
@@ -87,7 +90,7 @@ def lr_factor(
 
 
 def decay_done(step: int, total_steps: int | None, warmup_steps: int, decayed: Sequence[float] = (0, 0.0)) -> float:
-    """The share p of a decay that is behind it at a step, from 0 to 1; arguments as those of `lr_factor`."""
+    """Return the completed share p of a decay at a step, from 0 to 1; the arguments are those of `lr_factor`."""
     if total_steps is None:
         return 0.0
     since, behind = decayed if decayed[0] > warmup_steps else (warmup_steps, 0.0)
@@ -104,13 +107,15 @@ def cyclic_factor(
     last_cycle: str,
     final_factor: float,
 ) -> float:
-    """Warm restarts in stairs, then one long decay (ESPNetv2, Mehta et al., CVPR 2019, section 4.1).
+    """Return the factor of warm restarts in stairs, then one long decay.
 
-    A cycle has `stairs` stairs of `step_size` steps each: the lowest rate, 1 / stairs, then 1 and down by 1 / stairs at
-    every stair, times `decay`. After `cycles` of them the lowest rate goes down to `final_factor` at `total_steps`, as
-    `last_cycle` says: linear or cosine.
+    The schedule is that of ESPNetv2 (Mehta et al., CVPR 2019, section 4.1). A cycle has `stairs` stairs of `step_size`
+    steps each: the lowest rate, 1 / stairs, then 1 and down by 1 / stairs at every stair, times `decay`. After `cycles`
+    of them the lowest rate goes down to `final_factor` at `total_steps`, as `last_cycle` says: linear or cosine.
     """
-    stair, lowest, cyclic_steps = step // step_size, decay / stairs, cycles * stairs * step_size
+    stair = step // step_size
+    lowest = decay / stairs
+    cyclic_steps = cycles * stairs * step_size
     if step < cyclic_steps or total_steps is None:
         return lowest * ((stairs - stair) % stairs + 1)
     done = min((step - cyclic_steps) / max(1, total_steps - cyclic_steps), 1.0)
@@ -119,16 +124,16 @@ def cyclic_factor(
 
 
 class GroupRates:
-    """Base of `Schedule` and `PlateauSchedule`: rates that are a function of the step, written into the groups.
+    """The base of `Schedule` and `PlateauSchedule`: rates that are a function of the step, written into the groups.
 
-    A subclass says in `factors` what the initial rates are multiplied by, and in `_STATE` what a checkpoint keeps.
+    A subclass defines the factors on the initial rates in `factors`, and the entries of a checkpoint in `_STATE`.
 
     Args:
         optimizer: the lr of its groups becomes their `initial_lr`, unless they have one already.
 
     Attributes:
         clock: (step, step of the schedule, pace): from `step` on each step counts as `pace` of the schedule's own. A
-            run that goes on with other batches sees the data of a step of before in more or fewer steps.
+            run that continues with other batches needs more or fewer steps for the data of one earlier step.
     """
 
     name = ""
@@ -139,27 +144,27 @@ class GroupRates:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.scale = 1.0  # a further factor on all rates: that of the guard's rollbacks
-        self._written: dict[int, float] = {}  # by the place of the group
+        self._written: dict[int, float] = {}  # by the index of the group
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
 
     def factors(self, step: int) -> tuple[float, ...]:
-        """The factors on the initial rates for update number `step`, in their order."""
+        """Return the factors on the initial rates for update number `step`, in their order."""
         raise NotImplementedError
 
     def at(self, step: int) -> float:
-        """The step of the schedule at which the run is after `step` updates: the same, unless it was re-timed."""
+        """Return the step of the schedule after `step` updates: the same, unless the schedule was re-timed."""
         since, origin, pace = self.clock
         if (since, pace) == (origin, 1.0):
             return step
-        return round(origin + (pace if step > since else 1.0) * (step - since), 6)  # a rollback may go behind it
+        return round(origin + (pace if step > since else 1.0) * (step - since), 6)  # a rollback may go back before it
 
     def stretch(self, step: int, pace: float) -> None:
-        """Stretches the schedule: from `step` on each step counts as `pace` earlier ones."""
+        """Stretch the schedule: from `step` on each step counts as `pace` earlier ones."""
         self.clock = (step, self.at(step), self.clock[2] * pace)
 
     def set(self, step: int) -> None:
-        """Sets the rates of update number `step`: call it before the update, or after it with step + 1."""
+        """Set the rates of update number `step`: call it before the update, or after it with step + 1."""
         factors = self.factors(self.at(step))
         for i, group in enumerate(self.optimizer.param_groups):
             lr = group["initial_lr"]
@@ -172,26 +177,26 @@ class GroupRates:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether somebody has changed the rates since they were set; those that are tensors are not read."""
+        """Whether other code has changed the rates since they were set; rates that are tensors are not read."""
         return any(self.optimizer.param_groups[i]["lr"] != lr for i, lr in self._written.items())
 
     def observe(self, metric: float | None) -> bool:
-        """A validation result, which changes nothing here; see PlateauSchedule."""
+        """Accept a validation result, which changes nothing here; see `PlateauSchedule`."""
         return False
 
     def set_total(self, total_steps: int, step: int = 0) -> None:
-        """The length of training, which changes nothing here; see Schedule."""
+        """Accept the length of training, which changes nothing here; see `Schedule`."""
 
     def rates(self) -> dict[str, float]:
-        """The current learning rate by group name."""
+        """Return the current learning rate by group name."""
         return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
 
     def state_dict(self) -> dict:
-        """JSON-able; the initial rates belong to the optimizer's own state (`group["initial_lr"]`)."""
+        """Return a JSON-able state; the initial rates belong to the optimizer's own state (`group["initial_lr"]`)."""
         return {key: copy.copy(getattr(self, key)) for key in self._STATE} | {"clock": list(self.clock)}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Goes by the saved schedule from the next `set` on, whatever this one was made with.
+        """Follow the saved schedule from the next `set` on, whatever this one was made with.
 
         Raises BadInput: the state of a `Schedule` for a `PlateauSchedule`, or the other way round.
         """
@@ -205,14 +210,14 @@ class GroupRates:
 
 
 class Schedule(GroupRates):
-    """Writes lr = initial_lr * factor(step) into an optimizer's groups.
+    """A schedule that writes lr = initial_lr * factor(step) into an optimizer's groups.
 
     Args:
         optimizer: see `GroupRates`.
         name, total_steps, options: see `lr_factor`. `total_steps` may be set later.
 
     Raises:
-        BadInput: unknown name, values that make no sense; all of them at once.
+        BadInput: unknown name, invalid values; all of them at once.
     """
 
     _STATE = ("name", "total_steps", "scale", "options")
@@ -222,18 +227,24 @@ class Schedule(GroupRates):
     ):
         _check(name, options)
         super().__init__(optimizer)
-        self.name, self.total_steps, self.options = name, total_steps, options
+        self.name = name
+        self.total_steps = total_steps
+        self.options = options
         self.set(0)
 
     def factors(self, step: int) -> tuple[float, ...]:
-        """One factor: the schedule's, with the scale in it."""
+        """Return one factor: that of the schedule times the scale."""
         return (self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options),)
 
     def set_total(self, total_steps: int, step: int = 0) -> None:
-        """Fixes the length, or corrects it after `step` updates: what is left of a decay goes over the steps that are
-        left, without a jump. Takes effect at the next `set`."""
-        now, options = self.at(step), self.options
-        if self.total_steps is not None and now > (warmup_steps := options.get("warmup_steps", 0)):
+        """Set the length of training, or correct it after `step` updates.
+
+        The rest of a decay is then spread over the remaining steps, without a jump. Takes effect at the next `set`.
+        """
+        now = self.at(step)
+        options = self.options
+        warmup_steps = options.get("warmup_steps", 0)
+        if self.total_steps is not None and now > warmup_steps:
             done = decay_done(now, self.total_steps, warmup_steps, options.get("decayed", (0, 0.0)))
             options["decayed"] = [now, done]
         self.total_steps = self.at(total_steps)
@@ -259,14 +270,15 @@ def _check(name: str, options: Mapping) -> None:
 
 
 class PlateauSchedule(GroupRates):
-    """Writes lr = initial_lr * warm-up(step) * gamma^decays into an optimizer's groups; the validation decides.
+    """A schedule of lr = initial_lr * warm-up(step) * gamma^decays, whose decays depend on the validation results.
 
-    WarmupReduceLROnPlateau of Scene-Graph-Benchmark without its constructor, which counted a first validation of 0.
+    It is WarmupReduceLROnPlateau of Scene-Graph-Benchmark without its constructor, which counted a first validation of
+    0.
 
     Args:
         optimizer: see `GroupRates`.
-        gamma: factor of one decay. patience: validations in a row without improvement before it. threshold: what a
-            result must exceed the best one by (absolute; larger is better) to be an improvement.
+        gamma: factor of one decay. patience: validations in a row without improvement before it. threshold: the
+            amount by which an improvement must exceed the best result (absolute; larger is better).
         cooldown: validations after a decay, and at the start, that cannot count as bad.
         max_decays: `finished` after that many.
         warmup_steps, warmup_start, warmup_method: see `warm_up`. A decay can happen during warm-up.
@@ -276,22 +288,35 @@ class PlateauSchedule(GroupRates):
 
     name = "plateau"
     _STATE = ("scale", "decays", "best", "bad", "cooling", "options")
-    _DEFAULTS = {"gamma": 0.1, "patience": 2, "threshold": 1e-3, "cooldown": 0, "max_decays": 3}
-    _DEFAULTS |= {"warmup_steps": 500, "warmup_start": 0.1, "warmup_method": "linear"}
+    _DEFAULTS = {
+        "gamma": 0.1,
+        "patience": 2,
+        "threshold": 1e-3,
+        "cooldown": 0,
+        "max_decays": 3,
+        "warmup_steps": 500,
+        "warmup_start": 0.1,
+        "warmup_method": "linear",
+    }
 
     def __init__(self, optimizer: torch.optim.Optimizer, **options):
-        if unknown := options.keys() - self._DEFAULTS:
+        unknown = options.keys() - self._DEFAULTS
+        if unknown:
             raise TypeError(f"PlateauSchedule has no {', '.join(unknown)}")
         options = self._DEFAULTS | options
         least = {name: options[name] for name in ("patience", "max_decays") if options[name] < 1}
         problems = [f"schedule.{name} is {value}; expected at least 1" for name, value in least.items()]
-        if (method := options["warmup_method"]) not in ("linear", "constant"):
+        method = options["warmup_method"]
+        if method not in ("linear", "constant"):
             problems.append(f"schedule.warmup_method is {method!r}; expected linear or constant")
         if problems:
             raise BadInput(problems)
         super().__init__(optimizer)
         self.options = options
-        self.decays, self.best, self.bad, self.cooling = 0, None, 0, options["cooldown"]
+        self.decays = 0
+        self.best = None
+        self.bad = 0
+        self.cooling = options["cooldown"]
         self.set(0)
 
     @property
@@ -300,34 +325,38 @@ class PlateauSchedule(GroupRates):
         return self.decays >= self.options["max_decays"]
 
     def observe(self, metric: float | None) -> bool:
-        """A validation result (NaN and None, undefined, are bad ones); True when the rate falls for it.
+        """Record a validation result (NaN and None, undefined, are bad ones); return True if the rate falls.
 
         The new rate is in force from the next `set` on.
         """
         options = self.options
         defined = metric is not None and not math.isnan(metric)
         if defined and (self.best is None or metric > self.best + options["threshold"]):
-            self.best, self.bad = float(metric), 0
+            self.best = float(metric)
+            self.bad = 0
         else:
             self.bad += 1
         if self.cooling > 0:
-            self.cooling, self.bad = self.cooling - 1, 0
+            self.cooling -= 1
+            self.bad = 0
         if self.bad < options["patience"]:
             return False
-        self.decays, self.bad, self.cooling = self.decays + 1, 0, options["cooldown"]
+        self.decays += 1
+        self.bad = 0
+        self.cooling = options["cooldown"]
         return True
 
     def factors(self, step: int) -> tuple[float, ...]:
-        """Those of the warm-up, the decays so far and the scale."""
+        """Return the factors of the warm-up, of the decays so far, and the scale."""
         options = self.options
         warm = warm_up(step, options["warmup_steps"], options["warmup_start"], options["warmup_method"])
         return warm, options["gamma"] ** self.decays, self.scale
 
 
 def schedule_of_settings(c: Any, optimizer: torch.optim.Optimizer, total_steps: int, per_epoch: int) -> GroupRates:
-    """Builds the schedule from settings with the names of `toolkit.run.settings.ScheduleConfig`.
+    """Build the schedule from settings with the names of `toolkit.run.settings.ScheduleConfig`.
 
-    total_steps: length of the run. per_epoch: optimizer steps of an epoch, for what is given in epochs.
+    total_steps: length of the run. per_epoch: optimizer steps of an epoch, for values given in epochs.
     """
     shared = {"gamma": c.gamma, "warmup_steps": steps_from(c.warmup_steps, per_epoch), "warmup_method": c.warmup_method}
     if c.name == "plateau":

@@ -1,8 +1,8 @@
-"""Checks that the state after an update is finite: weights, buffers, moving averages, optimizer state, learning rates.
+"""The check that the state after an update is finite: weights, buffers, averages, optimizer state, learning rates.
 
 The guard decides before an update, but an update of finite gradients can overflow too. Each step checks one of `PARTS`
-parts of the state, in turn, without a host read; all of it is checked before anything is evaluated, saved or written to
-`final/`, and when anything else looks wrong.
+parts of the state, in turn, without a host read; all parts are checked before an evaluation, a checkpoint or a write to
+`final/`, and when another check fails.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,9 @@ def named_state(
     optimizer: torch.optim.Optimizer,
     weights: nn.Module,
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """((kind, name), tensor) of all that a run trains.
+    """Yield ((kind, name), tensor) of everything that a run trains.
 
-    buffers: by name, those that are to be finite. weights: of the losses.
+    buffers: by name, those that must be finite. weights: of the losses.
     """
     names = {}
     for kind, module in (("weight", model), ("loss weight", weights)):
@@ -38,10 +38,10 @@ def named_state(
 
 @torch.no_grad()
 def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
-    """1.0 or 0.0, 0-dim, without a host read: whether the norm of one part (of `PARTS`, from 0) of the state is finite.
+    """Return 1.0 if the norm of one part (of `PARTS`, from 0) of the state is finite, else 0.0; 0-dim, no host read.
 
-    0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite` makes sure. (The largest magnitude would
-    not overflow, and takes fifteen times as long on a CPU.)
+    0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite` decides. (The largest magnitude would not
+    overflow, but takes fifteen times as long on a CPU.)
     """
     tensors = [tensor for i, (_, tensor) in enumerate(state) if i % PARTS == part and tensor.numel()]
     return torch.nn.utils.get_total_norm(tensors).isfinite().float() if tensors else torch.ones(())
@@ -49,9 +49,9 @@ def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
 
 @torch.no_grad()
 def nonfinite(state: Iterable[tuple[tuple[str, str], Tensor]]) -> list[str]:
-    """The tensors with a NaN or an infinity, in words: "exp_avg_sq of head.weight"; reads them on the host."""
+    """Return the names of tensors with a NaN or an infinity: "exp_avg_sq of head.weight"; reads them on the host."""
     named = [(kind_and_name, tensor) for kind_and_name, tensor in state if tensor.is_floating_point()]
-    # all norms with one read a device; a norm that is finite has finite entries
+    # all norms with one read per device; a finite norm means finite entries
     finite = [torch.linalg.vector_norm(tensor).isfinite() for _, tensor in named]
     by_device: dict[torch.device, list[int]] = {}
     for i, flag in enumerate(finite):
@@ -64,7 +64,7 @@ def nonfinite(state: Iterable[tuple[tuple[str, str], Tensor]]) -> list[str]:
 
 
 def unusable_rate(groups: Iterable[dict]) -> str:
-    """Describes the first learning rate with which an update overflows or fails in float32; else empty.
+    """Describe the first learning rate with which an update overflows or fails in float32; empty if there is none.
 
     torch refuses the multiplication in the middle of the update, when some weights have moved and others have not.
     """

@@ -36,7 +36,7 @@ class Window:
 
     Args:
         batches: micro-batches.
-        all_denominators: what the losses of each micro-batch are divided by, by name, see `window_denominators`.
+        all_denominators: by name, the denominators of the losses of each micro-batch, see `window_denominators`.
         step: optimizer steps made before this one.
         seed: of the run.
         rank: of the process.
@@ -45,7 +45,7 @@ class Window:
         device: where the batches go.
 
     Attributes:
-        denominators: those of the micro-batch under way.
+        denominators: those of the current micro-batch.
         sums: losses, weighted and unscaled, and sums and counts of metrics, over the micro-batches so far.
         losses: unscaled losses of each micro-batch so far.
     """
@@ -76,7 +76,7 @@ class Window:
         self.unknown: list[str] = []  # losses without a weight
 
     def __len__(self) -> int:
-        """Number of micro-batches."""
+        """Return the number of micro-batches."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -94,7 +94,7 @@ class Window:
         self.unknown = []
 
     def begin_micro_batch(self, micro: int, batch: Batch, denominators: Mapping[str, float | Tensor]) -> None:
-        """Seed what is drawn for a micro-batch, and set what its losses are divided by.
+        """Seed the random draws of a micro-batch, and set the denominators of its losses.
 
         Random numbers become functions of numbers that are known after a resume, so that there is nothing to save:
         dropout and denoising noise of (seed, step, rank, micro-batch), samples of (seed, step, image id).
@@ -147,7 +147,7 @@ class Window:
         return again.losses
 
     def facts(self) -> dict:
-        """Return what a report stores of the window beside batches and denominators, as JSON values."""
+        """Return the facts of a window that a report stores beside batches and denominators, as JSON values."""
         return {
             "step": self.step,
             "seed": self.seed,

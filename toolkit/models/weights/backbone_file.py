@@ -1,4 +1,4 @@
-"""Loads a file of backbone weights, reports which tensors were loaded, and refuses a part that got none."""
+"""Files of backbone weights, with a report of the loaded tensors, and an error for a part that got none."""
 
 import re
 from collections.abc import Mapping
@@ -16,28 +16,29 @@ from toolkit.models.weights import efficientnet_pytorch
 from toolkit.models.weights.files import read_tensors
 
 SETTING = "model.pretrained_backbone"
-SHOWN = 4  # names of a list
+SHOWN = 4  # names of a list in a message
 
 
 def read_backbone_file(file: str) -> dict[str, Tensor]:
-    """The tensors of a file by name. Raises BadInput for a file that is not there, or holds no tensors."""
+    """Read the tensors of a file by name. Raises BadInput for a missing file, or one without tensors."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise BadInput(f"{SETTING}: there is no file {file}; give a file of weights, true or false.")
+        raise BadInput(f"{SETTING}: the file {file} does not exist; give a file of weights, true or false.")
     return read_tensors(path, SETTING)
 
 
 def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
-    """`timm.create_model(name, **options)` with the weights of a file.
+    """Create a timm model, as `timm.create_model(name, **options)`, with the weights of a file.
 
     Its names are those of timm, present or past, or of `efficientnet_pytorch`.
 
     Raises:
         BadInput: as `read_backbone_file` and `load_matching`.
     """
-    offered, wanted = read_backbone_file(file), {}
+    offered = read_backbone_file(file)
+    wanted = {}
 
-    def load(model: nn.Module, *_, filter_fn=None, **__) -> None:  # in place of timm's, which passes over what it lacks
+    def load(model: nn.Module, *_, filter_fn=None, **__) -> None:  # replaces timm's, which ignores missing tensors
         nonlocal offered
         wanted.update(model.state_dict(keep_vars=True))
         if efficientnet_pytorch.MARK in offered and hasattr(model, "blocks"):
@@ -59,7 +60,7 @@ def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) 
     try:
         try:
             return filter_fn(dict(offered), model)
-        except TypeError:  # older ones take the tensors alone
+        except TypeError:  # older ones accept only the tensors
             return filter_fn(dict(offered))
     except (LookupError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         some = ", ".join(list(offered)[:SHOWN])
@@ -99,7 +100,7 @@ def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], n
 
 
 def _summary(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], matching: set[str]) -> str:
-    """How many tensors were loaded, and the names of those that were not."""
+    """Describe how many tensors were loaded, and the names of those that were not."""
     counted = [key for key in wanted if not key.endswith("num_batches_tracked")]  # a count, which older files lack
     words = [f"taken {len(matching.intersection(counted))} of {len(counted)} tensors"]
     unfit = [key for key in counted if key in offered and key not in matching]

@@ -36,18 +36,18 @@ VG_50 = (
 
 
 def coco_by_id(first: int, last: int = 90) -> list[str]:
-    """COCO's classes where rows are its ids, from `first`; ids that no class has are called `no class 12`."""
+    """Return COCO's classes for rows that are its ids, from `first`; unused ids are called `no class 12`."""
     names = iter(COCO_80)
     by_id = {i: next(names) for i in range(1, 91) if i not in NOT_IN_COCO}
     return [by_id.get(i, f"no class {i}") for i in range(first, last + 1)]
 
 
 def named(rows: int) -> list[str]:
-    """Names for a classifier of `rows` classes, background not counted; numbered where the data set is not known."""
+    """Return names for a classifier of `rows` classes without background; numbered if the data set is not known."""
     by_rows = {80: COCO_80, 90: coco_by_id(1), 91: coco_by_id(0), 20: VOC_20, 150: VG_150}
     return list(by_rows.get(rows) or [f"class {i}" for i in range(rows)])
 
 
 def named_predicates(rows: int) -> list[str]:
-    """Names for `rows` predicates, "no relation" not counted; numbered where the data set is not known."""
+    """Return names for `rows` predicates without "no relation"; numbered if the data set is not known."""
     return list(VG_50) if rows == 50 else [f"predicate {i}" for i in range(rows)]

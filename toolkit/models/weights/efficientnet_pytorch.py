@@ -7,14 +7,22 @@ from torch import Tensor, nn
 
 MARK = "_conv_stem.weight"  # a tensor that only these files have
 _OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
-_EXPANDED = {"_expand_conv": "conv_pw", "_depthwise_conv": "conv_dw", "_project_conv": "conv_pwl", "_bn0": "bn1"}
-_EXPANDED |= {"_bn1": "bn2", "_bn2": "bn3", "_se_reduce": "se.conv_reduce", "_se_expand": "se.conv_expand"}
+_EXPANDED = {
+    "_expand_conv": "conv_pw",
+    "_depthwise_conv": "conv_dw",
+    "_project_conv": "conv_pwl",
+    "_bn0": "bn1",
+    "_bn1": "bn2",
+    "_bn2": "bn3",
+    "_se_reduce": "se.conv_reduce",
+    "_se_expand": "se.conv_expand",
+}
 # A block that does not widen has no first convolution, and timm counts its norms from 1 too.
 _PLAIN = _EXPANDED | {"_project_conv": "conv_pw", "_bn1": "bn1", "_bn2": "bn2"}
 
 
 def timm_names(offered: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors under the names of timm's EfficientNet `model`; names that are unknown stay.
+    """Rename tensors to those of timm's EfficientNet `model`; unknown names stay.
 
     The files number all blocks in a row, timm those of each stage.
     """
@@ -25,7 +33,8 @@ def timm_names(offered: Mapping[str, Tensor], model: nn.Module) -> dict[str, Ten
         if inner is None:
             first, _, last = key.rpartition(".")
             return f"{_OUTSIDE.get(first, first)}.{last}"
-        number, part, last = int(inner[1]), inner[2], inner[3]
+        number = int(inner[1])
+        part, last = inner.group(2, 3)
         if number >= len(blocks):
             return key
         names = _EXPANDED if f"_blocks.{number}._expand_conv.weight" in offered else _PLAIN

@@ -16,7 +16,7 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.models.weights.names import Description, Publisher
 
-# Where programs keep the weights in what they save; averaged ones go first.
+# Keys under which programs save the weights; averaged ones come first.
 INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("state_dict_ema",), ("model",), ("state_dict",))
 KNOWN = (
     "torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
@@ -27,13 +27,13 @@ KNOWN = (
 
 
 def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
-    """What a file of published weights says of its detector, and its tensors under our names.
+    """Read a file of published weights: the description of its detector, and its tensors under our names.
 
-    A file `<the same name>.names` beside it, one class a line, says what the classes are called where it is not those
-    of COCO, Pascal VOC or VG150; for scene graphs a file `.predicates` likewise.
+    A file `<the same name>.names` beside it, one class a line, holds the class names if they are not those of COCO,
+    Pascal VOC or VG150; for scene graphs a file `.predicates` likewise.
 
     Raises:
-        BadInput: it cannot be read, or the names of its tensors are nobody's.
+        BadInput: it cannot be read, or no known publisher uses the names of its tensors.
     """
     state = read(path)
     publisher = next((candidate for candidate in publishers() if candidate.recognised(state)), None)
@@ -56,7 +56,7 @@ def publishers() -> Iterator[Publisher | ModuleType]:
 
 
 def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
-    """The lines of the file beside `path`, of which there must be as many as names that are known; without it these."""
+    """Return the lines of the file beside `path`, as many as the known names; without that file, the known names."""
     file = path.with_suffix(suffix)
     if not file.is_file():
         return known
@@ -68,10 +68,10 @@ def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name; of a checkpoint with several sets of them, the averaged ones.
+    """Read the tensors of a file by name; of a checkpoint with several sets of them, the averaged ones.
 
     Raises:
-        BadInput: it is of no kind that is known, broken, or holds objects beside tensors.
+        BadInput: its kind is not known, it is broken, or it holds objects beside tensors.
     """
     ending = ".weights" if ".conv." in path.name else path.suffix.lower()  # Darknet's backbones: darknet53.conv.74
     if ending in index.WEIGHT_FILES:
@@ -80,14 +80,14 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
-    """`read`, of a file of safetensors or PyTorch alone. setting: that named the file, for messages."""
+    """Read a file of safetensors or PyTorch, as `read` does. setting: the one that names the file, for messages."""
     if path.suffix.lower() == ".safetensors":
         try:
             return load_file(path)
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise BadInput(f"{setting} {path}: no safetensors file: {error}") from error
+            raise BadInput(f"{setting} {path}: not a safetensors file: {error}") from error
     try:
-        with torch.serialization.safe_globals([Namespace, SimpleNamespace]):  # flags, which DETR's relatives save too
+        with torch.serialization.safe_globals([Namespace, SimpleNamespace]):  # flags, which relatives of DETR save
             document = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError) as error:
         reason = (str(error).splitlines() or ["it is empty"])[0][:120]
@@ -118,4 +118,4 @@ def _tensors(document: object, path: Path, setting: str) -> dict[str, Tensor]:
             tensors = {str(name): value for name, value in entry.items() if isinstance(value, Tensor)}
             wrappers = re.compile(r"^(module\.|_orig_mod\.)*")  # of DistributedDataParallel and torch.compile
             return {wrappers.sub("", name): value for name, value in tensors.items()}
-    raise BadInput(f"{setting} {path}: there are no tensors by name in it")
+    raise BadInput(f"{setting} {path}: it holds no tensors by name")

@@ -1,4 +1,4 @@
-"""Maps tensors of a checkpoint to those of a model, row by row where the classes differ, and reports it as a table."""
+"""The mapping of a checkpoint's tensors to those of a model, row by row if the classes differ, and its table."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,12 @@ ClassLayout = tuple[int, int, int]  # rows before, for each class, after
 
 @dataclass
 class WeightTable:
-    """Which tensor of a model takes which of a checkpoint.
+    """The tensors of a model and the tensors of a checkpoint that they take.
 
-    state: what to load (`strict=False`). sources: {name in the model: name in the checkpoint}. rows: {name: sentence}
+    state: the tensors to load (`strict=False`). sources: {name in the model: name in the checkpoint}. rows: {name:
+        sentence}
     of those that take only some rows. new: names that keep their initial values. unused: names of the checkpoint that
-    nothing takes.
+    are not taken.
     """
 
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -29,7 +30,7 @@ class WeightTable:
     unused: list[str] = field(default_factory=list)
 
     def entries(self) -> list[tuple[str, str, str]]:
-        """(outcome, name, note) of every tensor of the model, then of those unused."""
+        """Return (outcome, name, note) of every tensor of the model, then of the unused ones."""
         rows = []
         for name, source in self.sources.items():
             note = self.rows.get(name, "" if name == source else f"<- {source}")
@@ -37,11 +38,11 @@ class WeightTable:
         return [*rows, *(("new", name, "") for name in self.new), *(("unused", name, "") for name in self.unused)]
 
     def table(self) -> str:
-        """One line per tensor: loaded (same name), mapped (from another, or by rows), new; then what is unused."""
+        """Format one line per tensor: loaded (same name), mapped (from another, or by rows), new; then the unused."""
         return "\n".join(f"{what:<7s} {name} {note}".rstrip() for what, name, note in self.entries())
 
     def summary(self) -> str:
-        """`table` with one line for all tensors of a part of the model that have the same outcome."""
+        """Format `table` with one line for all tensors of a part of the model that have the same outcome."""
         entries = [(what, _part(name), "" if note.startswith("<-") else note) for what, name, note in self.entries()]
         counts = Counter(entries)
         width = max((len(part) for _, part, _ in counts), default=0)
@@ -58,14 +59,15 @@ def map_weights(
     classes: Sequence[str] = (),
     source_classes: Sequence[str] = (),
 ) -> WeightTable:
-    """Every tensor takes the one of the same name, or, below a mapped prefix, of the prefix it is mapped to.
+    """Map to every tensor the one of the same name, or, below a mapped prefix, of the prefix it is mapped to.
 
     model, checkpoint: state dicts. prefixes: {prefix in the model: prefix in the checkpoint}, whole parts of names;
     the longest applies. One tensor of the checkpoint may serve several of the model. Nothing is guessed.
     class_tensors: see pretrained.py; classes, source_classes: names of the model's and the checkpoint's classes.
     Raises BadInput: a prefix that matches nothing on its side, shapes that differ, ambiguous classes; all of them.
     """
-    prefixes, table = prefixes or {}, WeightTable()
+    prefixes = prefixes or {}
+    table = WeightTable()
     problems = _check_prefixes(model, checkpoint, prefixes)
     problems += _check_classes(classes, source_classes) if class_tensors else []
     for name, value in model.items():
@@ -74,19 +76,23 @@ def map_weights(
         if source not in checkpoint:
             table.new.append(name)
             continue
-        weights, layout, mixed = checkpoint[source], _layout(name, class_tensors or {}), None
+        weights = checkpoint[source]
+        layout = _layout(name, class_tensors or {})
+        mixed = None
         if layout is not None and list(classes) != list(source_classes):
             mixed = copy_class_rows(value, weights, layout, classes, source_classes)
         if mixed is value:
             table.new.append(name)
         elif mixed is not None:
-            table.state[name], table.sources[name] = mixed, source
+            table.state[name] = mixed
+            table.sources[name] = source
             table.rows[name] = _sentence(classes, source_classes)
         elif weights.shape != value.shape:
             shapes = f"{tuple(weights.shape)}; the model's is {tuple(value.shape)}"
             problems.append(f"{name} <- {source}: the checkpoint's shape is {shapes}")
         else:
-            table.state[name], table.sources[name] = weights, source
+            table.state[name] = weights
+            table.sources[name] = source
     if problems:
         raise BadInput(problems)
     used = set(table.sources.values())
@@ -97,9 +103,9 @@ def map_weights(
 def copy_class_rows(
     target: Tensor, source: Tensor, layout: ClassLayout, classes: Sequence[str], source_classes: Sequence[str]
 ) -> Tensor | None:
-    """`target` with the rows that `source` has for the same class, and those for no class.
+    """Return `target` with the rows that `source` has for the same class, and those for no class.
 
-    None where the shapes forbid it; `target` itself where there are no such rows.
+    Returns None if the shapes do not fit, and `target` itself if no rows match.
     """
     target_rows, target_blocks = _row_meanings(len(target), layout, classes)
     source_rows, source_blocks = _row_meanings(len(source), layout, source_classes)
@@ -116,7 +122,7 @@ def copy_class_rows(
 
 
 def _row_meanings(rows: int, layout: ClassLayout, classes: Sequence[str]) -> tuple[list[tuple], int]:
-    """What each row of a class tensor is for, and its number of blocks; 0 where the rows make no whole blocks."""
+    """Return the meaning of each row of a class tensor, and its number of blocks; 0 for an incomplete block."""
     before, per_class, after = layout
     block = [("before", i) for i in range(before)] + [("class", name, i) for name in classes for i in range(per_class)]
     block += [("after", i) for i in range(after)]
@@ -148,7 +154,7 @@ def _check_prefixes(model: Mapping, checkpoint: Mapping, prefixes: Mapping[str, 
 
 def _check_classes(classes: Sequence[str], source_classes: Sequence[str]) -> list[str]:
     return [
-        f"class {name!r} stands {side[name]} times in the {where}: which one is meant cannot be told"
+        f"class {name!r} stands {side[name]} times in the {where}: a class needs a name of its own"
         for side, where in ((Counter(classes), "data"), (Counter(source_classes), "checkpoint"))
         for name in dict.fromkeys(classes)
         if side[name] > 1 and list(classes) != list(source_classes)
@@ -160,6 +166,6 @@ def _below(name: str, prefix: str) -> bool:
 
 
 def _part(name: str) -> str:
-    """The part of the model that a tensor belongs to: at most three parts of its name, neither its own nor numbers."""
+    """Return the part of the model that a tensor belongs to: at most three parts of its name, without numbers."""
     parts = [part for part in name.split(".")[:-1][:4] if not part.isdigit()]
     return ".".join(parts[:3]) or name

@@ -13,9 +13,9 @@ Pairs = Sequence[tuple[str, str]]  # (theirs, ours); `*` is any number, the same
 class Description:
     """The detector that a file of published weights belongs to.
 
-    architecture and options: of `build_detector`. class_names: in the order of the rows. notes: what a user should know
-    because the file itself cannot tell it, and the flag that says otherwise. size: what images are resized to, as the
-    program does it, see `toolkit.data.pipeline.processor_size`; None: not known.
+    architecture and options: of `build_detector`. class_names: in the order of the rows. notes: assumptions about facts
+    that the file does not hold, and the flags that change them. size: the size to which the program resizes images, see
+    `toolkit.data.pipeline.processor_size`; None: not known.
     """
 
     architecture: str
@@ -29,9 +29,9 @@ class Description:
 class Publisher:
     """A program whose weights are translated to ours by their names.
 
-    marks: names that its tensors have, and no other publisher's. names: see `renamed`. left_out: pattern of names
-    without a counterpart. copies: see `copied`. described: the detector that tensors are of, from these and the name of
-    their file; it raises BadInput for a variant that is not here.
+    marks: names that only its tensors have. names: see `renamed`. left_out: pattern of names without a counterpart.
+    copies: see `copied`. described: returns the detector of tensors, from these and the name of their file; it raises
+    BadInput for a variant that this toolkit does not have.
     """
 
     described: Callable[[Mapping[str, Tensor], str], Description]
@@ -41,18 +41,20 @@ class Publisher:
     copies: Mapping[str, str] = field(default_factory=dict)
 
     def recognised(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether these are its names."""
+        """Return whether the names are those of this publisher."""
         return all(name in state for name in self.marks)
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors under our names."""
+        """Return the publisher's tensors under our names."""
         weights = {name: tensor for name, tensor in state.items() if not re.search(self.left_out, name)}
         return copied(renamed(split_attention(weights), self.names), self.copies)
 
 
 def pairs(table: str, below: Pairs = (("", ""),)) -> Pairs:
-    """A table of entries `theirs ours`, one a line or separated by commas; repeated below each pair of prefixes in
-    `below`."""
+    """Read a table of entries `theirs ours`, one a line or separated by commas.
+
+    The entries are repeated below each pair of prefixes in `below`.
+    """
     entries = [entry.split() for entry in re.split(r"[,\n]", table) if entry.strip()]
     return [(source + theirs, target + ours) for source, target in below for theirs, ours in entries]
 
@@ -61,8 +63,8 @@ def renamed(state: Mapping[str, Tensor], pairs: Pairs) -> dict[str, Tensor]:
     """Rename tensors to our names; a name that no pair matches is kept.
 
     Args:
-        pairs: prefixes of names, (theirs, ours), in whole parts; the first that fits applies, and what comes after it
-            is kept. `*` stands for a number.
+        pairs: prefixes of names, (theirs, ours), in whole parts; the first that fits applies, and the rest of the
+            name is kept. `*` stands for a number.
     """
     rules = [(_pattern(theirs), ours.replace("*", "{}")) for theirs, ours in pairs]
     return {_renamed(name, rules): tensor for name, tensor in state.items()}
@@ -74,14 +76,18 @@ def _pattern(prefix: str) -> re.Pattern:
 
 def _renamed(name: str, rules: Sequence[tuple[re.Pattern, str]]) -> str:
     for pattern, into in rules:
-        if match := pattern.match(name):
+        match = pattern.match(name)
+        if match:
             return into.format(*match.groups()) + name[match.end() :]
     return name
 
 
 def split_attention(state: Mapping[str, Tensor], joint: str = ".in_proj_") -> dict[str, Tensor]:
-    """`nn.MultiheadAttention` keeps queries, keys and values in one matrix `in_proj_weight`, timm in `qkv.weight`: as
-    three, `q_proj.weight`, `k_proj.weight` and `v_proj.weight`; biases likewise."""
+    """Split the joint matrix of queries, keys and values in attention layers into three.
+
+    `nn.MultiheadAttention` calls it `in_proj_weight`, timm `qkv.weight`; the parts are `q_proj.weight`, `k_proj.weight`
+    and `v_proj.weight`. Biases likewise.
+    """
     result = {}
     for name, tensor in state.items():
         stem, separator, leaf = name.rpartition(joint)
@@ -94,7 +100,7 @@ def split_attention(state: Mapping[str, Tensor], joint: str = ".in_proj_") -> di
 
 
 def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors, and those below a prefix under another one too. copies: {prefix of the copy: prefix}."""
+    """Return the tensors, with those below a prefix under another one too. copies: {prefix of the copy: prefix}."""
     result = dict(state)
     for into, source in copies.items():
         result |= {into + n[len(source) :]: t for n, t in state.items() if n.startswith(f"{source}.")}
@@ -102,7 +108,7 @@ def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, 
 
 
 def count(state: Mapping[str, Tensor], prefix: str) -> int:
-    """How many numbered parts there are below a prefix: one more than the largest number."""
+    """Return the number of numbered parts below a prefix: one more than the largest number."""
     numbers = [int(match[1]) for name in state if (match := re.match(re.escape(prefix) + r"\.(\d+)\.", name))]
     return max(numbers, default=-1) + 1
 
@@ -117,7 +123,7 @@ RESNETS = {  # blocks of each stage, and whether they are bottlenecks
 
 
 def resnet_name(state: Mapping[str, Tensor], prefix: str) -> str | None:
-    """timm's name of the ResNet whose `layer1.0.conv1.weight` and so on stand below a prefix; None: none that is known.
+    """Return timm's name of the ResNet whose `layer1.0.conv1.weight` and so on are below a prefix; None: unknown.
 
     A ResNeXt is recognised by the groups of its 3 x 3 convolutions.
     """

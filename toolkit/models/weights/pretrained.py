@@ -1,13 +1,15 @@
-"""Pretrained weights of a detector: a hub name, a transformers folder (a `final/` too), a `final/` folder of our own
-kind, a run folder or one of its checkpoints, or a file of one of the publishers in this folder (see `files.py`).
+"""Pretrained weights of a detector, by a hub name or a path.
 
-What a detector must provide so that `start_detector` can load them:
+The path is a transformers folder (a `final/` too), a `final/` folder of our own kind, a run folder or one of its
+checkpoints, or a file of one of the publishers in this folder (see `files.py`).
+
+A detector must provide the following so that `start_detector` can load them:
 
 - Every tensor of its state dict takes the source's tensor of the same name and shape. A detector around a transformers
   model holds it as `self.model`: the source's names are then those of that model below "model.". Another shape is an
-  error, except where classes say so:
+  error, except for tensors with rows of classes:
 - `class_tensors: Mapping[str, tuple[int, int, int]]`, an attribute of class or instance: `fnmatch` patterns of names in
-  the state dict, each with `(before, each, after)`, what the rows (dimension 0) of these tensors are: one or more
+  the state dict, each with `(before, each, after)`, the meaning of the rows (dimension 0) of these tensors: one or more
   blocks (one per anchor), each of `before` rows for no class, `each` rows for every class in the order of the labels,
   and `after` rows for no class. The number of blocks follows from the shape. Rows of classes of the same name are
   copied, so are those for no class; the others keep their initial values.
@@ -19,7 +21,8 @@ What a detector must provide so that `start_detector` can load them:
       SSD (anchors (1 + C), D, 3, 3)       (1, 1, 0)
       YOLOv3 (anchors (5 + C), D, 1, 1)    (5, 1, 0)
 
-- Built around a transformers model, the keyword `source_config: dict | None = None`: `config.to_dict()` of the source.
+- For a detector around a transformers model, the keyword `source_config: dict | None = None`, the source's
+  `config.to_dict()`.
   The detector then has the structure that it describes, with classes `class_names`; settings that are given change it.
 """
 
@@ -46,8 +49,11 @@ PROBE_S = 5.0  # seconds that the hub has to answer
 
 @dataclass
 class Pretrained:
-    """Trained weights. options: keywords of `build_detector` for the detector that they are of. notes: what they cannot
-    tell themselves, with the flag that says otherwise. size: as in `Description`."""
+    """Trained weights.
+
+    options: keywords of `build_detector` for their detector. notes: assumptions about facts that the weights do not
+    hold, with the flags that change them. size: as in `Description`.
+    """
 
     name: str
     architecture: str
@@ -59,16 +65,16 @@ class Pretrained:
 
 
 def open_pretrained(name: str) -> Pretrained:
-    """Trained weights by hub name or path; see the top of this file.
+    """Open trained weights by hub name or path; see the top of this file.
 
     Raises:
-        BadInput: nothing of that name here or on the hub, no network for it, or a folder that is none of these.
+        BadInput: a name that is neither here nor on the hub, no network, or a folder of none of these kinds.
     """
     path = Path(name).expanduser()
     if not path.exists():
         if not may_be_of_hub(name):
             expected = "give a folder, or a hub name such as owner/model"
-            raise BadInput(f"model.pretrained: there is no {path}; {expected}{near_names(path)}")
+            raise BadInput(f"model.pretrained: {path} does not exist; {expected}{near_names(path)}")
         return _from_transformers(name, name)
     if path.is_file():
         about, tensors = open_file(path)
@@ -96,7 +102,7 @@ def _from_our_folder(name: str, path: Path) -> Pretrained:
 
 
 def _described(model: Mapping) -> tuple[str, dict]:
-    """Architecture and settings of the detector of a run, without those that say where its own weights came from."""
+    """Return architecture and settings of the detector of a run, without the origin of its own weights."""
     options = detector_options(model)
     options.pop("pretrained_backbone", None)
     return options.pop("architecture"), options
@@ -114,15 +120,16 @@ def _from_transformers(name: str, source: str) -> Pretrained:
         if Path(source).is_dir():
             raise BadInput(f"model.pretrained {name}: not a detector of transformers: {what}") from error
         raise BadInput(
-            f"model.pretrained {name}: there is no such folder here, and no detector of this name on the hub or in its "
-            f"cache ({what}); connect to the network once, set HF_HOME to a cache that holds it, or give a folder."
+            f"model.pretrained {name}: this folder does not exist here, and no detector of this name is on the hub "
+            f"or in its cache ({what}); connect to the network once, set HF_HOME to a cache that holds it, or give "
+            "a folder."
         ) from error
-    # as JSON has it, so that the run and whoever builds its detector again are given the same
+    # through JSON, so that the run and a later build of its detector get the same values
     options: dict = {"source_config": json.loads(config.to_json_string(use_diff=False))}
     try:
         with cached_when_offline():
             processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError):  # weights without a processor say nothing of their images
+    except (OSError, ValueError):  # weights without a processor do not describe their images
         processor = None
     if processor is not None:
         plain = not processor.do_normalize
@@ -140,9 +147,9 @@ def _first_sentence(error: Exception) -> str:
 
 @contextmanager
 def cached_when_offline() -> Iterator[None]:
-    """While the hub does not answer, packages that load from it use their cache, and fail at once without one.
+    """Let packages that load from the hub use their cache while it does not answer, and fail at once without one.
 
-    Left to themselves they try every file six times, half a minute each, with a warning every time.
+    By default they try every file six times, half a minute each, with a warning every time.
     """
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or not hub_answers()
@@ -153,7 +160,7 @@ def cached_when_offline() -> Iterator[None]:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached."""
+    """Return whether the hub can be reached."""
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=PROBE_S).close()
     except urllib.error.HTTPError:  # an answer, if not the wanted one

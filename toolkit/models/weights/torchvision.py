@@ -1,5 +1,8 @@
-"""torchvision's detectors, whose state dicts are ours name by name: `fasterrcnn_resnet50_fpn_coco-*.pth`, `_v2`,
-`ssd300_vgg16_coco-*.pth`, `ssdlite320_mobilenet_v3_large_coco-*.pth`."""
+"""Weights of torchvision's detectors, whose state dicts are ours name by name.
+
+They are `fasterrcnn_resnet50_fpn_coco-*.pth`, `_v2`, `ssd300_vgg16_coco-*.pth`,
+`ssdlite320_mobilenet_v3_large_coco-*.pth`.
+"""
 
 import re
 from collections.abc import Mapping
@@ -9,9 +12,10 @@ from torch import Tensor
 from toolkit.models.weights.class_names import named
 from toolkit.models.weights.names import Description
 
-ROI, SSD = ("roi_heads.box_predictor.cls_score.weight", 1), "head.classification_head.module_list.0"
+ROI = ("roi_heads.box_predictor.cls_score.weight", 1)
+SSD = "head.classification_head.module_list.0"
 BODY = "backbone.body.layer4.2.conv3.weight"
-# Of each detector, names that only its tensors have, the last one with so many rows for each class.
+# By detector: names that only its tensors have; the last one has this many rows for each class.
 MARKS = {
     "fasterrcnn_resnet50_fpn": (BODY, "roi_heads.box_head.fc6.weight", *ROI),
     "fasterrcnn_resnet50_fpn_v2": (BODY, "roi_heads.box_head.0.0.weight", *ROI),
@@ -26,7 +30,7 @@ WITH_LISTS = {
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Whether these are names of one of the four detectors."""
+    """Return whether these are names of one of the four detectors."""
     return _architecture(state) is not None
 
 
@@ -35,7 +39,7 @@ def _architecture(state: Mapping[str, Tensor]) -> str | None:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """The detector that these tensors belong to.
+    """Return the detector that these tensors belong to.
 
     A batch norm's epsilon is not among the tensors: torchvision's published `fasterrcnn_resnet50_fpn` has 0.
     """
@@ -52,7 +56,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors; batch norms of this detector are constants and count no batches."""
+    """Return the tensors; batch norms of this detector are constants and count no batches."""
     if _architecture(state) == "fasterrcnn_resnet50_fpn":
         state = {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
     for pattern, today in WITH_LISTS.items():

@@ -15,7 +15,7 @@ from toolkit.models.weights.names import Pairs, pairs, renamed, split_attention
 
 
 def _names(layer: str) -> Pairs:
-    """Of a whole ViT, with a table of names in a layer."""
+    """Return the names of a whole ViT, with a table of names in a layer."""
     stem = "cls_token embeddings.cls_token, patch_embed.proj embeddings.patch_embeddings.projection, norm layernorm"
     return pairs(layer, below=[("blocks.*.", "encoder.layer.*.")]) + pairs(f"blocks encoder.layer, {stem}")
 
@@ -37,14 +37,14 @@ def load_timm_vit(
     """Load the weights of timm's ViT of the same width into one of transformers.
 
     Args:
-        vit: with `embeddings`, `encoder.layer` and `layernorm`; tokens that timm's has not keep their weights.
+        vit: with `embeddings`, `encoder.layer` and `layernorm`; tokens that timm's ViT lacks keep their weights.
         by_width: timm's names.
         pretrained: True (downloaded once), or a file of these weights.
         names: `YOLOS` or `DINOV2`, timm's names and transformers'.
         grid_hw: patches of the position embeddings, to which timm's are interpolated.
 
     Raises:
-        BadInput: no such model, another depth or patch size, unavailable weights.
+        BadInput: an unknown model, another depth or patch size, unavailable weights.
     """
     width = vit.embeddings.cls_token.shape[-1]
     if width not in by_width:
@@ -54,7 +54,8 @@ def load_timm_vit(
     source = timm_model(by_width[width], pretrained, num_classes=0, patch_size=patch).state_dict()
     positions = resample_abs_pos_embed(source.pop("pos_embed"), list(grid_hw), num_prefix_tokens=1)
     vit.embeddings.position_embeddings[:, : positions.shape[1]] = positions
-    wanted, tensors = vit.state_dict(), renamed(split_attention(source, ".qkv."), names)
+    wanted = vit.state_dict()
+    tensors = renamed(split_attention(source, ".qkv."), names)
     unfit = [key for key, tensor in tensors.items() if key not in wanted or wanted[key].shape != tensor.shape]
     missing = {key for key in wanted if key.startswith("encoder.layer.")} - set(tensors)
     if unfit or missing:
