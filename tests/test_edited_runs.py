@@ -29,7 +29,7 @@ from toolkit.tools.report.facts import run_facts
 REMOVED = object()
 # (group, key, value) of each edit -> what the sentences say
 EDITS = {
-    "no group": ([("data", None, REMOVED)], ["there is no group data"]),
+    "no group": ([("data", None, REMOVED)], ["it has no group data"]),
     "groups that are none": ([("run", None, None), ("eval", None, [1])], ["run is null", "eval is [1]"]),
     "no key": ([("data", "image_size", REMOVED)], ["there is no data.image_size; expected the value that the run was"]),
     "wrong keys": ([("optim", "lrr", 1), ("optim", "lr", REMOVED), ("data", "colour", "red")],

@@ -183,7 +183,7 @@ def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatc
     }.items():  # fmt: skip
         opens = (open_predictor, lambda typed: open_run(typed, options_class), kind_of)
         for opened in (*opens, lambda typed: open_any(typed, None, SplitOptions(), None)):
-            with pytest.raises(BadInput, match="there is no such run") as refused:
+            with pytest.raises(BadInput, match="no such run") as refused:
                 opened(typed)
             assert str(refused.value).startswith(typed) and near in str(refused.value)
 

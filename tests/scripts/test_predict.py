@@ -189,7 +189,7 @@ def test_one_message_and_code_2(server, whole, photos, tmp_path):
     image.parent.mkdir(parents=True)
     shutil.copy(photos / "0.png", image)
     for args, wanted in (
-        ([tmp_path / "none", photos], [f"{tmp_path}/none", "there is no such run"]),
+        ([tmp_path / "none", photos], [f"{tmp_path}/none", "no such run"]),
         ([whole / "final", photos, "--weights", "ema"], ["--weights ema"]),
         ([whole, photos, "--batch-size", "0"], ["--batch-size 0"]),
         ([whole, photos, "--out", photos / "notes.txt"], ["--out", "notes.txt"]),

@@ -152,7 +152,7 @@ def replace_state(folder: Path, step: int, state: dict, *, keep: int, best: bool
         best: the checkpoint is the best so far; the one that was it before is deleted if nothing else keeps it.
 
     Raises:
-        CheckpointError: there is no such checkpoint, no space, no right to write, ...
+        CheckpointError: the checkpoint does not exist, no space, no right to write, ...
         TypeError: `state` holds something JSON has no form for; names where.
     """
     folder = Path(folder)
@@ -407,7 +407,8 @@ def _load(path: Path, manifest: dict) -> Checkpoint:
         raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
     of_run = manifest["kind"] == "run"
     optimizer = pickled.get(OPTIMIZER)
-    if faults := faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []:
+    faults = faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []
+    if faults:
         raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
     extra = pickled.get(EXTRA, {})
     if not isinstance(extra, dict):
@@ -478,7 +479,7 @@ def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
     if path.name in ("latest", "best") and (path.is_symlink() or not path.is_dir()):
         target = linked(path.parent, path.name) or linked(path.parent / "checkpoints", path.name)
         if target is None:
-            raise CheckpointError(f"--run.resume {path}: there is no such link to a checkpoint.")
+            raise CheckpointError(f"--run.resume {path}: this link to a checkpoint does not exist.")
         return load_checkpoint(target), []
     if not path.exists():
         raise CheckpointError(f"--run.resume {path} does not exist. Give a checkpoint folder, a run folder, or latest.")
@@ -495,7 +496,7 @@ def _read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        reason = f"there is no {MANIFEST}, so it was never finished" if path.is_dir() else "there is no such folder"
+        reason = f"there is no {MANIFEST}, so it was never finished" if path.is_dir() else "the folder does not exist"
         raise CheckpointError(f"Checkpoint {path}: {reason}.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({_first_line(error)}).") from error

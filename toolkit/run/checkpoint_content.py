@@ -93,7 +93,8 @@ def changed_files(path: Path, manifest: dict) -> list[str]:
             problems.append(f"the manifest lists {name!r}, which no checkpoint holds")
         elif not (path / name).is_file():
             problems.append(f"{name} is missing")
-        elif (size := (path / name).stat().st_size) != entry["size"]:
+        elif _size(path / name) != entry["size"]:
+            size = _size(path / name)
             problems.append(f"{name} has {size} bytes, written were {entry['size']} (truncated or changed)")
         else:
             with open(path / name, "rb") as file:
@@ -169,3 +170,8 @@ def _sound(tensor: Tensor | float, may_be_infinite: bool) -> bool:
     if not tensor.is_floating_point():
         return True
     return not bool(tensor.isnan().any()) if may_be_infinite else bool(tensor.isfinite().all())
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file in bytes."""
+    return path.stat().st_size

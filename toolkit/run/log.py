@@ -147,7 +147,8 @@ class Log:
             full = {**row, **means, **self.timer.row(total_steps - step)}
             self.write(step, epoch, full)
             self.say(console_line(full, self.meters, position))
-            if news := self.graphs.news(step):
+            news = self.graphs.news(step)
+            if news:
                 self.say(news)
 
     def has_row(self, step: int, total_steps: int, ends_epoch: bool) -> bool:
@@ -225,7 +226,8 @@ class Log:
 
     def raise_trouble(self) -> None:
         """Raise BadInput on every rank if the main process could not write a row; a collective."""
-        if trouble := broadcast_object(self.trouble):
+        trouble = broadcast_object(self.trouble)
+        if trouble:
             raise BadInput(trouble)
 
     def close(self, state: str = "done") -> None:

@@ -120,7 +120,7 @@ def _row(line: bytes) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl as they were logged, NaN and infinity included; empty when there is no such file.
+    """The rows of a metrics.jsonl as they were logged, NaN and infinity included; empty if the file does not exist.
 
     A torn last line, which a kill leaves behind, is left out.
 
@@ -145,7 +145,7 @@ class GrowingMetrics:
         self._lines = 0
 
     def new_rows(self) -> list[dict]:
-        """Yield rows as `read_metrics` gives them; empty when there is no such file. Raises BadInput as it does."""
+        """Yield rows as `read_metrics` gives them; empty if the file does not exist. Raises BadInput as it does."""
         try:
             now = os.stat(self.path)
             same = self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), now)

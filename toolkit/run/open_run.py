@@ -56,7 +56,7 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise BadInput(f"{path}: there is no such run or checkpoint{near_names(path)}")
+        raise BadInput(f"{path}: no such run or checkpoint exists{near_names(path)}")
     folder = run_folder_of(path)
     if path == folder:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
@@ -78,7 +78,7 @@ def kind_of(source: str | Path) -> str:
     """
     path = Path(source).expanduser()
     if not path.exists() and not may_be_of_hub(str(source)):
-        raise BadInput(f"{source}: there is no such run, checkpoint, model or file{near_names(path)}")
+        raise BadInput(f"{source}: no such run, checkpoint, model or file exists{near_names(path)}")
     if path.suffix in EXPORTED:
         return "exported"
     if path.is_file():

@@ -123,7 +123,8 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
         return
     message = _report(t, action, broken, in_window=True)
     drop_gradients(t.loss_weights)
-    if (scaler := t.accelerator.scaler) is not None:
+    scaler = t.accelerator.scaler
+    if scaler is not None:
         scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
     follow(t, action, message, broken)
 
@@ -143,7 +144,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         # The data goes on after the window that broke: run again from the same weights it would break again.
         checkpoint, passed_over = state_from_main(lambda: newest_valid(t.folder / "checkpoints"))
         if checkpoint is None:
-            raise StoppedByGuard(f"{message}\nThere is no checkpoint to roll back to. {' '.join(passed_over)}")
+            raise StoppedByGuard(f"{message}\nNo checkpoint to roll back to exists. {' '.join(passed_over)}")
         load_weights(t, checkpoint)
         t.guard.look_at_new_state()
         t.saved_step = t.log.status["step"] = t.step

@@ -26,7 +26,8 @@ def save(t, best: bool = False) -> None:
     """Write `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
     content = content_of_run(t)
     t.saved_step = t.step
-    if others := t.check.new_others():
+    others = t.check.new_others()
+    if others:
         t.log.say(
             f"in no checkpoint, so that a resumed run differs: {', '.join(others)}, and what it trains; "
             't.extra["NAME"] = optimizer in main saves it, and the module likewise'

@@ -137,7 +137,8 @@ def end(s: Session, t: Training) -> None:
 
 def stop_if_asked(s: Session, when: str) -> None:
     """Between two long parts: ends the run if a signal came, on any process; a collective. Raises Preempted."""
-    if number := agree_max(s.signals.received):
+    number = agree_max(s.signals.received)
+    if number:
         raise Preempted(f"{signal_name(number)} {when}; `--run.resume latest` goes on")
 
 

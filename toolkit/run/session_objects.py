@@ -112,7 +112,8 @@ def _settle(s: Session, detector: Detector) -> None:
         settled = replace(settled, precision=s.accelerator.mixed_precision)  # fp16 is not used on a CPU
     slow = settled.precision == "bf16" and device.type == "cpu" and not cpu_computes_in_bf16()
     s.say(f"{settled}{', for which this CPU has no instructions: --run.precision no is faster' if slow else ''}")
-    if note := describe_float32_layers(detector, device.type, settled.precision):
+    note = describe_float32_layers(detector, device.type, settled.precision)
+    if note:
         s.say(note)
     s.measured["settled"] = asdict(settled)
     run = replace(run, precision=settled.precision, tf32=settled.tf32)
@@ -120,7 +121,7 @@ def _settle(s: Session, detector: Detector) -> None:
 
 
 def _distillation(s: Session, detector: Detector, table: DetectionTable) -> nn.Module | None:
-    """The losses beside the teacher of `loss.teacher`; None where there is no teacher."""
+    """The losses beside the teacher of `loss.teacher`; None without a teacher."""
     if s.config.loss.teacher is None:
         return None
     open_teacher = index.tool("teacher")

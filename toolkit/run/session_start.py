@@ -77,7 +77,8 @@ def session(config: Any) -> Iterator[Session]:
     Raises:
         BadInput: settings that cannot be met, a run folder that cannot be used, a checkpoint that cannot be resumed.
     """
-    if trial := agent_run_id():  # all trials of a sweep are started by one command
+    trial = agent_run_id()
+    if trial:  # all trials of a sweep are started by one command
         config = replace(config, run=replace(config.run, name=f"{config.run.name}-{trial}"))
     run = config.run
     hub = config.hub

@@ -127,7 +127,8 @@ def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = 
         if "source_config" in stored["options"] and "given" in stored:
             kept = {"architecture", *stored["given"], *ABOUT_STARTING}
             given = {key: value for key, value in given.items() if key in kept}
-        if problems := type_faults({"model": stored["options"]}, _kinds({}, options_of, groups), str(source)):
+        problems = type_faults({"model": stored["options"]}, _kinds({}, options_of, groups), str(source))
+        if problems:
             raise BadInput(problems)
         groups["model"] = {**stored["options"], **given}
     return groups
@@ -158,7 +159,7 @@ def checked_settings(
     problems = []
     for name in needed:
         if name not in groups:
-            problems.append(f"{where}: there is no group {name}; expected the one that the run wrote")
+            problems.append(f"{where}: it has no group {name}; expected the one that the run wrote")
         elif isinstance(groups[name], dict):
             left = [f"there is no {name}.{key}" for key in NEEDED[name] if key not in groups[name]]
             problems += [f"{where}: {fault}; expected the value that the run was trained with" for fault in left]
@@ -192,7 +193,8 @@ def _kinds(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) ->
         raise BadInput(f"model is {shown(model)}; expected a group of settings, `key: value`")
     if "architecture" not in model:
         return {**kinds}
-    if not isinstance(architecture := model["architecture"], str):
+    architecture = model["architecture"]
+    if not isinstance(architecture, str):
         raise BadInput(f"model.architecture is {shown(architecture)}; expected the name of a detector")
     options = options_of(architecture)
     return {**kinds} if options is None else {**kinds, "model": options}
@@ -287,7 +289,8 @@ def in_force(settings: Mapping, changed: Sequence[Change]) -> dict:
 
     Raises BadInput: some changes are refused.
     """
-    if refused := [change for change in changed if change.verdict == "refused"]:
+    refused = [change for change in changed if change.verdict == "refused"]
+    if refused:
         remedy = "resume with the setting of before, or begin a new run with another --run.name"
         raise BadInput([f"{change}; {remedy}" for change in refused])
     kept = {group: dict(entries) for group, entries in settings.items()}

@@ -37,7 +37,7 @@ PICTURES_KEPT = 5  # evaluations whose pictures stay in report/pictures, beside 
 class Validation:
     """The validation data and evaluator of a run.
 
-    evaluator: what measures predictions on `table`, such as `CocoEvaluator`; None: there is no table to measure on.
+    evaluator: what measures predictions on `table`, such as `CocoEvaluator`; None: no table to measure on.
     score_threshold: scores below it are left out. max_detections: of an image, over all classes. pictures: images drawn
     at each evaluation.
     """
@@ -195,7 +195,8 @@ def finish(t) -> None:
     if fault:
         t.log.say(f"warning: the best checkpoint cannot be used, final/ gets the weights of step {t.step}: {fault}")
     named = [*t.detector.named_parameters(), *t.guard.watched()]
-    if broken := nonfinite((("weight", name), tensor) for name, tensor in named):
+    broken = nonfinite((("weight", name), tensor) for name, tensor in named)
+    if broken:
         raise StoppedByGuard(f"the best weights are not finite: {', '.join(broken[:3])}; nothing is written to final/")
 
 
