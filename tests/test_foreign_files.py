@@ -253,7 +253,7 @@ def test_a_header_of_safetensors_that_lies_is_one_sentence(final, tmp_path):
     }  # fmt: skip
     for lie, content in lies.items():
         file.write_bytes(content)
-        with pytest.raises(BadInput, match="model.safetensors: (no safetensors|the weights are not)") as refused:
+        with pytest.raises(BadInput, match="model.safetensors: (not a safetensors|the weights are not)") as refused:
             open_predictor(tmp_path / "final")
         assert "\n" not in str(refused.value), lie
     file.unlink()

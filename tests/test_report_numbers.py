@@ -340,7 +340,7 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
         ([{"image_id": 10}], "detection 0"),
         ([detection | {"image_id": 99}], "image ids"),
         ([detection | {"category_id": 2}], "category ids"),
-        ([detection | {"bbox": [0, 0, 1, "x"]}], "no number"),
+        ([detection | {"bbox": [0, 0, 1, "x"]}], "not a number"),
     ):
         file.write_text(json.dumps(content))
         with pytest.raises(BadInput, match=words):

@@ -104,6 +104,7 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
     """
     path = Path(path).expanduser()
     about = read_about(path)
+    entries = _entries(path)
     made_on = about.get("made_on", {})
     graphs_file = path.with_suffix(".graphs.npz")
     fingerprint = made_on.get("fingerprint")
@@ -126,7 +127,7 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
         if classes_then != classes:
             labels, changed_classes = labels_by_name(path, classes_then, table)
             label_of = {category["id"]: label for category, label in zip(about["classes"], labels, strict=True)}
-    predictions = _boxes(path, _entries(path), table, label_of)
+    predictions = _boxes(path, entries, table, label_of)
     if graphs_file.exists():  # instead of COCO's list, which has another order and lacks boxes without a class
         predictions = _read_graphs(graphs_file, table.image_ids().tolist())
     return PredictionsFile(predictions, about, corrected, changed_classes)
