@@ -130,7 +130,7 @@ def test_accumulated_gradients_equal_those_of_the_big_batch(name, options):
     ("deformable_detr", {"box_refine": "yes"}, ["none, iterative, two_stage"]),
     ("deformable_detr", {"d_model": 32, "heads": 3}, ["do not fit together"]),
     ("rf_detr", {"source_config": TINY_RF_DETR, "pretrained_backbone": True}, ["width 384 ", ", not 32"]),
-    ("yolos", {"pretrained_backbone": "no/such.safetensors"}, ["no file no/such.safetensors"]),
+    ("yolos", {"pretrained_backbone": "no/such.safetensors"}, ["the file no/such.safetensors does not exist"]),
     ("yolos", {"freeze": "paper"}, ["no setting model.freeze"]),
     ("yolos", {"d_model": 32, "heads": 3}, ["do not fit together"]),
     ("dert", {}, ["'dert'", "did you mean 'detr'", "rt_detr_v2"]),

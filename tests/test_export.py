@@ -405,7 +405,7 @@ def test_a_graph_that_cannot_be_exported_says_why(capsys):
     options = {"predicates": ["on"], "backbone": "test_resnet", "hidden_dim": 16, "embed_dim": 8}
     for words, more in (("of the heads only penet, react, react_pp", {"mode": "sgdet", "head": "motifs"}),
                         ("two stages", {"mode": "sgdet", "head": "react", "head_options": {"dim": 8}}),
-                        ("boxes that are given", {"mode": "predcls", "head": "imp"})):  # fmt: skip
+                        ("the boxes are given", {"mode": "predcls", "head": "imp"})):  # fmt: skip
         detector = build_detector("scene_graph", class_names=CLASSES, **options | more)
         assert words in detector.graph_obstacle()
     trained = OwnDetector("here", detector, CATEGORIES, None)

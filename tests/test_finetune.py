@@ -170,7 +170,7 @@ def test_a_source_that_is_none_or_of_another_architecture(tmp_path, run_folder):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "bert"}')
     reasons = {"weights.pth": "cannot be read as weights", "empty": "no run folder", "broken": "not a detector",
-               "a/b/c": "there is no"}  # fmt: skip
+               "a/b/c": "does not exist"}  # fmt: skip
     for name, reason in reasons.items():
         with pytest.raises(BadInput, match=reason):
             open_pretrained(str(tmp_path / name))

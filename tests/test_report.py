@@ -72,7 +72,7 @@ def test_curves_of_a_full_run_and_of_less(tmp_path):
 def test_the_report_of_a_run(tmp_path):
     run = tmp_path / "my_run"
     text = write_report(run).read_text()
-    assert "no step yet" in text and "no evaluation" in text and "png" not in text
+    assert "no step yet" in text and "No evaluation" in text and "png" not in text
     full_run(run)
     (run / "report/pictures").mkdir(parents=True)
     for step in (10, 20):
