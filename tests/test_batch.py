@@ -121,3 +121,13 @@ def test_only_what_goes_to_a_gpu_is_pinned(monkeypatch, device, pins):
     monkeypatch.setattr(pipeline, "make_loader", lambda *_: _[-1])
     table = open_dataset("val", format="shapes")
     assert pipeline.loader_of_settings(table, DataConfig(), seed=0, stride=32, pin=pins)[1] is pins
+
+
+def test_copies_that_nobody_asks_for_are_let_go(monkeypatch):
+    """A script may train on other batches: theirs would fill the memory of the device within an epoch."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    ahead = Prefetcher("cpu")
+    ahead.stream = SimpleNamespace(record_event=lambda: None)
+    batches = [Batch(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), []) for _ in range(6)]
+    held = [len(ahead._sent) for _ in ahead.through([[batch] for batch in batches])]
+    assert held == [2, 2, 2, 2, 2, 1] and not ahead._sent

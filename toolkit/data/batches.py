@@ -181,9 +181,16 @@ class Prefetcher:
             self._sent |= {id(b): (b, on_device, copied) for b, on_device in zip(window, moved, strict=True)}
             if waiting is not None:
                 yield waiting
+                self._forget(waiting)
             waiting = window
         if waiting is not None:
             yield waiting
+            self._forget(waiting)
+
+    def _forget(self, window: Sequence[Batch]) -> None:
+        """Let go of copies that were not asked for, because the script trained on other batches."""
+        for batch in window:
+            self._sent.pop(id(batch), None)
 
     def arrived(self, batch: Batch) -> Batch:
         """Return the batch on the device, ready for the stream that computes."""
