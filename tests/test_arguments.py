@@ -24,7 +24,7 @@ class Parsed(Exception):
 
 
 def parsed_by(program: str, words: list[str], monkeypatch):
-    """What the program makes of the words, before it does anything with it."""
+    """Return the arguments that the program has parsed, without running it."""
     monkeypatch.syspath_prepend("scripts")
     script = importlib.import_module(program)
 

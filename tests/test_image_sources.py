@@ -181,7 +181,7 @@ def test_defects_name_the_place(shapes, tmp_path):
 
 
 def test_links_in_archives_and_out_of_folders(shapes, tmp_path):
-    """A hard link of a tar is the file it is one to, a symbolic one is no member; one out of a folder is followed."""
+    """A hard link in a tar is its target, a symbolic link is left out; a link out of a folder is followed."""
     file, folder = shapes
     first, second = packed("two folders", folder, tmp_path)
     names = sorted(path.name for path in folder.iterdir())

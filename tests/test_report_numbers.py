@@ -225,7 +225,7 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
 
 
 def doubted(table, predictions):
-    """What `doubt` says of the suspects that have a prediction, and the images of these."""
+    """Return the result of `doubt`, and the images of the suspects that have a prediction."""
     m = match(predictions, table)
     listed = suspects(m)
     return doubt(m, listed), [suspect.image for suspect in listed if suspect.det >= 0]
@@ -233,7 +233,7 @@ def doubted(table, predictions):
 
 @pytest.mark.parametrize("sharpness", [0.5, 1.0, 3.0])
 def test_what_the_scores_of_a_detector_explain_is_no_doubt(tmp_path, sharpness):
-    """Of exact annotations, whether it is too sure of itself or not sure enough."""
+    """Exact annotations are not doubted, whether the detector is overconfident or underconfident."""
     scores, is_right = confidences(np.random.default_rng(0), 1000, sharpness)
     found, images = doubted(*pairs(tmp_path, scores, is_right, np.ones(1000, bool)))
     assert len(images) > 50 and found == Doubt(len(images), 0, 0.0, len(images))

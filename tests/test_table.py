@@ -101,7 +101,7 @@ def test_a_table_that_is_cut_while_it_is_used_ends_no_process(tmp_path):
             len(cut)
     table.arrow_file.unlink()
     with pytest.raises(BadInput, match="was changed, cut or removed by another program"):
-        len(open_table(tmp_path / "t.json") or pickle.loads(pickle.dumps(table)))  # noqa: S301
+        len(open_table(tmp_path / "t.json") or pickle.loads(pickle.dumps(table)))  # noqa: S301 (pickled here)
 
 
 def test_embedded_images_that_are_cut_off_are_a_sentence_and_removed_ones_are_still_read(tmp_path):
