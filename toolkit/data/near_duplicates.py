@@ -96,19 +96,24 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     return made
 
 
+# What zipfile and NumPy raise while they read an archive of arbitrary bytes; tests/test_caches.py damages some.
+_OF_DAMAGED_ARCHIVES = (
+    *(OSError, EOFError, zipfile.BadZipFile, zlib.error, struct.error),  # cut short, or not an archive
+    *(ValueError, KeyError, TypeError, SyntaxError, OverflowError),  # headers that say something else
+    *(NotImplementedError, RuntimeError, MemoryError),  # compression, encryption or sizes of its headers
+)
+
+
 def _read_signatures(file: Path, count: int) -> ImageSignatures | None:
     """Read the cached signatures of `count` images; None if there are none, or the file is damaged, which is logged."""
     try:
         return _signatures_in(file, count)
     except FileNotFoundError:
         return None
-    # Not a complete list: exceptions of zip and NumPy for arbitrary content.
-    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+    except _OF_DAMAGED_ARCHIVES as error:
         fault = type(error).__name__
-    except (SyntaxError, TypeError, zipfile.BadZipFile, zlib.error, struct.error, MemoryError, OverflowError) as error:
-        fault = type(error).__name__
-    logger.warning("%s: the cached looks of images are damaged (%s); they are made anew", file, fault)
-    return None
+        logger.warning("%s: the cached looks of images are damaged (%s); they are made anew", file, fault)
+        return None
 
 
 def _signatures_in(file: Path, count: int) -> ImageSignatures:

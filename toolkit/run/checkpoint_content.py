@@ -93,19 +93,24 @@ def changed_files(path: Path, manifest: dict) -> list[str]:
             problems.append(f"the manifest lists {name!r}, which no checkpoint holds")
         elif not (path / name).is_file():
             problems.append(f"{name} is missing")
-        elif _size(path / name) != entry["size"]:
-            size = _size(path / name)
-            problems.append(f"{name} has {size} bytes, written were {entry['size']} (truncated or changed)")
         else:
-            with open(path / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    problems.append(f"{name} is not what was written (sha256 differs)")
+            problems += _changes(path / name, entry)
     if STATE not in manifest["files"]:
         problems.append(f"the manifest does not list {STATE}")
     for extra in sorted(path.iterdir()):
         if extra.name not in manifest["files"] and extra.suffix.lower() in _PICKLE_SUFFIXES:
             problems.append(f"{extra.name} is not in the manifest and may hold a pickle; remove it")
     return problems
+
+
+def _changes(file: Path, entry: Mapping) -> list[str]:
+    """Compare a file that is there with its entry in the manifest."""
+    size = file.stat().st_size
+    if size != entry["size"]:
+        return [f"{file.name} has {size} bytes, written were {entry['size']} (truncated or changed)"]
+    with open(file, "rb") as content:
+        is_unchanged = hashlib.file_digest(content, "sha256").hexdigest() == entry["sha256"]
+    return [] if is_unchanged else [f"{file.name} is not what was written (sha256 differs)"]
 
 
 def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object) -> list[str]:
@@ -170,8 +175,3 @@ def _sound(tensor: Tensor | float, may_be_infinite: bool) -> bool:
     if not tensor.is_floating_point():
         return True
     return not bool(tensor.isnan().any()) if may_be_infinite else bool(tensor.isfinite().all())
-
-
-def _size(path: Path) -> int:
-    """Return the size of a file in bytes."""
-    return path.stat().st_size

@@ -52,7 +52,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
 
 
 def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
-    """Parse the settings, runs `main(config)` and returns the exit code of docs/design.md.
+    """Parse the settings, run `main(config)` and return the exit code of docs/design.md.
 
     A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
     the program and keeps its traceback.

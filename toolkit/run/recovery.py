@@ -243,7 +243,7 @@ def keep_start(t) -> None:
 
 
 def _go_back(t) -> str:
-    """Ensure that the newest state known to be finite is saved; returns a sentence that says which one it is."""
+    """Ensure that the newest state known to be finite is saved; return a sentence that says which one it is."""
     step = run_on_main(lambda: getattr(newest_valid(t.folder / "checkpoints")[0], "step", None))
     if step is not None:
         t.log.status["step"] = step
@@ -260,13 +260,14 @@ def _go_back(t) -> str:
 
 
 def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
-    """Write the report of this rank, if something is broken on it; returns the message for the log.
+    """Write the report of this rank, if something is broken on it; return the message for the log.
 
     broken, in_window: what `broken_state` found, and how it looked.
     """
     window = t.window
-    facts = window.facts()
     context = {
+        **window.facts(),
+        "step": t.step,  # behind the update, where its state was found to be broken
         "epoch": t.sampler.epoch,
         "losses": {name: window.reduced[name] for name in ("loss", *t.loss_weights.names)},
         "grad_norm": window.reduced["grad_norm"],
@@ -289,5 +290,4 @@ def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
     elif unusable_rate(t.optimizer.param_groups):
         finding = {"where": "rate"}
     extra = t.extra.state_dict()
-    context = facts | {"step": t.step} | context
     return investigate(t.guard, t.detector, run_again, t.folder, window.batches, context, finding, extra, tensors)

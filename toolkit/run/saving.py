@@ -92,7 +92,7 @@ def content_of_run(t) -> dict:
 
 
 def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
-    """Take up everything a checkpoint holds; returns sentences on what will not be identical.
+    """Take up everything a checkpoint holds; return sentences on what will not be identical.
 
     Args:
         checkpoint: verified by its manifest.

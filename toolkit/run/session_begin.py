@@ -14,18 +14,14 @@ from toolkit.run.session_start import Session
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
 from toolkit.run.trackers import About, data_facts, tracker_names
 from toolkit.run.training import Training
-from toolkit.run.validation import (
-    check_metric,
-    evaluate,
-    save_and_evaluate,
-)
+from toolkit.run.validation import check_metric, evaluate, save_and_evaluate
 from toolkit.run.writer import RunWriter
 from toolkit.step.length import is_time
 from toolkit.step.memory import probe_memory
 
 
 def begin(s: Session, t: Training, table: DetectionTable) -> None:
-    """Take up the checkpoint, writes down what is run, and evaluates where that is due. Refuses before it writes."""
+    """Take up the checkpoint, write down what is run, and evaluate where that is due. Refuse before writing."""
     run = s.config.run
     checkpoint = s.checkpoint
     settings, changed = _settings(s, t)
@@ -91,7 +87,7 @@ def _repair_rows(s: Session) -> list[str]:
 
 
 def _record(s: Session, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:
-    """Say how large model and data are; writes `config.yaml`, `environment.json` and `status.json`.
+    """Say how large model and data are; write `config.yaml`, `environment.json` and `status.json`.
 
     A later start keeps its settings in `config_2.yaml`, `config_3.yaml` and so on, with what is new in them.
     """

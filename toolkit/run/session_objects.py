@@ -25,9 +25,7 @@ from toolkit.run.recovery import RunGuard
 from toolkit.run.session_start import Session
 from toolkit.run.settings_file import CONFIG
 from toolkit.run.training import Training
-from toolkit.run.validation import (
-    Validation,
-)
+from toolkit.run.validation import Validation
 from toolkit.step.checkpointing import checkpoint_in_place
 from toolkit.step.compiling import compile_in_place
 from toolkit.step.ema import Ema
@@ -95,7 +93,7 @@ def _loaders(
 
 
 def _settle(s: Session, detector: Detector) -> None:
-    """Put what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and says who decided it."""
+    """Put what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and say who decided it."""
     run = s.config.run
     optim = s.config.optim
     device = s.accelerator.device

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from toolkit.base.batch import Batch
-from toolkit.base.distributed import OUTSIDE_MICRO_BATCHES, seed_step
 from toolkit.base.errors import BadInput, Preempted
 from toolkit.base.signals import StopSignals
 from toolkit.data.batches import Prefetcher, windows
@@ -234,8 +233,8 @@ class Training:
         self.check.same_optimizer(self.optimizer)
         self.guard.snapshot(self.detector)
         self._best_step = self.best.step
-        seed_step(self.seed, self.step, self.accelerator.process_index, OUTSIDE_MICRO_BATCHES)
         self.window = TrainingWindow(self, batches)
+        self.window.seed_what_is_outside()
         self.batches_under_way = self.window.batches
         self.check.begin(self.step, len(batches))
         return self.window
@@ -299,7 +298,8 @@ class Training:
         total_steps = self.plan.total_steps
         self.log.note_step(self.step, total_steps, epoch, row, images, noted, ends_epoch=self.epoch_is_over)
         notes = self.plan.note_step(self.step, window.totals["time_s"])
-        self.log.set_length(self.plan.total_steps, notes)
+        if notes:
+            self.log.set_length(self.plan.total_steps, notes)
         if self.epoch_is_over or self.step >= self.plan.total_steps:
             self.log.note_epoch(self.step, epoch)
         warning = self.plan.check_own_rates()

@@ -54,8 +54,7 @@ class TrainingWindow(Window):
         t = self._t
         t.check.begin_pass(t.detector.training, len(self))
         counts = [t.counts_of(batch) for batch in self.batches]
-        averaged = t.detector.averaged_denominators
-        self.all_denominators = window_denominators(counts, self.device, t.pace.denominators, averaged)
+        self.all_denominators = self.denominators_for(counts)
         self._boxes_finite = boxes_finite(self.batches)
         self.forget_sums()
         for micro, (batch, denominators) in enumerate(zip(self.batches, self.all_denominators, strict=True)):
@@ -63,11 +62,16 @@ class TrainingWindow(Window):
             if not self._boxes_finite:
                 arrived = with_finite_boxes(arrived)
             self.begin_micro_batch(micro, arrived, denominators)
-            t.loss_weights.begin_micro_batch(self.step, len(self), shares_of_own_losses(counts[micro], denominators))
+            t.loss_weights.begin_micro_batch(self.step, len(self), _shares(counts[micro], denominators))
             t.check.hand_out(arrived.targets)
             is_last = micro == len(self) - 1
             with self._watched(arrived), nullcontext() if is_last else t.accelerator.no_sync(t.model):
                 yield arrived
+
+    def denominators_for(self, counts: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float | Tensor]]:
+        """Return the denominators of each micro-batch, from the counts of this process; a collective."""
+        averaged = self._t.detector.averaged_denominators
+        return window_denominators(counts, self.device, self._t.pace.denominators, averaged)
 
     def _watched(self, batch: Batch) -> AbstractContextManager:
         distillation = self._t.distillation
@@ -142,7 +146,9 @@ class TrainingWindow(Window):
             clip_grads_with_norm_(self._t.trained_parameters, max_norm, self._grad_norm)
 
 
-def shares_of_own_losses(counts: Mapping[str, float], denominators: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _shares(
+    counts: Mapping[str, float], denominators: Mapping[str, float | Tensor]
+) -> dict[str, float | Tensor]:
     """Return the factors by which means over a micro-batch's images or boxes count as in one big batch."""
     kinds = [name.removeprefix("own ") for name in counts if name.startswith("own ")]
     return {kind: counts[f"own {kind}"] / denominators[f"own {kind}"] for kind in kinds}

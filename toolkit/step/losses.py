@@ -133,8 +133,9 @@ class LossWeights(nn.Module):
         """
         for source in self.sources:
             losses = {**losses, **source()}
-        shared = {name: losses[name] * self._shares[kind] for name, kind in self._divided() if name in losses}
-        losses = {**losses, **shared}
+        for name, kind in self.divided_by.items():
+            if name in losses and kind in self._shares:
+                losses = {**losses, name: losses[name] * self._shares[kind]}
         step = self._step if step is None else step
         micro_batches = self._micro_batches if micro_batches is None else micro_batches
         weighted = self.weigh(losses, step, micro_batches)
@@ -144,9 +145,6 @@ class LossWeights(nn.Module):
                 f"{', '.join(self.names)}. Give each loss a weight, 0 to leave it out"
             )
         return weighted
-
-    def _divided(self) -> list[tuple[str, str]]:
-        return [(name, kind) for name, kind in self.divided_by.items() if kind in self._shares]
 
     def weigh(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
         """Weigh as `forward` does, but return the names of losses without a weight in `unknown`.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.base.batch import Batch
+from toolkit.base.distributed import OUTSIDE_MICRO_BATCHES, seed_step
 from toolkit.base.seeding import seed_micro_batch
 from toolkit.step.losses import LossWeights, WeightedLosses
 
@@ -92,6 +93,10 @@ class Window:
         self.sums = {}
         self.losses = []
         self.unknown = []
+
+    def seed_what_is_outside(self) -> None:
+        """Seed what a loop draws outside of the micro-batches by (seed, step, rank)."""
+        seed_step(self.seed, self.step, self.rank, OUTSIDE_MICRO_BATCHES)
 
     def begin_micro_batch(self, micro: int, batch: Batch, denominators: Mapping[str, float | Tensor]) -> None:
         """Seed the random draws of a micro-batch, and set the denominators of its losses.

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import toolkit.run
 from toolkit.base.batch import Batch
-from toolkit.base.distributed import OUTSIDE_MICRO_BATCHES, seed_step
 from toolkit.base.errors import BadInput
 from toolkit.base.signals import StopSignals
 from toolkit.data.sampling import EpochSampler
@@ -32,7 +31,7 @@ from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation
-from toolkit.run.window import TrainingWindow, shares_of_own_losses
+from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
 from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
@@ -41,10 +40,16 @@ from toolkit.step.window import Window, autocast
 
 
 class ReportedWindow(TrainingWindow):
-    """The reported window, with the denominators that it had, whatever the other processes had.
+    """The reported window, with the denominators that it had on all processes.
 
     Its batches are those that were trained on. Changes of the batches by the script are ignored, as they contain them.
+
+    given: the denominators of each micro-batch.
     """
+
+    def __init__(self, t: Training, batches: Sequence[Batch], given: Sequence[Mapping[str, float]]):
+        super().__init__(t, batches)
+        self._given = given
 
     @property
     def batches(self) -> list[Batch]:
@@ -55,15 +60,8 @@ class ReportedWindow(TrainingWindow):
         if not hasattr(self, "_batches"):
             self._batches = list(batches)
 
-    def __iter__(self) -> Iterator[Batch]:
-        t = self._t
-        t.check.begin_pass(t.detector.training, len(self))
-        self.forget_sums()
-        for micro, (batch, denominators) in enumerate(zip(self.batches, self.all_denominators, strict=True)):
-            self.begin_micro_batch(micro, batch, denominators)
-            shares = shares_of_own_losses(t.counts_of(batch), denominators)
-            t.loss_weights.begin_micro_batch(self.step, len(self), shares)
-            yield batch
+    def denominators_for(self, counts: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
+        return self._given
 
 
 class OneWindow(Training):
@@ -77,7 +75,7 @@ class OneWindow(Training):
 
     def windows(self) -> Iterator[TrainingWindow]:
         self.extra.zero_grad()
-        seed_step(self.seed, self.step, self.accelerator.process_index, OUTSIDE_MICRO_BATCHES)
+        self.reported.seed_what_is_outside()
         yield self.reported
 
     def end_epoch(self) -> dict[str, float]:
@@ -166,8 +164,7 @@ def _session(
             log=log, best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
             step=report["step"],
         )  # fmt: skip
-        t.reported = ReportedWindow(t, batches)
-        t.reported.all_denominators = report["denominators"]
+        t.reported = ReportedWindow(t, batches, report["denominators"])
         t.extra.load_state_dict(extra)
         made.append(t)
         return t
