@@ -84,7 +84,7 @@ def main(config: Config) -> dict[str, float]:
         while not t.finished:
             train_one_epoch(t)
         session.end(s, t)
-    return t.last_row
+    return t.validation.last_row
 
 
 if __name__ == "__main__":

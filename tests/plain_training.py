@@ -9,9 +9,12 @@ from torch import nn
 from toolkit.base.signals import StopSignals
 from toolkit.data.sampling import EpochSampler
 from toolkit.run.log import Log
+from toolkit.run.parts import WeightFacts
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
+from toolkit.run.saving import Checkpoints
 from toolkit.run.training import Training
+from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation
 from toolkit.run.writer import RunWriter
 from toolkit.step.losses import LossWeights
@@ -19,9 +22,9 @@ from toolkit.step.losses import LossWeights
 
 def plain_training(
     detector, batches: list, optimizer, make_schedule, folder: Path, *, total_steps: int, scaler=None,
-    accumulation_steps: int = 1, **options,
+    accumulation_steps: int = 1, eval_every: int = 0, save_every: int = 0, keep: int = 2, **options,
 ):  # fmt: skip
-    """One process on the CPU, every step logged, nothing evaluated or saved.
+    """One process on the CPU, every step logged.
 
     batches: of an epoch, all of one size but the last. make_schedule: takes the prepared optimizer. scaler: of fp16,
     which Accelerate has on a GPU alone.
@@ -30,16 +33,18 @@ def plain_training(
     if scaler is not None:
         accelerator.scaler = scaler
         accelerator.unscale_gradients = lambda: scaler.unscale_(optimizer.optimizer)
-    table = SimpleNamespace(categories=(), class_names=[], predicates=(), attributes=())
+    table = SimpleNamespace(categories=(), class_names=[], predicates=(), attributes=(), identity={},
+                            changed_since=lambda before: "")  # fmt: skip
     model, optimizer = accelerator.prepare(detector, optimizer)
     sampler = EpochSampler(sum(map(len, batches)), len(batches[0]), shuffle=False)
     plan = Plan(sampler, make_schedule(optimizer), total_steps, accumulation_steps=accumulation_steps,
                 steps_per_epoch=len(batches))  # fmt: skip
     t = Training(
         accelerator=accelerator, model=model, detector=detector, optimizer=optimizer, plan=plan,
-        loss_weights=LossWeights(detector.loss_names, {}, detector.default_weights), guard=RunGuard(), loader=batches,
-        signals=StopSignals(),
-        validation=Validation(table, None, None), folder=folder, seed=0,
+        loss_weights=LossWeights(detector.loss_names, {}, detector.default_weights), guard=RunGuard(),
+        data=TrainingData(batches, {"validation": table}), signals=StopSignals(),
+        validation=Validation(table, None, None, every=eval_every),
+        checkpoints=Checkpoints(folder / "checkpoints", WeightFacts(detector), save_every, keep), folder=folder,
         log=Log(True, "epoch_median", len(batches), log_every=1), **options,
     )  # fmt: skip
     t.log.start(RunWriter(folder), {}, 0, total_steps)

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import decode_json, encode_json
+from toolkit.base.kinds import faults_of
 from toolkit.run.checkpoint import (
     CheckpointError,
     changed_files,
@@ -37,9 +38,8 @@ from toolkit.run.checkpoint import (
     resolve_resume,
     save_checkpoint,
 )
+from toolkit.run.checkpoint_content import RUN_STATE as RUN_STATE_KINDS
 from toolkit.run.checkpoint_content import faults_of_run
-from toolkit.run.state_check import RUN_STATE as RUN_STATE_KINDS
-from toolkit.run.state_check import faults_of
 
 resource = pytest.importorskip("resource", reason="mounts, kernel limits and users of POSIX: not on Windows")
 
@@ -208,6 +208,8 @@ def test_links_are_text_files_where_links_are_not_possible(tmp_path, monkeypatch
 
 
 PARTS = {
+    "data": {"categories": [{"id": 1, "name": "a"}], "tables": {}},
+    "weight_facts": {"infinite": ["mask"], "frozen": []},
     "ema": {"updates made": 1}, "guard": {},
     "sampler": {"seed": 0, "epoch": 0, "offset": 4, "world_size": 1, "batch_size": 4, "num_samples": 8},
     "plan": {"total_steps": 9, "limit": "run.epochs", "accumulation": [1, 0], "recut": 0, "schedule": {},
@@ -216,9 +218,7 @@ PARTS = {
             "logged_steps": -1, "has_notes": False, "writer": {"rows": 1, "run_ids": {}}},
     "best": {"metric": "bbox_AP", "value": None, "step": -1, "without_better": 0, "evaluated_step": -1},
 }  # fmt: skip
-RUN_STATE = {
-    "step": 1, "categories": [{"id": 1, "name": "a"}], "infinite": ["mask"], "frozen": [], "parts": PARTS
-}  # fmt: skip
+RUN_STATE = {"step": 1, "parts": PARTS}
 
 
 def save_run(folder: Path, step: int, state: dict | None = None, tensors: dict | None = None, optimizer=None) -> Path:
@@ -279,14 +279,14 @@ BREAKAGES = {
     "no state": (lambda f: edit_manifest(f, files={}), "the manifest does not list state.json"),
     "state not JSON": (lambda f: plant(f, "state.json", "{"), "state.json cannot be read"),
     "nested state": (lambda f: plant(f, "state.json", NESTED), "state.json cannot be read"),
-    "empty state": (lambda f: plant(f, "state.json", "{}"), "state.json has no categories"),
+    "empty state": (lambda f: plant(f, "state.json", "{}"), "state.json has no step"),
     "state no mapping": (lambda f: plant(f, "state.json", "[]"), "state.json is not a mapping"),
     "another step": (plant_state(step=7), "state.json is of step 7"),
     "truth for a number": (plant_part("plan", recut=True), "parts.plan.recut in state.json is 'True'"),
     "sampler": (plant_state(parts=PARTS | {"sampler": {}}), "state.json has no parts.sampler.seed"),
     "no part": (plant_state(parts=PARTS | {"guard": 1}), "parts.guard in state.json is '1'; expected a mapping"),
-    "categories": (plant_state(categories=[{"id": 1, "name": 1}]), "categories.0.name in state.json is '1'; expected"),
-    "no id": (plant_state(categories=[{"name": "a"}]), "state.json has no categories.0.id"),
+    "categories": (plant_part("data", categories=[{"id": 1, "name": 1}]), "categories.0.name in state.json is '1'"),
+    "no id": (plant_part("data", categories=[{"name": "a"}]), "state.json has no parts.data.categories.0.id"),
     "unknown kind": (lambda f: edit_manifest(f, kind="walk"), "MANIFEST.json is not what this"),
     "step before the first": (lambda f: edit_manifest(f, step=-2), "MANIFEST.json is not what this"),
     "no tensors": (lambda f: plant(f, "model.safetensors", b"\0" * 99), "model.safetensors "),
@@ -312,11 +312,13 @@ FULL_PARTS = {
     },
     "log": PARTS["log"] | {"meters": {"loss": METER}, "averages": {"loss": [1.5, 2]}},
     "best": PARTS["best"] | {"value": 0.5},
+    "data": PARTS["data"] | {
+        "predicates": ["on"], "attributes": [],
+        "tables": {"training": {"fingerprint": "a", "file": "b", "images": 8, "boxes": 9}},
+    },
+    "weight_facts": {"infinite": ["mask"], "frozen": ["w"]},
 }  # fmt: skip
-FULL_STATE = RUN_STATE | {
-    "parts": FULL_PARTS, "predicates": ["on"], "attributes": [], "frozen": ["w"],
-    "data": {"training": {"fingerprint": "a", "file": "b", "images": 8, "boxes": 9}},
-}  # fmt: skip
+FULL_STATE = {"step": 1, "parts": FULL_PARTS}
 NULLABLE = {"parts.best.value", "parts.plan.budget", "parts.plan.without_own_rates", "parts.plan.schedule.total_steps",
             "parts.plan.budget.total_steps", "parts.plan.budget.steps", "parts.plan.budget.elapsed_s",
             "parts.log.meters.loss.window_size"}  # fmt: skip
@@ -347,12 +349,12 @@ OTHERS = {
 
 
 def test_a_value_of_another_kind_anywhere_in_the_state_is_named():
-    assert list(faults_of(FULL_STATE, RUN_STATE_KINDS)) == []
+    assert list(faults_of(FULL_STATE, RUN_STATE_KINDS, "state.json")) == []
     for keys, before in places_of(FULL_STATE):
         place = ".".join(map(str, keys))
         for value in OTHERS[type(before)]:
-            may_be = value is None and place in NULLABLE or value == "x" and place == "categories.0.id"
-            faults = list(faults_of(replaced(FULL_STATE, keys, value), RUN_STATE_KINDS))
+            may_be = value is None and place in NULLABLE or value == "x" and place == "parts.data.categories.0.id"
+            faults = list(faults_of(replaced(FULL_STATE, keys, value), RUN_STATE_KINDS, "state.json"))
             assert may_be or len(faults) == 1 and f"{place} in state.json is " in faults[0], (place, value, faults)
             assert all(len(fault) < 200 for fault in faults)
 
@@ -362,7 +364,7 @@ def test_words_and_numbers_that_would_be_another_schedule_are_named():
                ("options", "gamma"): math.nan, ("options", "step_size"): -2, ("options", "every"): 0}  # fmt: skip
     for keys, value in changes.items():
         place = ("parts", "plan", "schedule", *keys)
-        (fault,) = faults_of(replaced(FULL_STATE, place, value), RUN_STATE_KINDS)
+        (fault,) = faults_of(replaced(FULL_STATE, place, value), RUN_STATE_KINDS, "state.json")
         assert ".".join(map(str, place)) in fault and "; expected " in fault
 
 
@@ -376,7 +378,7 @@ def test_a_checkpoint_that_is_not_of_a_run_is_refused_where_a_run_is_asked_for(t
 def test_an_optimizer_of_another_structure_is_refused():
     group = {"params": [0], "lr": 0.1}
     sound = {"state": {0: {"step": 1, "mean": torch.ones(2)}}, "param_groups": [group]}
-    tensors, state = {"model": {"w": torch.ones(2)}, "ema": {}}, RUN_STATE | {"step": 2, "infinite": []}
+    tensors, state = {"model": {"w": torch.ones(2)}, "ema": {}}, RUN_STATE | {"step": 2}
     assert faults_of_run(2, tensors, sound, state) == []
     for changed in ({"state": None}, {"state": {0: None}}, {"state": {0: [1]}}, {"param_groups": {}},
                     {"param_groups": [None]}, {"param_groups": [{"lr": 0.1}]}):  # fmt: skip
@@ -446,7 +448,7 @@ def test_none_valid_is_refused_with_all_that_is_wrong_with_each(tmp_path):
         plant(last := save_run(tmp_path / "checkpoints", step), "state.json", "{}")
     with pytest.raises(CheckpointError) as caught:
         resolve_resume("latest", tmp_path)
-    assert "None of the checkpoints" in str(caught.value) and str(caught.value).count("has no categories") == 2
+    assert "None of the checkpoints" in str(caught.value) and str(caught.value).count("has no step") == 2
     assert steps(tmp_path / "checkpoints")[-2:] == ["step_000001", "step_000002"]
     flip(last / "model.safetensors")
     (last / "state.json").unlink()

@@ -17,6 +17,7 @@ from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput, StoppedByGuard
 from toolkit.models import detector as base
 from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
+from toolkit.run.loop import save_and_evaluate_when_due
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.recovery import ranks_apart
 from toolkit.run.saving import load
@@ -24,7 +25,6 @@ from toolkit.run.validation import finish
 from toolkit.step.ema import Ema
 from toolkit.step.extra import Extra
 from toolkit.step.guard import POLICIES
-from toolkit.step.length import Pace
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.schedules import PlateauSchedule, Schedule
 
@@ -162,7 +162,7 @@ def training(folder, scaler=None, make_schedule=Schedule, accumulation_steps=1, 
     optimizer = torch.optim.SGD([{"params": [toy.weight], "name": "main"}], lr=1e-3)
     steps = len(batches) // accumulation_steps
     return plain_training(toy, batches, optimizer, make_schedule, folder, total_steps=steps, scaler=scaler,
-                          accumulation_steps=accumulation_steps, pace=Pace(**pace))  # fmt: skip
+                          accumulation_steps=accumulation_steps, **pace)  # fmt: skip
 
 
 def evaluate_to(t, value: float) -> None:
@@ -247,7 +247,7 @@ def test_rates_that_last_for_one_update_are_said_after_a_resume_too(tmp_path, ca
     for step, is_said in ((3, 7), (4, 7), (5, 7), (6, 7), (7, None)):
         again = training(tmp_path / str(step))
         load(again, load_checkpoint(tmp_path / "first" / "checkpoints" / f"step_{step:06d}"))
-        again.loader = again.loader[again.sampler.next_batch :]
+        again.data.loader = again.data.loader[again.sampler.next_batch :]
         run_changed(again, once)
         said = capsys.readouterr().out
         assert RATES_ARE_GONE in said if is_said else RATES_ARE_GONE not in said
@@ -289,7 +289,7 @@ def test_a_loop_that_sets_no_rates_is_not_said_to_set_some(tmp_path, capsys, nam
         evaluate_to(again, 0.5)
         load(again, load_checkpoint(path), keep_schedule)
         again.plan.total_steps = again.step + 2
-        again.loader = again.loader[again.sampler.next_batch :]
+        again.data.loader = again.data.loader[again.sampler.next_batch :]
         run_changed(again)
     assert RATES_ARE_GONE not in capsys.readouterr().out
 
@@ -310,7 +310,7 @@ def test_every_row_of_training_has_the_norms_of_the_groups_and_no_average_has_th
 ENDINGS = {
     "early stopping": END,
     "max_decays": END,
-    "an evaluation of the loop's own": END + "        t.best.without_better = t.step - 3\n",
+    "an evaluation of the loop's own": END + "        t.validation.best.without_better = t.step - 3\n",
     "the script": END + "        if t.step == 5:\n            return {}\n",
 }
 
@@ -323,7 +323,7 @@ def test_the_averages_of_an_epoch_are_a_row_whatever_ends_the_run_inside_it(tmp_
     if ending == "max_decays":
         t.plan.schedule.options["max_decays"] = 4  # the first evaluation is better, the four after it are not
     elif ending != "the script":
-        t.best.patience = 4 if ending == "early stopping" else 2
+        t.validation.best.patience = 4 if ending == "early stopping" else 2
     run_changed(t, (END, ENDINGS[ending]))
     assert t.step == 5 and not t.epoch_is_over
     finish(t)
@@ -336,6 +336,7 @@ def test_the_averages_of_an_epoch_are_a_row_whatever_ends_the_run_inside_it(tmp_
 
 
 REDUCE = "        reduced = window.reduce()  # `reduce_dict`: one collective and one host read for the whole step\n"
+AS_BEST = "t.validation.best.value = t.validation.best.step = 2"
 BREAKS = """        if t.{counter} == {at} and not t.log.status.get("broke"):
             t.log.status["broke"] = True
             {how}
@@ -351,7 +352,7 @@ PLACES = {
     "where an evaluation is due": ({"eval_every": 1}, (END, END + BREAKS.format(counter="step", at=2, how=SPOIL))),
     "in the last evaluation": ({"save_every": 2}, (END, END + BREAKS.format(counter="step", at=4, how=SPOIL))),
     "in an evaluation of the loop's own": (
-        {}, (END, END + BREAKS.format(counter="step", at=2, how=f"{SPOIL}; t.best.value = t.best.step = 2"))
+        {}, (END, END + BREAKS.format(counter="step", at=2, how=f"{SPOIL}; {AS_BEST}"))
     ),
 }  # fmt: skip
 
@@ -383,7 +384,8 @@ def test_the_policy_is_followed_wherever_a_fault_is_found(
     if goes_on:
         run_changed(t, hunk, epochs=3)
         finish(t)
-        assert (t.step, t.ended_by, t.best.evaluated_step, t.saved_step) == (4, ["run.epochs"], 4, 4)
+        assert (t.step, t.ended_by) == (4, ["run.epochs"])
+        assert (t.validation.best.evaluated_step, t.checkpoints.saved_step) == (4, 4)
     else:
         with pytest.raises(StoppedByGuard):
             run_changed(t, hunk)
@@ -423,20 +425,20 @@ def test_an_evaluation_by_hand_is_saved_as_the_best(tmp_path):
     t = training(tmp_path)
     for t.step in (1, 2):
         if t.step == 2:
-            t.best.value, t.best.step = 0.5, 2
-        t.save_and_evaluate_when_due(0.0)
+            t.validation.best.value, t.validation.best.step = 0.5, 2
+        save_and_evaluate_when_due(t, SimpleNamespace(totals={"signal": 0.0}, best_step_before=-1))
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
     assert linked(tmp_path / "checkpoints", "best").name == "step_000002"
 
 
 def test_weights_changed_after_training_are_said(tmp_path, capsys):
     t = training(tmp_path)
-    t.best.evaluated_step = 8
+    t.validation.best.evaluated_step = 8
     run_changed(t)
     finish(t)
     assert "were changed after the last update" not in capsys.readouterr().out
     t.detector.load_state_dict({"weight": torch.zeros(3)})
-    t.best.value = 0.5
+    t.validation.best.value = 0.5
     finish(t)
     told = capsys.readouterr().out
     assert "the weights were changed after the last update" in told and "there is none in this run folder" in told

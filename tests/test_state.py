@@ -15,13 +15,13 @@ from toolkit.base.batch import Batch
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.run.checkpoint import load_checkpoint, newest_valid
+from toolkit.run.loop import save_and_evaluate_when_due
 from toolkit.run.recovery import keep_start
 from toolkit.run.saving import save
 from toolkit.run.validation import evaluate, finish
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
 from toolkit.step.guard import Action, NanGuard
-from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
 from toolkit.step.nan_report import STATE, diagnose, load_named_state, load_report, replay
 from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
@@ -30,6 +30,11 @@ from toolkit.tools.replay.session import window_of_report
 NAN, INF = math.nan, math.inf
 WINDOW = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), [{"image_id": 1}])]
 QUIET = SimpleNamespace(received=0, name="")
+
+
+def after_a_step(t, signal: int = 0) -> None:
+    """What is due after a step is saved and evaluated."""
+    save_and_evaluate_when_due(t, SimpleNamespace(totals={"signal": signal}, best_step_before=-1))
 
 
 class Net(nn.Module):
@@ -206,13 +211,13 @@ def test_a_report_holds_the_state_that_broke_and_is_replayed(tmp_path, name, fou
         with pytest.raises(StoppedByGuard, match=name):
             judged(t, state_finite=0.0)
     else:
-        t.pace = Pace(save_every=1)
+        t.checkpoints.save_every = 1
         assert judged(t)
         t.step += 1
         with torch.no_grad():
             broken.view(-1)[0] = NAN
         with pytest.raises(StoppedByGuard, match=name):
-            t.save_and_evaluate_when_due(0.0)
+            after_a_step(t)
     (folder,) = tmp_path.glob("nan/*/rank0")
     report, window, state, _ = load_report(folder)
     assert (report["where"], report["nonfinite_state"]) == ("state", [name])
@@ -231,15 +236,16 @@ def test_a_report_holds_the_state_that_broke_and_is_replayed(tmp_path, name, fou
 @pytest.mark.parametrize("due", ["save", "signal", "evaluation", "end"])
 @pytest.mark.parametrize("in_window", [False, True])
 def test_what_is_not_finite_is_never_saved(tmp_path, due, in_window):
-    every = {"save": Pace(save_every=1), "evaluation": Pace(eval_every=1)}.get(due, Pace())
     t = ready(tmp_path)
-    t.pace, t.step = every, 9 if due == "end" else 0
+    t.checkpoints.save_every = int(due == "save")
+    t.validation.every = int(due == "evaluation")
+    t.step = 9 if due == "end" else 0
     if in_window:
         assert judged(t)
     t.step += 1
     fill(t, NAN)
     with pytest.raises(StoppedByGuard, match="weight weight(.|\n)*No state is saved"):
-        t.save_and_evaluate_when_due(15.0 if due == "signal" else 0.0)
+        after_a_step(t, signal=15 if due == "signal" else 0)
     assert newest_valid(tmp_path / "checkpoints")[0] is None
     reports = [load_report(folder) for folder in tmp_path.glob("nan/*/rank0")]
     assert [(report["where"], len(window)) for report, window, *_ in reports] == [("state", 1)] * in_window
@@ -253,28 +259,28 @@ def test_the_state_at_the_start_is_saved_when_the_first_update_overflows(tmp_pat
     fill(t, INF)
     t.ema.module.weight.fill_(NAN)
     with pytest.raises(StoppedByGuard, match="the state of step 0, with which the run began, is saved"):
-        t.save_and_evaluate_when_due(15.0)
+        after_a_step(t, signal=15)
     saved, _ = newest_valid(tmp_path / "checkpoints")
     assert saved.step == 0 and saved.tensors["model"]["weight"] == saved.tensors["ema"]["weight"] == 1.0
-    assert t.saved_step == 0
+    assert t.checkpoints.saved_step == 0
     keep_start(t)
     assert t.guard.start is None, "a checkpoint stands"
 
 
 def test_a_rollback_goes_to_the_last_good_checkpoint_with_lower_rates(tmp_path):
     t = ready(tmp_path, "rollback")
-    t.guard.lr_factor, t.pace, t.step = 0.5, Pace(save_every=1), 3
+    t.guard.lr_factor, t.checkpoints.save_every, t.step = 0.5, 1, 3
     save(t)
     t.step = 4
     fill(t, INF)
-    t.save_and_evaluate_when_due(0.0)
+    after_a_step(t)
     assert (t.step, t.detector.weight.item()) == (3, 1.0)
     assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and t.plan.schedule.rates() != {}
     assert newest_valid(tmp_path / "checkpoints")[0].step == 3
     fill(t, INF)
     t.step = 4
     with pytest.raises(Preempted):
-        t.save_and_evaluate_when_due(15.0)
+        after_a_step(t, signal=15)
     assert t.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
@@ -290,11 +296,11 @@ def test_a_rate_too_large_stops_before_anything_moves(tmp_path):
 
 def test_final_weights_are_looked_at(tmp_path):
     t = ready(tmp_path)
-    t.best.evaluated_step = t.step = 1
+    t.validation.best.evaluated_step = t.step = 1
     save(t, best=True)
-    t.best.value = 0.5
+    t.validation.best.value = 0.5
     finish(t)
-    t.best.value = None
+    t.validation.best.value = None
     fill(t, NAN)
     with pytest.raises(StoppedByGuard):
         finish(t)
@@ -303,13 +309,13 @@ def test_final_weights_are_looked_at(tmp_path):
 @pytest.mark.parametrize("metric", ["bbox_AP", "ema/bbox_AP"])
 def test_a_best_checkpoint_that_was_damaged_costs_a_line(tmp_path, metric, capsys):
     t = ready(tmp_path)
-    t.ema, t.best.metric, t.best.value = Ema(t.detector, 0.9), metric, 0.5
+    t.ema, t.validation.best.metric, t.validation.best.value = Ema(t.detector, 0.9), metric, 0.5
     t.step = 1
     save(t, best=True)
     fill(t, 2.0)
     t.ema.module.weight.fill_(3.0)
     (tmp_path / "checkpoints" / "best" / "model.safetensors").write_bytes(b"torn")
-    t.best.evaluated_step = t.step = 2
+    t.validation.best.evaluated_step = t.step = 2
     finish(t)
     said = capsys.readouterr().out
     assert "the best checkpoint cannot be used, final/ gets the weights of step 2: " in said and "has 4 bytes" in said
@@ -328,7 +334,7 @@ def test_a_row_that_cannot_be_written_ends_the_run_after_a_save(tmp_path):
     t.step, reduced = 1, sums_of(t)
     assert reduced["signal"] > 0
     with pytest.raises(BadInput, match="cannot be written"):
-        t.save_and_evaluate_when_due(reduced["signal"])
+        after_a_step(t, signal=reduced["signal"])
     assert newest_valid(tmp_path / "checkpoints")[0].step == 1
 
 

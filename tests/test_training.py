@@ -19,18 +19,21 @@ from toolkit.base.errors import BadInput, Preempted
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.table import Category
 from toolkit.models import detector as base
+from toolkit.run import loop
 from toolkit.run.best import Best
 from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
 from toolkit.run.log import Log
+from toolkit.run.parts import WeightFacts
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
-from toolkit.run.saving import infinite_buffers, load, save
+from toolkit.run.saving import Checkpoints, load, save
 from toolkit.run.settings_file import Change
 from toolkit.run.training import Training
+from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation, _forget_pictures, finish, note_metric, save_and_evaluate
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
-from toolkit.step.length import Pace, StepBudget
+from toolkit.step.length import StepBudget
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
 
@@ -62,16 +65,18 @@ def make_training(folder, policy="stop", scaler=None, metric="bbox_AP", evaluato
     accelerator = SimpleNamespace(scaler=scaler, process_index=0, mixed_precision="no", is_main_process=True,
                                   device="cpu", autocast=nullcontext, num_processes=1,
                                   unscale_gradients=lambda: None)  # fmt: skip
-    table = SimpleNamespace(categories=(Category(1, "a"),), class_names=["a"], predicates=(), attributes=())
+    table = SimpleNamespace(categories=(Category(1, "a"),), class_names=["a"], predicates=(), attributes=(),
+                            identity={}, changed_since=lambda before: "")  # fmt: skip
     log = Log(True)
     log.writer = SimpleNamespace(state_dict=lambda: NO_ROWS, folder=folder)
     return Training(
         accelerator=accelerator, model=detector, detector=detector, optimizer=optimizer,
         loss_weights=LossWeights(Detector.loss_names, {}, {"loss_ce": 1.0}),
         plan=Plan(EpochSampler(4, 1), Schedule(optimizer), total_steps=10),
-        guard=RunGuard(policy), loader=None, folder=folder, seed=0, log=log,
-        validation=Validation(table, val_loader, evaluator), best=Best(metric),
-        **({"signals": None, "pace": Pace(keep=keep)} | options),
+        guard=RunGuard(policy), data=TrainingData(None, {"validation": table}), folder=folder, log=log,
+        validation=Validation(table, val_loader, evaluator, best=Best(metric)),
+        checkpoints=Checkpoints(folder and folder / "checkpoints", WeightFacts(detector), keep=keep),
+        **({"signals": None} | options),
     )  # fmt: skip
 
 
@@ -123,7 +128,7 @@ STEP = {"loss": 1.0, "loss_ce": 1.0, "loss_ce_unscaled": 1.0, "grad_norm": 1.0}
 def note_step(t) -> None:
     t.meters.update(STEP)
     t.plan.note_update()
-    t._note_step(window_with(t, [NOTHING], STEP))
+    loop.note_step(t, window_with(t, [NOTHING], STEP))
 
 
 def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
@@ -153,7 +158,8 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (4, [5, 8]), (1, [5, 6, 7, 8])])
 def test_the_table_of_gradients_comes_with_the_first_step_of_a_start_too(tmp_path, capsys, every, expected):
     """As Scene-Graph-Benchmark prints it (`print_first_grad`)."""
-    t = make_training(tmp_path, pace=Pace(gradient_table_every=every))
+    t = make_training(tmp_path)
+    t.guard.gradient_table_every = every
     t.guard.snapshot(t.detector)
     t.detector.weight.grad = torch.ones(())
     printed = []
@@ -168,7 +174,7 @@ def test_a_metric_that_is_nan_is_never_the_best(tmp_path):
     assert not note_metric(t, {"val/loss": math.nan})
     assert note_metric(t, {"val/loss": 2.0})
     assert not note_metric(t, {"val/loss": math.nan})
-    assert (t.best.value, t.best.without_better) == (2.0, 1)
+    assert (t.validation.best.value, t.validation.best.without_better) == (2.0, 1)
 
 
 def saved(folder, steps=(1,), best=1, **options):
@@ -198,13 +204,13 @@ def test_a_best_of_another_metric_or_one_that_is_gone_starts_anew(tmp_path):
     t = make_training(tmp_path / "first", metric="bbox_AP50")
     (note,) = load(t, checkpoint)
     assert "best metric starts anew" in note
-    assert (t.best.value, t.best.evaluated_step) == (None, -1)
+    assert (t.validation.best.value, t.validation.best.evaluated_step) == (None, -1)
     shutil.rmtree(tmp_path / "first" / "checkpoints" / "step_000001")
     for name in ("first", "second"):
         t = make_training(tmp_path / name)
         (note,) = load(t, checkpoint)
-        assert "step 1" in note and t.best.value is None
-        assert t.best.without_better == 1
+        assert "step 1" in note and t.validation.best.value is None
+        assert t.validation.best.without_better == 1
 
 
 def test_masks_learned_weights_and_the_counts_of_guard_and_averages_outlive_a_resume(tmp_path):
@@ -213,7 +219,7 @@ def test_masks_learned_weights_and_the_counts_of_guard_and_averages_outlive_a_re
         training.loss_weights = LossWeights(Detector.loss_names, {"loss_ce": "learned"}, {"loss_ce": 1.0})
     t.loss_weights.load_state_dict({"log_variances.loss_ce": torch.tensor(0.25)})
     t.detector.register_buffer("mask", torch.tensor([-math.inf]))
-    t.infinite = infinite_buffers(t.detector)
+    t.checkpoints.weight_facts = WeightFacts(t.detector)
     t.ema, t.guard.rollbacks, t.guard.skips, t.step = Ema(t.detector, 0.9), 2, 1, 1
     t.ema.update(t.detector)
     save(t)
@@ -231,9 +237,9 @@ def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):
     assert load(t, checkpoint) == []
     best = linked(tmp_path / "second" / "checkpoints", "best")
     assert best.name == "step_000002"
-    assert load_checkpoint(best).state["step"] == t.best.step == 2
-    assert t.saved_step == -1  # nothing of step 3 is in this folder yet
-    assert t.best.value == 0.5
+    assert load_checkpoint(best).state["step"] == t.validation.best.step == 2
+    assert t.checkpoints.saved_step == -1  # nothing of step 3 is in this folder yet
+    assert t.validation.best.value == 0.5
 
 
 def test_an_earlier_checkpoint_has_its_own_best_again(tmp_path):
@@ -244,9 +250,9 @@ def test_an_earlier_checkpoint_has_its_own_best_again(tmp_path):
     assert note_metric(t, {"val/bbox_AP": 0.9})
     save(t, best=True)
     t, second = make_training(tmp_path, keep=5), load_checkpoint(tmp_path / "checkpoints" / "step_000002")
-    t.eval_only = True
+    t.plan.eval_only = True
     load(t, second)
-    t.eval_only = False
+    t.plan.eval_only = False
     assert linked(tmp_path / "checkpoints", "best").name == "step_000004"
     assert load(t, second) == []
     assert linked(tmp_path / "checkpoints", "best").name == "step_000001"
@@ -260,7 +266,7 @@ def test_a_checkpoint_of_other_classes_or_another_model_is_refused(tmp_path):
         load(make_training(tmp_path), checkpoint, changed=changed)
     said = "settings make: model.d_model 1 -> 2; loss.weights 1 -> 2; optim.momentum 1 -> 2."
     assert said in str(caught.value)
-    checkpoint.state["categories"] = [{"id": 1, "name": "b"}]
+    checkpoint.of_part("data")["categories"] = [{"id": 1, "name": "b"}]
     with pytest.raises(BadInput, match="b.*a"):
         load(make_training(tmp_path), checkpoint)
 
@@ -354,7 +360,7 @@ def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp
     rows = []
     t = make_training(tmp_path, evaluator=Evaluator(0.5, 0.25), val_loader=[NOTHING],
                       signals=SimpleNamespace(received=0))  # fmt: skip
-    t.best.patience, t.validation.pictures = 1, 0
+    t.validation.best.patience, t.validation.pictures = 1, 0
     t.log.writer = SimpleNamespace(state_dict=lambda: NO_ROWS, folder=tmp_path, log=rows.append, shows=False)
     for t.step in (1, 2):
         t.sampler.advance_batches(1)

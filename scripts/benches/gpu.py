@@ -372,7 +372,7 @@ def torchvision_loop(t, driven: Driven) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4)
     while True:
-        for batch in t.loader:
+        for batch in t.data.loader:
             driven.tick(done, len(batch))
             cropped = [image[:, :h, :w] for image, (h, w) in zip(batch.images, batch.sizes.tolist(), strict=True)]
             images = [image.to(device).float() / 255 for image in cropped]
@@ -398,8 +398,8 @@ def transformers_loop(t, driven: Driven) -> None:
     from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
     from toolkit.data.sampling import SampleKey
 
-    dataset = t.loader.dataset.dataset
-    batch = len(next(iter(t.loader)))
+    dataset = t.data.loader.dataset.dataset
+    batch = len(next(iter(t.data.loader)))
 
     def collate(keys: list[SampleKey]) -> dict:
         samples = [dataset[key] for key in keys]
@@ -419,8 +419,9 @@ def transformers_loop(t, driven: Driven) -> None:
     AcceleratorState._reset_state()  # or it would refuse another precision
     arguments = TrainingArguments(
         str(driven.folder / "trainer"), per_device_train_batch_size=batch, max_steps=10**6, logging_steps=10,
-        save_strategy="no", report_to="none", remove_unused_columns=False, dataloader_num_workers=t.loader.num_workers,
-        max_grad_norm=0.1, learning_rate=1e-4, disable_tqdm=True, bf16=bf16,
+        save_strategy="no", report_to="none", remove_unused_columns=False,
+        dataloader_num_workers=t.data.loader.num_workers, max_grad_norm=0.1, learning_rate=1e-4, disable_tqdm=True,
+        bf16=bf16,
     )  # fmt: skip
     model = AutoModelForObjectDetection.from_config(t.detector.model.config)
     keys = [SampleKey(0, index) for index in range(len(dataset))]

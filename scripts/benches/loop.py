@@ -68,7 +68,7 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
     """Return the rows of one model: blocks of the bare loop, ours and the bare loop again, after a warm-up round."""
     with full_loop(script, image_size, steps, model) as (config, training):
         bare_losses = []
-        bare = bare_loop(copy.deepcopy(training.detector), config, training.loader, bare_losses)
+        bare = bare_loop(copy.deepcopy(training.detector), config, training.data.loader, bare_losses)
         ours = script_loop(script, training)
         runs = (bare, ours, bare)
         times = [[seconds_of(partial(run, steps)) for run in runs] for _ in range(blocks + 1)][1:]

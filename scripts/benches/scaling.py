@@ -124,7 +124,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     """Run main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
-    from toolkit.run import session, training, validation, window
+    from toolkit.run import loop, session, validation, window
     from toolkit.run.command_line import run_script
 
     clocks = Clocks()
@@ -140,16 +140,16 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
         clocks.around(t.guard, "snapshot", "guard")
         clocks.around(t.guard, "accepts", "guard")
         clocks.around(t.optimizer, "step", "optimizer")
-        clocks.around(t, "_note_step", "meters and rows")
+        clocks.around(loop, "note_step", "meters and rows")
         clocks.around(t.ema, "update", "averaged weights")
         clocks.others["parameters"] = sum(parameter.numel() for parameter in t.trained_parameters)
         _count_bytes(t, clocks)
         _wait_for_data(t, clocks)
-        _end_of_step(t, clocks)
+        _end_of_step(loop, clocks)
         return t
 
     session.training = with_clocks
-    for module, name in ((training, "save"), (validation, "save"), (validation, "evaluate")):
+    for module, name in ((loop, "save"), (validation, "save"), (validation, "evaluate")):
         clocks.once(module, name)
 
     def main(config):
@@ -174,15 +174,15 @@ def _wait_for_data(t, clocks: Clocks) -> None:
     t.windows = timed
 
 
-def _end_of_step(t, clocks: Clocks) -> None:
-    after = t.save_and_evaluate_when_due
+def _end_of_step(loop, clocks: Clocks) -> None:
+    after = loop.save_and_evaluate_when_due
 
-    def timed(signal):
+    def timed(t, window):
         clocks.step_ends()
-        after(signal)
+        after(t, window)
         clocks.begin()
 
-    t.save_and_evaluate_when_due = timed
+    loop.save_and_evaluate_when_due = timed
 
 
 def _count_bytes(t, clocks: Clocks) -> None:

@@ -20,7 +20,7 @@ MORE_MOMENTS = (  # tests/test_checkpoint.py kills before every write of a check
     kill(2),  # within the first step: nothing is saved yet
     kill(2, "safetensors.torch:save_file"),  # within the first save, the weights written, their average not
     kill(1, "os.symlink step_*"),  # the first checkpoint under its name, `latest` not yet there
-    kill(1, "toolkit.run.training:Training._note_step"),  # step 3: weights updated, their average and the schedule not
+    kill(1, "toolkit.run.loop:note_step"),  # step 3: weights updated, their average and the schedule not
     kill(1, "toolkit.run.validation:note_metric"),  # evaluated at step 4, nothing written down
     kill(1, "toolkit.run.validation:save_outcome"),  # again, its row is written, the checkpoint lacks the metric
     kill(1, "toolkit.run.checkpoint:_put_in_place"),  # and again, the checkpoint with the metric lacks its name

@@ -75,7 +75,7 @@ class Checkpoint:
     @property
     def categories(self) -> list[dict]:
         """The classes that the weights are of, as JSON values."""
-        return self.state["categories"]
+        return self.of_part("data")["categories"]
 
 
 # ---------------------------------------------------------------- write

@@ -1,4 +1,8 @@
-"""Validates the content of a checkpoint: unmodified, complete, of the right types, and finite."""
+"""The layout of a checkpoint, and its validation: unmodified, complete, of the right types, and finite.
+
+The hash of a file says that it is as it was written, not that a run can go on from it. A number of the wrong kind would
+be found in the middle of a later step, or never.
+"""
 
 import hashlib
 import math
@@ -9,9 +13,31 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.base.files import read_json_object
-from toolkit.run.state_check import COUNT, RUN_STATE, TEXT, Each, Keys, Kind, faults_of
+from toolkit.base.kinds import (
+    ANY_NUMBER,
+    COUNT,
+    DURATION,
+    FACTOR,
+    ID,
+    LARGEST_SEED,
+    NUMBER,
+    POSITIVE,
+    STEP,
+    TEXT,
+    TEXTS,
+    TRUTH,
+    Each,
+    Keys,
+    Kind,
+    OrNull,
+    faults_of,
+    one_of,
+    whole,
+)
+from toolkit.step.ema import UPDATES
+from toolkit.step.schedules import SHAPES
 
-FORMAT = 4  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
+FORMAT = 5  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 MANIFEST = "MANIFEST.json"
 MOST_FAULTS = 30  # of a state that are named one by one
 STATE = "state.json"
@@ -26,12 +52,97 @@ _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", "
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.
 _WEIGHTS = ("model", "ema")
 
+# ---- the state of each part ------------------------------------------------------------------------------------------
 
-def by_storage(state: Mapping[str, Mapping]) -> dict[str, Any]:
-    """Sort the state of a run's parts by how it is stored.
+_METER = Keys({"fmt": TEXT}, {
+    "window": Each(list, ANY_NUMBER), "window_size": OrNull(whole(0, 10**6)), "total": ANY_NUMBER,
+    "momentum": ANY_NUMBER, "value": ANY_NUMBER, "sum": ANY_NUMBER, "count": ANY_NUMBER,
+})  # fmt: skip
+_SAMPLER = Keys({
+    "seed": whole(-LARGEST_SEED, LARGEST_SEED), "epoch": COUNT, "offset": COUNT, "world_size": POSITIVE,
+    "batch_size": POSITIVE, "num_samples": COUNT,
+}, {"layout": Each(list, Each(list, COUNT, 3)), "sizes": TEXT})  # fmt: skip
+_SCHEDULE_OPTIONS = Keys({}, {
+    **dict.fromkeys(("gamma", "warmup_factor", "warmup_start", "power", "final_factor", "threshold"), NUMBER),
+    **dict.fromkeys(("warmup_steps", "step_size", "cooldown"), DURATION),
+    **dict.fromkeys(("every", "stairs", "cycles", "patience", "max_decays"), FACTOR),
+    "warmup_method": one_of("linear", "constant"),
+    "last_cycle": one_of("linear", "cosine"),
+    "milestones": Each(list, NUMBER),
+    "decayed": Each(list, NUMBER, 2),
+})  # fmt: skip
+_SCHEDULE = Keys({}, {
+    "name": one_of(*SHAPES), "total_steps": OrNull(DURATION), "scale": FACTOR, "options": _SCHEDULE_OPTIONS,
+    "clock": Each(list, NUMBER, 3), "decays": COUNT, "best": OrNull(NUMBER), "bad": COUNT, "cooling": COUNT,
+})  # fmt: skip
+_BUDGET = Keys({}, {
+    **dict.fromkeys(("total_steps", "planned_steps"), OrNull(COUNT)),
+    **dict.fromkeys(("steps", "begun_steps"), OrNull(COUNT)),
+    **dict.fromkeys(("elapsed_s", "planned_s", "begun_s"), OrNull(DURATION)),
+    "measured_s": Each(list, DURATION), "settled": TRUTH,
+})  # fmt: skip
+_GUARD = Keys({}, dict.fromkeys(("skips", "calibrations", "rollbacks"), COUNT))
+_SCALER = Keys({}, dict.fromkeys(("scale", "growth_factor", "backoff_factor", "growth_interval"), NUMBER))
+
+_PLAN = Keys({
+    "total_steps": COUNT,
+    "limit": TEXT,
+    "accumulation": Each(list, COUNT, 2),
+    "recut": NUMBER,
+    "schedule": _SCHEDULE,
+    "budget": OrNull(_BUDGET),
+}, {"without_own_rates": OrNull(COUNT)})  # fmt: skip
+_LOG = Keys({
+    "meters": Each(dict, _METER),
+    "averages": Each(dict, Each(list, ANY_NUMBER, 2)),
+    "elapsed_s": DURATION,
+    "epoch_s": DURATION,
+    "epoch_steps": COUNT,
+    "logged_epoch": STEP,
+    "logged_steps": STEP,
+    "has_notes": TRUTH,
+    "writer": Keys({"rows": COUNT, "run_ids": Each(dict, OrNull(ID))}, {}),
+}, {})  # fmt: skip
+_BEST = Keys({
+    "metric": TEXT,
+    "value": OrNull(NUMBER),
+    "step": STEP,
+    "without_better": COUNT,
+    "evaluated_step": STEP,
+}, {})  # fmt: skip
+_DATA = Keys(
+    {"categories": Each(list, Keys({"id": ID, "name": TEXT}, {}))},
+    {
+        "predicates": TEXTS,
+        "attributes": TEXTS,
+        "tables": Each(dict, Keys({}, {"fingerprint": TEXT, "file": TEXT, "images": COUNT, "boxes": COUNT})),
+    },
+)
+_WEIGHT_FACTS = Keys({"infinite": TEXTS, "frozen": TEXTS}, {})
+_PARTS = Keys(
+    {
+        "data": _DATA,
+        "weight_facts": _WEIGHT_FACTS,
+        "sampler": _SAMPLER,
+        "plan": _PLAN,
+        "guard": _GUARD,
+        "log": _LOG,
+        "best": _BEST,
+    },
+    {"scaler": _SCALER, "ema": Keys({UPDATES: COUNT}, {})},
+)
+# Everything in state.json that a run needs to go on.
+RUN_STATE = Keys({"step": COUNT, "parts": _PARTS}, {})
+
+
+# ---- how the state of the parts is stored ----------------------------------------------------------------------------
+
+
+def by_storage(step: int, state: Mapping[str, Mapping]) -> dict[str, Any]:
+    """Sort the state of a run's parts after `step` optimizer steps by how it is stored.
 
     Returns the arguments of `save_checkpoint` and fields of `Checkpoint`: `tensors` of each part, the `optimizer`, the
-    script's `extra`, and in `state` the plain values of all parts. A part without any has no entry.
+    script's `extra`, and in `state` the step and the plain values of all parts. A part without any has no entry.
     """
     tensors = {}
     plain = {}
@@ -46,7 +157,7 @@ def by_storage(state: Mapping[str, Mapping]) -> dict[str, Any]:
         "tensors": dict(sorted(tensors.items())),
         "optimizer": state["optimizer"],
         "extra": state["extra"],
-        "state": {"parts": dict(sorted(plain.items()))},
+        "state": {"step": step, "parts": dict(sorted(plain.items()))},
     }
 
 
@@ -82,7 +193,7 @@ def stale_run(folder: Path) -> str:
 
 def well_formed(manifest) -> bool:
     """Whether a manifest has the structure that the other functions rely on."""
-    return not any(faults_of(manifest, _MANIFEST))
+    return not any(faults_of(manifest, _MANIFEST, MANIFEST))
 
 
 def changed_files(path: Path, manifest: dict) -> list[str]:
@@ -118,8 +229,8 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
 
     Args:
         step: that of the manifest.
-        tensors: file stem -> state dict. optimizer, state: as read. `state["infinite"]` names the tensors of the model
-            that hold infinities by design.
+        tensors: file stem -> state dict. optimizer, state: as read. It names the tensors of the model that hold
+            infinities by design.
     """
     faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is not a mapping"]
     if not tensors.get("model"):
@@ -128,11 +239,11 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
         faults.append("there are no averaged weights (ema.safetensors)")
     if not _is_state_of_optimizer(optimizer):
         faults.append("optimizer.pt is not the state of an optimizer")
-    return faults or not_finite(tensors, optimizer, state["infinite"])
+    return faults or not_finite(tensors, optimizer, state["parts"]["weight_facts"]["infinite"])
 
 
 def _faults_of_state(step: int, state: dict) -> list[str]:
-    faults = list(faults_of(state, RUN_STATE))
+    faults = list(faults_of(state, RUN_STATE, STATE))
     if faults:
         more = f"and {len(faults) - MOST_FAULTS} more places of state.json"
         return faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)

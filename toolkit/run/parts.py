@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.step.optim import load_state
 
@@ -38,6 +38,41 @@ class OptimizerPart:
 
     def load_state_dict(self, state: dict) -> None:
         load_state(self._optimizer, state)
+
+
+class WeightFacts:
+    """What weights and buffers of a detector are apart from their values.
+
+    A script may freeze parameters in its loop, which stay frozen in a resumed run.
+
+    Attributes:
+        infinite: buffers that hold infinities by design, such as masks.
+    """
+
+    kept_in_rollback = True
+
+    def __init__(self, detector: nn.Module):
+        self._detector = detector
+        self._trained_at_start = {name for name, p in detector.named_parameters() if p.requires_grad}
+        buffers = dict(detector.named_buffers())
+        floats = [name for name in detector.state_dict() if name in buffers and buffers[name].is_floating_point()]
+        self.infinite = [name for name in floats if not bool(buffers[name].isfinite().all())]
+
+    def state_dict(self) -> dict:
+        """JSON values: the parameters that were frozen since the start, and the infinite buffers."""
+        parameters = self._detector.named_parameters()
+        frozen = [name for name, p in parameters if name in self._trained_at_start and not p.requires_grad]
+        return {"frozen": frozen, "infinite": self.infinite}
+
+    def load_state_dict(self, state: Mapping) -> list[str]:
+        """Freeze the parameters that the script had frozen in its loop; return a sentence if there are any."""
+        names = state["frozen"]
+        parameters = dict(self._detector.named_parameters())
+        for name in names:
+            parameters[name].requires_grad_(False)
+        if not names:
+            return []
+        return [f"{len(names)} parameters that the loop had frozen stay frozen, such as {names[0]}"]
 
 
 class Parts(UserDict[str, Part]):

@@ -36,6 +36,7 @@ class Plan:
         warmup_steps: optimizer steps of the warm-up; a run that is shorter is warned of.
         plain_epochs: last epochs without mixup and mosaic, see `MixedDataset.plan`.
         bn_momentum: momentum of batch norms at the end, and steps of the warm-up before it changes; None: it stays.
+        eval_only: nothing is trained, whatever the length says.
         recut: added to the step, the steps that the run would have made if it had always had batches of now.
     """
 
@@ -51,6 +52,7 @@ class Plan:
     plain_epochs: float = 0.0
     bn_momentum: tuple[float, int] | None = None
     recut: int = 0
+    eval_only: bool = False
 
     kept_in_rollback = True  # the data go on after the window that broke
 

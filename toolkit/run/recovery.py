@@ -29,9 +29,11 @@ class RunGuard(NanGuard):
 
     Attributes:
         start: what the run begins with, until a checkpoint stands.
+        gradient_table_every: optimizer steps between two tables of gradients on the console; 0: none.
     """
 
     start: Checkpoint | None = None
+    gradient_table_every = 0
 
     def of_run(self, t) -> None:
         """Guard a `toolkit.run.training.Training`."""
@@ -63,7 +65,7 @@ class RunGuard(NanGuard):
         if action is not Action.STEP:
             recover(t, action, broken)
             return False
-        every = t.pace.gradient_table_every
+        every = self.gradient_table_every
         if every and (self._is_first_update or is_time(t.step + 1, every)):
             t.log.say(gradient_table(t.detector.named_parameters(), t.max_norm, top=20))
         self._is_first_update = False
@@ -142,14 +144,14 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         raise StoppedByGuard(f"{message}\nThe weights before that step are saved.")
     if action is Action.ROLLBACK:
         # The data goes on after the window that broke: run again from the same weights it would break again.
-        checkpoint, passed_over = state_from_main(lambda: newest_valid(t.folder / "checkpoints"))
+        checkpoint, passed_over = state_from_main(lambda: newest_valid(t.checkpoints.folder))
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nNo checkpoint to roll back to exists. {' '.join(passed_over)}")
         load_weights(t, checkpoint)
         t.guard.look_at_new_state()
-        t.saved_step = t.log.status["step"] = t.step
-        if t.best.step > t.step:  # of weights that are gone, which the loop evaluated by itself
-            t.best.load_state_dict(checkpoint.of_part("best"))
+        t.checkpoints.saved_step = t.log.status["step"] = t.step
+        if t.validation.best.step > t.step:  # of weights that are gone, which the loop evaluated by itself
+            t.validation.best.load_state_dict(checkpoint.of_part("best"))
         t.plan.schedule.scale = t.guard.lr_scale
         t.set_rates()
     t.log.say(f"guard: {message}\n{action.value}: goes on from step {t.step} with the next data.")
@@ -231,10 +233,10 @@ def ranks_apart(t) -> str:
 
 def keep_start(t) -> None:
     """Keep the initial state on the CPU until the first checkpoint: no newer state is known to be finite."""
-    if t.saved_step >= 0:
+    if t.checkpoints.saved_step >= 0:
         t.guard.start = None
     elif t.guard.start is None:
-        stored = by_storage(t.parts.undone_in_rollback().state_dict())
+        stored = by_storage(t.step, t.parts.undone_in_rollback().state_dict())
         tensors = {
             name: {key: tensor.detach().cpu().clone() for key, tensor in named.items()}
             for name, named in stored.pop("tensors").items()
@@ -244,7 +246,7 @@ def keep_start(t) -> None:
 
 def _go_back(t) -> str:
     """Ensure that the newest state known to be finite is saved; return a sentence that says which one it is."""
-    step = run_on_main(lambda: getattr(newest_valid(t.folder / "checkpoints")[0], "step", None))
+    step = run_on_main(lambda: getattr(newest_valid(t.checkpoints.folder)[0], "step", None))
     if step is not None:
         t.log.status["step"] = step
         return f"The newest finite state is the checkpoint of step {step}."

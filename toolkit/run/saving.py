@@ -1,7 +1,8 @@
 """Saves and restores the state of a run in checkpoints. `t` is a `toolkit.run.training.Training` throughout."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
@@ -17,15 +18,37 @@ from toolkit.run.checkpoint import (
     save_checkpoint,
 )
 from toolkit.run.checkpoint_content import by_storage
+from toolkit.run.parts import WeightFacts
 from toolkit.run.settings_file import Change
 
 WEIGHTS = ("model", "loss_weights", "ema")  # the parts that an evaluation needs
 
 
+@dataclass
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Attributes:
+        folder: `checkpoints` in the run folder.
+        weight_facts: facts about the weights in them.
+        save_every: optimizer steps between two; 0: only at evaluations and at the end.
+        keep: number of newest checkpoints that stay, beside `best`.
+        keep_every: checkpoints of every so many steps stay for good; 0: none.
+        saved_step: the step that was saved or taken up last; -1: none.
+    """
+
+    folder: Path
+    weight_facts: WeightFacts
+    save_every: int = 0
+    keep: int = 2
+    keep_every: int = 0
+    saved_step: int = -1
+
+
 def save(t, best: bool = False) -> None:
     """Write `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
     content = content_of_run(t)
-    t.saved_step = t.step
+    t.checkpoints.saved_step = t.step
     others = t.check.new_others()
     if others:
         t.log.say(
@@ -38,12 +61,12 @@ def save(t, best: bool = False) -> None:
 
 def _write(t, content: dict, best: bool) -> None:
     _sync_rows(t)
-    save_checkpoint(t.folder / "checkpoints", t.step, **content, **_keeping(t, best), kind="run")
+    save_checkpoint(t.checkpoints.folder, t.step, **content, **_keeping(t, best), kind="run")
 
 
 def _keeping(t, best: bool) -> dict:
     """Return the arguments of `save_checkpoint` that say which checkpoints stay."""
-    return {"best": best, "keep": t.pace.keep, "keep_every": t.pace.keep_every}
+    return {"best": best, "keep": t.checkpoints.keep, "keep_every": t.checkpoints.keep_every}
 
 
 def save_outcome(t, best: bool = False) -> None:
@@ -61,7 +84,7 @@ def save_outcome(t, best: bool = False) -> None:
 def _write_outcome(t, content: dict, best: bool) -> None:
     _sync_rows(t)
     try:
-        replace_state(t.folder / "checkpoints", t.step, content["state"], **_keeping(t, best))
+        replace_state(t.checkpoints.folder, t.step, content["state"], **_keeping(t, best))
     except CheckpointError:
         _write(t, content, best)  # on a disk that takes nothing this fails too, and says why
 
@@ -75,20 +98,7 @@ def _sync_rows(t) -> None:
 
 def content_of_run(t) -> dict:
     """Return everything of a run that a checkpoint keeps, as arguments of `save_checkpoint`."""
-    content = by_storage(t.parts.state_dict())
-    table = t.validation.table
-    frozen = [n for n, p in t.detector.named_parameters() if n in t.trainable and not p.requires_grad]
-    content["state"] = {
-        "step": t.step,
-        "categories": [asdict(category) for category in table.categories],
-        "predicates": list(table.predicates),
-        "attributes": list(table.attributes),
-        "infinite": t.infinite,
-        "frozen": frozen,
-        "data": {name: table.identity for name, table in t.data.items()},
-        **content["state"],
-    }
-    return content
+    return by_storage(t.step, t.parts.state_dict())
 
 
 def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
@@ -99,15 +109,14 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
         keep_schedule: False: keep this command's learning-rate schedule and length.
         changed: settings that are not those of the run so far, to say why a checkpoint does not fit.
 
-    Where `t.eval_only`, nothing will be trained: weights are all that is asked for and taken, and the run folder's
-    checkpoints and links stay as they are.
+    Where only an evaluation is planned, weights are all that is taken, and the checkpoints and links of the run folder
+    stay as they are.
 
     Raises:
         BadInput: the checkpoint is of other classes or another model. The run folder is as it was.
     """
-    state = checkpoint.state
     path = checkpoint.path
-    names = [category["name"] for category in state["categories"]]
+    names = [category["name"] for category in checkpoint.of_part("data")["categories"]]
     if names != t.validation.table.class_names:
         raise BadInput(f"{path} is of the classes {names}, the data has {t.validation.table.class_names}")
     _check_fit(t, checkpoint, changed)
@@ -115,14 +124,15 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     asked = t.plan.total_steps
     try:
         load_weights(t, checkpoint)
-        if t.eval_only:
+        if t.plan.eval_only:
             return _load_best(t, checkpoint)
         sampler_before = checkpoint.of_part("sampler")
-        notes = _other_data(t, state) + t.sampler.load_state_dict(sampler_before)
+        notes = t.data.load_state_dict(checkpoint.of_part("data"))
+        notes += t.sampler.load_state_dict(sampler_before)
         if not keep_schedule:
             for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
                 group.update(rates)
-        notes += _freeze(t, state["frozen"])
+        notes += t.checkpoints.weight_facts.load_state_dict(checkpoint.of_part("weight_facts"))
         notes += t.plan.resume(checkpoint.of_part("plan"), sampler_before, t.step, keep_schedule)
         t.guard.load_state_dict(checkpoint.of_part("guard"))
         t.log.load_state_dict(checkpoint.of_part("log"))
@@ -139,18 +149,6 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     return notes + _load_best(t, checkpoint)
 
 
-def _other_data(t, state: Mapping) -> list[str]:
-    """Data whose annotations are not those of the checkpoint, which may be on purpose, and what is other in them."""
-    before = state.get("data", {})
-    changes = {name: table.changed_since(before[name]) for name, table in t.data.items() if name in before}
-    return [
-        f"the {name} data are not those of the checkpoint ({change}): the run goes on with what is there now, and is "
-        "not the one that was interrupted"
-        for name, change in changes.items()
-        if change
-    ]
-
-
 # Of a parameter group, what the settings say of its updates.
 _OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
 
@@ -161,7 +159,7 @@ def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     faults = _misfits(t.detector.state_dict(), saved["model"])
     if "loss_weights" in saved or any(True for _ in t.loss_weights.parameters()):
         faults += _misfits(t.loss_weights.state_dict(), saved.get("loss_weights", {}))
-    if not faults and not t.eval_only:
+    if not faults and not t.plan.eval_only:
         saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
         sizes = [len(group["params"]) for group in t.optimizer.param_groups]
         if saved_sizes != sizes:
@@ -190,48 +188,34 @@ def _misfits(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list
     ]
 
 
-def _freeze(t, names: Sequence[str]) -> list[str]:
-    """Freeze the parameters that the script had frozen in its loop; return a note."""
-    parameters = dict(t.detector.named_parameters())
-    for name in names:
-        parameters[name].requires_grad_(False)
-    return [f"{len(names)} parameters that the loop had frozen stay frozen, such as {names[0]}"] if names else []
-
-
 def _load_best(t, checkpoint: Checkpoint) -> list[str]:
+    best = t.validation.best
     saved = checkpoint.of_part("best")
-    folder = t.folder / "checkpoints"
+    folder = t.checkpoints.folder
     in_this_folder = run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve())
-    if t.eval_only or in_this_folder:
-        t.saved_step = t.step
-    if in_this_folder and not t.eval_only:
+    if t.plan.eval_only or in_this_folder:
+        t.checkpoints.saved_step = t.step
+    if in_this_folder and not t.plan.eval_only:
         run_on_main(lambda: repair_latest(checkpoint.path))
-    if not t.best.load_state_dict(saved):
-        return [f"best metric starts anew: it was {saved['metric']}, now {t.best.metric}"]
-    step = t.best.step
-    if t.best.value is None or t.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
+    if not best.load_state_dict(saved):
+        return [f"best metric starts anew: it was {saved['metric']}, now {best.metric}"]
+    step = best.step
+    if best.value is None or t.plan.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
         return []
-    t.best.value = None
-    t.best.step = -1
+    best.value = None
+    best.step = -1
     return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
 
 
 def load_weights(t, checkpoint: Checkpoint) -> None:
     """Take over the step of a checkpoint and everything that goes back with it, see `toolkit.run.parts`.
 
-    Where `t.eval_only`, weights are all that is taken.
+    Where only an evaluation is planned, weights are all that is taken.
     """
     t.step = checkpoint.step
     saved = checkpoint.by_part()
     if "ema" not in saved:  # a run that begins to average here
         saved["ema"] = saved["model"]
-    if t.eval_only:
+    if t.plan.eval_only:
         saved = {name: saved[name] for name in WEIGHTS if name in saved}
     t.parts.undone_in_rollback().load_state_dict(saved)
-
-
-def infinite_buffers(detector) -> list[str]:
-    """Return the names of buffers that hold infinities by design, such as masks: those of a new detector."""
-    buffers = dict(detector.named_buffers())
-    floats = [name for name in detector.state_dict() if name in buffers and buffers[name].is_floating_point()]
-    return [name for name in floats if not bool(buffers[name].isfinite().all())]

@@ -126,7 +126,8 @@ def end(s: Session, t: Training) -> None:
     hub = s.config.hub
     run_on_main(lambda: t.log.attempt("the report", partial(_report, s, t, trained)))
     if trained:  # after the report, which completes the model card
-        about = {"run": s.folder.name, "step": t.best.step, t.best.metric: t.best.value}
+        best = t.validation.best
+        about = {"run": s.folder.name, "step": best.step, best.metric: best.value}
         t.log.writer.keep_final(s.folder / "final", about)
     stop_if_asked(s, "while the report was written")
     if trained and hub.push is not None:

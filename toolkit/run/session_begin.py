@@ -27,7 +27,7 @@ def begin(s: Session, t: Training, table: DetectionTable) -> None:
     settings, changed = _settings(s, t)
     check_metric(t)
     if run.probe_memory:
-        dataset = t.loader.dataset.dataset
+        dataset = t.data.loader.dataset.dataset
         count = s.config.data.batch_size_per_device
         probe_memory(t, pipeline.largest_batch(dataset, count, t.detector.stride, t.sampler.sizes))
     notes = load(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
@@ -40,7 +40,7 @@ def begin(s: Session, t: Training, table: DetectionTable) -> None:
     writer = RunWriter(
         s.folder,
         trackers=tracker_names(run.tracker),
-        about=About(run.project, run.name, settings, t.best.metric, run.group, job, run.tags, run.notes),
+        about=About(run.project, run.name, settings, t.validation.best.metric, run.group, job, run.tags, run.notes),
         data=data_facts({"train": table, "val": t.validation.table}),
         is_main=s.is_main,
         resume_state=checkpoint and checkpoint.of_part("log")["writer"],
@@ -50,7 +50,7 @@ def begin(s: Session, t: Training, table: DetectionTable) -> None:
     t.log.start(writer, s.status.details, t.step, t.plan.total_steps, t.plan.recut)
     s.log = t.log
     first = s.config.eval.before_training and t.step == 0
-    due = (first or is_time(t.step, t.pace.eval_every)) and t.best.evaluated_step != t.step
+    due = (first or is_time(t.step, t.validation.every)) and t.validation.best.evaluated_step != t.step
     if run.eval_only:
         evaluate(t)
     elif due:  # at first, or the run before ended in this evaluation

@@ -19,17 +19,20 @@ from toolkit.run.best import Best
 from toolkit.run.launcher import asked_settings, settle
 from toolkit.run.log import Log
 from toolkit.run.open_run import settings_beside
+from toolkit.run.parts import WeightFacts
 from toolkit.run.plan import Plan
 from toolkit.run.processes import prepare, start_accelerator
 from toolkit.run.recovery import RunGuard
+from toolkit.run.saving import Checkpoints
 from toolkit.run.session_start import Session
 from toolkit.run.settings_file import CONFIG
 from toolkit.run.training import Training
+from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation
 from toolkit.step.checkpointing import checkpoint_in_place
 from toolkit.step.compiling import compile_in_place
 from toolkit.step.ema import Ema
-from toolkit.step.length import Pace, StepBudget, steps_from
+from toolkit.step.length import StepBudget, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
@@ -50,12 +53,15 @@ def build_training(
         names += distillation.loss_names
         defaults |= distillation.default_weights
     weights = LossWeights(names, s.config.loss.weights, defaults).to(s.accelerator.device)
+    weights.denominators = s.config.loss.denominators
+    if distillation is not None:
+        weights.sources.append(distillation)
+        weights.divided_by.update(distillation.divided_by)
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
     _settle(s, detector)
     c = s.config
     run = s.config.run
     optim = s.config.optim
-    kept = c.eval.max_detections or detector.max_detections
     ema = Ema(detector, optim.ema_decay, optim.ema_warmup)
     checkpoint_in_place(detector, optim.checkpointing, optim.compile)
     compile_in_place(detector, optim.compile)
@@ -63,16 +69,45 @@ def build_training(
     optimizer = _optimizer(s, detector, weights, distillation)
     model, optimizer = prepare(s.accelerator, detector, optimizer, run.tf32, one_size)
     plan = _plan(c, sampler, optimizer)
-    return Training(
-        accelerator=s.accelerator, model=model, detector=detector, loss_weights=weights, optimizer=optimizer, ema=ema,
-        plan=plan, loader=loader, pace=_pace(c, plan.steps_per_epoch),
-        validation=Validation(val_table, val_loader, evaluator, c.eval.score_threshold, kept, c.eval.pictures),
-        guard=RunGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor),
+    guard = RunGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor)
+    guard.gradient_table_every = optim.gradient_table_every
+    validation = Validation(
+        table=val_table,
+        loader=val_loader,
+        evaluator=evaluator,
+        score_threshold=c.eval.score_threshold,
+        max_detections=c.eval.max_detections or detector.max_detections,
+        pictures=c.eval.pictures,
+        every=steps_from(run.eval_every, plan.steps_per_epoch),
         best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience),
-        log=Log(s.is_main, run.meters, plan.steps_per_epoch, run.log_every), signals=s.signals, folder=s.folder,
-        seed=run.seed, max_norm=optim.max_norm, eval_only=run.eval_only,
-        data={"training": table, "validation": val_table}, distillation=distillation,
-    )  # fmt: skip
+    )
+    checkpoints = Checkpoints(
+        folder=s.folder / "checkpoints",
+        weight_facts=WeightFacts(detector),
+        save_every=steps_from(run.save_every, plan.steps_per_epoch),
+        keep=run.keep,
+        keep_every=steps_from(run.keep_every, plan.steps_per_epoch),
+    )
+    t = Training(
+        accelerator=s.accelerator,
+        model=model,
+        detector=detector,
+        loss_weights=weights,
+        optimizer=optimizer,
+        plan=plan,
+        guard=guard,
+        data=TrainingData(loader, {"training": table, "validation": val_table}),
+        validation=validation,
+        checkpoints=checkpoints,
+        signals=s.signals,
+        folder=s.folder,
+        log=Log(s.is_main, run.meters, plan.steps_per_epoch, run.log_every),
+        max_norm=optim.max_norm,
+        ema=ema,
+    )
+    if distillation is not None:
+        t.extra["distillation"] = distillation
+    return t
 
 
 def evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:
@@ -149,12 +184,6 @@ def _optimizer(s: Session, detector: Detector, weights: LossWeights, distillatio
     return build_optimizer(c.name, groups, **same, embeddings=embeddings)
 
 
-def _pace(c: Any, per_epoch: int) -> Pace:
-    every = {key: steps_from(getattr(c.run, key), per_epoch) for key in ("eval_every", "save_every", "keep_every")}
-    table_every = c.optim.gradient_table_every
-    return Pace(keep=c.run.keep, denominators=c.loss.denominators, gradient_table_every=table_every, **every)
-
-
 def _plan(c: Any, sampler: EpochSampler, optimizer: torch.optim.Optimizer) -> Plan:
     """The plan of a fresh run with these settings."""
     run = c.run
@@ -180,6 +209,7 @@ def _plan(c: Any, sampler: EpochSampler, optimizer: torch.optim.Optimizer) -> Pl
         warmup_steps=warmup_steps,
         plain_epochs=c.data.plain_epochs,
         bn_momentum=None if final_momentum is None else (final_momentum, warmup_steps),
+        eval_only=run.eval_only,
     )
 
 

@@ -20,6 +20,7 @@ from toolkit.run.checkpoint import Checkpoint, resolve_resume
 from toolkit.run.failures import as_sentences
 from toolkit.run.folder import prepare_run_folder, staging
 from toolkit.run.log import Log
+from toolkit.run.loop import batches_under_way
 from toolkit.run.open_run import settings_beside
 from toolkit.run.processes import announce, set_threads, start_accelerator
 from toolkit.run.status import FolderLock, RunStatus, run_status
@@ -109,7 +110,7 @@ def session(config: Any) -> Iterator[Session]:
             with staging(folder, run_on_main(lambda: status.begun), is_main) as staged:
                 s = Session(config, accelerator, folder, signals, status, checkpoint, stored, seed, lock, staged)
                 try:
-                    with naming_the_batch(lambda: () if s.t is None else s.t.batches_under_way):
+                    with naming_the_batch(lambda: () if s.t is None else batches_under_way(s.t)):
                         yield s
                 except (Preempted, StoppedByGuard, BadInput) as error:
                     if s.log is not None:

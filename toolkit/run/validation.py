@@ -4,7 +4,7 @@ the evaluation of the best weights on a test split after training.
 `t` is a `toolkit.run.training.Training` throughout.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from toolkit.evaluation.coco import OF_GRAPHS, crowded_notes, make_evaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions_file import PREDICTIONS, write_predictions
-from toolkit.run.best import no_such_metric
+from toolkit.run.best import Best, no_such_metric
 from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.run.recovery import state_is_sound
 from toolkit.run.saving import save, save_outcome
@@ -39,7 +39,8 @@ class Validation:
 
     evaluator: what measures predictions on `table`, such as `CocoEvaluator`; None: no table to measure on.
     score_threshold: scores below it are left out. max_detections: of an image, over all classes. pictures: images drawn
-    at each evaluation.
+    at each evaluation. every: optimizer steps between two evaluations; 0: only at the end.
+    best: the best evaluation so far. last_row: the metrics of the last one.
     """
 
     table: DetectionTable
@@ -48,6 +49,9 @@ class Validation:
     score_threshold: float = 0.0
     max_detections: int = 100
     pictures: int = 8
+    every: int = 0
+    best: Best = field(default_factory=Best)
+    last_row: dict[str, float | None] = field(default_factory=dict)
 
 
 def save_and_evaluate(t, is_best: bool = False) -> None:
@@ -60,7 +64,7 @@ def save_and_evaluate(t, is_best: bool = False) -> None:
 
     Raises as `evaluate`.
     """
-    if t.saved_step != t.step:
+    if t.checkpoints.saved_step != t.step:
         save(t, best=is_best)
     better = evaluate(t)
     if t.ended_by:  # early stopping, in the middle of an epoch
@@ -91,10 +95,10 @@ def evaluate(t) -> bool:
         what = f"evaluation at step {t.step}"
         predictions = _predict(t, module, t.validation.loader, t.validation.score_threshold, what)
         if predictions.interrupted:
-            saved = "saved, " if t.saved_step == t.step else ""
+            saved = "saved, " if t.checkpoints.saved_step == t.step else ""
             raise Preempted(f"signal during the evaluation at step {t.step}; {saved}`--run.resume latest` goes on")
         metrics = run_on_main(partial(t.validation.evaluator.evaluate, predictions.by_image))
-        if (module is not t.detector) == t.best.of_average or not t.ema.is_on:
+        if (module is not t.detector) == t.validation.best.of_average or not t.ema.is_on:
             weights = prefix.removeprefix("val/") or "raw"
             kept = {"predictions": predictions.by_image, "scores": metrics, "weights": weights}
         row |= {f"{prefix}{name}": value for name, value in {**metrics, **predictions.losses}.items()}
@@ -125,11 +129,12 @@ def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, d
 
 def note_metric(t, row: dict[str, float | None]) -> bool:
     """Pass the metric for best of an evaluation row to `best` and the schedule; True if it is the best so far."""
-    t.last_row = dict(row)
-    better = t.best.note(t.step, row)
-    if t.step > 0 and t.plan.schedule.observe(t.best.larger_is_better(row)):
+    t.validation.last_row = dict(row)
+    best = t.validation.best
+    better = best.note(t.step, row)
+    if t.step > 0 and t.plan.schedule.observe(best.larger_is_better(row)):
         t.set_rates()
-        t.log.say(f"learning rates fall to {t.plan.schedule.rates()}: val/{t.best.metric} has stopped improving")
+        t.log.say(f"learning rates fall to {t.plan.schedule.rates()}: val/{best.metric} has stopped improving")
     return better
 
 
@@ -138,11 +143,13 @@ def check_metric(t) -> None:
     evaluator = t.validation.evaluator
     empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
     nothing = dict.fromkeys(evaluator.image_ids, empty)
-    metrics = [*run_on_main(lambda: list(evaluator.evaluate(nothing))), *t.loss_names, *t.detector.metric_names]
+    metrics = run_on_main(lambda: list(evaluator.evaluate(nothing)))
+    metrics = [*metrics, *t.loss_weights.row_names, *t.detector.metric_names]
     if t.ema.is_on:
         metrics += [f"ema/{name}" for name in metrics]
-    if t.best.metric not in metrics:
-        raise no_such_metric(t.best.metric, metrics, t.ema.is_on)
+    metric = t.validation.best.metric
+    if metric not in metrics:
+        raise no_such_metric(metric, metrics, t.ema.is_on)
 
 
 def warn_of_crowds(t) -> None:
@@ -151,7 +158,7 @@ def warn_of_crowds(t) -> None:
     kept = {"eval.max_detections": t.validation.max_detections}
     is_graph = bool(getattr(t.detector, "predicates", ()))  # of which pairs are kept
     for name, wanted in (("training", limits), ("validation", limits if is_graph else limits | kept)):
-        for note in crowded_notes(name, t.data[name], wanted):
+        for note in crowded_notes(name, t.data.tables[name], wanted):
             t.log.say(note)
 
 
@@ -165,7 +172,7 @@ def finish(t) -> None:
     Raises:
         StoppedByGuard: the state, or the best weights, are not finite; the newest finite state is saved.
     """
-    if t.weights_were_changed:
+    if t.check.weights_were_changed(t.detector):
         t.log.say(
             "warning: the weights were changed after the last update: no evaluation has seen them, and final/ gets "
             "those of the best checkpoint; save your own by t.detector.save_final(folder, categories, size)"
@@ -180,17 +187,18 @@ def finish(t) -> None:
             f"{t.guard.reason}, found when training was over: the run is at step {t.step} again, and "
             "`--run.resume latest` trains on from there"
         )
-    if t.best.evaluated_step != t.step:
+    best = t.validation.best
+    if best.evaluated_step != t.step:
         save_and_evaluate(t)
-    elif t.saved_step != t.step:  # a run that goes on from it is not evaluated again
+    elif t.checkpoints.saved_step != t.step:  # a run that goes on from it is not evaluated again
         save(t)
     t.log.status["ended_by"] = t.ended_by
     t.log.say(f"{in_words(t.ended_by) or 'training ended by the script'}, at step {t.step}")
     step, weights, fault = state_from_main(lambda: _best(t))  # the main process alone need see the folder
     if weights is not None:
         t.detector.load_state_dict(weights)
-        t.log.say(f"best {t.best.metric}: {t.best.value:.4f} at step {step}")
-    elif t.best.of_average:
+        t.log.say(f"best {best.metric}: {best.value:.4f} at step {step}")
+    elif best.of_average:
         t.detector.load_state_dict(t.ema.module.state_dict())
     if fault:
         t.log.say(f"warning: the best checkpoint cannot be used, final/ gets the weights of step {t.step}: {fault}")
@@ -203,15 +211,16 @@ def finish(t) -> None:
 def _best(t) -> tuple[int, dict | None, str]:
     """Step and weights of the best checkpoint, and why there is none where it is damaged: `best` then leads to the last
     one."""
-    path = linked(t.folder / "checkpoints", "best") if t.best.value is not None else None
+    best = t.validation.best
+    path = linked(t.checkpoints.folder, "best") if best.value is not None else None
     if path is None:
-        return -1, None, "there is none in this run folder" if t.best.value is not None else ""
+        return -1, None, "there is none in this run folder" if best.value is not None else ""
     try:
         checkpoint = load_checkpoint(path)
     except CheckpointError as error:
-        mark_best(t.folder / "checkpoints" / f"step_{t.step:06d}")
+        mark_best(t.checkpoints.folder / f"step_{t.step:06d}")
         return -1, None, str(error)
-    return checkpoint.step, checkpoint.tensors["ema" if t.best.of_average else "model"], ""
+    return checkpoint.step, checkpoint.tensors["ema" if best.of_average else "model"], ""
 
 
 def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights: str) -> None:
@@ -240,7 +249,7 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     if t.validation.pictures:
         path = t.folder / "report" / "pictures" / f"step_{t.step:06d}.png"
         t.validation.evaluator.draw(predictions, t.validation.pictures, path)
-        _forget_pictures(path, best=f"step_{t.best.step:06d}.png")
+        _forget_pictures(path, best=f"step_{t.validation.best.step:06d}.png")
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
         matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
@@ -284,7 +293,7 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
 
 def _show_test_split(t, table: DetectionTable, evaluator, predictions: dict, scores: dict) -> None:
     """The table on the console, and the predictions with their numbers in a file."""
-    step = t.step if t.best.value is None else t.best.step
+    step = t.step if t.validation.best.value is None else t.validation.best.step
     summary = evaluator.describe(scores, predictions, step)
     t.log.say(f"test split {table.name}, weights of step {step}\n{summary}")
     about = _about(evaluator, f"{t.folder.name}, step {step}", step)

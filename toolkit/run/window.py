@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from toolkit.base.batch import Batch
 from toolkit.base.distributed import reduce_dict
+from toolkit.data.batches import Prefetcher
 from toolkit.step.gradients import gradient_norm, group_norms
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import WeightedLosses, window_denominators
@@ -30,9 +31,11 @@ class TrainingWindow(Window):
         scale: loss scale, once the guard has read it.
         totals: what `reduce_dict` returned: also sums and counts of metrics, norms of parameter groups, and `FLAGS`.
         reduced: what `reduce` returned; a script may add values of its own, which go into the rows.
+        best_step_before: the best step before the window.
+        is_in_body: whether the body of the loop is at work.
     """
 
-    def __init__(self, t: Any, batches: Sequence[Batch]):
+    def __init__(self, t: Any, batches: Sequence[Batch], prefetcher: Prefetcher | None = None):
         super().__init__(
             batches,
             step=t.step,
@@ -42,6 +45,9 @@ class TrainingWindow(Window):
             device=t.accelerator.device,
         )
         self._t = t
+        self._prefetcher = prefetcher or Prefetcher(t.accelerator.device)
+        self.best_step_before = t.validation.best.step
+        self.is_in_body = True
         self.batches_taken = len(self.batches)  # from the data, whatever the script trains on in their place
         self._boxes_finite = True
         self._grad_norm: Tensor | None = None
@@ -53,12 +59,12 @@ class TrainingWindow(Window):
         """Yield each micro-batch on the device, seeded; raises BadInput if the detector is in evaluation mode."""
         t = self._t
         t.check.begin_pass(t.detector.training, len(self))
-        counts = [t.counts_of(batch) for batch in self.batches]
+        counts = [self._counts_of(batch) for batch in self.batches]
         self.all_denominators = self.denominators_for(counts)
         self._boxes_finite = boxes_finite(self.batches)
         self.forget_sums()
         for micro, (batch, denominators) in enumerate(zip(self.batches, self.all_denominators, strict=True)):
-            arrived = t.prefetcher.arrived(batch)
+            arrived = self._prefetcher.arrived(batch)
             if not self._boxes_finite:
                 arrived = with_finite_boxes(arrived)
             self.begin_micro_batch(micro, arrived, denominators)
@@ -68,14 +74,23 @@ class TrainingWindow(Window):
             with self._watched(arrived), nullcontext() if is_last else t.accelerator.no_sync(t.model):
                 yield arrived
 
+    def _counts_of(self, batch: Batch) -> dict[str, float]:
+        """Count what the losses of a micro-batch are divided by; "own images", "own boxes": those of the script."""
+        numbers = {"images": len(batch), "boxes": sum(len(target["labels"]) for target in batch.targets)}
+        own_kinds = {*self._t.loss_weights.divided_by.values()}
+        own = {f"own {kind}": numbers[kind] for kind in own_kinds}
+        return {**self._t.detector.denominators(batch.targets), **own}
+
     def denominators_for(self, counts: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float | Tensor]]:
         """Return the denominators of each micro-batch, from the counts of this process; a collective."""
         averaged = self._t.detector.averaged_denominators
-        return window_denominators(counts, self.device, self._t.pace.denominators, averaged)
+        return window_denominators(counts, self.device, self._t.loss_weights.denominators, averaged)
 
     def _watched(self, batch: Batch) -> AbstractContextManager:
-        distillation = self._t.distillation
-        return nullcontext() if distillation is None else distillation.watching(batch)
+        stack = ExitStack()
+        for source in self._t.loss_weights.sources:
+            stack.enter_context(source.watching(batch))
+        return stack
 
     def autocast(self) -> AbstractContextManager:
         """Return the autocast for the forward pass."""
@@ -129,8 +144,8 @@ class TrainingWindow(Window):
             of_groups = group_norms(t.optimizer.param_groups)
             values.update(of_groups)
             norms += of_groups
-        self.totals = reduce_dict(values, [*t.loss_names, *metrics, *norms, *FLAGS], self.unknown)
-        self.reduced = {name: self.totals[name] for name in t.loss_names}
+        self.totals = reduce_dict(values, [*t.loss_weights.row_names, *metrics, *norms, *FLAGS], self.unknown)
+        self.reduced = {name: self.totals[name] for name in t.loss_weights.row_names}
         for name in t.detector.metric_names:
             count = self.totals[f"{name}/count"]
             if count > 0:

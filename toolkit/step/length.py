@@ -4,7 +4,6 @@ import copy
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from toolkit.base.errors import BadInput
 
@@ -114,21 +113,6 @@ class StepBudget:
     def load_state_dict(self, state: Mapping) -> None:
         for name in self._STATE:
             setattr(self, name, copy.copy(state[name]))
-
-
-@dataclass
-class Pace:
-    """The intervals of the actions of a run, in optimizer steps (0: never, or only at the end).
-
-    keep: number of newest checkpoints that stay. denominators: "global" or "original", see `window_denominators`.
-    """
-
-    eval_every: int = 0
-    save_every: int = 0
-    keep: int = 2
-    keep_every: int = 0
-    gradient_table_every: int = 0
-    denominators: str = "global"
 
 
 def steps_from(value: int | str, steps_per_epoch: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolkit.base.errors import BadInput
@@ -41,6 +42,7 @@ class LoopCheck:
     Attributes:
         done: the counts of all other actions, increased by their callers.
         micro_batches: the number of micro-batches of the current window, or of the pass through it.
+        warned: kinds of warnings that were given.
     """
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]):
@@ -54,6 +56,8 @@ class LoopCheck:
         self._handed_out: list[tuple[Mapping, int]] = []  # targets of the micro-batch, with their numbers of boxes
         self._had_gradients = False  # before the micro-batch
         self._others: dict[int, str | None] = {}
+        self._versions: int | None = None  # of the parameters, after the last update
+        self.warned: set[str] = set()
 
     def watch(self, optimizer: torch.optim.Optimizer, on_update: Callable[[], None]) -> None:
         """Count the updates of the optimizer, and check before each of them.
@@ -229,8 +233,21 @@ class LoopCheck:
         finally:
             watching.remove()
 
+    def remember_weights(self, model: nn.Module) -> None:
+        """Remember the weights as the last update has left them."""
+        self._versions = _count_changes(model)
+
+    def weights_were_changed(self, model: nn.Module) -> bool:
+        """Whether the weights were changed since `remember_weights`."""
+        return self._versions not in (None, _count_changes(model))
+
     def new_others(self) -> list[str]:
         """Return descriptions of the optimizers recorded since the last call."""
         new = {key: words for key, words in self._others.items() if words}
         self._others |= dict.fromkeys(new)
         return sorted(new.values())
+
+
+def _count_changes(model: nn.Module) -> int:
+    """Sum the version counters of the parameters, which count changes in place."""
+    return sum(parameter._version for parameter in model.parameters())

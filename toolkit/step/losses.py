@@ -80,7 +80,10 @@ class LossWeights(nn.Module):
         self.log_variances = nn.ParameterDict({owner: nn.Parameter(torch.tensor(s)) for owner, s in initial.items()})
         self._cached: tuple[object, Tensor] | None = None
         # The loop of a run sets these for each micro-batch.
-        self.sources: list[Callable[[], Mapping[str, Tensor]]] = []  # further losses, such as distillation
+        # Further losses, such as distillation: each returns them when called, and has a context manager
+        # `watching(batch)` for the forward pass of a micro-batch.
+        self.sources: list[Callable[[], Mapping[str, Tensor]]] = []
+        self.denominators = "global"  # or "original", see `window_denominators`
         self.divided_by: dict[str, str] = {}  # losses that are means over the "images" or "boxes" of a micro-batch
         self.defers_unknown = False  # whether `forward` leaves it to `reduce_dict` to raise on every rank
         self._shares: Mapping[str, Tensor] = {}
@@ -104,6 +107,11 @@ class LossWeights(nn.Module):
         self._entries[name] = entry
         if divided_by is not None:
             self.divided_by[name] = divided_by
+
+    @property
+    def row_names(self) -> list[str]:
+        """Names of the losses in a row: the total, and every loss weighted and unscaled."""
+        return ["loss", *(f"{name}{suffix}" for name in self.names for suffix in ("", "_unscaled"))]
 
     def begin_micro_batch(self, step: int, micro_batches: int, shares: Mapping[str, Tensor]) -> None:
         """Set the step and the shares that `forward` uses, in the loop of a run.

@@ -27,13 +27,15 @@ from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.command_line import parse_config
 from toolkit.run.log import Log
+from toolkit.run.parts import WeightFacts
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
+from toolkit.run.saving import Checkpoints
 from toolkit.run.training import Training
+from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
-from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
 from toolkit.step.window import Window, autocast
@@ -153,16 +155,16 @@ def _session(
     def training(s: Any, detector: Detector, *_) -> OneWindow:
         weights = weights_as_they_were(detector, report)
         optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
-        sampler = EpochSampler(len(table), len(table))
+        sampler = EpochSampler(len(table), len(table), seed=report["seed"])
         log = Log(True)
         sampler.set_epoch(report["epoch"])
         log.writer = SimpleNamespace(folder=folder, log=lambda row: None)
         t = OneWindow(
             accelerator=accelerator, model=detector, detector=detector, loss_weights=weights, optimizer=optimizer,
-            plan=Plan(sampler, Schedule(optimizer), report["step"] + 1), guard=RefusingGuard(), loader=None,
-            validation=Validation(table, None, None), signals=StopSignals(), folder=folder, seed=report["seed"],
-            log=log, best=Best("loss"), pace=Pace(), ema=Ema(detector, 0.9),
-            step=report["step"],
+            plan=Plan(sampler, Schedule(optimizer), report["step"] + 1), guard=RefusingGuard(),
+            data=TrainingData(None, {"validation": table}), validation=Validation(table, None, None, best=Best("loss")),
+            checkpoints=Checkpoints(folder / "checkpoints", WeightFacts(detector)), signals=StopSignals(),
+            folder=folder, log=log, ema=Ema(detector, 0.9), step=report["step"],
         )  # fmt: skip
         t.reported = ReportedWindow(t, batches, report["denominators"])
         t.extra.load_state_dict(extra)

@@ -1,0 +1,113 @@
+"""Kinds of JSON values, and a sentence for every value of a file that is of another kind."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from toolkit.base.text import shown
+
+LARGEST = 2**53  # of a count: further whole numbers are none of a float
+LARGEST_SEED = 2**64
+
+
+class Kind(NamedTuple):
+    """words: what is expected, for messages. fits: whether a value is that."""
+
+    words: str
+    fits: Callable[[object], bool]
+
+
+@dataclass(frozen=True)
+class Each:
+    """A list or a mapping (`kind`), each of whose values is as `of` says. size: number of values; None: any."""
+
+    kind: type
+    of: Any
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A mapping with these keys. A value of any other key may be anything.
+
+    needed: keys that must be there. known: keys that may be there.
+    """
+
+    needed: Mapping[str, Any]
+    known: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OrNull:
+    """Null, or as `of` says."""
+
+    of: Any
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_whole(value) and abs(value) <= LARGEST
+
+
+def one_of(*values: str) -> Kind:
+    """One of these texts."""
+    return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
+
+
+def whole(least: int, most: int = LARGEST) -> Kind:
+    """A whole number of a range, its ends included."""
+    return Kind(f"a whole number from {least}", lambda value: _is_whole(value) and least <= value <= most)
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
+# of a step -1: there is none yet
+COUNT = whole(0)
+POSITIVE = whole(1)
+STEP = whole(-1)
+NUMBER = Kind("a finite number", lambda value: _is_number(value) and math.isfinite(value))
+DURATION = Kind("a number from 0", lambda value: _is_number(value) and 0 <= value < math.inf)
+FACTOR = Kind("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf)
+ANY_NUMBER = Kind("a number", _is_number)  # of what was measured, which may be NaN
+ID = Kind("a whole number or a text", lambda value: isinstance(value, str) or _is_whole(value) and abs(value) < 2**63)
+TEXTS = Each(list, TEXT)
+
+def faults_of(value: object, expected: Any, file: str, where: str = "") -> Iterator[str]:
+    """Yield one sentence for each place of `value` that is not as `expected` says.
+
+    expected: a `Kind`, `Each`, `Keys` or `OrNull`. file: name of the file that holds the value. where: the keys that
+    lead to the value, joined by dots.
+    """
+    if isinstance(expected, OrNull):
+        if value is not None:
+            yield from faults_of(value, expected.of, file, where)
+        return
+    if isinstance(expected, Kind):
+        if not expected.fits(value):
+            yield _other(value, expected.words, file, where)
+        return
+    kind = expected.kind if isinstance(expected, Each) else dict
+    size = getattr(expected, "size", None)
+    if not isinstance(value, kind) or size is not None and len(value) != size:
+        words = "a mapping" if kind is dict else "a list"
+        yield _other(value, words if size is None else f"{words} of {size}", file, where)
+        return
+    if isinstance(expected, Keys):
+        for key, of_key in (*expected.needed.items(), *expected.known.items()):
+            if key in value:
+                yield from faults_of(value[key], of_key, file, f"{where}.{key}".removeprefix("."))
+            elif key in expected.needed:
+                yield f"{file} has no {where}.{key}".replace(" .", " ")
+        return
+    for key, item in value.items() if kind is dict else enumerate(value):
+        yield from faults_of(item, expected.of, file, f"{where}.{shown(key, 40)}")
+
+
+def _other(value: object, words: str, file: str, where: str) -> str:
+    if isinstance(value, int) and abs(value) > LARGEST_SEED:
+        return f"{where} in {file} is a whole number beyond all bounds; expected {words}"
+    return f"{where or 'all'} in {file} is {str(value)[:60]!r}; expected {words}"

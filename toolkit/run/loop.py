@@ -1,0 +1,195 @@
+"""What surrounds the body of a training loop: the start of an epoch, each window before its update and after it.
+
+`t` is a `toolkit.run.training.Training` throughout; its methods of these names lead here.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from toolkit.base.batch import Batch
+from toolkit.base.errors import BadInput, Preempted
+from toolkit.data.batches import Prefetcher, windows
+from toolkit.data.dataset import MixedDataset
+from toolkit.data.sampling import accumulation_at
+from toolkit.run.log import training_row
+from toolkit.run.recovery import keep_start, ranks_apart, state_is_sound
+from toolkit.run.saving import save
+from toolkit.run.validation import save_and_evaluate
+from toolkit.run.window import TrainingWindow
+from toolkit.step.length import is_time
+
+# ---- before the body -------------------------------------------------------------------------------------------------
+
+
+def windows_of_epoch(t: Any) -> Iterator[TrainingWindow]:
+    """Yield the windows of what is left of the epoch, or of the run, see `Training.windows`."""
+    _prepare_epoch(t)
+    prefetcher = Prefetcher(t.accelerator.device)
+    micro_batches = accumulation_at(t.sampler.epoch, *t.plan.accumulation)
+    batches_of_windows = prefetcher.through(windows(t.data.loader, micro_batches))
+    with t.check.noting_others(lambda: [t.optimizer, *t.extra.optimizers]):
+        for batches in batches_of_windows:
+            t.log.timer.data_ready()
+            yield _begin_window(t, batches, prefetcher)
+            end_window(t)
+            if t.finished:
+                return
+            t.log.timer.start()
+
+
+def _prepare_epoch(t: Any) -> None:
+    """Prepare the first window of an epoch, or of a resumed run."""
+    end_window(t)  # where the script has left the loop over the windows
+    plan = t.plan
+    dataset = getattr(getattr(t.data.loader, "dataset", None), "dataset", None)
+    if isinstance(dataset, MixedDataset) and dataset.has_plain_epochs:
+        # said before the workers are asked for images of this epoch
+        per_epoch = -(-len(t.sampler) // plan.accumulation_steps)
+        dataset.plan(plan.plain_epochs, plan.total_steps + plan.recut, per_epoch, plan.epochs_are_fixed_at)
+    for note in plan.take_up_accumulation(t.step):
+        t.log.say(note)
+    t.check.same_optimizer(t.optimizer)
+    plan.note_own_rates()
+    t.set_rates()
+    keep_start(t)
+    missing = t.extra.not_taken_up
+    if missing:
+        raise BadInput(f"the checkpoint holds {', '.join(missing)} in t.extra, which this script does not assign")
+    if t.guard.policy == "rollback" and t.checkpoints.saved_step < 0:
+        save(t)  # something to roll back to
+    t.log.timer.start()
+
+
+def _begin_window(t: Any, batches: Sequence[Batch], prefetcher: Prefetcher) -> TrainingWindow:
+    t.sampler.advance_batches(len(batches))
+    t.optimizer.zero_grad()
+    t.extra.zero_grad()
+    t.check.same_optimizer(t.optimizer)
+    t.guard.snapshot(t.detector)
+    t.window = TrainingWindow(t, batches, prefetcher)
+    t.window.seed_what_is_outside()
+    t.check.begin(t.step, len(batches))
+    return t.window
+
+
+def batches_under_way(t: Any) -> Sequence[Batch]:
+    """Return the batches that the body of the loop is busy with; none outside of it."""
+    return t.window.batches if t.window is not None and t.window.is_in_body else ()
+
+
+# ---- after the body --------------------------------------------------------------------------------------------------
+
+
+def end_window(t: Any) -> None:
+    """Follow up on the body of the loop, see `Training.windows`; nothing is done twice."""
+    window = t.window
+    if window is None:
+        return
+    window.is_in_body = False
+    if not t.check.was_refused:
+        _follow_up(t, window)
+    t.window = None
+
+
+def _follow_up(t: Any, window: TrainingWindow) -> None:
+    if not t.check.end():
+        if window.is_unscaled and t.accelerator.scaler is not None:
+            # As it is: forgets that it has unscaled, which it does once per update.
+            t.accelerator.scaler.update(t.accelerator.scaler.get_scale())
+        _warn_once(t, "passed over", "the loop passed over a window without an update; the data go on behind it")
+        return
+    if t.step == window.step:  # the script updates the weights by itself, `t.without("update")`
+        count_update(t)
+    note_step(t, window)
+    save_and_evaluate_when_due(t, window)
+
+
+def count_update(t: Any) -> None:
+    """Count an update of the optimizer inside a window, which has just been made."""
+    t.step += 1
+    t.plan.note_update()
+
+
+def counted_calls(t: Any) -> dict[str, int]:
+    """Return the calls that the objects of the run have counted, for `LoopCheck`."""
+    counts = {"meters": t.meters.updates}
+    if t.ema.is_on:
+        counts["ema"] = t.ema.updates
+    return counts
+
+
+def note_step(t: Any, window: TrainingWindow) -> None:
+    """Write down an update: rows, the bar, the budget of minutes; then set the rates of the next update."""
+    seen = t.sampler.next_batch  # the window included
+    images = sum(t.sampler.samples_in_batch(i) for i in range(seen - window.batches_taken, seen))
+    noted = _noted(t, window)
+    row = training_row(window.reduced, window.totals, t.optimizer.param_groups, noted)
+    epoch = t.sampler.epoch
+    t.log.note_step(t.step, t.plan.total_steps, epoch, row, images, noted, ends_epoch=t.epoch_is_over)
+    notes = t.plan.note_step(t.step, window.totals["time_s"])
+    if notes:
+        t.log.set_length(t.plan.total_steps, notes)
+    if t.epoch_is_over or t.step >= t.plan.total_steps:
+        t.log.note_epoch(t.step, epoch)
+    warning = t.plan.check_own_rates()
+    if warning:
+        t.log.say(f"step {t.step}: {warning}")
+    t.set_rates()
+
+
+def _noted(t: Any, window: TrainingWindow) -> dict[str, float]:
+    """Return the means of what the script noted by `t.log.note`, over all ranks."""
+    somebody_noted = window.totals["notes"] > 0
+    if not somebody_noted and not (t.log.notes and t.accelerator.num_processes == 1):
+        return {}
+    noted = t.log.noted()
+    duplicates = sorted(noted.keys() & {*window.totals, *t.detector.metric_names})
+    if duplicates:
+        raise BadInput(f"t.log.note: {', '.join(duplicates)} is in the rows already; give another name")
+    return noted
+
+
+def save_and_evaluate_when_due(t: Any, window: TrainingWindow) -> None:
+    """Save and evaluate what is due after this step, in this order: no progress is lost in an evaluation.
+
+    Raises:
+        Preempted: a signal came on some rank; the state is saved.
+        BadInput: rows cannot be written any more; the state is saved.
+    """
+    signal = window.totals["signal"]
+    evaluates = is_time(t.step, t.validation.every)
+    saves = is_time(t.step, t.checkpoints.save_every)
+    best_step = t.validation.best.step
+    noted = best_step == t.step and best_step != window.best_step_before  # the loop has evaluated by itself
+    if not (evaluates or saves or signal or noted or t.step >= t.plan.total_steps):
+        return
+    t.optimizer.zero_grad()  # their memory is the evaluation's
+    if state_is_sound(t):
+        warning = ranks_apart(t)
+        if warning:
+            _warn_once(t, "ranks", warning)
+        if evaluates:
+            save_and_evaluate(t, is_best=noted)
+        elif noted or signal or saves:
+            save(t, best=noted)
+    t.log.raise_trouble()
+    if signal:
+        name = t.signals.name or "signal"
+        raise Preempted(f"{name} at step {t.step}; saved, `--run.resume latest` goes on")
+
+
+def _warn_once(t: Any, kind: str, text: str) -> None:
+    if kind not in t.check.warned:
+        t.check.warned.add(kind)
+        t.log.say(f"step {t.step}: {text}")
+
+
+def end_epoch(t: Any) -> dict[str, float]:
+    """End an epoch, see `Training.end_epoch`."""
+    end_window(t)  # where the script has left the loop over the windows
+    t.check.remember_weights(t.detector)
+    if not t.epoch_is_over:  # the run is; what it has of the epoch stays in its state
+        return t.log.averages.means()
+    t.log.note_epoch(t.step, t.sampler.epoch)  # not yet, if the guard refused its last window
+    t.sampler.set_epoch(t.sampler.epoch + 1)
+    return t.log.end_epoch()
