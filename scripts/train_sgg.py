@@ -31,6 +31,7 @@ from toolkit.run.settings import (
 )
 
 if TYPE_CHECKING:
+    from toolkit.run.session import Session
     from toolkit.run.training import Training
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "sgg" / "shapes.yaml"
@@ -76,30 +77,34 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
     return t.end_epoch()
 
 
+def train(s: "Session") -> dict[str, float]:
+    """Train in a session that has started, and return the last evaluation."""
+    from toolkit.detectors.scene_graphs.start import lacking_relations, start_scene_graph
+    from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
+
+    table, val_table = s.open_data()
+    detector = s.make_detector(table, start_scene_graph)
+    note = None if s.checkpoint else without_detector(s.config.model, s.config.data.path)
+    if note:
+        s.say(note)
+    for note in lacking_relations(table, val_table):
+        s.say(note)
+    of_graphs = {key: getattr(s.config.eval, key) for key in OF_GRAPHS}
+    evaluator = make_evaluator(detector, val_table, s.config.eval.backend, **of_graphs)
+    t = s.training(detector, table, val_table, evaluator)
+    while not t.finished:
+        train_one_epoch(t)
+    s.end(t)
+    return t.validation.last_row
+
+
 def main(config: Config) -> dict[str, float]:
     """Train as `config` says and return the last evaluation; notebooks call it with their own Config."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
-        from toolkit.detectors.scene_graphs.start import lacking_relations, start_scene_graph
-        from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
 
-    e = config.eval
-
-    with session.session(config) as s:
-        table, val_table = session.open_data(s)
-        detector = session.make_detector(s, table, start_scene_graph)
-        of_graphs = {key: getattr(e, key) for key in OF_GRAPHS}
-        note = None if s.checkpoint else without_detector(config.model, config.data.path)
-        if note:
-            s.say(note)
-        evaluator = make_evaluator(detector, val_table, e.backend, **of_graphs)
-        for note in lacking_relations(table, val_table):
-            s.say(note)
-        t = session.training(s, detector, table, val_table, evaluator)
-        while not t.finished:
-            train_one_epoch(t)
-        session.end(s, t)
-    return t.validation.last_row
+    with session(config) as s:
+        return train(s)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from toolkit.run.settings import (
 )
 
 if TYPE_CHECKING:
+    from toolkit.run.session import Session
     from toolkit.run.training import Training
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "yolov3" / "shapes.yaml"
@@ -71,20 +72,26 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
     return t.end_epoch()
 
 
+def train(s: "Session") -> dict[str, float]:
+    """Train in a session that has started, and return the last evaluation."""
+    from toolkit.evaluation.coco import CocoEvaluator
+
+    table, val_table = s.open_data()
+    detector = s.make_detector(table)
+    t = s.training(detector, table, val_table, CocoEvaluator(val_table, s.config.eval.backend))
+    while not t.finished:
+        train_one_epoch(t)
+    s.end(t)
+    return t.validation.last_row
+
+
 def main(config: Config) -> dict[str, float]:
     """Train as `config` says and return the last evaluation; notebooks call it with their own Config."""
     with importing():  # seconds of imports, so here: a mistyped flag is answered before them
         from toolkit import session
-        from toolkit.evaluation.coco import CocoEvaluator
 
-    with session.session(config) as s:
-        table, val_table = session.open_data(s)
-        detector = session.make_detector(s, table)
-        t = session.training(s, detector, table, val_table, CocoEvaluator(val_table, config.eval.backend))
-        while not t.finished:
-            train_one_epoch(t)
-        session.end(s, t)
-    return t.validation.last_row
+    with session(config) as s:
+        return train(s)
 
 
 if __name__ == "__main__":

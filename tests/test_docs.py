@@ -116,7 +116,7 @@ def test_the_python_of_the_readme_runs(here, capsys):
 
 def test_the_examples_of_the_api_run(here, monkeypatch):
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(here / "cache"))
-    monkeypatch.setattr("toolkit.run.session._report", lambda *_, **__: None)
+    monkeypatch.setattr("toolkit.run.session_end._report", lambda *_, **__: None)
     monkeypatch.syspath_prepend(here)
     program = examples((ROOT / "docs" / "api.md").read_text())
     try:

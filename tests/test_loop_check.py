@@ -188,9 +188,9 @@ def run_changed(t, *hunks: tuple[str, str], epochs: int = 1):
 
 FIRST_STEP = {
     "another optimizer": ((TRAIN, TRAIN + "    t.optimizer = torch.optim.SGD(t.trained_parameters, lr=1.0)\n"),
-                          "t.optimizer is a SGD, not the optimizer that session.training made"),
+                          "t.optimizer is a SGD, not the optimizer that s.training made"),
     "a group more": ((MICRO, "        t.optimizer.param_groups.append(t.optimizer.param_groups[0])\n" + MICRO),
-                     "t.optimizer has 2 groups, session.training made 1"),
+                     "t.optimizer has 2 groups, s.training made 1"),
     "a closure": ((UPDATE, "        t.optimizer.step(lambda: None)\n"), "gradients that come after the guard"),
     "no gradients": ((UPDATE, "        t.optimizer.zero_grad()\n" + UPDATE), "the update has no gradients"),
     "gradients lost": ((MICRO, MICRO + " " * 12 + "t.optimizer.zero_grad()\n"),

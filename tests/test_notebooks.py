@@ -121,7 +121,7 @@ def test_what_must_not_be_stored_is_found_and_left_out(tmp_path):
 
 
 def test_lines_are_put_into_a_copy_of_a_script(tmp_path, capsys):
-    added = {"t.optimizer.step()": "a = 1\nb = 2", "t = session.training(": "c = 3"}
+    added = {"t.optimizer.step()": "a = 1\nb = 2", "t = s.training(": "c = 3"}
     module = import_changed("train_ssd", tmp_path / "changed_ssd.py", added)
     text, original = (tmp_path / "changed_ssd.py").read_text(), (ROOT / "scripts" / "train_ssd.py").read_text()
     assert "t.optimizer.step()\n        a = 1\n        b = 2\n" in text

@@ -331,22 +331,22 @@ class Driven:
 
 def drive(folder: Path, script: str, arguments: list[str]) -> int:
     """Run a script in this process under the plan in `folder`. Returns its exit code, 0 once everything is measured."""
-    from toolkit import session
     from toolkit.run.command_line import run_script
+    from toolkit.run.session import Session
 
     sys.path.insert(0, str(SCRIPTS))
     module = importlib.import_module(script)
     driven = Driven(folder)
-    make = session.training
+    make = Session.training
 
-    def training(*objects):
-        t = make(*objects)
+    def training(s, *objects):
+        t = make(s, *objects)
         if "peer" in driven.plan:
             PEERS[driven.plan["peer"]][1](t, driven)
         t.windows = partial(driven.windows, t, t.windows)
         return t
 
-    session.training = training
+    Session.training = training
     try:
         return run_script(module.main, module.Config, module.DEFAULT_CONFIG, arguments)
     except Measured:

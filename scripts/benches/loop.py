@@ -104,10 +104,10 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
         # so low that random weights hardly change: with the default rate ResNet-50 was NaN after seven steps
         config.optim = replace(config.optim, lr=1e-6, backbone_lr=1e-6, ema_decay=0.9998)
         with contextlib.redirect_stdout(io.StringIO()):
-            s = held.enter_context(session.session(config))
-            table, val_table = session.open_data(s)
+            s = held.enter_context(session(config))
+            table, val_table = s.open_data()
             evaluator = CocoEvaluator(val_table)
-            training = session.training(s, session.make_detector(s, table), table, val_table, evaluator)
+            training = s.training(s.make_detector(table), table, val_table, evaluator)
         yield config, training
         training.log.close()
 

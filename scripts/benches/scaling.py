@@ -124,11 +124,12 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     """Run main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
-    from toolkit.run import loop, session, validation, window
+    from toolkit.run import loop, validation, window
     from toolkit.run.command_line import run_script
+    from toolkit.run.session import Session
 
     clocks = Clocks()
-    make = session.training
+    make = Session.training
 
     def with_clocks(*args):
         t = make(*args)
@@ -148,7 +149,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
         _end_of_step(loop, clocks)
         return t
 
-    session.training = with_clocks
+    Session.training = with_clocks
     for module, name in ((loop, "save"), (validation, "save"), (validation, "evaluate")):
         clocks.once(module, name)
 

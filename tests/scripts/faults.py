@@ -8,7 +8,7 @@
     {"nan": "boxes" | "infinite boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}
         3: the third that training fetches
     {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
-    {"skip": "toolkit.run.session:_report"}    leave a slow function out
+    {"skip": "toolkit.run.session_end:_report"}    leave a slow function out
     {"set": "huggingface_hub.constants:ENDPOINT", "to": VALUE}    another value of a constant
     {"disk": "full" | "inodes" | "removed" | "read-only", "folder": FOLDER, "at": ..., "call": ...}
         what becomes of a disk then

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = "toolkit.run.session:_report"  # which takes seconds at the end of every run
+REPORT = "toolkit.run.session_end:_report"  # which takes seconds at the end of every run
 MICRO_BATCH = "toolkit.step.window:Window.begin_micro_batch"
 EVALUATION = "toolkit.evaluation.predict_dataset:agree_max"
 # What a run says about a loop that somebody has changed: never of a script as it is, whatever happens to its processes.

@@ -28,10 +28,10 @@ class Counting:
     """Events of the second step, by the part of the step they are in, and of the last pass over the validation data."""
 
     def __init__(self, log: pretended_device.Log):
-        from toolkit import session
         from toolkit.run import training, validation
+        from toolkit.run.session import Session
 
-        self.make_training = session.training
+        self.make_training = Session.training
         self.log, self.step, self.passed = log, [], []
         self.windows = training.Training.windows
         self.predict = validation.predict_dataset
@@ -86,7 +86,7 @@ class AsDistributed(torch.nn.Module):
 
 
 def moving_its_inputs(make_training):
-    """`session.training` with a model that moves its inputs, as on several GPUs."""
+    """`Session.training` with a model that moves its inputs, as on several GPUs."""
 
     def training(*given):
         t = make_training(*given)
@@ -98,13 +98,13 @@ def moving_its_inputs(make_training):
 
 def run(script: str, args: list[str], counting: Counting) -> dict:
     """One run; `code` is its exit code, `step` and `evaluation` are what was counted."""
-    from toolkit import session
     from toolkit.run import command_line
+    from toolkit.run.session import Session
 
     spec = importlib.util.spec_from_file_location("script", ROOT / "scripts" / f"{script}.py")
     module = sys.modules["script"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    session.training = moving_its_inputs(counting.make_training)
+    Session.training = moving_its_inputs(counting.make_training)
     counting.step, counting.passed, began = [], [], time.monotonic()
     code = command_line.run_script(module.main, module.Config, module.DEFAULT_CONFIG, args)
     return {"code": code, "seconds": time.monotonic() - began, **counting.found()}

@@ -165,7 +165,7 @@ TOLD = {  # change -> (its hunks, exit code, what is said)
     "calls left out before the update": (
         [(BACKWARD, "            t.accelerator.backward(weighted.total)\n"), (ACCEPTS, "")], 2,
         ["`window.backward(weighted, metrics)` was not done", "without it rows, averages",
-         'a NaN would reach the weights. Put it back, or say t.without("accepts") in main']),
+         'a NaN would reach the weights. Put it back, or say t.without("accepts") in train']),
     "nothing is reduced": ([(REDUCE, "        reduced = {}\n"), (ACCEPTS, "")], 2,
                            "`reduced = window.reduce()` was not done; without it a NaN in a gradient would reach"),
     "meters left out": ([(METERS, "")], 2, "the window is over, and `t.meters.update(reduced)` was not done"),
@@ -175,7 +175,7 @@ TOLD = {  # change -> (its hunks, exit code, what is said)
                                    "training ended by"),
     "a loss that was not announced": (
         [(CRITERION, CRITERION + " " * 12 + 'losses["loss_mine"] = outputs["logits"].mean()\n')], 2,
-        "by t.announce('loss_mine', weight=1.0, divided_by=\"images\") after t = session.training(...)"),
+        "by t.announce('loss_mine', weight=1.0, divided_by=\"images\") after t = s.training(...)"),
     "an optimizer in no checkpoint": ([(EPOCH, OWN_OPTIMIZER + EPOCH), (METERS, ITS_UPDATE + METERS)], 0,
                                       "in no checkpoint, so that a resumed run differs: Adam of 2 parameters"),
 }  # fmt: skip

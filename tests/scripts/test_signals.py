@@ -16,7 +16,7 @@ from signalled import MOMENTS
 from toolkit.run.folder import prepare_run_folder
 from toolkit.run.status import FolderLock, read_status
 
-STOP = "toolkit.run.session:stop_if_asked"
+STOP = "toolkit.run.session:Session.stop_if_asked"
 SENT = (  # one run after the other, each going on where the one before stopped: step it stops at
     ("SIGTERM", MICRO_BATCH, 2, 1),
     ("SIGUSR1", EVALUATION, 3, 2),

@@ -329,7 +329,7 @@ def _collective_device(device: torch.device) -> torch.device:
 def _raise_unannounced(strangers: list[str], layout: list[str]) -> None:
     problems = [
         f"rank {rank}: value {name!r} was not announced. In a script: a loss by t.announce({name!r}, weight=1.0, "
-        f'divided_by="images") after t = session.training(...), a metric by t.log.note({name!r}, value). '
+        f'divided_by="images") after t = s.training(...), a metric by t.log.note({name!r}, value). '
         f"A detector names its own in `loss_names` and `metric_names`: {', '.join(layout)}"
         for rank, names in enumerate(gather_objects(strangers))
         for name in names

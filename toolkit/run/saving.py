@@ -53,7 +53,7 @@ def save(t, best: bool = False) -> None:
     if others:
         t.log.say(
             f"in no checkpoint, so that a resumed run differs: {', '.join(others)}, and what it trains; "
-            't.extra["NAME"] = optimizer in main saves it, and the module likewise'
+            't.extra["NAME"] = optimizer in train saves it, and the module likewise'
         )
     with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
         run_on_main(lambda: _write(t, content, best))

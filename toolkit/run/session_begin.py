@@ -1,6 +1,7 @@
 """The beginning of a run: the checkpoint is taken up, and settings and environment are written down."""
 
 from dataclasses import asdict
+from typing import Any
 
 from toolkit.base.distributed import run_on_main
 from toolkit.data import pipeline
@@ -10,7 +11,6 @@ from toolkit.run.folder import keep_staged, write_environment
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of
 from toolkit.run.saving import load
-from toolkit.run.session_start import Session
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
 from toolkit.run.trackers import About, data_facts, tracker_names
 from toolkit.run.training import Training
@@ -20,7 +20,7 @@ from toolkit.step.length import is_time
 from toolkit.step.memory import probe_memory
 
 
-def begin(s: Session, t: Training, table: DetectionTable) -> None:
+def begin(s: Any, t: Training, table: DetectionTable) -> None:
     """Take up the checkpoint, write down what is run, and evaluate where that is due. Refuse before writing."""
     run = s.config.run
     checkpoint = s.checkpoint
@@ -57,7 +57,7 @@ def begin(s: Session, t: Training, table: DetectionTable) -> None:
         save_and_evaluate(t)
 
 
-def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
+def _settings(s: Any, t: Training) -> tuple[dict, list[Change]]:
     """The settings in force, with the values that the model really used, and those that a resumed run has otherwise
     than before."""
     settings = asdict(s.config)
@@ -75,7 +75,7 @@ def _settings(s: Session, t: Training) -> tuple[dict, list[Change]]:
     return in_force(asked, changed), changed
 
 
-def _repair_rows(s: Session) -> list[str]:
+def _repair_rows(s: Any) -> list[str]:
     """Repair the rows of this folder that the checkpoint counts and that are not there.
 
     Those of another folder are not looked for.
@@ -86,7 +86,7 @@ def _repair_rows(s: Session) -> list[str]:
     return repair_rows(s.folder / "metrics.jsonl", rows, more=s.config.run.eval_only)
 
 
-def _record(s: Session, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:
+def _record(s: Any, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:
     """Say how large model and data are; write `config.yaml`, `environment.json` and `status.json`.
 
     A later start keeps its settings in `config_2.yaml`, `config_3.yaml` and so on, with what is new in them.

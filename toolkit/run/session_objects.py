@@ -24,7 +24,6 @@ from toolkit.run.plan import Plan
 from toolkit.run.processes import prepare, start_accelerator
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
-from toolkit.run.session_start import Session
 from toolkit.run.settings_file import CONFIG
 from toolkit.run.training import Training
 from toolkit.run.training_data import TrainingData
@@ -40,7 +39,7 @@ from toolkit.step.schedules import schedule_of_settings
 
 
 def build_training(
-    s: Session, detector: Detector, table: DetectionTable, val_table: DetectionTable, evaluator: Any
+    s: Any, detector: Detector, table: DetectionTable, val_table: DetectionTable, evaluator: Any
 ) -> Training:
     """Build a training at step 0.
 
@@ -110,7 +109,7 @@ def build_training(
     return t
 
 
-def evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> DataLoader:
+def evaluation_loader(s: Any, detector: Detector, table: DetectionTable) -> DataLoader:
     c = s.config.data
     images = s.config.eval.batch_size_per_device
     transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
@@ -119,7 +118,7 @@ def evaluation_loader(s: Session, detector: Detector, table: DetectionTable) -> 
 
 
 def _loaders(
-    s: Session, detector: Detector, table: DetectionTable, val_table: DetectionTable
+    s: Any, detector: Detector, table: DetectionTable, val_table: DetectionTable
 ) -> tuple[EpochSampler, DataLoader, DataLoader]:
     c = s.config.data
     how = {"seed": s.config.run.seed, "stride": detector.stride, "pin": s.pins}
@@ -127,7 +126,7 @@ def _loaders(
     return sampler, loader, evaluation_loader(s, detector, val_table)
 
 
-def _settle(s: Session, detector: Detector) -> None:
+def _settle(s: Any, detector: Detector) -> None:
     """Put what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and say who decided it."""
     run = s.config.run
     optim = s.config.optim
@@ -153,7 +152,7 @@ def _settle(s: Session, detector: Detector) -> None:
     s.config = replace(s.config, run=run, optim=replace(optim, compile=settled.compile))
 
 
-def _distillation(s: Session, detector: Detector, table: DetectionTable) -> nn.Module | None:
+def _distillation(s: Any, detector: Detector, table: DetectionTable) -> nn.Module | None:
     """The losses beside the teacher of `loss.teacher`; None without a teacher."""
     if s.config.loss.teacher is None:
         return None
@@ -161,7 +160,7 @@ def _distillation(s: Session, detector: Detector, table: DetectionTable) -> nn.M
     return open_teacher(s.config.loss.teacher, detector, table.class_names, not s.config.data.scales)
 
 
-def _optimizer(s: Session, detector: Detector, weights: LossWeights, distillation: nn.Module | None):
+def _optimizer(s: Any, detector: Detector, weights: LossWeights, distillation: nn.Module | None):
     c = s.config.optim
     images = s.config.data.batch_size_per_device * c.accumulation_steps * s.accelerator.num_processes
     scale = images if c.scale_lr_by_images else 1

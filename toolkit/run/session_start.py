@@ -2,73 +2,28 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-from accelerate import Accelerator
 
 from toolkit import index
 from toolkit.base.distributed import leave, run_on_main, state_from_main
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 from toolkit.base.signals import StopSignals
 from toolkit.data.batches import naming_killed_workers
-from toolkit.data.table import DetectionTable
 from toolkit.models import options_class
-from toolkit.run.checkpoint import Checkpoint, resolve_resume
+from toolkit.run.checkpoint import resolve_resume
 from toolkit.run.failures import as_sentences
 from toolkit.run.folder import prepare_run_folder, staging
-from toolkit.run.log import Log
 from toolkit.run.loop import batches_under_way
 from toolkit.run.open_run import settings_beside
 from toolkit.run.processes import announce, set_threads, start_accelerator
-from toolkit.run.status import FolderLock, RunStatus, run_status
+from toolkit.run.session import Session
+from toolkit.run.status import FolderLock, run_status
 from toolkit.run.trackers import agent_run_id, tracker_names
-from toolkit.run.training import Training
 from toolkit.run.watchdog import watchdog
 from toolkit.step.compiling import be_deterministic
 from toolkit.step.memory import naming_the_batch
-
-
-@dataclass
-class Session:
-    """The processes, folder and settings of a run before it has data and model.
-
-    config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
-    staging: folder that a start writes to until nothing was refused; see `toolkit.run.folder.staging`.
-    checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
-    t: the training, once it is built. log: that of the training, once it has begun.
-    test_table: data of `eval.test_split`, evaluated when the training has ended.
-    """
-
-    config: Any
-    accelerator: Accelerator
-    folder: Path
-    signals: StopSignals
-    status: RunStatus
-    checkpoint: Checkpoint | None
-    stored: dict
-    asked_seed: int
-    lock: FolderLock
-    staging: Path
-    measured: dict = field(default_factory=dict)  # at the start; goes into environment.json
-    log: Log | None = None
-    t: Training | None = None
-    test_table: DetectionTable | None = None
-
-    @property
-    def is_main(self) -> bool:
-        return self.accelerator.is_main_process
-
-    @property
-    def pins(self) -> bool:
-        """Whether batches arrive in page-locked memory."""
-        return self.accelerator.device.type == "cuda"
-
-    def say(self, text: str) -> None:
-        """Print on the main process."""
-        self.accelerator.print(text, flush=True)
 
 
 @contextmanager

@@ -126,14 +126,14 @@ class LoopCheck:
         """Raise BadInput if the script has replaced the watched optimizer, or added a group to it."""
         if optimizer is not self._optimizer:
             raise BadInput(
-                f"t.optimizer is a {type(optimizer).__name__}, not the optimizer that session.training made, the only "
+                f"t.optimizer is a {type(optimizer).__name__}, not the optimizer that s.training made, the only "
                 "one that rates, checks and checkpoints know. Choose one by optim.name, or keep it and put a rule of "
                 "your own behind t.optimizer.step(), with its state in t.extra"
             )
         now = len(optimizer.param_groups)
         if now != self._groups:
             raise BadInput(
-                f"t.optimizer has {now} groups, session.training made {self._groups}. New parameters get an optimizer "
+                f"t.optimizer has {now} groups, s.training made {self._groups}. New parameters get an optimizer "
                 "of their own in t.extra; parameters thawed later are in the optimizer from the start "
                 "(docs/change_the_loop.md, recipes 4 and 9)"
             )
@@ -146,7 +146,7 @@ class LoopCheck:
         if not training and "train" not in self.left_out:
             raise BadInput(
                 "the loop: the detector is in evaluation mode; call t.model.train() after an evaluation of your own, "
-                'or say t.without("train") in main'
+                'or say t.without("train") in train'
             )
         self.micro_batches = micro_batches
         self._handed_out = []
@@ -207,7 +207,7 @@ class LoopCheck:
                 times = "" if right == 1 else f" for {right - made} of {right} micro-batches"
                 faults.append(
                     f"the loop, step {self._step}: {when}, and `{line}` was not done{times}; without it {without}. "
-                    f'Put it back, or say t.without("{name}") in main'
+                    f'Put it back, or say t.without("{name}") in train'
                 )
             elif made > right:
                 faults.append(

@@ -1,22 +1,19 @@
-"""Replay of a reported window by the script that reported it, in place of `toolkit.run.session`.
+"""Replay of a reported window by the script that reported it.
 
-`loop_of_script` runs the script's own `main` with these functions instead of the session's, so that changes of the
-script (losses, state, the loop) take effect as in the run; nothing is trained, written or downloaded.
+`loop_of_script` runs the `train` of the script in a session of this module, so that changes of the script (losses,
+state, the loop) take effect as in the run; nothing is trained, written or downloaded.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-import toolkit.run
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
 from toolkit.base.signals import StopSignals
@@ -29,6 +26,7 @@ from toolkit.run.command_line import parse_config
 from toolkit.run.log import Log
 from toolkit.run.parts import WeightFacts
 from toolkit.run.plan import Plan
+from toolkit.run.processes import start_accelerator
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
 from toolkit.run.training import Training
@@ -42,16 +40,17 @@ from toolkit.step.window import Window, autocast
 
 
 class ReportedWindow(TrainingWindow):
-    """The reported window, with the denominators that it had on all processes.
+    """The reported window, with the denominators, precision and loss scale that it had, on the CPU.
 
     Its batches are those that were trained on. Changes of the batches by the script are ignored, as they contain them.
-
-    given: the denominators of each micro-batch.
     """
 
-    def __init__(self, t: Training, batches: Sequence[Batch], given: Sequence[Mapping[str, float]]):
+    def __init__(self, t: Training, batches: Sequence[Batch], report: Mapping):
         super().__init__(t, batches)
-        self._given = given
+        self.rank = report["rank"]
+        self.precision = report.get("precision", "no")
+        self.scale = float(report.get("scale") or 1.0)
+        self._denominators_then = report["denominators"]
 
     @property
     def batches(self) -> list[Batch]:
@@ -63,7 +62,13 @@ class ReportedWindow(TrainingWindow):
             self._batches = list(batches)
 
     def denominators_for(self, counts: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
-        return self._given
+        return self._denominators_then
+
+    def autocast(self) -> AbstractContextManager:
+        return autocast("cpu", self.precision)
+
+    def backward_of(self, total: Tensor) -> None:
+        (total * self.scale).backward()
 
 
 class OneWindow(Training):
@@ -114,6 +119,88 @@ def window_of_report(
     return lambda: window.run_again(detector, weights)
 
 
+class ReplaySession:
+    """The steps of a `Session` for a script's `train`: it builds everything around the reported window.
+
+    Args:
+        config: settings of the run.
+        folder: for files that the script writes.
+        extra: state that the script added to the run, as it was before the window.
+
+    Attributes:
+        t: the training, once the script has asked for it.
+    """
+
+    checkpoint = None
+    is_main = True
+
+    def __init__(
+        self,
+        config: Any,
+        folder: Path,
+        report: Mapping,
+        batches: Sequence[Batch],
+        detector: Detector,
+        extra: Mapping,
+    ):
+        self.config = config
+        self.folder = folder
+        self.accelerator = start_accelerator("no", cpu=True)
+        self.t: OneWindow | None = None
+        self._report = report
+        self._batches = batches
+        self._detector = detector
+        self._extra = extra
+        self._table = _table(folder, report, batches)
+
+    def say(self, text: str) -> None:
+        """Print."""
+        print(text)
+
+    def open_data(self) -> tuple[DetectionTable, DetectionTable]:
+        """Return the images of the window as training and validation data."""
+        return self._table, self._table
+
+    def make_detector(self, table: DetectionTable, start: Callable | None = None) -> Detector:
+        """Return the detector with the weights that it had."""
+        return self._detector
+
+    def training(
+        self, detector: Detector, table: DetectionTable, val_table: DetectionTable, evaluator: Any
+    ) -> "OneWindow":
+        """Build everything that the loop needs for the reported window."""
+        report = self._report
+        optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
+        sampler = EpochSampler(len(table), len(table), seed=report["seed"])
+        sampler.set_epoch(report["epoch"])
+        log = Log(True)
+        log.writer = SimpleNamespace(folder=self.folder, log=lambda row: None)
+        t = OneWindow(
+            accelerator=self.accelerator,
+            model=detector,
+            detector=detector,
+            loss_weights=weights_as_they_were(detector, report),
+            optimizer=optimizer,
+            plan=Plan(sampler, Schedule(optimizer), report["step"] + 1),
+            guard=RefusingGuard(),
+            data=TrainingData(None, {"training": table, "validation": val_table}),
+            validation=Validation(val_table, None, None, best=Best("loss")),
+            checkpoints=Checkpoints(self.folder / "checkpoints", WeightFacts(detector)),
+            signals=StopSignals(),
+            folder=self.folder,
+            log=log,
+            ema=Ema(detector, 0.9),
+            step=report["step"],
+        )
+        t.reported = ReportedWindow(t, self._batches, report)
+        t.extra.load_state_dict(self._extra)
+        self.t = t
+        return t
+
+    def end(self, t: Training) -> None:
+        """Do nothing: nothing was trained."""
+
+
 def loop_of_script(
     module: ModuleType, config_file: Path, report: Mapping, batches: Sequence[Batch], detector: Detector, extra: Mapping
 ) -> Callable[[], list[dict[str, Tensor]]]:
@@ -121,76 +208,25 @@ def loop_of_script(
     each micro-batch.
 
     extra: state that the script added to the run, as it was before the window.
+
+    Raises BadInput: the script has no `train(session)` that asks for a training.
     """
+    train = getattr(module, "train", None)
+    if train is None:
+        raise BadInput(f"{module.__file__}: it has no function train(s), so that its loop cannot be run again")
     config = parse_config(module.Config, ["--config", str(config_file)])
-    made: list[OneWindow] = []
     with TemporaryDirectory() as folder:
-        stand_in = _session(Path(folder), report, batches, detector, extra, made)
-        with (
-            mock.patch.dict(sys.modules, {"toolkit.run.session": stand_in}),
-            mock.patch.object(toolkit.run, "session", stand_in, create=True),
-        ):
-            module.main(config)
-    if not made:
-        raise BadInput(f"{module.__file__}: its main calls no session.training, so that its loop cannot be run again")
+        s = ReplaySession(config, Path(folder), report, batches, detector, extra)
+        train(s)
+    t = s.t
+    if t is None:
+        raise BadInput(f"{module.__file__}: its train calls no s.training, so that its loop cannot be run again")
 
     def run() -> list[dict[str, Tensor]]:
-        module.train_one_epoch(made[0])
-        return made[0].reported.losses
+        module.train_one_epoch(t)
+        return t.reported.losses
 
     return run
-
-
-def _session(
-    folder: Path, report: Mapping, batches: Sequence[Batch], detector: Detector, extra: Mapping, made: list
-) -> ModuleType:
-    """Return a module with the functions of `toolkit.run.session`."""
-    accelerator = _accelerator(report)
-    table = _table(folder, report, batches)
-
-    @contextmanager
-    def session(config: Any) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(config=config, accelerator=accelerator, folder=folder, checkpoint=None, say=print)
-
-    def training(s: Any, detector: Detector, *_) -> OneWindow:
-        weights = weights_as_they_were(detector, report)
-        optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
-        sampler = EpochSampler(len(table), len(table), seed=report["seed"])
-        log = Log(True)
-        sampler.set_epoch(report["epoch"])
-        log.writer = SimpleNamespace(folder=folder, log=lambda row: None)
-        t = OneWindow(
-            accelerator=accelerator, model=detector, detector=detector, loss_weights=weights, optimizer=optimizer,
-            plan=Plan(sampler, Schedule(optimizer), report["step"] + 1), guard=RefusingGuard(),
-            data=TrainingData(None, {"validation": table}), validation=Validation(table, None, None, best=Best("loss")),
-            checkpoints=Checkpoints(folder / "checkpoints", WeightFacts(detector)), signals=StopSignals(),
-            folder=folder, log=log, ema=Ema(detector, 0.9), step=report["step"],
-        )  # fmt: skip
-        t.reported = ReportedWindow(t, batches, report["denominators"])
-        t.extra.load_state_dict(extra)
-        made.append(t)
-        return t
-
-    stand_in = ModuleType("toolkit.run.session")
-    stand_in.session = session
-    stand_in.training = training
-    stand_in.open_data = lambda s: (table, table)
-    stand_in.make_detector = lambda *_: detector
-    stand_in.end = lambda *_: None
-    return stand_in
-
-
-def _accelerator(report: Mapping) -> SimpleNamespace:
-    """Return the part of Accelerate's interface that a loop uses, on the CPU, with the report's loss scale and
-    precision."""
-    scale = float(report.get("scale") or 1.0)
-    precision = report.get("precision", "no")
-    return SimpleNamespace(
-        device=torch.device("cpu"), process_index=report["rank"], num_processes=1, is_main_process=True, scaler=None,
-        mixed_precision=precision, no_sync=nullcontext, unscale_gradients=lambda: None,
-        autocast=lambda: autocast("cpu", precision), prepare=lambda *objects: objects,
-        backward=lambda loss: (loss * scale).backward(), prepare_optimizer=lambda optimizer: optimizer, print=print,
-    )  # fmt: skip
 
 
 def _table(folder: Path, report: Mapping, batches: Sequence[Batch]) -> DetectionTable:

@@ -1,0 +1,58 @@
+"""The end of a run: the last evaluation, the best weights, the report, and the upload."""
+
+from functools import partial
+from typing import Any
+
+from toolkit import index
+from toolkit.base.distributed import run_on_main
+from toolkit.data import pipeline
+from toolkit.run.failures import as_sentences
+from toolkit.run.session_objects import evaluation_loader
+from toolkit.run.training import Training
+from toolkit.run.validation import evaluate_test_split, finish
+
+
+def end(s: Any, t: Training) -> None:
+    """End the run of a `Session`, see `Session.end`."""
+    trained = not s.config.run.eval_only
+    if trained:
+        finish(t)
+        t.log.say_total(t.step)
+        s.status.write("running")  # with what ended the training, which the report reads there
+        s.stop_if_asked("after the last evaluation")
+        run_on_main(lambda: write_final(s, t))
+        s.stop_if_asked("after final/ was written")
+        if s.test_table is not None:
+            evaluate_test_split(t, s.test_table, evaluation_loader(s, t.detector, s.test_table), s.config.eval)
+    t.log.raise_trouble()
+    hub = s.config.hub
+    run_on_main(lambda: t.log.attempt("the report", partial(_report, s, t, trained)))
+    if trained:  # after the report, which completes the model card
+        best = t.validation.best
+        about = {"run": s.folder.name, "step": best.step, best.metric: best.value}
+        t.log.writer.keep_final(s.folder / "final", about)
+    s.stop_if_asked("while the report was written")
+    if trained and hub.push is not None:
+        upload = partial(index.tool("push"), s.folder, hub.push, private=hub.private, say=t.log.say)
+        run_on_main(lambda: t.log.attempt("the upload to the hub", upload))
+    t.log.close()
+
+
+def _report(s: Any, t: Training, trained: bool) -> None:
+    write_report = index.tool("report")
+    write_report(s.folder, t.validation.table, trained)
+
+
+def write_final(s: Any, t: Training) -> None:
+    """Write the detector, which holds the best weights, to `final/`, and its exported form where that is asked for."""
+    c = s.config.data
+    folder = s.folder / "final"
+    v = t.validation
+    detector = t.detector
+    size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
+    with as_sentences():
+        detector.save_final(folder, v.table.categories, size)
+        if s.config.run.export:
+            images = next(iter(v.loader)).images[:4]
+            export = index.tool("export")
+            t.log.say(export(detector, folder, images, v.table.categories, size, t.log.say, v.max_detections))
