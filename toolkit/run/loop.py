@@ -1,4 +1,4 @@
-"""What surrounds the body of a training loop: the start of an epoch, each window before its update and after it.
+"""The surroundings of the body of a training loop: the start of an epoch, each window before and after its update.
 
 `t` is a `toolkit.run.training.Training` throughout; its methods of these names lead here.
 """

@@ -41,9 +41,9 @@ class OptimizerPart:
 
 
 class WeightFacts:
-    """What weights and buffers of a detector are apart from their values.
+    """Facts about the weights and buffers of a detector beside their values.
 
-    A script may freeze parameters in its loop, which stay frozen in a resumed run.
+    A script may freeze parameters in its loop; they stay frozen in a resumed run.
 
     Attributes:
         infinite: buffers that hold infinities by design, such as masks.

@@ -46,6 +46,40 @@ def build_training(
     evaluator: what measures predictions on `val_table`, such as `CocoEvaluator`.
     """
     distillation = _distillation(s, detector, table)
+    weights = _loss_weights(s, detector, distillation)
+    sampler, loader, val_loader = _loaders(s, detector, table, val_table)
+    _settle(s, detector)
+    c = s.config
+    ema = Ema(detector, c.optim.ema_decay, c.optim.ema_warmup)
+    checkpoint_in_place(detector, c.optim.checkpointing, c.optim.compile)
+    compile_in_place(detector, c.optim.compile)
+    one_size = detector.fixed_size and not c.data.multi_scale and not c.run.deterministic
+    optimizer = _optimizer(s, detector, weights, distillation)
+    model, optimizer = prepare(s.accelerator, detector, optimizer, c.run.tf32, one_size)
+    plan = _plan(c, sampler, optimizer)
+    t = Training(
+        accelerator=s.accelerator,
+        model=model,
+        detector=detector,
+        loss_weights=weights,
+        optimizer=optimizer,
+        plan=plan,
+        guard=_guard(c),
+        data=TrainingData(loader, {"training": table, "validation": val_table}),
+        validation=_validation(s, detector, val_loader, val_table, evaluator, plan.steps_per_epoch),
+        checkpoints=_checkpoints(s, detector, plan.steps_per_epoch),
+        signals=s.signals,
+        folder=s.folder,
+        log=Log(s.is_main, c.run.meters, plan.steps_per_epoch, c.run.log_every),
+        max_norm=c.optim.max_norm,
+        ema=ema,
+    )
+    if distillation is not None:
+        t.extra["distillation"] = distillation
+    return t
+
+
+def _loss_weights(s: Any, detector: Detector, distillation: nn.Module | None) -> LossWeights:
     names = list(detector.loss_names)
     defaults = dict(detector.default_weights)
     if distillation is not None:
@@ -56,57 +90,40 @@ def build_training(
     if distillation is not None:
         weights.sources.append(distillation)
         weights.divided_by.update(distillation.divided_by)
-    sampler, loader, val_loader = _loaders(s, detector, table, val_table)
-    _settle(s, detector)
-    c = s.config
-    run = s.config.run
-    optim = s.config.optim
-    ema = Ema(detector, optim.ema_decay, optim.ema_warmup)
-    checkpoint_in_place(detector, optim.checkpointing, optim.compile)
-    compile_in_place(detector, optim.compile)
-    one_size = detector.fixed_size and not c.data.multi_scale and not run.deterministic
-    optimizer = _optimizer(s, detector, weights, distillation)
-    model, optimizer = prepare(s.accelerator, detector, optimizer, run.tf32, one_size)
-    plan = _plan(c, sampler, optimizer)
-    guard = RunGuard(run.on_nonfinite, run.max_skips, run.max_rollbacks, run.rollback_lr_factor)
-    guard.gradient_table_every = optim.gradient_table_every
-    validation = Validation(
-        table=val_table,
-        loader=val_loader,
+    return weights
+
+
+def _guard(c: Any) -> RunGuard:
+    guard = RunGuard(c.run.on_nonfinite, c.run.max_skips, c.run.max_rollbacks, c.run.rollback_lr_factor)
+    guard.gradient_table_every = c.optim.gradient_table_every
+    return guard
+
+
+def _validation(
+    s: Any, detector: Detector, loader: DataLoader, table: DetectionTable, evaluator: Any, steps_per_epoch: int
+) -> Validation:
+    c = s.config.eval
+    return Validation(
+        table=table,
+        loader=loader,
         evaluator=evaluator,
-        score_threshold=c.eval.score_threshold,
-        max_detections=c.eval.max_detections or detector.max_detections,
-        pictures=c.eval.pictures,
-        every=steps_from(run.eval_every, plan.steps_per_epoch),
-        best=Best(c.eval.metric_for_best, c.eval.early_stopping_patience),
+        score_threshold=c.score_threshold,
+        max_detections=c.max_detections or detector.max_detections,
+        pictures=c.pictures,
+        every=steps_from(s.config.run.eval_every, steps_per_epoch),
+        best=Best(c.metric_for_best, c.early_stopping_patience),
     )
-    checkpoints = Checkpoints(
+
+
+def _checkpoints(s: Any, detector: Detector, steps_per_epoch: int) -> Checkpoints:
+    run = s.config.run
+    return Checkpoints(
         folder=s.folder / "checkpoints",
         weight_facts=WeightFacts(detector),
-        save_every=steps_from(run.save_every, plan.steps_per_epoch),
+        save_every=steps_from(run.save_every, steps_per_epoch),
         keep=run.keep,
-        keep_every=steps_from(run.keep_every, plan.steps_per_epoch),
+        keep_every=steps_from(run.keep_every, steps_per_epoch),
     )
-    t = Training(
-        accelerator=s.accelerator,
-        model=model,
-        detector=detector,
-        loss_weights=weights,
-        optimizer=optimizer,
-        plan=plan,
-        guard=guard,
-        data=TrainingData(loader, {"training": table, "validation": val_table}),
-        validation=validation,
-        checkpoints=checkpoints,
-        signals=s.signals,
-        folder=s.folder,
-        log=Log(s.is_main, run.meters, plan.steps_per_epoch, run.log_every),
-        max_norm=optim.max_norm,
-        ema=ema,
-    )
-    if distillation is not None:
-        t.extra["distillation"] = distillation
-    return t
 
 
 def evaluation_loader(s: Any, detector: Detector, table: DetectionTable) -> DataLoader:
