@@ -13,8 +13,7 @@ from PIL import Image
 
 from toolkit.data import shapes, table_cache
 from toolkit.data.formats import open_dataset
-from toolkit.data.near_duplicates import signatures_of
-from toolkit.data.splits import hold_out
+from toolkit.tools.doctor.near_duplicates import hold_out, signatures_of
 
 FILE, IMAGES = "boxes.json", 12
 

@@ -97,6 +97,7 @@ OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 
 # The functions that a run calls if its settings request them.
 TOOLS = {
+    "hold_out": "toolkit.tools.doctor.near_duplicates:hold_out",
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
     "shown": "toolkit.tools.report.shown:shown_evaluation",
     "report": "toolkit.tools.publish.push:report_and_card",
