@@ -95,10 +95,11 @@ TRACKERS = {
 }
 OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 
-# The functions that a run calls if its settings request them.
+# The functions that a run calls if its settings request them, or its figures call for them.
 TOOLS = {
     "hold_out": "toolkit.tools.doctor.near_duplicates:hold_out",
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
+    "explain_zero_ap": "toolkit.tools.report.explain:explain_zero_ap",
     "shown": "toolkit.tools.report.shown:shown_evaluation",
     "report": "toolkit.tools.publish.push:report_and_card",
     "model_card": "toolkit.tools.publish.card:write_card",
