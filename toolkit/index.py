@@ -63,8 +63,8 @@ DETECTORS = {
 # data.format -> the function that opens one split. Formats of boxes alone are the core's, `toolkit.data.formats`.
 READERS = dict.fromkeys(("visual_genome", "psg", "vrd", "gqa", "open_images"), f"{_SCENE_GRAPHS}.readers:open_graphs")
 
-# data.recipe -> the function that makes the training augmentation; "detr" and "ssd" are the core's own.
-RECIPES = {"yolov3": f"{_YOLOV3}.transforms:yolov3_transform"}
+# data.recipe -> what makes the training augmentation; "detr" is the core's own.
+RECIPES = {"ssd": f"{_SSD}.transforms:SsdTransform", "yolov3": f"{_YOLOV3}.transforms:yolov3_transform"}
 
 # Publishers of weights, in the order in which they are tried for a file.
 PUBLISHERS = (

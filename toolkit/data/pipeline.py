@@ -29,11 +29,10 @@ from toolkit.data.transforms.geometry import (
     exact_transform,
     pair_hw,
 )
-from toolkit.data.transforms.policy import policy_of
-from toolkit.data.transforms.ssd import PhotometricDistortion, SeenRegion, SsdTransform
+from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
 from toolkit.data.variable_sizes import VariableSizes
 
-RECIPES = ("detr", "ssd", *index.RECIPES)
+RECIPES = ("detr", *index.RECIPES)
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
 ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
 ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixels
@@ -70,11 +69,11 @@ def train_transform(c: Any) -> Transform:
     """
     _check_transform(c)
     if c.augment:
+        from toolkit.data.transforms.policy import policy_of  # here, since few trainings have one
+
         return policy_of(c.augment, train_transform(replace(c, augment=None)))
     options = {"zoom_out": c.zoom_out, "iou_crop": c.iou_crop, "flip": c.flip, "photometric": c.photometric}
-    if c.recipe == "ssd":
-        return SsdTransform(**options)
-    if c.recipe in index.RECIPES:
+    if c.recipe != "detr":
         return index.load(index.RECIPES[c.recipe])(**options)
     probability = 0.5 if c.flip else 0.0
     first = (SeenRegion(c.zoom_out, c.iou_crop),) if c.zoom_out > 1 or c.iou_crop else ()
