@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from toolkit.data import shapes, table_cache
+from toolkit.data import table_cache
 from toolkit.data.formats import open_dataset
+from toolkit.tools import shapes
 from toolkit.tools.doctor.near_duplicates import hold_out, signatures_of
 
 FILE, IMAGES = "boxes.json", 12

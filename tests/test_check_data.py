@@ -19,7 +19,6 @@ from PIL import Image, ImageEnhance
 from scripts import check_data
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
-from toolkit.data.shapes import draw_scene, make_shapes
 from toolkit.data.splits import Fold, open_split, open_splits, share_of, share_that_came_out
 from toolkit.tools.doctor import inspection, near_duplicates
 from toolkit.tools.doctor.inspection import near_boxes
@@ -33,6 +32,7 @@ from toolkit.tools.doctor.near_duplicates import (
     signatures_of,
 )
 from toolkit.tools.doctor.pictures import ticks_of
+from toolkit.tools.shapes import draw_scene, make_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,7 +17,6 @@ from toolkit.data import splits
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.pipeline import RECIPES, loader_of_settings, train_transform, training_sizes, val_transform
 from toolkit.data.sampling import SampleKey
-from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms import zoom_crop_colour
@@ -34,6 +33,7 @@ from toolkit.data.variable_sizes import VariableSizes
 from toolkit.detectors.ssd.transforms import SsdTransform
 from toolkit.detectors.yolov3.transforms import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
 from toolkit.run.settings import DataConfig
+from toolkit.tools.shapes import make_shapes
 
 SIDE = 48
 ALL_ON = {"flip": True, "photometric": True, "zoom_out": 3.0, "iou_crop": True}

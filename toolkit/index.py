@@ -60,8 +60,9 @@ DETECTORS = {
     "ssdlite": (f"{_SSD}.model:SSDLite", f"{_SSD}.options:SsdliteOptions"),
 }
 
-# data.format -> the function that opens one split. Formats of boxes alone are the core's, `toolkit.data.formats`.
-READERS = dict.fromkeys(("visual_genome", "psg", "vrd", "gqa", "open_images"), f"{_SCENE_GRAPHS}.readers:open_graphs")
+# data.format -> the function that opens one split. Other formats of boxes alone are the core's, `toolkit.data.formats`.
+READERS = {"shapes": "toolkit.tools.shapes:open_shapes"}
+READERS |= dict.fromkeys(("visual_genome", "psg", "vrd", "gqa", "open_images"), f"{_SCENE_GRAPHS}.readers:open_graphs")
 
 # data.recipe -> what makes the training augmentation; "detr" is the core's own.
 RECIPES = {"ssd": f"{_SSD}.transforms:SsdTransform", "yolov3": f"{_YOLOV3}.transforms:yolov3_transform"}

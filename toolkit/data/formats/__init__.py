@@ -10,10 +10,9 @@ from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.formats.folders import NOT_STREAMED, open_folder
 from toolkit.data.joining import is_several, open_joined, paired
-from toolkit.data.shapes import SPLITS, ensure_shapes
 from toolkit.data.table import DetectionTable
 
-FORMATS = ("auto", "coco", "shapes", "hub", *index.READERS, "voc", "yolo", "csv")
+FORMATS = ("auto", "coco", "shapes", "hub", *(name for name in index.READERS if name != "shapes"), "voc", "yolo", "csv")
 
 
 def open_dataset(
@@ -87,20 +86,7 @@ def open_dataset(
     if format in index.READERS:
         open_split = index.load(index.READERS[format])
         return open_split(source, image_dir, format, name, **options)
-    if format == "shapes":
-        return _open_shapes(source, name, cache_dir)
     return read_coco(source, image_dir, **options)
-
-
-def _open_shapes(split: str, name: str | None, cache_dir: str | Path | None) -> DetectionTable:
-    """Open a split of the bundled shapes; `name` must be None."""
-    if split not in SPLITS or name is not None:
-        asked = repr(split) if name is None else f"data set {name!r}"
-        others = f"--data.format {', '.join(other for other in FORMATS if other != 'shapes')}"
-        remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
-        raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
-    folder = ensure_shapes(cache_dir)
-    return read_coco(folder / "annotations" / f"{split}.json", folder / split, cache_dir=cache_dir)
 
 
 def _is_folder(source: str) -> bool:
@@ -109,6 +95,6 @@ def _is_folder(source: str) -> bool:
 
 
 def _unknown(source: str) -> str:
-    hint = "; the bundled data needs format 'shapes'" if source in SPLITS else ""
+    hint = "; the bundled data needs format 'shapes'" if source in ("train", "val") else ""
     rule = "a COCO file ends in .json; --data.path takes a folder"
     raise BadInput(f"{source}: cannot tell the format ({rule}){hint}; choose a format from {', '.join(FORMATS[1:])}")
