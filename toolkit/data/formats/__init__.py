@@ -8,11 +8,14 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.formats.coco import read_coco
-from toolkit.data.formats.folders import NOT_STREAMED, open_folder
 from toolkit.data.joining import is_several, open_joined, paired
 from toolkit.data.table import DetectionTable
 
 FORMATS = ("auto", "coco", "shapes", "hub", *(name for name in index.READERS if name != "shapes"), "voc", "yolo", "csv")
+NOT_STREAMED = (
+    "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
+    "scripts/convert.py --to parquet"
+)
 
 
 def open_dataset(
@@ -68,9 +71,9 @@ def open_dataset(
         options["streaming"] = True
     if path is not None:
         kind = "auto" if format == "shapes" else format
-        return open_folder(path, source, format=kind, image_dir=image_dir, **options)
+        return _open_folder(path, source, format=kind, image_dir=image_dir, **options)
     if format in ("voc", "yolo", "csv") or format == "auto" and name is None and _is_folder(source):
-        return open_folder(source, "train", format=format, image_dir=image_dir, **options)
+        return _open_folder(source, "train", format=format, image_dir=image_dir, **options)
     if format == "auto":
         format = "hub" if name is not None else "coco" if source.lower().endswith(".json") else _unknown(source)
     if format == "hub":
@@ -87,6 +90,12 @@ def open_dataset(
         open_split = index.load(index.READERS[format])
         return open_split(source, image_dir, format, name, **options)
     return read_coco(source, image_dir, **options)
+
+
+def _open_folder(*args, **options) -> DetectionTable:
+    from toolkit.data.formats.folders import open_folder  # here, since annotation files need none of it
+
+    return open_folder(*args, **options)
 
 
 def _is_folder(source: str) -> bool:
