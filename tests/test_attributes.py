@@ -25,8 +25,8 @@ from toolkit.detectors.scene_graphs.batch import attribute_loss, mean
 from toolkit.detectors.scene_graphs.evaluator import attribute_r_precision
 from toolkit.detectors.scene_graphs.readers.visual_genome import read_visual_genome
 from toolkit.evaluation.coco import make_evaluator
-from toolkit.evaluation.detections import best_first, detections_as_json
 from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.evaluation.predictions import best_first, detections_as_json
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
 from toolkit.tools.shapes import ATTRIBUTES

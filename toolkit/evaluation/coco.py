@@ -15,10 +15,9 @@ from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.text import columns, shown
-from toolkit.evaluation.class_keys import class_keys
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
 from toolkit.evaluation.draw import draw_predictions
-from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, match, match_boxes
+from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match, match_boxes
 from toolkit.evaluation.voc import voc_metrics
 
 BACKENDS = ("toolkit", "pycocotools")

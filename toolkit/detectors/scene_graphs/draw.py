@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.base.boxes import common_and_union
 from toolkit.detectors.scene_graphs.evaluator import true_graph
-from toolkit.evaluation.detections import MAX_RELATIONS, best_first, detections_as_json, relations_as_json
+from toolkit.detectors.scene_graphs.formats import MAX_RELATIONS, relations_as_json
 from toolkit.evaluation.draw import (
     BACKGROUND,
     COLOURS,
@@ -31,6 +31,7 @@ from toolkit.evaluation.draw import (
     save_picture,
     text_font,
 )
+from toolkit.evaluation.predictions import best_first, detections_as_json
 
 LINE = 18  # height in pixels of a line of text below a picture
 RIGHT, WRONG = "#117733", "#D55E00"
