@@ -16,7 +16,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data import splits
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.pipeline import RECIPES, loader_of_settings, train_transform, training_sizes, val_transform
-from toolkit.data.sampling import SampleKey
+from toolkit.data.sampling import SampleKey, VariableSizes
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms import zoom_crop_colour
@@ -29,7 +29,6 @@ from toolkit.data.transforms.geometry import (
     recheck_boxes,
 )
 from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
-from toolkit.data.variable_sizes import VariableSizes
 from toolkit.detectors.ssd.transforms import SsdTransform
 from toolkit.detectors.yolov3.transforms import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
 from toolkit.run.settings import DataConfig

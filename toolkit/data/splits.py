@@ -13,8 +13,7 @@ from toolkit import index
 from toolkit.base.distributed import first_on_each_machine, run_on_main
 from toolkit.base.errors import BadInput, all_faults
 from toolkit.base.text import shown
-from toolkit.data.formats import open_dataset
-from toolkit.data.joining import is_several, notes_of, paired, with_classes_of
+from toolkit.data.formats import is_several, open_dataset, paired
 from toolkit.data.table import DetectionTable
 
 Say = Callable[[str], None]
@@ -180,6 +179,28 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
     return table
 
 
+def counts_of(table: DetectionTable) -> dict:
+    """Return, JSON-able, the numbers of images and boxes, and in `sets` those of each set of a joined table."""
+    boxes = table.num_boxes()
+    of_image = table.set_of_image()
+    counts = {}
+    if table.sets:
+        parts = ((one.name, of_image == number) for number, one in enumerate(table.sets))
+        counts["sets"] = {name: {"images": int(rows.sum()), "boxes": int(boxes[rows].sum())} for name, rows in parts}
+    return {"images": len(table), "boxes": int(boxes.sum())} | counts
+
+
+def notes_of(table: DetectionTable) -> list[str]:
+    """Return a line for each set of a joined table: images, boxes, and the classes that it does not label."""
+    lines = []
+    for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
+        unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
+        text = f"  {one.name}: {counts['images']} images, {counts['boxes']} boxes"
+        text += f"; does not label {', '.join(unlabelled)} (data.unlisted_classes unknown)" if unlabelled else ""
+        lines.append(text)
+    return lines
+
+
 def what_was_wrong(table: DetectionTable) -> str:
     """Say how many records of a table were left out and how many problems and notes it has, with the first of each."""
     parts = []
@@ -306,7 +327,11 @@ def _warn_of_overlap(first: DetectionTable, second: DetectionTable, names: tuple
 
 
 def _in_classes_of(train: DetectionTable, other: DetectionTable, reading: dict) -> DetectionTable:
-    """Call `with_classes_of` on every rank, one of each machine first."""
+    """Call `with_classes_of` on every rank, one of each machine first; only joined data have other classes."""
+    if not train.sets:
+        return other
+    from toolkit.data.joining import with_classes_of  # here, since few trainings have several data sets
+
     in_classes = partial(
         with_classes_of, other, train, reading.get("unlisted_classes", "unknown"), reading.get("cache_dir")
     )

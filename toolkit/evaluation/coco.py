@@ -16,7 +16,6 @@ from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.text import columns, shown
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
-from toolkit.evaluation.draw import draw_predictions
 from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match, match_boxes
 from toolkit.evaluation.voc import voc_metrics
 
@@ -89,6 +88,8 @@ class CocoEvaluator:
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
         """Draw a picture of `count` images, predictions beside the annotated boxes."""
+        from toolkit.evaluation.draw import draw_predictions  # here, since a run can do without pictures
+
         return draw_predictions(self.table, predictions, count, path)
 
 

@@ -19,7 +19,7 @@ from toolkit.base.distributed import agree_max, run_on_main, seed_step
 from toolkit.base.errors import Preempted
 from toolkit.base.signals import signal_name
 from toolkit.data import pipeline
-from toolkit.data.joining import is_several
+from toolkit.data.formats import is_several
 from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import check_ground_truth

@@ -1,5 +1,6 @@
 """Readers of data sets: every format becomes one Arrow table."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,6 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.formats.coco import read_coco
-from toolkit.data.joining import is_several, open_joined, paired
 from toolkit.data.table import DetectionTable
 
 FORMATS = ("auto", "coco", "shapes", "hub", *(name for name in index.READERS if name != "shapes"), "voc", "yolo", "csv")
@@ -65,6 +65,8 @@ def open_dataset(
         options["name"] = name
         options["streaming"] = streaming
         options["keep_images_without_relations"] = keep_images_without_relations
+        from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
+
         return open_joined(paired(path, source), partial(open_dataset, **options), unlisted_classes, cache_dir)
     source = str(source)
     if streaming:
@@ -90,6 +92,30 @@ def open_dataset(
         open_split = index.load(index.READERS[format])
         return open_split(source, image_dir, format, name, **options)
     return read_coco(source, image_dir, **options)
+
+
+def is_several(*values: object) -> bool:
+    """Return whether one of these, `data.path` and `data.train` or `data.val`, names several data sets."""
+    return any(isinstance(value, list | tuple) for value in values)
+
+
+def paired(path: str | Path | Sequence | None, source: str | Sequence) -> list[tuple[str | Path | None, str]]:
+    """Return the folder and the split or file of each data set; one that is given once holds for all.
+
+    Raises BadInput: the two lists differ in length, a list is empty, or a set is named twice.
+    """
+    columns = [list(value) if is_several(value) else [value] for value in (path, source)]
+    count = max(map(len, columns))
+    if any(len(column) not in (1, count) for column in columns) or not min(map(len, columns)):
+        raise BadInput(
+            f"data.path has {len(columns[0])} entries, data.train (or data.val) {len(columns[1])}: give as many of "
+            "both, or one of them once"
+        )
+    sets = list(zip(*(column * count if len(column) == 1 else column for column in columns), strict=True))
+    twice = [str(folder or name) for (folder, name), times in Counter(sets).items() if times > 1]
+    if twice:
+        raise BadInput(f"{name}: named twice; data.shares says how often a data set is drawn" for name in twice)
+    return sets
 
 
 def _open_folder(*args, **options) -> DetectionTable:

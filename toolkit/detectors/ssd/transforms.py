@@ -16,7 +16,7 @@ from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, draw
 
 @dataclass(frozen=True)
 class SsdTransform:
-    """`(image, target, generator, size_hw) -> (image, target)` for `toolkit.data.variable_sizes`.
+    """`(image, target, generator, size_hw) -> (image, target)` for `toolkit.data.sampling.VariableSizes`.
 
     Args:
         zoom_out: half of the images lie on a canvas of up to so many times their sides; 1: none.
