@@ -32,7 +32,7 @@ from toolkit.base.text import shown
 from toolkit.base.trust import trust_files
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match
-from toolkit.evaluation.predictions_file import write_predictions
+from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.models.inference_settings import inference_flags
 from toolkit.tools.predict.open import add_flags

@@ -49,8 +49,7 @@ from toolkit.base.trust import trust_files
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.draw import draw_found
-from toolkit.detectors.scene_graphs.formats import SUFFIXES
-from toolkit.evaluation.detections import without_graph_constraint
+from toolkit.detectors.scene_graphs.formats import SUFFIXES, without_graph_constraint
 from toolkit.evaluation.predictions import joined
 from toolkit.models.inference_settings import inference_flags
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files

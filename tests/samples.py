@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 
 from toolkit.data.formats import open_dataset
-from toolkit.data.shapes import make_shapes
+from toolkit.tools.shapes import make_shapes
 
 
 def generator(seed=0):

@@ -8,9 +8,9 @@ import torch
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.shapes import make_shapes
 from toolkit.detectors.scene_graphs.start import count_table
 from toolkit.models import build_detector
+from toolkit.tools.shapes import make_shapes
 
 SIDE = 64
 INNER = {"freeze": "none", "strides": [8, 16], "fpn_channels": 8, "representation_size": 16,

@@ -19,17 +19,17 @@ from toolkit.base.errors import BadInput
 from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
 from toolkit.data.formats.coco import read_coco, write_coco
-from toolkit.data.shapes import ATTRIBUTES
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixing import mixup, mosaic
 from toolkit.detectors.scene_graphs.batch import attribute_loss, mean
 from toolkit.detectors.scene_graphs.evaluator import attribute_r_precision
 from toolkit.detectors.scene_graphs.readers.visual_genome import read_visual_genome
 from toolkit.evaluation.coco import make_evaluator
-from toolkit.evaluation.detections import best_first, detections_as_json
 from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.evaluation.predictions import best_first, detections_as_json
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
+from toolkit.tools.shapes import ATTRIBUTES
 
 NAMES = ("red", "striped", "wet")
 
@@ -119,7 +119,7 @@ def test_all_wrong_ids_of_a_coco_file_are_named_at_once(tmp_path):
 
 
 def test_shapes_have_the_texture_that_was_painted(tmp_path, monkeypatch):
-    import toolkit.data.shapes as shapes
+    import toolkit.tools.shapes as shapes
 
     painted, paint = [], shapes._paint
     monkeypatch.setattr(shapes, "_paint", lambda *args: painted.append(paint(*args)) or painted[-1])

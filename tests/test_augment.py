@@ -13,8 +13,8 @@ from samples import assert_same, assert_well_formed, generator, painted, sample,
 
 from toolkit.base.errors import BadInput
 from toolkit.data.dataset import DetectionDataset, MixedDataset
-from toolkit.data.pipeline import loader_of_settings, train_transform
-from toolkit.data.sampling import EpochSampler, SampleKey, repeat_factors
+from toolkit.data.pipeline import loader_of_settings, repeat_factors, train_transform
+from toolkit.data.sampling import EpochSampler, SampleKey
 from toolkit.data.transforms.geometry import recheck_boxes
 from toolkit.data.transforms.policy import policy_of
 from toolkit.run.settings import DataConfig

@@ -104,7 +104,7 @@ def test_boxes_of_another_program_are_read_and_judged(benchmark, tmp_path):
     from benches import peers
 
     from toolkit.data.formats import open_dataset
-    from toolkit.data.shapes import make_shapes
+    from toolkit.tools.shapes import make_shapes
 
     make_shapes(tmp_path / "shapes", train_images=1, val_images=4)
     annotations = tmp_path / "shapes" / "annotations" / "val.json"

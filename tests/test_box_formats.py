@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from toolkit.base.errors import BadInput
 from toolkit.data.checks import EVIDENCE, format_fault
 from toolkit.data.formats.json_stream import Whole, stream_lists
-from toolkit.data.shapes import make_shapes
+from toolkit.tools.shapes import make_shapes
 
 CONVERTED = {
     "xyxy": lambda x, y, w, h, W, H: [x, y, x + w, y + h],

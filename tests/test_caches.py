@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from toolkit.data import shapes, table_cache
+from toolkit.data import table_cache
 from toolkit.data.formats import open_dataset
-from toolkit.data.near_duplicates import signatures_of
-from toolkit.data.splits import hold_out
+from toolkit.tools import shapes
+from toolkit.tools.doctor.near_duplicates import hold_out, signatures_of
 
 FILE, IMAGES = "boxes.json", 12
 

@@ -18,14 +18,21 @@ from PIL import Image, ImageEnhance
 
 from scripts import check_data
 from toolkit.base.errors import BadInput
-from toolkit.data import near_duplicates
 from toolkit.data.formats import open_dataset
-from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, folds_of, groups, held_out, signatures_of
-from toolkit.data.shapes import draw_scene, make_shapes
-from toolkit.data.splits import Fold, hold_out, open_split, open_splits, share_of, share_that_came_out
-from toolkit.tools.doctor import inspection
+from toolkit.data.splits import Fold, open_split, open_splits, share_of, share_that_came_out
+from toolkit.tools.doctor import inspection, near_duplicates
 from toolkit.tools.doctor.inspection import near_boxes
+from toolkit.tools.doctor.near_duplicates import (
+    ImageSignatures,
+    alike_pairs,
+    folds_of,
+    groups,
+    held_out,
+    hold_out,
+    signatures_of,
+)
 from toolkit.tools.doctor.pictures import ticks_of
+from toolkit.tools.shapes import draw_scene, make_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -373,7 +380,7 @@ def test_comparing_images_keeps_none_of_them():
 import io
 import numpy as np
 from PIL import Image
-from toolkit.data.near_duplicates import _digest_and_thumbnail
+from toolkit.tools.doctor.near_duplicates import _digest_and_thumbnail
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
 def image(i):
     file = io.BytesIO()

@@ -12,12 +12,12 @@ from test_commands import COMMANDS, ROOT, module_of, split
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.shapes import make_shapes
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import build_detector
 from toolkit.run.command_line import parse_config
 from toolkit.step.freezing import freeze_prefixes
+from toolkit.tools.shapes import make_shapes
 
 # facebookresearch/detr main.py, get_args_parser, and datasets/coco.py
 DETR = {

@@ -12,9 +12,9 @@ import pytest
 from launching import REPORT
 
 from toolkit.base.errors import BadInput
-from toolkit.data.shapes import make_shapes
 from toolkit.run.command_line import parse_config
 from toolkit.tools import detect
+from toolkit.tools.shapes import make_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [path for path in sorted(ROOT.glob("docs/**/*.md")) if path.stem != "design"]  # which speaks of scripts/x.py

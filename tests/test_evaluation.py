@@ -26,13 +26,12 @@ from toolkit.data.formats.coco import write_coco
 from toolkit.data.sampling import EvalSampler
 from toolkit.data.table import Category
 from toolkit.detectors.detr.detr_criterion import DetrCriterion
-from toolkit.evaluation.class_keys import class_keys
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth, coco_row, per_class_table
-from toolkit.evaluation.explain import explain_zero_ap
-from toolkit.evaluation.matches import match
+from toolkit.evaluation.matches import class_keys, match
 from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
-from toolkit.evaluation.predictions_file import write_predictions
+from toolkit.evaluation.predictions import write_predictions
 from toolkit.step.losses import LossWeights
+from toolkit.tools.report.explain import explain_zero_ap
 
 NAMES = ["bbox_AP", "bbox_AP50", "bbox_AP75", "bbox_APs", "bbox_APm", "bbox_APl",
          "bbox_AR1", "bbox_AR10", "bbox_AR100", "bbox_ARs", "bbox_ARm", "bbox_ARl"]  # fmt: skip

@@ -28,7 +28,6 @@ from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.csv import write_csv
 from toolkit.data.table import Category, LabelledImages
-from toolkit.evaluation.predictions_file import read_predictions
 from toolkit.models import build_detector, options_class
 from toolkit.models.final import read_categories
 from toolkit.models.weights.pretrained import open_pretrained
@@ -40,6 +39,7 @@ from toolkit.run.settings_file import load_config_dict
 from toolkit.step.nan_report import load_report
 from toolkit.tools.export.files import KEY, About, open_file
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
+from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.facts import run_facts
 
 ROOT = Path(__file__).resolve().parents[1]

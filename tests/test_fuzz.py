@@ -42,7 +42,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.evaluation.predictions_file import read_predictions, write_predictions
+from toolkit.evaluation.predictions import write_predictions
 from toolkit.models import options_class
 from toolkit.models.weights.backbone_file import timm_model_from_file
 from toolkit.models.weights.pretrained import open_pretrained
@@ -52,6 +52,7 @@ from toolkit.step.nan_report import diagnose, load_named_state, load_report, wri
 from toolkit.tools.predict.image_files import given_boxes, image_ids_of
 from toolkit.tools.predict.open import open_predictor, report_thresholds
 from toolkit.tools.predict.video import Video, VideoWriter
+from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.sweeps.sweep_file import read_sweep
 

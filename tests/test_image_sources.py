@@ -26,9 +26,9 @@ from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.sampling import SampleKey
-from toolkit.data.shapes import make_shapes
 from toolkit.data.transforms.geometry import exact_transform
 from toolkit.run.settings import DataConfig
+from toolkit.tools.shapes import make_shapes
 
 
 @pytest.fixture(autouse=True)

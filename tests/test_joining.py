@@ -10,13 +10,12 @@ import pytest
 from toolkit.base.errors import BadInput
 from toolkit.data import splits
 from toolkit.data.decoding import decode_image
-from toolkit.data.formats import open_dataset
-from toolkit.data.joining import paired, set_repeats
-from toolkit.data.pipeline import loader_of_settings
-from toolkit.data.shapes import make_shapes
+from toolkit.data.formats import open_dataset, paired
+from toolkit.data.pipeline import loader_of_settings, set_repeats
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth
 from toolkit.run.settings import DataConfig
+from toolkit.tools.shapes import make_shapes
 
 KEPT = {"a": ["circle", "square", "star"], "b": ["triangle", "circle"]}  # in this order, with these classes only
 

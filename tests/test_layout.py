@@ -38,8 +38,7 @@ CORE = {
     "base": set(),
     "step": set(),
     "data": set(),
-    "evaluation": {"data.table", "data.decoding", "data.formats.coco", "run.metrics_log", "run.settings_file",
-                   "step.freezing", "step.precision"},
+    "evaluation": {"data.table", "data.formats.coco", "step.freezing", "step.precision"},
     "models": {"step", "data.table", "run.checkpoint_content", "run.open_run", "run.settings_check",
                "run.settings_file"},
     "run": {"step", "data", "evaluation", "models"},
@@ -54,7 +53,7 @@ FAMILIES = {
     "tools.anchors": {"detectors.yolov3"},
     "tools.distillation": {"detectors.detr"},
     "tools.export": {"detectors.faster_rcnn"},
-    "tools.predict.outputs": {"detectors.scene_graphs"},
+    "tools.predict": {"detectors.scene_graphs"},
 }
 
 

@@ -9,10 +9,9 @@ from samples import assert_same, shapes_table
 from toolkit.base.errors import BadInput
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import ALL_EPOCHS, DetectionDataset, MixedDataset, mixed_epochs
-from toolkit.data.sampling import EpochSampler, SampleKey
+from toolkit.data.sampling import EpochSampler, SampleKey, VariableSizes
 from toolkit.data.transforms.geometry import FILL_RGB
 from toolkit.data.transforms.mixing import draw_point, mosaic
-from toolkit.data.variable_sizes import VariableSizes
 from toolkit.detectors.yolov3.transforms import yolov3_transform
 
 SIDE = 64

@@ -22,8 +22,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 from store_notebooks import LARGEST_BYTES, NOTEBOOKS, ROOT, client, environment, faults, storable
 
 from toolkit.base.errors import BadInput
-from toolkit.data.shapes import make_shapes
 from toolkit.tools.notebook import import_changed
+from toolkit.tools.shapes import make_shapes
 
 DETR = ["--model.d_model", 32, "--model.heads", 2, "--model.ffn_dim", 32, "--model.decoder_layers", 2,
         "--model.num_queries", 20]  # fmt: skip

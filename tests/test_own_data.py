@@ -15,13 +15,13 @@ import pytest
 from scripts import check_data
 from scripts.train_detr import DEFAULT_CONFIG, Config
 from toolkit.base.errors import BadInput
-from toolkit.data.shapes import make_shapes
 from toolkit.data.splits import open_all_splits
 from toolkit.detectors.detr.options import RTDetrV2Options
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.models import build_detector
 from toolkit.models.start import check_weights
 from toolkit.run.command_line import parse_config
+from toolkit.tools.shapes import make_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 DETECTORS = ("detr", "faster_rcnn", "ssd", "yolov3")

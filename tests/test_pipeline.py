@@ -16,11 +16,10 @@ from toolkit.base.errors import BadInput
 from toolkit.data import splits
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.pipeline import RECIPES, loader_of_settings, train_transform, training_sizes, val_transform
-from toolkit.data.sampling import SampleKey
-from toolkit.data.shapes import make_shapes
+from toolkit.data.sampling import SampleKey, VariableSizes
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.data.transforms import ssd
+from toolkit.data.transforms import zoom_crop_colour
 from toolkit.data.transforms.geometry import (
     Compose,
     RandomFlip,
@@ -29,10 +28,11 @@ from toolkit.data.transforms.geometry import (
     exact_transform,
     recheck_boxes,
 )
-from toolkit.data.transforms.ssd import PhotometricDistortion
-from toolkit.data.variable_sizes import VariableSizes
+from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
+from toolkit.detectors.ssd.transforms import SsdTransform
 from toolkit.detectors.yolov3.transforms import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
 from toolkit.run.settings import DataConfig
+from toolkit.tools.shapes import make_shapes
 
 SIDE = 48
 ALL_ON = {"flip": True, "photometric": True, "zoom_out": 3.0, "iou_crop": True}
@@ -68,7 +68,7 @@ def direct_transforms(flip, photometric):
     for zoom_out in (1.0, 2.5):
         for crop in (False, True):
             regions = {"zoom_out": zoom_out, "iou_crop": crop}
-            yield {"recipe": "ssd", **regions}, ssd.SsdTransform(zoom_out, crop, flip, photometric)
+            yield {"recipe": "ssd", **regions}, SsdTransform(zoom_out, crop, flip, photometric)
             steps = (ColourDistortion(),) * photometric + (RandomExpand(zoom_out),) * (zoom_out > 1)
             steps += (ConstrainedCrop(),) * crop
             if steps or flip:
@@ -180,9 +180,9 @@ def test_boxes_stay_on_their_pixels(name, regions):
 
 def test_a_canvas_of_too_many_pixels_is_made_smaller(monkeypatch):
     image, target = sample([[10, 10, 40, 30]], (60, 80))
-    wide = [ssd.SeenRegion(4.0, False)(image, target, generator(seed)) for seed in range(20)]
-    monkeypatch.setattr(ssd, "MAX_CANVAS_PIXELS", 60 * 80)
-    small = [ssd.SeenRegion(4.0, False)(image, target, generator(seed)) for seed in range(20)]
+    wide = [SeenRegion(4.0, False)(image, target, generator(seed)) for seed in range(20)]
+    monkeypatch.setattr(zoom_crop_colour, "MAX_CANVAS_PIXELS", 60 * 80)
+    small = [SeenRegion(4.0, False)(image, target, generator(seed)) for seed in range(20)]
     assert max(out[0].numel() for out in wide) > 3 * 9 * 60 * 80
     for (large, found), (out, moved) in zip(wide, small, strict=True):
         assert out[0].numel() <= 60 * 80 and moved["size"].tolist() == list(out.shape[-2:])

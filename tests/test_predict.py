@@ -26,9 +26,9 @@ from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category, LabelledImages
-from toolkit.detectors.scene_graphs.draw import draw_found, left_out_in_words
-from toolkit.evaluation.detections import detections_as_json
-from toolkit.evaluation.draw import COLOURS, draw_arrow, picture_with_boxes
+from toolkit.detectors.scene_graphs.draw import draw_arrow, draw_found, left_out_in_words
+from toolkit.evaluation.draw import COLOURS, picture_with_boxes
+from toolkit.evaluation.predictions import detections_as_json
 from toolkit.models import options_class
 from toolkit.run.open_run import kind_of, open_run
 from toolkit.tools.predict.image_files import find_images, find_or_fetch, image_ids_of, predict_files

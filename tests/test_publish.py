@@ -14,11 +14,11 @@ from safetensors.torch import load, load_file
 
 from toolkit.base.errors import BadInput
 from toolkit.base.public import without_machine
-from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category
 from toolkit.models import build_detector
 from toolkit.tools.publish.card import write_card
 from toolkit.tools.publish.push import check_push, final_folder, push, write_run_card
+from toolkit.tools.shapes import make_shapes
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate: large")]
 SETTINGS = {

@@ -12,6 +12,7 @@ from torchvision.ops import MultiScaleRoIAlign
 from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, head_losses, mean, predicate_loss
+from toolkit.detectors.scene_graphs.formats import relations_as_json
 from toolkit.detectors.scene_graphs.frequency import predicate_weights
 from toolkit.detectors.scene_graphs.geometry import iou_plus_one, reading_order
 from toolkit.detectors.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
@@ -26,7 +27,7 @@ from toolkit.detectors.scene_graphs.sampling import (
     sample_given_boxes,
 )
 from toolkit.detectors.scene_graphs.union import UnionFeatures
-from toolkit.evaluation.detections import best_first, detections_as_json, relations_as_json
+from toolkit.evaluation.predictions import best_first, detections_as_json
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.precision import describe_float32_layers, has_lstm_kernel
 

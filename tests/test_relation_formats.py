@@ -11,8 +11,7 @@ from PIL import Image
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import loader_of_settings
-from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text
-from toolkit.evaluation.detections import relations_as_json, without_graph_constraint
+from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text, relations_as_json, without_graph_constraint
 from toolkit.run.settings import DataConfig
 
 

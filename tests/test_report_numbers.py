@@ -24,9 +24,9 @@ from toolkit.evaluation import matches
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
 from toolkit.evaluation.matches import match
-from toolkit.evaluation.predictions import boxes_of
-from toolkit.evaluation.predictions_file import about_file, read_predictions, write_predictions
+from toolkit.evaluation.predictions import about_file, boxes_of, write_predictions
 from toolkit.evaluation.voc import voc_metrics
+from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.annotations import suspects
 from toolkit.tools.report.bootstrap import interval, resample, weighted_numbers
 from toolkit.tools.report.comparison import compare

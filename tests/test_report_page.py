@@ -17,7 +17,7 @@ from report_data import (
     table_of,
 )
 
-from toolkit.evaluation.predictions_file import write_predictions
+from toolkit.evaluation.predictions import write_predictions
 from toolkit.index import DETECTORS
 from toolkit.models import options_class
 from toolkit.run.status import RunStatus

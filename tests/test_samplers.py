@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.base.errors import BadInput
+from toolkit.data.pipeline import aspect_ratio_groups
 from toolkit.data.sampling import (
     EpochSampler,
     EvalSampler,
     SampleKey,
-    aspect_ratio_groups,
+    VariableSizes,
     epochs_after,
     steps_ahead,
 )
-from toolkit.data.variable_sizes import VariableSizes
 
 SIZES = ((128, 96), (160, 160), (192, 256))
 BASE = (160, 160)

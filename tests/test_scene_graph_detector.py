@@ -20,7 +20,6 @@ from toolkit.base.errors import BadInput
 from toolkit.base.seeding import seed_images
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.sampling import SampleKey
-from toolkit.data.shapes import ATTRIBUTES, PREDICATES
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import RandomFlip
@@ -42,6 +41,7 @@ from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
+from toolkit.tools.shapes import ATTRIBUTES, PREDICATES
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco
-from toolkit.data.shapes import CLASSES, PREDICATES, draw_scene, ensure_shapes, main, make_shapes
+from toolkit.tools.shapes import CLASSES, PREDICATES, draw_scene, ensure_shapes, main, make_shapes
 
 SIZES = {"train_images": 6, "val_images": 3, "image_size": 64}
 

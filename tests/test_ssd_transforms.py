@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import generator, painted
 
 from toolkit.base.box_ops import pairwise_iou
-from toolkit.data.transforms.ssd import FILL_RGB, draw_iou_crop, draw_zoom_out, keep_seen, view
+from toolkit.data.transforms.zoom_crop_colour import FILL_RGB, draw_iou_crop, draw_zoom_out, keep_seen, view
 
 
 def test_zooming_out_leaves_the_image_on_the_canvas_and_keeps_its_shape():

@@ -11,7 +11,6 @@ import torch
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import read_coco
-from toolkit.data.shapes import make_shapes
 from toolkit.data.table import Category, JoinedSet
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
@@ -23,6 +22,7 @@ from toolkit.models import build_detector, options_class
 from toolkit.models.final import load_detector_folder
 from toolkit.models.start import start_detector
 from toolkit.tools.predict.open import rebuild_detector
+from toolkit.tools.shapes import make_shapes
 
 CLASSES = ["a", "b"]
 CATEGORIES = [Category(i, name) for i, name in enumerate(CLASSES)]

@@ -16,9 +16,9 @@ from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import open_sources
 from toolkit.data.pipeline import blocks_of, loader_of_settings
 from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, SampleKey, block_order, rank_runs
-from toolkit.data.splits import hold_out
 from toolkit.data.transforms.geometry import exact_transform
 from toolkit.run.settings import DataConfig
+from toolkit.tools.doctor.near_duplicates import hold_out
 
 GROUP = 4  # images of a row group
 

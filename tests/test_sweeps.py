@@ -15,7 +15,7 @@ from launching import CPU, SCRIPTS, all_rows, checkpoint_tensors, small_settings
 
 from scripts import find_batch_size, find_rate, sweep
 from toolkit.base.errors import BadInput
-from toolkit.data.shapes import make_shapes
+from toolkit.tools.shapes import make_shapes
 from toolkit.tools.sweeps.sweep_file import Parameter, read_sweep
 
 pytest.importorskip("fcntl", reason="a program with POSIX locks and signals: not on Windows")

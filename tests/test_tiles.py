@@ -16,14 +16,14 @@ from report_data import table_of
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
-from toolkit.data.shapes import CLASSES as SHAPES
-from toolkit.data.shapes import draw_scene
 from toolkit.data.table import Category
 from toolkit.evaluation.matches import match
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.prediction import Predictor
 from toolkit.tools.predict.tiles import flipped, merged, starts, tile_hw, tiled
 from toolkit.tools.report.errors import tide_errors
+from toolkit.tools.shapes import CLASSES as SHAPES
+from toolkit.tools.shapes import draw_scene
 
 CLASSES = [Category(0, "red"), Category(1, "green"), Category(2, "blue")]
 

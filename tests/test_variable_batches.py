@@ -6,9 +6,8 @@ from samples import shapes_table
 
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import DetectionDataset
-from toolkit.data.sampling import EpochSampler
+from toolkit.data.sampling import EpochSampler, VariableSizes
 from toolkit.data.transforms.geometry import RandomFlip, ThenResize
-from toolkit.data.variable_sizes import VariableSizes
 
 SIZES = ((128, 96), (160, 160), (192, 256))
 

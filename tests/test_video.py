@@ -12,7 +12,7 @@ from PIL import Image
 
 from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
-from toolkit.evaluation.detections import detections_as_json
+from toolkit.evaluation.predictions import detections_as_json
 from toolkit.tools.predict.image_files import predict_files
 from toolkit.tools.predict.prediction import Predictor
 from toolkit.tools.predict.video import Video, VideoWriter, predict_video

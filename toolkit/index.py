@@ -60,11 +60,12 @@ DETECTORS = {
     "ssdlite": (f"{_SSD}.model:SSDLite", f"{_SSD}.options:SsdliteOptions"),
 }
 
-# data.format -> the function that opens one split. Formats of boxes alone are the core's, `toolkit.data.formats`.
-READERS = dict.fromkeys(("visual_genome", "psg", "vrd", "gqa", "open_images"), f"{_SCENE_GRAPHS}.readers:open_graphs")
+# data.format -> the function that opens one split. Other formats of boxes alone are the core's, `toolkit.data.formats`.
+READERS = {"shapes": "toolkit.tools.shapes:open_shapes"}
+READERS |= dict.fromkeys(("visual_genome", "psg", "vrd", "gqa", "open_images"), f"{_SCENE_GRAPHS}.readers:open_graphs")
 
-# data.recipe -> the function that makes the training augmentation; "detr" and "ssd" are the core's own.
-RECIPES = {"yolov3": f"{_YOLOV3}.transforms:yolov3_transform"}
+# data.recipe -> what makes the training augmentation; "detr" is the core's own.
+RECIPES = {"ssd": f"{_SSD}.transforms:SsdTransform", "yolov3": f"{_YOLOV3}.transforms:yolov3_transform"}
 
 # Publishers of weights, in the order in which they are tried for a file.
 PUBLISHERS = (
@@ -95,9 +96,11 @@ TRACKERS = {
 }
 OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 
-# The functions that a run calls if its settings request them.
+# The functions that a run calls if its settings request them, or its figures call for them.
 TOOLS = {
+    "hold_out": "toolkit.tools.doctor.near_duplicates:hold_out",
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
+    "explain_zero_ap": "toolkit.tools.report.explain:explain_zero_ap",
     "shown": "toolkit.tools.report.shown:shown_evaluation",
     "report": "toolkit.tools.publish.push:report_and_card",
     "model_card": "toolkit.tools.publish.card:write_card",

@@ -27,8 +27,8 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import usable_cores
-from toolkit.data.shapes import ensure_shapes
 from toolkit.run.metrics_log import read_metrics
+from toolkit.tools.shapes import ensure_shapes
 from toolkit.tools.watch import steps_alone
 
 from .measuring import row

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.base.text import ShortUsage
-from toolkit.data.shapes import ensure_shapes
+from toolkit.tools.shapes import ensure_shapes
 
 PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
 PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]

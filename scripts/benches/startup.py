@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.data.shapes import ensure_shapes
+from toolkit.tools.shapes import ensure_shapes
 
 from .measuring import medians
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from launching import SCRIPTS, Script, Server, rows, small_settings
 
-from toolkit.data.shapes import make_shapes
+from toolkit.tools.shapes import make_shapes
 
 # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -20,8 +20,8 @@ from launching import (
     training_rows,
 )
 
-from toolkit.data.shapes import make_shapes
 from toolkit.tools import detect
+from toolkit.tools.shapes import make_shapes
 
 PAGE = (ROOT / "docs" / "change_the_loop.md").read_text()
 RECIPES = dict(re.findall(r"^## (\d+\. .*?)\n.*?^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))

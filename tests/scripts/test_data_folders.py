@@ -10,7 +10,7 @@ from test_text import NASTY_NAMES
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.folders import write_folder
-from toolkit.evaluation.class_keys import metric_keys
+from toolkit.evaluation.matches import metric_keys
 
 BOXES_AND_GRAPHS = [SCRIPTS[0], SCRIPTS[3]]
 SHORT = ("--run.epochs", 1, "--run.max_steps", 1)

@@ -62,7 +62,7 @@ class DetectionDataset(torch.utils.data.Dataset):
         table: the images and their boxes. If its sets do not label all classes, targets have `labelled` (classes,)
             bool.
         transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`; one more
-            argument, the size (h, w) wanted, for keys that carry one (`toolkit.data.variable_sizes`).
+            argument, the size (h, w) wanted, for keys that carry one (`toolkit.data.sampling.VariableSizes`).
         seed: with epoch and index the only thing the augmentation depends on; neither workers nor resuming matter.
         cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
             that are forked share the memory.

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -18,31 +17,7 @@ from toolkit.data.image_sources import ImageSources, Shards, parts_of
 from toolkit.data.table import Category, DetectionTable, JoinedSet
 from toolkit.data.table_cache import cache_root, open_table, write_table
 
-Paired = list[tuple[str | Path | None, str]]  # (data.path, data.train) of each set
-
-
-def is_several(*values: object) -> bool:
-    """Return whether one of these, `data.path` and `data.train` or `data.val`, names several data sets."""
-    return any(isinstance(value, list | tuple) for value in values)
-
-
-def paired(path: str | Path | Sequence | None, source: str | Sequence) -> Paired:
-    """Return the folder and the split or file of each data set; one that is given once holds for all.
-
-    Raises BadInput: the two lists differ in length, a list is empty, or a set is named twice.
-    """
-    columns = [list(value) if is_several(value) else [value] for value in (path, source)]
-    count = max(map(len, columns))
-    if any(len(column) not in (1, count) for column in columns) or not min(map(len, columns)):
-        raise BadInput(
-            f"data.path has {len(columns[0])} entries, data.train (or data.val) {len(columns[1])}: give as many of "
-            "both, or one of them once"
-        )
-    sets = list(zip(*(column * count if len(column) == 1 else column for column in columns), strict=True))
-    twice = [str(folder or name) for (folder, name), times in Counter(sets).items() if times > 1]
-    if twice:
-        raise BadInput(f"{name}: named twice; data.shares says how often a data set is drawn" for name in twice)
-    return sets
+Paired = Sequence[tuple[str | Path | None, str]]  # (data.path, data.train) of each set
 
 
 def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted: str, cache_dir) -> DetectionTable:
@@ -81,49 +56,6 @@ def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str,
     # Predicates that differ from training stay as they are: the callers that need them compare and name both.
     predicates = _joined_predicates([table], train.predicates) or tuple(table.predicates)
     return _joined([table], [table.name], train.categories, predicates, unlisted, cache_dir)
-
-
-def counts_of(table: DetectionTable) -> dict:
-    """Return, JSON-able, the numbers of images and boxes, and in `sets` those of each set of a joined table."""
-    boxes = table.num_boxes()
-    of_image = table.set_of_image()
-    counts = {}
-    if table.sets:
-        parts = ((one.name, of_image == number) for number, one in enumerate(table.sets))
-        counts["sets"] = {name: {"images": int(rows.sum()), "boxes": int(boxes[rows].sum())} for name, rows in parts}
-    return {"images": len(table), "boxes": int(boxes.sum())} | counts
-
-
-def notes_of(table: DetectionTable) -> list[str]:
-    """Return a line for each set of a joined table: images, boxes, and the classes that it does not label."""
-    lines = []
-    for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
-        unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
-        text = f"  {one.name}: {counts['images']} images, {counts['boxes']} boxes"
-        text += f"; does not label {', '.join(unlabelled)} (data.unlisted_classes unknown)" if unlabelled else ""
-        lines.append(text)
-    return lines
-
-
-def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: np.ndarray | None) -> np.ndarray:
-    """Return (len,): how often each image is drawn in an epoch, so that each set has its share of the samples.
-
-    An epoch keeps its length, so an image of a large set may be drawn less than once in it.
-
-    Args:
-        sets: (len,) the set of each image, of `count`.
-        shares: of the sets, whatever they sum to.
-        repeats: (len,) within the sets, from other settings; None: all alike.
-
-    Raises BadInput: not a positive share for each set, or a set without images.
-    """
-    if len(shares) != count or not all(0 < share < float("inf") for share in shares):
-        raise BadInput(f"data.shares is {list(shares)}; expected {count} numbers above 0, one for each training set")
-    weights = np.ones(len(sets)) if repeats is None else np.asarray(repeats, np.float64)
-    sums = np.bincount(sets, weights, minlength=count)
-    if not sums.all():
-        raise BadInput(f"data.shares: set {int(np.argmin(sums)) + 1} of {count} has no training images left")
-    return weights * (np.asarray(shares) / np.sum(shares) * sums.sum() / sums)[sets]
 
 
 def _short_names(sets: Paired) -> list[str]:

@@ -16,8 +16,7 @@ from toolkit.base.text import size_text
 from toolkit.data.batches import collate, make_loader
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.image_sources import ImageSources, Shards
-from toolkit.data.joining import set_repeats
-from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey, aspect_ratio_groups, repeat_factors
+from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey, VariableSizes
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
     Compose,
@@ -29,11 +28,9 @@ from toolkit.data.transforms.geometry import (
     exact_transform,
     pair_hw,
 )
-from toolkit.data.transforms.policy import policy_of
-from toolkit.data.transforms.ssd import PhotometricDistortion, SeenRegion, SsdTransform
-from toolkit.data.variable_sizes import VariableSizes
+from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
 
-RECIPES = ("detr", "ssd", *index.RECIPES)
+RECIPES = ("detr", *index.RECIPES)
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
 ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
 ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixels
@@ -70,11 +67,11 @@ def train_transform(c: Any) -> Transform:
     """
     _check_transform(c)
     if c.augment:
+        from toolkit.data.transforms.policy import policy_of  # here, since few trainings have one
+
         return policy_of(c.augment, train_transform(replace(c, augment=None)))
     options = {"zoom_out": c.zoom_out, "iou_crop": c.iou_crop, "flip": c.flip, "photometric": c.photometric}
-    if c.recipe == "ssd":
-        return SsdTransform(**options)
-    if c.recipe in index.RECIPES:
+    if c.recipe != "detr":
         return index.load(index.RECIPES[c.recipe])(**options)
     probability = 0.5 if c.flip else 0.0
     first = (SeenRegion(c.zoom_out, c.iou_crop),) if c.zoom_out > 1 or c.iou_crop else ()
@@ -246,6 +243,57 @@ def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> 
         predicates = np.split(relations.predicate, relations.offsets[1:-1])
         factors.append(repeat_factors(predicates, len(table.predicates), of_predicates, "predicate_repeat_factor"))
     return np.max(factors, axis=0) if factors else None
+
+
+def repeat_factors(
+    labels: Sequence[np.ndarray], num_classes: int, threshold: float, setting: str = "repeat_factor"
+) -> np.ndarray:
+    """Return (N,) float64, at least 1: repeats of each image in an epoch (Gupta et al., LVIS, 2019, section 4.1).
+
+    Args:
+        labels: classes of the boxes (or predicates of the relations) of each image, (n,) int64 each.
+        threshold: a class that is in a share f of the images has the factor max(1, sqrt(threshold / f)); an image has
+            the largest of its classes' factors.
+        setting: name of the threshold, for messages.
+
+    Raises BadInput: the threshold is not a share.
+    """
+    if not 0 <= threshold <= 1:
+        raise BadInput(
+            f"data.{setting} is {threshold}; expected the share of images from which a class is rare, 0 to 1"
+        )
+    images = np.zeros(num_classes)
+    for of_image in labels:
+        images[np.unique(of_image)] += 1
+    share = np.maximum(images, 1) / max(1, len(labels))
+    factors = np.maximum(1.0, np.sqrt(threshold / share))
+    return np.array([factors[of_image].max(initial=1.0) for of_image in labels])
+
+
+def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: np.ndarray | None) -> np.ndarray:
+    """Return (len,): how often each image is drawn in an epoch, so that each set has its share of the samples.
+
+    An epoch keeps its length, so an image of a large set may be drawn less than once in it.
+
+    Args:
+        sets: (len,) the set of each image, of `count`.
+        shares: of the sets, whatever they sum to.
+        repeats: (len,) within the sets, from other settings; None: all alike.
+
+    Raises BadInput: not a positive share for each set, or a set without images.
+    """
+    if len(shares) != count or not all(0 < share < float("inf") for share in shares):
+        raise BadInput(f"data.shares is {list(shares)}; expected {count} numbers above 0, one for each training set")
+    weights = np.ones(len(sets)) if repeats is None else np.asarray(repeats, np.float64)
+    sums = np.bincount(sets, weights, minlength=count)
+    if not sums.all():
+        raise BadInput(f"data.shares: set {int(np.argmin(sums)) + 1} of {count} has no training images left")
+    return weights * (np.asarray(shares) / np.sum(shares) * sums.sum() / sums)[sets]
+
+
+def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
+    """Return (N,) int64: 0 for portrait images (N, 2), 1 for landscape and squares, as in torchvision's references."""
+    return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
 
 
 def validation_loader(

@@ -5,13 +5,13 @@ samples of it; rank r takes the r-th contiguous slice. So 1 x 16, 2 x 8 and 4 x 
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from toolkit.base.errors import BadInput
-from toolkit.data.variable_sizes import VariableSizes
 
 MIXED_BLOCKS = 4  # blocks whose samples are shuffled together, if samples are read by blocks
 
@@ -29,34 +29,47 @@ class SampleKey(NamedTuple):
     turn: int = 0
 
 
-def repeat_factors(
-    labels: Sequence[np.ndarray], num_classes: int, threshold: float, setting: str = "repeat_factor"
-) -> np.ndarray:
-    """Return (N,) float64, at least 1: repeats of each image in an epoch (Gupta et al., LVIS, 2019, section 4.1).
+@dataclass(frozen=True)
+class VariableSizes:
+    """Sampler of the image size of an epoch's i-th global micro-batch, drawn uniformly from the sizes.
+
+    The size is the same on all ranks, a function of (seed, epoch, i), and travels in the keys of the samples.
 
     Args:
-        labels: classes of the boxes (or predicates of the relations) of each image, (n,) int64 each.
-        threshold: a class that is in a share f of the images has the factor max(1, sqrt(threshold / f)); an image has
-            the largest of its classes' factors.
-        setting: name of the threshold, for messages.
-
-    Raises BadInput: the threshold is not a share.
+        sizes_hw: the sizes, (height, width) in pixels; one: every batch has it.
+        every: micro-batches between two draws, 10 in YOLO.
+        base_hw: the size that the configured batch size is meant for: batches of another size have so many images that
+            the number of pixels is not larger, at least one. None: the batch size is that of every size.
     """
-    if not 0 <= threshold <= 1:
-        raise BadInput(
-            f"data.{setting} is {threshold}; expected the share of images from which a class is rare, 0 to 1"
-        )
-    images = np.zeros(num_classes)
-    for of_image in labels:
-        images[np.unique(of_image)] += 1
-    share = np.maximum(images, 1) / max(1, len(labels))
-    factors = np.maximum(1.0, np.sqrt(threshold / share))
-    return np.array([factors[of_image].max(initial=1.0) for of_image in labels])
 
+    sizes_hw: tuple[tuple[int, int], ...]
+    every: int = 1
+    base_hw: tuple[int, int] | None = None
 
-def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
-    """Return (N,) int64: 0 for portrait images (N, 2), 1 for landscape and squares, as in torchvision's references."""
-    return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
+    def __post_init__(self):
+        sizes = self.sizes_hw if self.base_hw is None else (*self.sizes_hw, self.base_hw)
+        if not self.sizes_hw or min(min(size) for size in sizes) < 1 or self.every < 1:
+            raise BadInput(
+                "images of varying size need sizes (height, width) of at least one pixel, and at least one batch "
+                f"between two of them; got {self}"
+            )
+
+    def draw(self, seed: int, epoch: int, count: int) -> list[tuple[int, int]]:
+        """Draw (h, w) of the first `count` micro-batches of an epoch; a larger count begins with the same sizes."""
+        draws = np.random.default_rng((seed, epoch, 1)).random(-(-count // self.every))
+        chosen = np.repeat((draws * len(self.sizes_hw)).astype(int), self.every)[:count]
+        return [self.sizes_hw[i] for i in chosen]
+
+    def batch_size(self, size_hw: tuple[int, int], batch_size: int) -> int:
+        """Return the images of a batch of this size, where `batch_size` is the configured one."""
+        if self.base_hw is None:
+            return batch_size
+        return max(1, batch_size * self.base_hw[0] * self.base_hw[1] // (size_hw[0] * size_hw[1]))
+
+    def largest(self, batch_size: int) -> tuple[tuple[int, int], int]:
+        """Return the size with the most pixels in a batch, and its batch size; of several, the larger images."""
+        pairs = [(size, self.batch_size(size, batch_size)) for size in self.sizes_hw]
+        return max(pairs, key=lambda pair: (pair[0][0] * pair[0][1] * pair[1], pair[0]))
 
 
 def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -139,8 +152,8 @@ class EpochSampler:
         shuffle: False keeps the dataset's order.
         sizes: the images' size varies from micro-batch to micro-batch, and with it the number of images if `sizes`
             says so; the keys then carry the size.
-        repeats: (num_samples,) how often each image is shown in an epoch, on average (`repeat_factors`). An epoch then
-            has round(sum) samples, each image so often or once more or less, which is drawn anew in every epoch.
+        repeats: (num_samples,) how often each image is shown in an epoch, on average. An epoch then has round(sum)
+            samples, each image so often or once more or less, which is drawn anew in every epoch.
         strata: (num_samples,) int; each of these groups then has its part of the repeats in every epoch, off by at most
             one sample. None: all are one group.
         blocks: (num_samples,) int; samples of one block, such as a row group of a Parquet file, are read together. The

@@ -1,6 +1,5 @@
 """Splits of a data set, opened by name on every rank, and checks that their classes agree."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable
@@ -10,15 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from toolkit import index
 from toolkit.base.distributed import first_on_each_machine, run_on_main
 from toolkit.base.errors import BadInput, all_faults
 from toolkit.base.text import shown
-from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import recognise, split_in
-from toolkit.data.joining import is_several, notes_of, paired, with_classes_of
-from toolkit.data.near_duplicates import VERSION, folds_of, held_out, signatures_of
+from toolkit.data.formats import is_several, open_dataset, paired
 from toolkit.data.table import DetectionTable
-from toolkit.data.table_cache import cache_root, open_table, write_selection
 
 Say = Callable[[str], None]
 MOSTLY = 0.95  # share of images without an object that is asked about
@@ -53,7 +49,7 @@ def open_split(
     """Call `open_dataset` on every rank, one of each machine first: that one validates, and the others open the cache.
 
     Args:
-        source: as `open_dataset`; or a share or fold of `part_of` (see `share_of`), which `hold_out` holds out of it.
+        source: as `open_dataset`; or a share or fold of `part_of` (see `share_of`), which is held out of it.
         say: called with a line or two about the split, on every rank; `accelerator.print` prints them once.
         listing: file to which the main process writes the problems (left out or repaired), one a line.
         reading: options of `open_dataset`.
@@ -62,6 +58,7 @@ def open_split(
     cache_dir = reading.get("cache_dir")
     opening = partial(open_dataset, part_of if share else source, **reading)
     if share:
+        hold_out = index.tool("hold_out")
         return _opened(lambda: hold_out(opening(), share, cache_dir)[1], f"{share} of {part_of}", say, None)
     return _opened(opening, source, say, listing)
 
@@ -82,6 +79,8 @@ def check_splits(
         sets = [one for pairs in all_faults(*(partial(paired, path, source) for source in named)) for one in pairs]
         all_faults(*(partial(check_splits, source, path=one, format=format, name=name) for one, source in sets))
     elif path is not None:
+        from toolkit.data.formats.folders import recognise, split_in  # here, since annotation files need none of it
+
         folder = recognise(path, _folder_format(format))
         all_faults(*(partial(split_in, folder, source) for source in named))
     elif name is None:
@@ -97,7 +96,7 @@ def open_splits(
     """Open training and validation data with the same classes; their problems are listed in `folder`.
 
     Args:
-        val: as `train`, or a share or fold of the training data, which is held out of it (`hold_out`).
+        val: as `train`, or a share or fold of the training data, which is held out of it.
         say: as `open_split`.
         max_train_images: use the first so many images of the training data; None: all.
         overfit_images: train on the first so many, and evaluate on them; 0: all, and `val`.
@@ -108,6 +107,8 @@ def open_splits(
     """
     path = reading.get("path")
     if path:
+        from toolkit.data.formats.folders import recognise
+
         for one in path if is_several(path) else [path]:
             say(str(recognise(one, _folder_format(reading.get("format", "auto")))))
     listings = [folder / f"data_problems_{name}.txt" for name in ("train", "val")]
@@ -115,6 +116,7 @@ def open_splits(
     share = share_of(val)
     if share:
         whole = opening()
+        hold_out = index.tool("hold_out")
         first_on_each_machine(lambda: hold_out(whole, share, reading.get("cache_dir")))
         table, val_table = hold_out(whole, share, reading.get("cache_dir"))
         say(share_that_came_out(len(val_table), len(whole), share))
@@ -160,28 +162,6 @@ def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
     return text
 
 
-def hold_out(
-    table: DetectionTable, share: float | Fold, cache_dir: str | Path | None = None
-) -> tuple[DetectionTable, DetectionTable]:
-    """Return (rest, about `share` or this fold of a table), cached.
-
-    Near duplicates stay together: `data.near_duplicates`.
-    """
-    is_fold = isinstance(share, Fold)
-    amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
-    name = f"{table.fingerprint}-{amount}-{{}}-{VERSION}.json"
-    files = [cache_root(cache_dir) / "tables" / name.format(part) for part in ("rest", "held")]
-    cached = [open_table(file) for file in files]
-    if all(entry and entry[0].image_root == table.image_root for entry in cached):
-        rest, part = (dataclasses.replace(opened, name=table.name) for opened, _ in cached)
-    else:
-        signatures = signatures_of(table, cache_dir)
-        held = folds_of(signatures, share.of) == share.number - 1 if is_fold else held_out(signatures, share)
-        rest = write_selection(table, np.flatnonzero(~held), files[0], table.name)
-        part = write_selection(table, np.flatnonzero(held), files[1], table.name)
-    return rest, part
-
-
 def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listing: Path | None) -> DetectionTable:
     first_on_each_machine(opening)
     table = opening()
@@ -197,6 +177,28 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
     if table.problems and listing is not None:
         say(f"{source}: {what_was_wrong(table)}; see {listing.name} in the run folder")
     return table
+
+
+def counts_of(table: DetectionTable) -> dict:
+    """Return, JSON-able, the numbers of images and boxes, and in `sets` those of each set of a joined table."""
+    boxes = table.num_boxes()
+    of_image = table.set_of_image()
+    counts = {}
+    if table.sets:
+        parts = ((one.name, of_image == number) for number, one in enumerate(table.sets))
+        counts["sets"] = {name: {"images": int(rows.sum()), "boxes": int(boxes[rows].sum())} for name, rows in parts}
+    return {"images": len(table), "boxes": int(boxes.sum())} | counts
+
+
+def notes_of(table: DetectionTable) -> list[str]:
+    """Return a line for each set of a joined table: images, boxes, and the classes that it does not label."""
+    lines = []
+    for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
+        unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
+        text = f"  {one.name}: {counts['images']} images, {counts['boxes']} boxes"
+        text += f"; does not label {', '.join(unlabelled)} (data.unlisted_classes unknown)" if unlabelled else ""
+        lines.append(text)
+    return lines
 
 
 def what_was_wrong(table: DetectionTable) -> str:
@@ -325,7 +327,11 @@ def _warn_of_overlap(first: DetectionTable, second: DetectionTable, names: tuple
 
 
 def _in_classes_of(train: DetectionTable, other: DetectionTable, reading: dict) -> DetectionTable:
-    """Call `with_classes_of` on every rank, one of each machine first."""
+    """Call `with_classes_of` on every rank, one of each machine first; only joined data have other classes."""
+    if not train.sets:
+        return other
+    from toolkit.data.joining import with_classes_of  # here, since few trainings have several data sets
+
     in_classes = partial(
         with_classes_of, other, train, reading.get("unlisted_classes", "unknown"), reading.get("cache_dir")
     )

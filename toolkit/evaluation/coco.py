@@ -11,14 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.text import columns, shown
-from toolkit.evaluation.class_keys import class_keys
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
-from toolkit.evaluation.draw import draw_predictions
-from toolkit.evaluation.explain import explain_zero_ap
-from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, match, match_boxes
+from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match, match_boxes
 from toolkit.evaluation.voc import voc_metrics
 
 BACKENDS = ("toolkit", "pycocotools")
@@ -78,15 +76,20 @@ class CocoEvaluator:
     def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
         """Format `per_class_table` of the result of `evaluate`, the twelve numbers of COCO, and why an AP is 0.
 
-        step: as in `explain_zero_ap`.
+        step: optimizer steps that the detector was trained for; None: unknown.
         """
         of_boxes = {name: value for name, value in scores.items() if name.startswith("bbox_")}
         twelve = "  ".join(f"{name.removeprefix('bbox_')} {_number(value)}" for name, value in of_boxes.items())
-        reasons = [] if scores["bbox_AP"] else explain_zero_ap(predictions, self.table, step)
-        return "\n".join([per_class_table(scores, self.table), twelve, *(f"AP is 0: {reason}" for reason in reasons)])
+        lines = [per_class_table(scores, self.table), twelve]
+        if not scores["bbox_AP"]:
+            explain_zero_ap = index.tool("explain_zero_ap")
+            lines += [f"AP is 0: {reason}" for reason in explain_zero_ap(predictions, self.table, step)]
+        return "\n".join(lines)
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
         """Draw a picture of `count` images, predictions beside the annotated boxes."""
+        from toolkit.evaluation.draw import draw_predictions  # here, since a run can do without pictures
+
         return draw_predictions(self.table, predictions, count, path)
 
 

@@ -1,7 +1,6 @@
-"""Drawings of boxes with labels, arrows, image grids, and ground truth beside predictions."""
+"""Drawings of boxes with labels, image grids, and ground truth beside predictions."""
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,41 +261,6 @@ def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, line: int, dash:
     for fill, width in (("#000000", line + 2), (colour, line)):
         for segment in dashes:
             draw.line(segment, fill=fill, width=width)
-
-
-def draw_arrow(
-    draw: ImageDraw.ImageDraw,
-    start: Sequence[float],
-    end: Sequence[float],
-    colour: str,
-    size: int,
-    words: str = "",
-    gap: float = 0.0,
-) -> None:
-    """Draw an arrow from start to `gap` pixels before end, with words on it in letters of `size` pixels.
-
-    It is moved to its right, so that the arrow of the way back is visible too.
-    """
-    along = (end[0] - start[0], end[1] - start[1])
-    length = math.hypot(*along)
-    if length < 1:  # an object with itself, or two with the same centre
-        draw.ellipse((start[0] - size, start[1] - size, start[0] + size, start[1] + size), outline=colour, width=2)
-        along = (1.0, 0.0)
-        length = 1.0
-    x, y = along[0] / length, along[1] / length
-    aside = (-y * size / 4, x * size / 4)
-    tip = (end[0] + aside[0] - gap * x, end[1] + aside[1] - gap * y)
-    begin = (start[0] + aside[0], start[1] + aside[1])
-    for fill, width in (("#000000", 4), (colour, 2)):
-        draw.line((*begin, *tip), fill=fill, width=width)
-    back = 0.8 * size
-    half = 0.35 * size
-    corners = [(tip[0] - back * x + sign * half * y, tip[1] - back * y - sign * half * x) for sign in (-1, 1)]
-    draw.polygon([tip, *corners], fill=colour, outline="#000000")
-    if words:
-        middle = [a + 0.36 * (b - a) for a, b in zip(begin, tip, strict=True)]  # off the words of the way back
-        draw.rectangle(draw.textbbox(middle, words, font=text_font(size), anchor="mm"), fill="#FFFFFF")
-        draw.text(middle, words, fill=TEXT, font=text_font(size), anchor="mm")
 
 
 def _contrast(colour: str) -> str:

@@ -4,6 +4,7 @@ The greedy matching is COCO's (Lin et al. 2014), for all images, classes, IoU th
 the r-th best prediction of every image and class chooses its box. No two predictions of a round compete for one.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from toolkit.base.boxes import Boxes, intersection_area
-from toolkit.evaluation.class_keys import class_keys
+from toolkit.base.text import escaped
 from toolkit.evaluation.predictions import boxes_of, usable
 
 IOUS = np.linspace(0.5, 0.95, 10)
@@ -140,6 +141,33 @@ def match_boxes(
     order = np.argsort(-detections.scores, kind="stable")
     overlaps = _overlaps(detections, truth)
     return Matches(image_ids, class_names, sizes_hw, truth, detections, rank, order, *overlaps, tuple(max_detections))
+
+
+def class_keys(table) -> list[str]:
+    """Return class names as used in metric names; a name that several classes share gets the original id added."""
+    return metric_keys([c.name for c in table.categories], [c.id for c in table.categories])
+
+
+def metric_keys(names: Sequence[str], ids: Sequence | None = None) -> list[str]:
+    """Return distinct names for keys of rows and trackers.
+
+    Each is on one line, without control characters, of 80 columns at most. Names that are then the same get their id
+    added.
+
+    ids: of the names; None: their positions.
+    """
+    ids = range(len(names)) if ids is None else ids
+    short = [escaped(name) for name in names]
+    counts = Counter(short)
+    used = set()
+    keys = []
+    for name, id_ in zip(short, ids, strict=True):
+        key = name if counts[name] == 1 else f"{name} ({escaped(id_)})"
+        while key in used:  # a class that is called like another one with its id
+            key += "'"
+        used.add(key)
+        keys.append(key)
+    return keys
 
 
 def _best_of_each_class(detections: Boxes, most: int) -> tuple[Boxes, np.ndarray]:

@@ -1,14 +1,81 @@
-"""Predictions by image id as columns, without unusable ones."""
+"""Predictions: of one image, of a data set as columns, and in the file that every evaluation reads.
 
+The file `FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in
+pixels and in the ids of the annotation file: pycocotools and every other program read it as it is. Beside it stand
+
+- `FILE.about.json`: the data it was made on (their fingerprint, and one of the images and classes alone), the weights,
+  and the printed numbers;
+- `FILE.graphs.npz`: for scene graphs, the relations of each image as the detector gave them.
+"""
+
+import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.files import write_json
+from toolkit.data.formats.coco import write_coco
+from toolkit.data.table import Category, LabelledImages
 
 log = logging.getLogger(__name__)
+
+Found = dict[str, Tensor]
+MIN_ATTRIBUTE_SCORE = 0.5
+OF_PAIRS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
+VERSION = 1  # of `FILE.about.json`
+# The predictions of a run's best weights on the validation data, in its report folder.
+PREDICTIONS = "predictions.json"
+_OF_GRAPHS = (
+    "boxes labels scores pairs predicate_scores predicates triplet_scores combinations two_predicates two_scores "
+    "true_labels true_relations"
+).split()
+
+# ---- of one image ----------------------------------------------------------------------------------------------------
+
+
+def best_first(detections: Mapping[str, Tensor]) -> Found:
+    """Sort detections best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
+    order = detections["scores"].argsort(descending=True, stable=True)
+    order = order[detections["labels"][order] >= 0]
+    of_objects = ("boxes", "scores", "labels", "attribute_scores")
+    result = {key: detections[key][order] for key in of_objects if key in detections}
+    if "pairs" in detections:
+        position = torch.full_like(detections["labels"], -1)
+        position[order] = torch.arange(len(order), device=order.device)
+        pairs = position[detections["pairs"]]
+        kept = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1])  # the pair of a lone object is a placeholder
+        result |= {"pairs": pairs[kept]} | {key: detections[key][kept] for key in OF_PAIRS[1:] if key in detections}
+    return {key: value.cpu() for key, value in result.items()}
+
+
+def detections_as_json(detections: Found, categories: Sequence[Category], attributes: Sequence[str] = ()) -> list[dict]:
+    """Convert the detections of one image to COCO results, best first.
+
+    `category_id` and `category` are those of the training data, `bbox` is [x, y, width, height] in pixels; `score`;
+    with `attributes`, if the model predicts any, the names with scores above 0.5.
+    """
+    entries = []
+    columns = (detections[key].tolist() for key in ("boxes", "scores", "labels"))
+    for (x1, y1, x2, y2), score, label in zip(*columns, strict=True):
+        category = categories[label]
+        bbox = [round(value, 6) for value in (x1, y1, x2 - x1, y2 - y1)]
+        entry = {"category_id": category.id, "category": category.name, "bbox": bbox, "score": round(score, 6)}
+        entries.append(entry)
+    if attributes and "attribute_scores" in detections:
+        for entry, scores in zip(entries, detections["attribute_scores"].tolist(), strict=True):
+            named = zip(attributes, scores, strict=True)
+            entry["attributes"] = [name for name, score in named if score > MIN_ATTRIBUTE_SCORE]
+    return entries
+
+
+# ---- of a data set, as columns ---------------------------------------------------------------------------------------
 
 
 def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
@@ -89,3 +156,67 @@ def _some(values: list) -> str:
 
 def _numpy(values) -> np.ndarray:
     return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+
+
+# ---- in a file -------------------------------------------------------------------------------------------------------
+
+
+def about_file(path: str | Path) -> Path:
+    """Return the metadata file that belongs to `FILE.json`."""
+    return Path(path).with_suffix(".about.json")
+
+
+def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **about) -> Path:
+    """Write predictions of a whole data set, to the last bit of every number. Returns `path`.
+
+    Args:
+        path: `FILE.json`; its folder is made.
+        predictions: as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
+        table: the data they were made on; its fingerprint is stored in `FILE.about.json`.
+        about: other entries of that file, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
+
+    Raises:
+        BadInput: image ids of predictions and table differ, or `path` does not end in .json.
+    """
+    path = Path(path).expanduser()
+    if path.suffix != ".json":
+        raise BadInput(f"{path}: a predictions file is called NAME.json")
+    image_ids = table.image_ids().tolist()
+    boxes = boxes_of(predictions, image_ids)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_kept = (boxes.labels >= 0) & (boxes.labels < len(table.categories))  # -1: a box of a graph without a class
+    is_kept &= np.isfinite(boxes.xyxy).all(axis=1) & np.isfinite(boxes.scores)
+    graphs_file = path.with_suffix(".graphs.npz")
+    graphs_file.unlink(missing_ok=True)  # of other predictions
+    about_file(path).unlink(missing_ok=True)
+    write_coco(LabelledImages(table.image_rows(), boxes[is_kept], table.categories), path)
+    graphs = _graphs(predictions, image_ids)
+    if graphs:
+        np.savez_compressed(graphs_file, **graphs)
+    data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
+    data["images_fingerprint"] = images_fingerprint(table, [(str(c.id), c.name) for c in table.categories])
+    classes = [{"id": category.id, "name": category.name} for category in table.categories]
+    write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
+    return path
+
+
+def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
+    """Return the arrays of scene graph metrics, concatenated, and the rows of each image; {} for boxes alone."""
+    if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
+        return {}
+    graphs = {}
+    for name in _OF_GRAPHS:
+        parts = [np.asarray(predictions[i][name]) if name in predictions[i] else None for i in image_ids]
+        present = [part for part in parts if part is not None]
+        if present:
+            parts = [present[0][:0] if part is None else part for part in parts]
+            graphs |= {name: np.concatenate(parts), f"{name}/rows": np.array([len(part) for part in parts])}
+    return graphs
+
+
+def images_fingerprint(table, classes: Sequence[tuple[str, str]]) -> str:
+    """Hash ids, names and sizes of the images, in any order and folder, and the (id, name) of classes."""
+    rows = [(str(row.image_id), PurePosixPath(row.file_name).name) for row in table.image_rows()]
+    sizes = [(row.height, row.width) for row in table.image_rows()]
+    images = sorted(zip(rows, sizes, strict=True))
+    return hashlib.blake2b(json.dumps([images, classes]).encode(), digest_size=16).hexdigest()

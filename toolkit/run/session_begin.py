@@ -5,7 +5,7 @@ from typing import Any
 
 from toolkit.base.distributed import run_on_main
 from toolkit.data import pipeline
-from toolkit.data.joining import counts_of
+from toolkit.data.splits import counts_of
 from toolkit.data.table import DetectionTable
 from toolkit.run.folder import keep_staged, write_environment
 from toolkit.run.metrics_log import repair_rows

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from toolkit.data.joining import is_several
+from toolkit.data.formats import is_several
 from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import check_ground_truth

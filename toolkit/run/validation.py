@@ -21,7 +21,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import OF_GRAPHS, crowded_notes, make_evaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
-from toolkit.evaluation.predictions_file import PREDICTIONS, write_predictions
+from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
 from toolkit.run.best import Best, no_such_metric
 from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.run.recovery import state_is_sound

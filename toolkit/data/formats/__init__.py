@@ -1,5 +1,6 @@
 """Readers of data sets: every format becomes one Arrow table."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -8,12 +9,13 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.formats.coco import read_coco
-from toolkit.data.formats.folders import NOT_STREAMED, open_folder
-from toolkit.data.joining import is_several, open_joined, paired
-from toolkit.data.shapes import SPLITS, ensure_shapes
 from toolkit.data.table import DetectionTable
 
-FORMATS = ("auto", "coco", "shapes", "hub", *index.READERS, "voc", "yolo", "csv")
+FORMATS = ("auto", "coco", "shapes", "hub", *(name for name in index.READERS if name != "shapes"), "voc", "yolo", "csv")
+NOT_STREAMED = (
+    "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
+    "scripts/convert.py --to parquet"
+)
 
 
 def open_dataset(
@@ -63,15 +65,17 @@ def open_dataset(
         options["name"] = name
         options["streaming"] = streaming
         options["keep_images_without_relations"] = keep_images_without_relations
+        from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
+
         return open_joined(paired(path, source), partial(open_dataset, **options), unlisted_classes, cache_dir)
     source = str(source)
     if streaming:
         options["streaming"] = True
     if path is not None:
         kind = "auto" if format == "shapes" else format
-        return open_folder(path, source, format=kind, image_dir=image_dir, **options)
+        return _open_folder(path, source, format=kind, image_dir=image_dir, **options)
     if format in ("voc", "yolo", "csv") or format == "auto" and name is None and _is_folder(source):
-        return open_folder(source, "train", format=format, image_dir=image_dir, **options)
+        return _open_folder(source, "train", format=format, image_dir=image_dir, **options)
     if format == "auto":
         format = "hub" if name is not None else "coco" if source.lower().endswith(".json") else _unknown(source)
     if format == "hub":
@@ -87,20 +91,37 @@ def open_dataset(
     if format in index.READERS:
         open_split = index.load(index.READERS[format])
         return open_split(source, image_dir, format, name, **options)
-    if format == "shapes":
-        return _open_shapes(source, name, cache_dir)
     return read_coco(source, image_dir, **options)
 
 
-def _open_shapes(split: str, name: str | None, cache_dir: str | Path | None) -> DetectionTable:
-    """Open a split of the bundled shapes; `name` must be None."""
-    if split not in SPLITS or name is not None:
-        asked = repr(split) if name is None else f"data set {name!r}"
-        others = f"--data.format {', '.join(other for other in FORMATS if other != 'shapes')}"
-        remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
-        raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
-    folder = ensure_shapes(cache_dir)
-    return read_coco(folder / "annotations" / f"{split}.json", folder / split, cache_dir=cache_dir)
+def is_several(*values: object) -> bool:
+    """Return whether one of these, `data.path` and `data.train` or `data.val`, names several data sets."""
+    return any(isinstance(value, list | tuple) for value in values)
+
+
+def paired(path: str | Path | Sequence | None, source: str | Sequence) -> list[tuple[str | Path | None, str]]:
+    """Return the folder and the split or file of each data set; one that is given once holds for all.
+
+    Raises BadInput: the two lists differ in length, a list is empty, or a set is named twice.
+    """
+    columns = [list(value) if is_several(value) else [value] for value in (path, source)]
+    count = max(map(len, columns))
+    if any(len(column) not in (1, count) for column in columns) or not min(map(len, columns)):
+        raise BadInput(
+            f"data.path has {len(columns[0])} entries, data.train (or data.val) {len(columns[1])}: give as many of "
+            "both, or one of them once"
+        )
+    sets = list(zip(*(column * count if len(column) == 1 else column for column in columns), strict=True))
+    twice = [str(folder or name) for (folder, name), times in Counter(sets).items() if times > 1]
+    if twice:
+        raise BadInput(f"{name}: named twice; data.shares says how often a data set is drawn" for name in twice)
+    return sets
+
+
+def _open_folder(*args, **options) -> DetectionTable:
+    from toolkit.data.formats.folders import open_folder  # here, since annotation files need none of it
+
+    return open_folder(*args, **options)
 
 
 def _is_folder(source: str) -> bool:
@@ -109,6 +130,6 @@ def _is_folder(source: str) -> bool:
 
 
 def _unknown(source: str) -> str:
-    hint = "; the bundled data needs format 'shapes'" if source in SPLITS else ""
+    hint = "; the bundled data needs format 'shapes'" if source in ("train", "val") else ""
     rule = "a COCO file ends in .json; --data.path takes a folder"
     raise BadInput(f"{source}: cannot tell the format ({rule}){hint}; choose a format from {', '.join(FORMATS[1:])}")

@@ -1,23 +1,20 @@
 """Recognition of the format and the splits of a folder as an annotation tool leaves it."""
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from toolkit.base.errors import BadInput
-from toolkit.data.formats import coco, csv, hub_folder, voc, yolo
+from toolkit.data.formats import NOT_STREAMED
 from toolkit.data.formats.annotated import ALL, split_of
 from toolkit.data.image_sources import open_sources
 from toolkit.data.table import DetectionTable
 
-# Formats in the order in which they are tried: the surest signs first. Names as `data.format` has them.
-FOLDERS: dict[str, ModuleType] = {"hub": hub_folder, "voc": voc, "coco": coco, "yolo": yolo, "csv": csv}
+# Modules of the formats in the order in which they are tried: the surest signs first. Names as `data.format` has them.
+FOLDERS = {"hub": "hub_folder", "voc": "voc", "coco": "coco", "yolo": "yolo", "csv": "csv"}
 NAMED = 5  # files that are not used, in one line
-NOT_STREAMED = (
-    "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
-    "scripts/convert.py --to parquet"
-)
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,19 @@ class RecognisedFolder:
     def __str__(self) -> str:
         splits = "not split" if self.splits == (ALL,) else f"splits {', '.join(self.splits)}"
         also = f"; it can be read as {', '.join(self.others)} too (data.format)" if self.others else ""
-        years = voc.together(self.path) if self.format == "voc" else ""
+        module = module_of(self.format)
+        years = module.together(self.path) if self.format == "voc" else ""
         gone = f"; not there: {', '.join(self.missing)}" if self.missing else ""
-        title = f"{self.path}: {FOLDERS[self.format].TITLE}{years}, {splits}{also}{gone}"
+        title = f"{self.path}: {module.TITLE}{years}, {splits}{also}{gone}"
         if not self.unused:
             return title
         named = ", ".join(self.unused[:NAMED]) + ", ..." * (len(self.unused) > NAMED)
         return f"{title}; not used, as its split has another file or its name says none: {named}"
+
+
+def module_of(format: str) -> ModuleType:
+    """Load the module of one of `FOLDERS`; a run on one format does without the others."""
+    return importlib.import_module(f"toolkit.data.formats.{FOLDERS[format]}")
 
 
 def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
@@ -60,24 +63,24 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
         raise BadInput(f"{path}: no such folder (data.path)")
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         path = path.parent  # data.yaml
-    tried = FOLDERS if format == "auto" else {format: FOLDERS[format]} if format in FOLDERS else {}
-    matches = {name: module.recognise(path) for name, module in tried.items()}
+    tried = [name for name in FOLDERS if format in ("auto", name)]
+    matches = {name: module_of(name).recognise(path) for name in tried}
     matches = {name: splits for name, splits in matches.items() if splits}
-    if not matches and "yolo" in tried and yolo.labels_alone(path):
+    if not matches and "yolo" in tried and module_of("yolo").labels_alone(path):
         matches = {"yolo": (ALL,)}
     if not matches:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
         wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
-        below = list(map(str, voc.folders_with_annotations(path))) if format in ("auto", "voc") else []
+        below = list(map(str, module_of("voc").folders_with_annotations(path))) if "voc" in tried else []
         more = f", {len(below)} in all" if len(below) > 5 else ""
         hint = f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
         hint += "which has these and its images (data.path)"
         listed = "" if format == "auto" else f"; known are {known}"
         raise BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
     name, *others = matches
-    missing = yolo.missing(path) if name == "yolo" else ()
-    unused = FOLDERS[name].unused(path)
+    missing = module_of("yolo").missing(path) if name == "yolo" else ()
+    unused = module_of(name).unused(path)
     return RecognisedFolder(path, name, matches[name], tuple(others), tuple(unused), tuple(missing))
 
 
@@ -106,12 +109,13 @@ def open_folder(
     wanted = split_in(recognised, split)
     if options.get("streaming", False) and recognised.format != "hub":
         raise BadInput(f"{recognised}; {NOT_STREAMED}")
-    return FOLDERS[recognised.format].read(recognised.path, wanted, image_dir=open_sources(image_dir), **options)
+    module = module_of(recognised.format)
+    return module.read(recognised.path, wanted, image_dir=open_sources(image_dir), **options)
 
 
 def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
     """Write a split as one of `FOLDERS`, images included; link: as hard links if the system supports them."""
-    FOLDERS[format].write(table, Path(folder), split, link=link)
+    module_of(format).write(table, Path(folder), split, link=link)
 
 
 def losses(table: DetectionTable, format: str) -> list[str]:

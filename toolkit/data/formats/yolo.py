@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import distinct, folders_below, without_suffix
+from toolkit.base.files import YamlLoader, distinct, folders_below, parse_yaml, without_suffix
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
@@ -25,7 +25,6 @@ from toolkit.data.formats.annotated import (
     split_of,
 )
 from toolkit.data.formats.yolo_rows import UNSAID, Rows, is_number, numbers_of
-from toolkit.data.formats.yolo_yaml import settings_of, unread
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable, LabelledImages, Problem
 
@@ -127,6 +126,57 @@ def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> 
 def _label_name(name: str) -> str:
     """Return what images that share a file of labels have in common, ignoring the case of letters."""
     return without_suffix(name).lower()
+
+
+def settings_of(folder: Path) -> tuple[Path | None, dict]:
+    """Return the YAML file that names classes and splits, and its content; None and {} if there is none."""
+    for path in _yaml_files(folder):
+        try:
+            content = _load_yaml(path.read_text(encoding="utf-8-sig"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            continue  # reported by `_unread`
+        if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
+            return path, content
+    return None, {}
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    """Return the YAML files of a folder, data.yaml first."""
+    paths = (*folder.glob("*.yaml"), *folder.glob("*.yml")) if folder.is_dir() else ()
+    return sorted(paths, key=lambda path: (path.stem != "data", path.name))
+
+
+def _unread(folder: Path) -> list[Problem]:
+    """Return an error for a data.yaml that cannot be read: without it classes would be numbered."""
+    problems = []
+    for path in _yaml_files(folder):
+        try:
+            _load_yaml(path.read_text(encoding="utf-8-sig"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            if path.stem == "data":
+                reason = " ".join(str(error).split())
+                problems.append(Problem("error", path.name, None, None, f"cannot be read as YAML in UTF-8: {reason}"))
+    return problems
+
+
+class _NamesAsWritten(YamlLoader):
+    """YAML without the types that turn a name into something else: `yes`, `007`, `null`, `1.0` stay what they are."""
+
+
+# Numbers stay numbers where they are keys or counts: those of `names: {0: cat}`, `nc`, `kpt_shape`.
+_NamesAsWritten.yaml_implicit_resolvers = {}
+
+
+def _load_yaml(text: str) -> object:
+    """Parse a YAML file, with class names as they are written.
+
+    Raises yaml.YAMLError.
+    """
+    content = parse_yaml(text)
+    if isinstance(content, dict) and isinstance(content.get("names"), list | dict):
+        names = parse_yaml(text, _NamesAsWritten)["names"]
+        content["names"] = list(names) if isinstance(names, list) else dict(names)
+    return content
 
 
 def _entry(settings: dict, split: str):
@@ -275,7 +325,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
 
     lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
     names, problems = _names(folder, settings, lines)
-    problems += [] if settings else unread(folder)
+    problems += [] if settings else _unread(folder)
     rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
     images = [ImageRow(number, os.path.relpath(file, root), None, None) for number, file in enumerate(files, start=1)]
     boxes = []

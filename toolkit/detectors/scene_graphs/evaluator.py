@@ -14,9 +14,8 @@ from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.matches import COMPACT
 from toolkit.detectors.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.open_images import open_images_metrics
-from toolkit.evaluation.class_keys import metric_keys
 from toolkit.evaluation.coco import CocoEvaluator, align
-from toolkit.evaluation.matches import Matches
+from toolkit.evaluation.matches import Matches, metric_keys
 from toolkit.evaluation.predictions import check_image_ids
 
 TOP = (20, 50, 100)

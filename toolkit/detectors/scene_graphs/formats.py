@@ -1,14 +1,50 @@
-"""One image's scene graph in the formats of other programs: Graphviz, JSON-LD, NetworkX.
+"""One image's scene graph as JSON with the names of the training data, and in Graphviz, JSON-LD and NetworkX.
 
-A graph is `{"file_name", "detections": [...], "relations": [...]}` as predictions.json has it: see
-`toolkit.evaluation.detections`.
+A graph of these other programs is `{"file_name", "detections": [...], "relations": [...]}` as predictions.json has it:
+see `detections_as_json` and `relations_as_json`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from toolkit.evaluation.predictions import Found
+
+MAX_RELATIONS = 100  # of one image, as recall counts
 OF_OBJECT = ("category", "bbox", "score")
 SUFFIXES = {"dot": ".dot", "jsonld": ".jsonld", "networkx": ".json"}
+
+
+def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
+    """Return the graph of an image with its `count` best combinations of pair and predicate.
+
+    They replace the one predicate of each pair. Equal scores are in the order of pairs, then predicates, as ng-R@K
+    ranks them.
+    """
+    ends = graph["scores"][graph["pairs"]].prod(1)
+    scores = (graph["predicate_scores"] * ends[:, None]).flatten()
+    best = scores.sort(descending=True, stable=True).indices[:count]
+    num_predicates = graph["predicate_scores"].shape[1]
+    rows = best // num_predicates
+    predicates = best % num_predicates
+    of_pairs = {"pairs": graph["pairs"][rows], "predicate_scores": graph["predicate_scores"][rows]}
+    return graph | of_pairs | {"predicates": predicates, "triplet_scores": scores[best]}
+
+
+def relations_as_json(graph: Found, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
+    """Convert the best relations of one image; `subject` and `object` are positions in its detections.
+
+    all_scores: add `predicate_scores`, the probability of every predicate of the pair by name, best first.
+    """
+    columns = (graph[key][:MAX_RELATIONS].tolist() for key in ("pairs", "predicates", "triplet_scores"))
+    relations = [
+        {"subject": subject, "object": other, "predicate": predicates[predicate], "score": round(score, 6)}
+        for (subject, other), predicate, score in zip(*columns, strict=True)
+    ]
+    if all_scores:
+        for relation, scores in zip(relations, graph["predicate_scores"].tolist(), strict=False):
+            ranked = sorted(zip(predicates, scores, strict=True), key=lambda pair: -pair[1])
+            relation["predicate_scores"] = {name: round(score, 6) for name, score in ranked}
+    return relations
 
 
 def graph_text(graph: Mapping, format: str) -> str:

@@ -14,10 +14,10 @@ from toolkit.base.text import size_text
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.formats import coco
 from toolkit.data.formats.annotated import names_by_content
-from toolkit.data.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
 from toolkit.data.splits import mostly_empty, overlap
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
+from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # the shorter side of a small box, at the input size

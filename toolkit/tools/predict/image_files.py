@@ -22,7 +22,7 @@ from toolkit.base.files import folders_below
 from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
 from toolkit.data.formats.coco import read_annotations
 from toolkit.data.formats.json_stream import items_of
-from toolkit.evaluation.detections import Found
+from toolkit.evaluation.predictions import Found
 from toolkit.tools.predict.prediction import Predictor
 
 

@@ -14,7 +14,6 @@ from toolkit.data.splits import READING, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
-from toolkit.evaluation.predictions_file import read_about, read_predictions
 from toolkit.models import options_class
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
 from toolkit.run.settings_file import load_config_dict
@@ -22,6 +21,7 @@ from toolkit.step.losses import LossWeights
 from toolkit.tools.distillation.losses import LOSSES as DISTILLED
 from toolkit.tools.predict.open import evaluated_detections, load_detector, open_predictor, with_settings
 from toolkit.tools.predict.prediction import labels_in, predict_table, relabelled
+from toolkit.tools.predictions_file import read_about, read_predictions
 
 Say = Callable[[str], None]
 

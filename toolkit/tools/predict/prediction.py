@@ -18,14 +18,8 @@ from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, pixels_of
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
-from toolkit.evaluation.detections import (
-    Found,
-    best_first,
-    detections_as_json,
-    relations_as_json,
-    without_graph_constraint,
-)
-from toolkit.evaluation.predictions import joined
+from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
+from toolkit.evaluation.predictions import Found, best_first, detections_as_json, joined
 from toolkit.tools.export.files import AT_LEAST, About, Runner
 
 IMAGES_AT_ONCE = 8

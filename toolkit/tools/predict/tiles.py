@@ -8,7 +8,7 @@ from torch import Tensor
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
-from toolkit.evaluation.detections import Found
+from toolkit.evaluation.predictions import Found
 from toolkit.models.nms import nms_by_label
 from toolkit.tools.predict.prediction import Predictor
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from toolkit.base.errors import BadInput
-from toolkit.data.near_duplicates import thumbnail_of
-from toolkit.evaluation.detections import Found
+from toolkit.evaluation.predictions import Found
+from toolkit.tools.doctor.near_duplicates import thumbnail_of
 from toolkit.tools.predict.image_files import predict_files
 from toolkit.tools.predict.prediction import Predictor
 

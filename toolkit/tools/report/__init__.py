@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from toolkit.evaluation.predictions_file import PREDICTIONS, read_predictions
+from toolkit.evaluation.predictions import PREDICTIONS
+from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.report.figures import series, smoothed
 from toolkit.tools.report.markdown import plot_curves, write_markdown

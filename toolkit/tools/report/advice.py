@@ -9,7 +9,7 @@ from math import ceil
 
 import numpy as np
 
-from toolkit.evaluation.explain import explain_zero_ap
+from toolkit.tools.report.explain import explain_zero_ap
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.figures import series
 from toolkit.tools.report.judgement import Judgement

@@ -1,7 +1,6 @@
-"""Training augmentation of SSD (Liu et al., ECCV 2016, section 2.2), by torchvision's definitions, pixels resized once.
+"""Zoom-out, IoU crop and photometric distortion (SSD, Liu et al., ECCV 2016, section 2.2) by torchvision's definitions.
 
-Zoom-out, IoU crop and flip only determine the visible region; it is rendered in one resize to the size of the batch,
-followed by the photometric distortion.
+The recipes detr and ssd use them. Zoom-out and crop only set the visible region, which is rendered in one resize.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torchvision.transforms.v2 import functional as F
 
 from toolkit.base.batch import Target
 from toolkit.base.box_ops import pairwise_iou
-from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, flip, keep_boxes, resize
+from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, keep_boxes, resize
 
 FILL_RGB = (123, 117, 104)  # ImageNet's mean
 MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # a crop draws one of them; 1: no crop
@@ -48,32 +47,8 @@ class PhotometricDistortion:
 
 
 @dataclass(frozen=True)
-class SsdTransform:
-    """`(image, target, generator, size_hw) -> (image, target)` for `toolkit.data.variable_sizes`.
-
-    Args:
-        zoom_out: half of the images lie on a canvas of up to so many times their sides; 1: none.
-        iou_crop: see `draw_iou_crop`.
-        flip: half of the images are mirrored left to right.
-        photometric: see `PhotometricDistortion`.
-    """
-
-    zoom_out: float = 4.0
-    iou_crop: bool = True
-    flip: bool = True
-    photometric: bool = True
-
-    def __call__(self, image: Tensor, target: Target, generator: torch.Generator, size_hw: Size) -> Sample:
-        region, target = draw_seen(image, target, self.zoom_out, self.iou_crop, generator)
-        image, target = view(image, target, region, size_hw)
-        if self.flip and float(torch.rand((), generator=generator)) < 0.5:
-            image, target = flip(image, target)
-        return PhotometricDistortion()(image, target, generator) if self.photometric else (image, target)
-
-
-@dataclass(frozen=True)
 class SeenRegion:
-    """The zoom-out and crop of `SsdTransform` alone, in the pixels of the image, for other geometry to follow.
+    """Zoom-out and IoU crop in the pixels of the image, for other geometry to follow.
 
     A canvas of more than `MAX_CANVAS_PIXELS` is shrunk to so many.
     """

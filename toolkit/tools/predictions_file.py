@@ -1,17 +1,10 @@
-"""The predictions file that detectors write and every evaluation reads.
+"""Reading of a predictions file, as `toolkit.evaluation.predictions` writes it or another program does.
 
-`FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in pixels and
-in the ids of the annotation file: pycocotools and every other program read it as it is. Beside it stand
-
-- `FILE.about.json`: the data it was made on (their fingerprint, and one of the images and classes alone), the weights,
-  and the printed numbers;
-- `FILE.graphs.npz`: for scene graphs, the relations of each image as the detector gave them.
-
-A results file of another program has neither and is read as well. If it names files (`file_name` of a detection, or of
-`images` in a whole COCO document, or as `image_id`), images are matched by them, with or without folder and ending.
+A results file of another program has no metadata beside it and is read as well. If it names files (`file_name` of a
+detection, or of `images` in a whole COCO document, or as `image_id`), images are matched by them, with or without
+folder and ending.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +14,7 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.base.files import write_json
-from toolkit.data.formats.coco import write_coco
-from toolkit.data.table import LabelledImages
-from toolkit.evaluation.predictions import boxes_of
-
-VERSION = 1
-# The predictions of a run's best weights on the validation data, in its report folder.
-PREDICTIONS = "predictions.json"
-_OF_GRAPHS = (
-    "boxes labels scores pairs predicate_scores predicates triplet_scores combinations two_predicates two_scores "
-    "true_labels true_relations"
-).split()
+from toolkit.evaluation.predictions import about_file, images_fingerprint
 
 
 @dataclass
@@ -51,45 +33,6 @@ class PredictionsFile:
     about: dict
     corrected: bool = False
     changed_classes: tuple[str, ...] = ()
-
-
-def about_file(path: str | Path) -> Path:
-    """Return the metadata file that belongs to `FILE.json`."""
-    return Path(path).with_suffix(".about.json")
-
-
-def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **about) -> Path:
-    """Write predictions of a whole data set, to the last bit of every number. Returns `path`.
-
-    Args:
-        path: `FILE.json`; its folder is made.
-        predictions: as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
-        table: the data they were made on; its fingerprint is stored in `FILE.about.json`.
-        about: other entries of that file, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
-
-    Raises:
-        BadInput: image ids of predictions and table differ, or `path` does not end in .json.
-    """
-    path = Path(path).expanduser()
-    if path.suffix != ".json":
-        raise BadInput(f"{path}: a predictions file is called NAME.json")
-    image_ids = table.image_ids().tolist()
-    boxes = boxes_of(predictions, image_ids)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    usable = (boxes.labels >= 0) & (boxes.labels < len(table.categories))  # -1: a box of a graph without a class
-    usable &= np.isfinite(boxes.xyxy).all(axis=1) & np.isfinite(boxes.scores)
-    graphs_file = path.with_suffix(".graphs.npz")
-    graphs_file.unlink(missing_ok=True)  # of other predictions
-    about_file(path).unlink(missing_ok=True)
-    write_coco(LabelledImages(table.image_rows(), boxes[usable], table.categories), path)
-    graphs = _graphs(predictions, image_ids)
-    if graphs:
-        np.savez_compressed(graphs_file, **graphs)
-    data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
-    data["images_fingerprint"] = _images_fingerprint(table, [(str(c.id), c.name) for c in table.categories])
-    classes = [{"id": category.id, "name": category.name} for category in table.categories]
-    write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
-    return path
 
 
 def read_predictions(path: str | Path, table) -> PredictionsFile:
@@ -114,7 +57,7 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
     label_of = {category.id: label for label, category in enumerate(table.categories)}
     if corrected:
         classes_then = _classes_of(path, about, classes)
-        if made_on.get("images_fingerprint") != _images_fingerprint(table, classes_then):
+        if made_on.get("images_fingerprint") != images_fingerprint(table, classes_then):
             raise BadInput(
                 f"{path} was made on other images ({made_on.get('name')}) than {table.name}; give the annotations of "
                 "the images it was made on (--split FILE), or predict again"
@@ -190,14 +133,6 @@ def _classes_of(path: Path, about: Mapping, classes: list[tuple[str, str]]) -> l
 
 def _is_class(entry: object) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("id"), int | str) and isinstance(entry.get("name"), str)
-
-
-def _images_fingerprint(table, classes: Sequence[tuple[str, str]]) -> str:
-    """Hash ids, names and sizes of the images, in any order and folder, and the (id, name) of classes."""
-    rows = [(str(row.image_id), PurePosixPath(row.file_name).name) for row in table.image_rows()]
-    sizes = [(row.height, row.width) for row in table.image_rows()]
-    images = sorted(zip(rows, sizes, strict=True))
-    return hashlib.blake2b(json.dumps([images, classes]).encode(), digest_size=16).hexdigest()
 
 
 def read_about(path: str | Path) -> dict:
@@ -296,20 +231,6 @@ def _boxes(path: Path, entries: list[dict], table, label_of: Mapping) -> Boxes:
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=len(image_ids))
     return Boxes.found(counts, boxes[order], scores[order], labels[order])
-
-
-def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
-    """Return the arrays of scene graph metrics, concatenated, and the rows of each image; {} for boxes alone."""
-    if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
-        return {}
-    graphs = {}
-    for name in _OF_GRAPHS:
-        parts = [np.asarray(predictions[i][name]) if name in predictions[i] else None for i in image_ids]
-        present = [part for part in parts if part is not None]
-        if present:
-            parts = [present[0][:0] if part is None else part for part in parts]
-            graphs |= {name: np.concatenate(parts), f"{name}/rows": np.array([len(part) for part in parts])}
-    return graphs
 
 
 def _read_graphs(file: Path, image_ids: Sequence) -> dict:

@@ -1,6 +1,6 @@
 """The bundled data set: synthetic scenes of textured shapes with boxes, relations and attributes.
 
-    python -m toolkit.data.shapes --out DIR [--train-images 1000 --val-images 200 --image-size 128 --seed 0]
+    python -m toolkit.tools.shapes --out DIR [--train-images 1000 --val-images 200 --image-size 128 --seed 0]
 
 writes an ordinary COCO data set: DIR/train/*.jpg, DIR/val/*.jpg, DIR/annotations/{train,val}.json, the JSON with
 `rel_categories`, `rel_annotations`, `attribute_categories` and, for each annotation, `attribute_ids` (its texture)
@@ -26,6 +26,9 @@ from tqdm import tqdm
 
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import write_json
+from toolkit.data.formats import FORMATS
+from toolkit.data.formats.coco import read_coco
+from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root
 
 logger = logging.getLogger(__name__)
@@ -334,6 +337,20 @@ def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
         if objects[s]["area"] > 3 * objects[o]["area"]:
             triples.append((s, o, PREDICATES.index("larger than")))
     return triples
+
+
+def open_shapes(
+    split: str, image_dir: object, format: str, name: str | None, *, cache_dir: str | Path | None, **_
+) -> DetectionTable:
+    """Open a split of the bundled shapes, drawn on the first call. Raises BadInput for other splits, and for a `name`.
+    """
+    if split not in SPLITS or name is not None:
+        asked = repr(split) if name is None else f"data set {name!r}"
+        others = f"--data.format {', '.join(other for other in FORMATS if other != 'shapes')}"
+        remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
+        raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
+    folder = ensure_shapes(cache_dir)
+    return read_coco(folder / "annotations" / f"{split}.json", folder / split, cache_dir=cache_dir)
 
 
 @says_bad_input

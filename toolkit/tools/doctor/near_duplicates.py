@@ -11,6 +11,7 @@ image one partner in each split, and a spanning forest of the groups.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
@@ -29,8 +30,9 @@ from toolkit.base.files import fsync_folder
 from toolkit.data.check_files import parallel, waits_for
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import Stored, digest_of
+from toolkit.data.splits import Fold
 from toolkit.data.table import DetectionTable
-from toolkit.data.table_cache import cache_root
+from toolkit.data.table_cache import cache_root, open_table, write_selection
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +214,25 @@ def _graph(count: int, pairs: np.ndarray):
     from scipy.sparse import coo_array  # here: few data sets need it, and every start would wait for it
 
     return coo_array((np.ones(len(pairs)), pairs.T), shape=(count, count))
+
+
+def hold_out(
+    table: DetectionTable, share: float | Fold, cache_dir: str | Path | None = None
+) -> tuple[DetectionTable, DetectionTable]:
+    """Return (rest, about `share` or this fold of a table), cached; images that look alike stay together."""
+    is_fold = isinstance(share, Fold)
+    amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
+    name = f"{table.fingerprint}-{amount}-{{}}-{VERSION}.json"
+    files = [cache_root(cache_dir) / "tables" / name.format(part) for part in ("rest", "held")]
+    cached = [open_table(file) for file in files]
+    if all(entry and entry[0].image_root == table.image_root for entry in cached):
+        rest, part = (dataclasses.replace(opened, name=table.name) for opened, _ in cached)
+    else:
+        signatures = signatures_of(table, cache_dir)
+        held = folds_of(signatures, share.of) == share.number - 1 if is_fold else held_out(signatures, share)
+        rest = write_selection(table, np.flatnonzero(~held), files[0], table.name)
+        part = write_selection(table, np.flatnonzero(held), files[1], table.name)
+    return rest, part
 
 
 def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
