@@ -214,8 +214,6 @@ def save_hub_folder(architecture: str, folder: Path) -> tuple[list[str], dict]:
     detector = small(architecture, **({"backbone": "resnet10t"} if "backbone" in SMALL[architecture] else {}))
     entries = hub_config(architecture) if architecture in HYBRIDS else detector.model.config.to_dict()
     entries |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
-    if architecture == "yolos":
-        entries |= {"image_size": [128, 128], "use_mid_position_embeddings": True}  # as the larger ones have them
     config = type(detector).config_class.from_dict(entries | {"auxiliary_loss": False})
     model = AutoModelForObjectDetection.from_config(config)
     model.save_pretrained(folder)

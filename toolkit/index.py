@@ -38,7 +38,6 @@ DETECTORS = {
     "deformable_detr": (f"{_DETR}.deformable_detr:DeformableDetr", f"{_DETR}.options:DeformableDetrOptions"),
     "dab-detr": (f"{_DETR}.conditional_detr:DabDetr", f"{_DETR}.options:DabDetrOptions"),
     "rf_detr": (f"{_DETR}.rf_detr:RfDetr", f"{_DETR}.options:RfDetrOptions"),
-    "yolos": (f"{_DETR}.yolos:Yolos", f"{_DETR}.options:YolosOptions"),
     "rt_detr_v2": (f"{_DETR}.rt_detr:RTDetrV2", f"{_DETR}.options:RTDetrV2Options"),
     "d_fine": (f"{_DETR}.d_fine:DFine", f"{_DETR}.options:DFineOptions"),
     "deimv2": (f"{_DETR}.deimv2:Deimv2", f"{_DETR}.options:Deimv2Options"),
