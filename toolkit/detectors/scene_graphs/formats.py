@@ -1,4 +1,4 @@
-"""One image's scene graph in the formats of other programs: Graphviz, JSON-LD, NetworkX.
+"""One image's scene graph in the formats of other programs: Graphviz and NetworkX.
 
 A graph is `{"file_name", "detections": [...], "relations": [...]}` as predictions.json has it: see
 `toolkit.evaluation.detections`.
@@ -8,14 +8,12 @@ import json
 from collections.abc import Mapping
 
 OF_OBJECT = ("category", "bbox", "score")
-SUFFIXES = {"dot": ".dot", "jsonld": ".jsonld", "networkx": ".json"}
+SUFFIXES = {"dot": ".dot", "networkx": ".json"}
 
 
 def graph_text(graph: Mapping, format: str) -> str:
-    """Return the text of a file in the format dot, jsonld or networkx."""
-    if format == "dot":
-        return as_dot(graph)
-    return json.dumps({"jsonld": as_json_ld, "networkx": as_node_link}[format](graph), indent=1) + "\n"
+    """Return the text of a file in the format dot or networkx."""
+    return as_dot(graph) if format == "dot" else json.dumps(as_node_link(graph), indent=1) + "\n"
 
 
 def as_dot(graph: Mapping) -> str:
@@ -28,33 +26,6 @@ def as_dot(graph: Mapping) -> str:
         label = _quoted(f"{relation['predicate']} {relation['score']:.2f}")
         lines.append(f"  n{relation['subject']} -> n{relation['object']} [label={label}];")
     return "\n".join([*lines, "}", ""])
-
-
-def as_json_ld(graph: Mapping) -> dict:
-    """Return linked data: a schema.org ImageObject whose objects are blank nodes; a relation is an rdf:Statement about
-    them, so that it keeps its score. Predicates and classes are names of the training data, not from an ontology."""
-    nodes = [
-        {"@id": f"_:object{number}", "@type": "DetectedObject"} | {key: detection[key] for key in OF_OBJECT}
-        for number, detection in enumerate(graph["detections"])
-    ]
-    statements = [
-        {
-            "@type": "rdf:Statement",
-            "rdf:subject": {"@id": f"_:object{relation['subject']}"},
-            "rdf:predicate": relation["predicate"],
-            "rdf:object": {"@id": f"_:object{relation['object']}"},
-            "score": relation["score"],
-        }
-        for relation in graph["relations"]
-    ]
-    context = {
-        "@vocab": "urn:scene-graph:",
-        "schema": "https://schema.org/",
-        "rdf": "http://www.w3.org/1999/02/22-rdf-syntax-ns#",
-        "bbox": {"@id": "urn:scene-graph:bbox", "@container": "@list"},
-    }
-    image = {"@type": "schema:ImageObject", "schema:contentUrl": str(graph["file_name"])}
-    return {"@context": context, **image, "objects": nodes, "relations": statements}
 
 
 def as_node_link(graph: Mapping) -> dict:
