@@ -26,10 +26,9 @@ from toolkit.detectors.yolov3.targets import (
     objectness_targets,
     yolov3_losses,
 )
-from toolkit.models.backbones import image_statistics
+from toolkit.models.backbones import group_norms, image_statistics, leaves_stages, timm_features
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.nms import best_rows, sorted_nms
-from toolkit.models.timm_features import group_norms, leaves_stages, timm_features
 from toolkit.models.unlabelled import labelled_classes
 
 LEAKY_SLOPE = 0.1
