@@ -67,7 +67,8 @@ RECIPES = {"yolov3": f"{_YOLOV3}.transforms:yolov3_transform"}
 
 # Publishers of weights, in the order in which they are tried for a file.
 PUBLISHERS = (
-    "toolkit.models.weights:torchvision",
+    f"{_FASTER_RCNN}:weights_torchvision",
+    f"{_SSD}:weights_torchvision",
     f"{_SCENE_GRAPHS}.weights_scene_graph_benchmark:SCENE_GRAPH_BENCHMARK",
     f"{_FASTER_RCNN}.weights_maskrcnn_benchmark:MASKRCNN_BENCHMARK",
     f"{_DETR}.weights_detr:DETR",
