@@ -40,7 +40,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from toolkit.base.arguments import Program
 from toolkit.base.distributed import default_device
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import distinct
@@ -52,7 +51,7 @@ from toolkit.detectors.scene_graphs.draw import draw_found
 from toolkit.detectors.scene_graphs.formats import SUFFIXES
 from toolkit.evaluation.detections import without_graph_constraint
 from toolkit.evaluation.predictions import joined
-from toolkit.models.inference_settings import inference_flags
+from toolkit.tools.arguments import Program, inference_flags
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
 from toolkit.tools.predict.open import add_flags, open_predictor
 from toolkit.tools.predict.outputs import (

@@ -19,10 +19,10 @@ from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.backbones import timm_model
-from toolkit.models.start import load_pretrained, start_detector
+from toolkit.models.start import start_detector
 from toolkit.models.weights.mapping import copy_class_rows, map_weights
 from toolkit.models.weights.names import COCO_80, coco_by_id
-from toolkit.models.weights.pretrained import Pretrained, open_pretrained
+from toolkit.models.weights.pretrained import Pretrained, load_pretrained, open_pretrained
 from toolkit.run.command_line import parse_config
 from toolkit.run.settings_file import load_config_dict
 from toolkit.tools.predict.open import rebuild_detector

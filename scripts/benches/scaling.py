@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.base.text import ShortUsage
 from toolkit.data.shapes import ensure_shapes
+from toolkit.tools.arguments import ShortUsage
 
 PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
 PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]

@@ -27,7 +27,6 @@ from toolkit.detectors.detr.focal_criterion import FocalCriterion
 from toolkit.detectors.detr.host_waits import clamp_without_check_
 from toolkit.detectors.detr.options import DecoderOptions
 from toolkit.models.detector import Detector, MapTap
-from toolkit.models.final import save_transformers_folder
 
 # Each decoder layer checks that the sizes of the maps, which it is given twice, agree: a host synchronisation.
 os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
@@ -110,6 +109,8 @@ class TransformersDetector(Detector):
             processor_size: the size that the image processor resizes to, in pixels, as transformers spells it:
                 `{"height": 640, "width": 640}`, `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
         """
+        from toolkit.models.final import save_transformers_folder  # no step needs it
+
         statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
         processor = self.processor_class(do_normalize=True, do_resize=processor_size is not None, **statistics)
         save_transformers_folder(self.model, processor, processor_size, folder, categories)

@@ -86,7 +86,8 @@ class SSD(Detector):
             for width, into, ratios, stride in zip(widths, o.channels, o.aspect_ratios, o.strides, strict=True)
         )
         last = ("" if isinstance(head, nn.Conv2d) else f".{len(head) - 1}" for head in self.heads)
-        self.class_tensors = {f"heads.{i}{layer}.*": (5, 1, 0) for i, layer in enumerate(last)}  # see models/start.py
+        # see toolkit/models/weights/pretrained.py
+        self.class_tensors = {f"heads.{i}{layer}.*": (5, 1, 0) for i, layer in enumerate(last)}
         for module in (*self.extra.modules(), *self.heads.modules()):
             if isinstance(module, nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight)

@@ -76,7 +76,7 @@ class YOLOv3(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error", "box_iou")
     divided_by = "images"
-    class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
+    class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see weights/pretrained.py
     fixed_size = True  # there is no mask: padding would look like a black image
     weighs_boxes = True
     masks_unlabelled = True
