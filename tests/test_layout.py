@@ -39,7 +39,7 @@ CORE = {
     "step": set(),
     "data": set(),
     "evaluation": {"data.table", "data.decoding", "data.formats.coco", "run.metrics_log", "run.settings_file",
-                   "step.freezing", "step.precision"},
+                   "step.execution", "step.freezing"},
     "models": {"step", "data.table", "run.checkpoint_content", "run.open_run", "run.settings_check",
                "run.settings_file"},
     "run": {"step", "data", "evaluation", "models"},

@@ -17,11 +17,10 @@ from toolkit.run.checkpoint import Checkpoint, newest_valid
 from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.saving import load_weights, save
 from toolkit.run.window import TrainingWindow
-from toolkit.step.gradients import drop_gradients, gradient_table
-from toolkit.step.guard import Action, NanGuard
+from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.length import is_time
 from toolkit.step.nan_report import investigate
-from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
+from toolkit.step.optim import drop_gradients, gradient_table
 
 
 class RunGuard(NanGuard):

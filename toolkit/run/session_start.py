@@ -26,7 +26,7 @@ from toolkit.run.status import FolderLock, RunStatus, run_status
 from toolkit.run.trackers import agent_run_id, tracker_names
 from toolkit.run.training import Training
 from toolkit.run.watchdog import watchdog
-from toolkit.step.compiling import be_deterministic
+from toolkit.step.execution import be_deterministic
 from toolkit.step.memory import naming_the_batch
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from toolkit.base.batch import Batch
 from toolkit.base.distributed import gather_objects, world
 from toolkit.base.errors import BadInput
-from toolkit.step.gradients import drop_gradients
 from toolkit.step.guard import NanGuard, boxes_finite
+from toolkit.step.optim import drop_gradients
 
 EXTRA = "extra.pt"
 STATE = "state.safetensors"
