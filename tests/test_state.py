@@ -23,7 +23,8 @@ from toolkit.step.ema import Ema
 from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.length import Pace
 from toolkit.step.losses import LossWeights
-from toolkit.step.nan_report import STATE, diagnose, load_named_state, load_report, replay
+from toolkit.tools.replay.diagnosis import diagnose, replay
+from toolkit.tools.replay.report import STATE, load_named_state, load_report
 from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf

@@ -95,8 +95,9 @@ TRACKERS = {
 }
 OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 
-# The functions that a run calls if its settings request them.
+# The functions that a run calls if its settings request them, or if the NaN guard refuses a window.
 TOOLS = {
+    "investigate": "toolkit.tools.replay.report:investigate",
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
     "shown": "toolkit.tools.report.shown:shown_evaluation",
     "report": "toolkit.tools.publish.push:report_and_card",

@@ -11,6 +11,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 
+from toolkit import index
 from toolkit.base.distributed import agree_max, gather_objects, run_on_main, state_from_main, world
 from toolkit.base.errors import StoppedByGuard
 from toolkit.run.checkpoint import Checkpoint, newest_valid
@@ -19,7 +20,6 @@ from toolkit.run.saving import load_weights, save
 from toolkit.run.window import TrainingWindow
 from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.length import is_time
-from toolkit.step.nan_report import investigate
 from toolkit.step.optim import drop_gradients, gradient_table
 
 
@@ -289,4 +289,5 @@ def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
     elif unusable_rate(t.optimizer.param_groups):
         finding = {"where": "rate"}
     extra = t.extra.state_dict()
+    investigate = index.tool("investigate")
     return investigate(t.guard, t.detector, run_again, t.folder, window.batches, context, finding, extra, tensors)
