@@ -53,16 +53,9 @@ def start_detector(
         stored = run_on_main(lambda: _stored_options(resumed_from))
     elif name:
         # Imported here: a run from random weights needs no readers of weights.
-        from toolkit.models.weights.pretrained import load_into, open_pretrained
+        from toolkit.models.weights.pretrained import load_into, open_for
 
-        source = open_pretrained(name)
-        if source.architecture != architecture:
-            problems = [
-                f"model.architecture is {architecture}, but model.pretrained {name} is {source.architecture}",
-                f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
-                "a --config of another architecture may hold more settings that do not fit: leave it out",
-            ]
-            raise BadInput(problems)
+        source = open_for(architecture, name)
         stored = source.options
     if stored is not None or known:
         stored = {**(stored or {}), **(known or {})}

@@ -1,4 +1,4 @@
-"""How a detector is executed: its precision, compiled blocks, recomputed activations, deterministic algorithms.
+"""Execution of a detector: its precision, compiled blocks, recomputed activations, deterministic algorithms.
 
 The names in the state dict and the definitions of the losses stay. Evaluation is always in float32.
 """

@@ -87,6 +87,19 @@ def open_pretrained(name: str) -> Pretrained:
     return {"run": _from_run, "final": _from_our_folder, "transformers": _from_transformers}[kind](name, str(path))
 
 
+def open_for(architecture: str, name: str) -> Pretrained:
+    """Open trained weights as `open_pretrained` does; raise BadInput if they are of another architecture."""
+    source = open_pretrained(name)
+    if source.architecture != architecture:
+        problems = [
+            f"model.architecture is {architecture}, but model.pretrained {name} is {source.architecture}",
+            f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
+            "a --config of another architecture may hold more settings that do not fit: leave it out",
+        ]
+        raise BadInput(problems)
+    return source
+
+
 def _from_run(name: str, path: Path) -> Pretrained:
     run = open_run(path, options_class)
     architecture, options = _described(run.config["model"])
