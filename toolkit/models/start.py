@@ -8,9 +8,8 @@ from tempfile import TemporaryDirectory
 from toolkit.base.distributed import run_on_main, world
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json, write_json
-from toolkit.models import build_detector
+from toolkit.models import DetectorOptions, build_detector
 from toolkit.models.detector import Detector
-from toolkit.models.options import DetectorOptions
 from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_file import PRETRAINED_CONFIG
 from toolkit.step.freezing import freeze_prefixes

@@ -15,8 +15,9 @@ from functools import partial
 import torch
 
 from toolkit import index
-from toolkit.base.distributed import agree_max, run_on_main, seed_step
+from toolkit.base.distributed import agree_max, run_on_main
 from toolkit.base.errors import Preempted
+from toolkit.base.seeding import seed_step
 from toolkit.base.signals import signal_name
 from toolkit.data import pipeline
 from toolkit.data.joining import is_several
