@@ -34,10 +34,10 @@ from benches.startup import bench_startup
 from benches.table import bench_table
 from benches.yolov3 import bench_yolov3_export, bench_yolov3_losses
 
-from toolkit.base.arguments import Program
 from toolkit.base.errors import says_bad_input
 from toolkit.base.files import replace_nonfinite, write_json_atomic
 from toolkit.run.folder import PACKAGES, hardware
+from toolkit.tools.arguments import Program
 
 FEW_STEPS = {"warm_up": 0, "steps": 1, "waited": 1, "most": 2}
 TINY = """--data.scales [] --data.image_size 128 --data.max_train_images 32 --data.workers 0

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import parse_yaml
 from toolkit.data.check_files import depth
@@ -30,7 +29,7 @@ from toolkit.data.formats import FORMATS, open_dataset
 from toolkit.data.formats.folders import NAMED, recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
-from toolkit.tools.data_flags import add_data_flag
+from toolkit.tools.arguments import Program, add_data_flag
 from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables
 from toolkit.tools.doctor.training_command import Source, command_for
 

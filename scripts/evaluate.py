@@ -25,7 +25,6 @@ from statistics import mean, stdev
 
 from accelerate import Accelerator
 
-from toolkit.base.arguments import Program
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.text import shown
@@ -34,7 +33,7 @@ from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.voc import voc_metrics
-from toolkit.models.inference_settings import inference_flags
+from toolkit.tools.arguments import Program, inference_flags
 from toolkit.tools.predict.open import add_flags
 from toolkit.tools.predict.pooled import pool_folds
 from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_any

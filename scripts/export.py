@@ -26,16 +26,14 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.signals import interrupt_ends_at_once
 from toolkit.base.trust import trust_files
 from toolkit.data.splits import open_split
 from toolkit.models import options_class
-from toolkit.models.inference_settings import inference_flags
 from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_file import load_config_dict
-from toolkit.tools.data_flags import add_data_flag
+from toolkit.tools.arguments import Program, add_data_flag, inference_flags
 from toolkit.tools.export import check_exportable
 from toolkit.tools.export.judge import FILES, Asked, graphs_as_table, lines_as_table, write_and_check, write_relations
 from toolkit.tools.predict.open import OwnDetector, add_flags, open_own_detector, report_thresholds

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.signals import stop_signals_raise
-from toolkit.base.text import ShortUsage
 from toolkit.run.settings_file import save_config
+from toolkit.tools.arguments import ShortUsage
 from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
 SMOOTHING = 0.9

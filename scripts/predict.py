@@ -26,7 +26,7 @@ with the ids and names of the training data and boxes in pixels of the upright i
 (sgdet) adds "relations": [{"subject": i, "object": j, "predicate": "on", "score": 0.61}, ...] for each image, where i
 and j are positions in its detections, the 100 best; pictures show the best of them as arrows (--relations,
 --relation-score) and say how many they leave out. A model of predcls or sgcls needs the boxes of a
-COCO file (--boxes). --format dot, jsonld and networkx write each graph into `found/graphs/`. A video gives
+COCO file (--boxes). --format dot and networkx write each graph into `found/graphs/`. A video gives
 `found/videos/NAME.jsonl`, one line per frame, and NAME.mp4 with the boxes.
 
 Exit code 0: all done; 1: some files could not be read, they are listed and the others are done; 2: bad input.
@@ -40,7 +40,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from toolkit.base.arguments import Program
 from toolkit.base.distributed import default_device
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import distinct
@@ -51,7 +50,7 @@ from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.draw import draw_found
 from toolkit.detectors.scene_graphs.formats import SUFFIXES, without_graph_constraint
 from toolkit.evaluation.predictions import joined
-from toolkit.models.inference_settings import inference_flags
+from toolkit.tools.arguments import Program, inference_flags
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
 from toolkit.tools.predict.open import add_flags, open_predictor
 from toolkit.tools.predict.outputs import (

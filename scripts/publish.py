@@ -8,8 +8,8 @@ Exit code 0: done, 2: bad input, which a missing token is, too.
 
 import sys
 
-from toolkit.base.arguments import Program
 from toolkit.base.errors import says_bad_input
+from toolkit.tools.arguments import Program
 from toolkit.tools.publish.card import LICENCE
 from toolkit.tools.publish.push import push, write_run_card
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from toolkit.base.arguments import Program
 from toolkit.base.errors import says_bad_input
 from toolkit.base.files import read_json_object
 from toolkit.base.trust import trust_files
@@ -21,8 +20,10 @@ from toolkit.models import options_class
 from toolkit.models.final import load_weights
 from toolkit.run.open_run import open_script
 from toolkit.run.settings_file import load_config_dict, newest_config
-from toolkit.step.nan_report import describe_finding, load_named_state, load_report, replay
+from toolkit.tools.arguments import Program
 from toolkit.tools.predict.open import add_flags, rebuild_detector
+from toolkit.tools.replay.diagnosis import describe_finding, replay
+from toolkit.tools.replay.report import load_named_state, load_report
 from toolkit.tools.replay.session import loop_of_script, weights_as_they_were, window_of_report
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.trust import trust_files
 from toolkit.run.open_run import run_folder_of
+from toolkit.tools.arguments import Program
 from toolkit.tools.predict.open import add_flags
 from toolkit.tools.predict.predict_split import SplitOptions, open_any
 from toolkit.tools.report import PREDICTIONS

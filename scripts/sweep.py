@@ -24,13 +24,13 @@ from types import ModuleType
 
 from filelock import FileLock, Timeout
 
-from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, Preempted
 from toolkit.base.files import write_json_atomic
 from toolkit.base.imports import import_extra
 from toolkit.base.signals import StopSignals
 from toolkit.run.settings_file import CONFIG, read_groups
 from toolkit.run.status import LOCK
+from toolkit.tools.arguments import Program
 from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.tools.watch import POLL_S, WatchedRun
 

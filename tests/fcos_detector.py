@@ -13,10 +13,9 @@ from torchvision.models.detection.image_list import ImageList
 from toolkit.base.batch import normalize_images
 from toolkit.base.box_ops import resize_boxes
 from toolkit.detectors.faster_rcnn.build import FeaturePyramid
-from toolkit.models.backbones import image_statistics
+from toolkit.models import DetectorOptions
+from toolkit.models.backbones import image_statistics, timm_features
 from toolkit.models.detector import Detector
-from toolkit.models.options import DetectorOptions
-from toolkit.models.timm_features import timm_features
 
 STRIDES = (8, 16, 32)
 

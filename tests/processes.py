@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Ranks are forked from a server that has torch already: a second instead of ten for every one of them.
-multiprocessing.set_forkserver_preload(["torch", "toolkit.step.nan_report"])
+multiprocessing.set_forkserver_preload(["torch", "toolkit.tools.replay.report"])
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -37,7 +37,6 @@ SMALL = {  # `+` and `++`: variants of an architecture
     "deformable_detr++": {**ON_TIMM, "box_refine": "two_stage"},
     "dab-detr": ON_TIMM,
     "rf_detr": {"source_config": TINY_RF_DETR},
-    "yolos": {"d_model": 32, "heads": 2, "encoder_layers": 2, "ffn_dim": 32, "num_queries": 6},
     **dict.fromkeys(HYBRIDS, FINE),
 }
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from toolkit.base.arguments import Program
+from toolkit.tools.arguments import Program
 
 # By program: the function that gets what was parsed; files; flags with their values; where the files are, as what.
 PROGRAMS = {

@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from toolkit.base.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.step.checkpointing import checkpoint_in_place
-from toolkit.step.compiling import compile_in_place, repeated_blocks
+from toolkit.step.execution import checkpoint_in_place, compile_in_place, repeated_blocks
 
 DEEP = {  # backbones whose stages have several blocks, with live batch norms
     "ssd": EVERY["ssd"] | {"backbone": "resnet18", "strides": [4, 8]},

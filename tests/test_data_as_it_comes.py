@@ -24,11 +24,11 @@ from toolkit.data.formats.annotated import split_in_name
 from toolkit.data.formats.folders import recognise, write_folder
 from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, shared_images
 from toolkit.data.table import Category, LabelledImages
-from toolkit.models.inference_settings import inference_flags
 from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_check import shown as shown_setting
 from toolkit.tools import anchors
+from toolkit.tools.arguments import inference_flags
 from toolkit.tools.predict.outputs import write_outputs
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -37,8 +37,8 @@ from toolkit.step.losses import window_denominators
 # The ranks are forked from a server that has imported transformers once for both.
 multiprocessing.set_forkserver_preload(["torch", "toolkit.detectors.detr.d_fine", "test_detr_family"])
 NEW = [name for name in SMALL if name not in ("detr", *HYBRIDS)]
-ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", "yolos", *HYBRIDS]
-FIXED = ("rf_detr", "yolos", *HYBRIDS)  # they ignore padding
+ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", *HYBRIDS]
+FIXED = ("rf_detr", *HYBRIDS)  # they ignore padding
 
 def random_outputs(num_layers, batch_size, queries, seed=5):
     generator = torch.Generator().manual_seed(seed)
@@ -91,7 +91,7 @@ def test_forward_and_losses_are_those_of_transformers(name, counts):
     assert tuple(sorted(losses)) == tuple(sorted(detector.loss_names)) and set(metrics) == set(detector.metric_names)
 
     model = detector.model
-    model.config.auxiliary_loss = auxiliary = name not in ("conditional_detr", "yolos")  # wrong or absent there
+    model.config.auxiliary_loss = auxiliary = name != "conditional_detr"  # wrong there
     costs = map(int, detector.set_loss.matching_costs)  # transformers takes whole numbers only
     model.config.class_cost, model.config.bbox_cost, model.config.giou_cost = costs
     pixels = normalize_images(batch.images, batch.sizes, detector.mean, detector.std)
@@ -176,7 +176,7 @@ def test_half_precision_is_for_training_and_never_for_losses(name):
     torch.testing.assert_close(half["boxes"], detector(batch.images, batch.sizes)["boxes"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["conditional_detr", "rf_detr", "yolos"])
+@pytest.mark.parametrize("name", ["conditional_detr", "rf_detr"])
 def test_crowd_regions_are_neither_matched_nor_counted(name):
     detector = wake(small(name)).eval()
     batch = batch_of([3, 1], image_size(name), crowd=1)
@@ -194,7 +194,7 @@ def test_one_layer_has_losses_without_auxiliary_ones():
         assert not [key for key in losses if key.endswith("_0")]
 
 
-@pytest.mark.parametrize("name", [n for n in NEW if n != "yolos"])
+@pytest.mark.parametrize("name", NEW)
 def test_scores_start_at_the_prior_and_every_query_looks_elsewhere(name):
     detector = small(name).eval()
     batch = batch_of([1, 1], image_size(name))
@@ -205,17 +205,6 @@ def test_scores_start_at_the_prior_and_every_query_looks_elsewhere(name):
     if name != "deformable_detr++":  # whose proposals may lie at the border, beside each other
         centres = outputs["boxes"][-1, 0, :, :2]
         assert torch.cdist(centres, centres).fill_diagonal_(1).min() > 1e-4
-
-
-def test_detection_tokens_of_yolos_start_apart():
-    """transformers starts them, and their positions, at 0: every token would stay like the others for good."""
-    embeddings = small("yolos").model.vit.embeddings
-    assert embeddings.detection_tokens.std(dim=1).min() > 0.001 and embeddings.position_embeddings.std() > 0.01
-    detector = small("yolos").eval()
-    batch = batch_of([1])
-    with torch.no_grad():
-        states = detector(batch.images, batch.sizes)["logits"][0, 0]
-    assert torch.cdist(states, states).fill_diagonal_(1).min() > 1e-4
 
 
 def test_deformable_attention_starts_as_a_star_and_boxes_at_an_eighth():
@@ -233,7 +222,6 @@ def test_deformable_attention_starts_as_a_star_and_boxes_at_an_eighth():
     ("rf_detr", {}, (64, 72), "64x72 px.*multiples of 16"),
     ("rf_detr", {"num_queries": 5}, (16, 16), "num_queries 5.*only 4 positions"),
     ("deformable_detr++", {"num_queries": 23}, (32, 32), "num_queries 23.*only 22 positions"),
-    ("yolos", {}, (64, 90), "multiples of 16"),
     ("rt_detr_v2", {}, (64, 80), "multiples of 32"),
     ("rt_detr_v2", {"num_queries": 22}, (32, 32), "num_queries 22.*only 21 positions"),
 ])  # fmt: skip
@@ -243,35 +231,27 @@ def test_images_that_a_detector_cannot_work_with_are_refused(name, options, hw, 
         detector(torch.zeros(1, 3, *hw, dtype=torch.uint8), torch.tensor([hw]))
 
 
-@pytest.mark.parametrize("name", ["yolos", "rf_detr"])
-def test_a_vit_takes_the_weights_of_timm(tmp_path, name):
-    timm_name = {"yolos": "deit_tiny_patch16_224", "rf_detr": "vit_small_patch14_dinov2"}[name]
-    theirs, queries = timm.create_model(timm_name).eval(), 100 if name == "yolos" else 4
+def test_the_vit_of_rf_detr_takes_the_weights_of_timm(tmp_path):
+    theirs = timm.create_model("vit_small_patch14_dinov2").eval()
     for tensor in theirs.parameters():  # norms, biases and layer scales too
         torch.nn.init.normal_(tensor, std=0.2)
     save_file(theirs.state_dict(), tmp_path / "vit.safetensors")
-    detector = build(name, num_queries=queries, pretrained_backbone=str(tmp_path / "vit.safetensors")).eval()
-    vit = detector.model.vit if name == "yolos" else detector.model.model.backbone.backbone
+    options = {"num_queries": 4, "pretrained_backbone": str(tmp_path / "vit.safetensors")}
+    vit = build("rf_detr", **options).eval().model.model.backbone.backbone
 
-    tokens = torch.randn(1, 7, theirs.embed_dim)
-    pixels = torch.randn(1, 3, 28, 42 if name == "rf_detr" else 48)
+    tokens, pixels = torch.randn(1, 7, theirs.embed_dim), torch.randn(1, 3, 28, 42)
     with torch.no_grad():
         patches = theirs.patch_embed.proj(pixels).flatten(2).transpose(1, 2)
         torch.testing.assert_close(vit.embeddings.patch_embeddings(pixels), patches, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(vit.layernorm(tokens), theirs.norm(tokens))
         for index, block in enumerate(theirs.blocks):
             layer = vit.encoder.layer[index]
-            if not getattr(layer, "global_attention", False):  # which puts windows together before it
+            if not layer.global_attention:  # which puts windows together before it
                 torch.testing.assert_close(layer(tokens), block(tokens), rtol=1e-3, atol=1e-3)
-    positions = vit.embeddings.position_embeddings
     torch.testing.assert_close(vit.embeddings.cls_token, theirs.cls_token)
-    torch.testing.assert_close(positions[:, 0], theirs.pos_embed[:, 0])
-    if name == "rf_detr":
-        torch.testing.assert_close(positions, theirs.pos_embed)
-    else:  # interpolated; the detection tokens' are our own
-        assert positions[:, :-100].std() > 0.1 and positions[:, -100:].std() < 0.03
+    torch.testing.assert_close(vit.embeddings.position_embeddings, theirs.pos_embed)
     with pytest.raises(BadInput, match="does not fit the model.*depth"):
-        build(name, num_queries=queries, pretrained_backbone=str(tmp_path / "vit.safetensors"), encoder_layers=4)
+        build("rf_detr", **options, encoder_layers=4)
 
 
 @pytest.mark.parametrize("name", list(SMALL))

@@ -69,7 +69,7 @@ def test_help_has_a_sentence_for_every_setting_and_its_value(name):
 
 
 def test_a_setting_that_an_architecture_does_not_use_is_not_its_own():
-    for name, key in [("yolos", "freeze"), ("rf_detr", "backbone"), ("deformable_detr", "dilation"),
+    for name, key in [("rf_detr", "freeze"), ("rf_detr", "backbone"), ("deformable_detr", "dilation"),
                       ("conditional_detr", "eos_coef"), ("rt_detr_v2", "depth_mult"), ("d_fine", "aux_loss"),
                       ("dab-detr", "pre_norm")]:  # fmt: skip
         with pytest.raises(BadInput, match=f"{name} has no setting model.{key}"):

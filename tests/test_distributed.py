@@ -20,11 +20,11 @@ from toolkit.base.distributed import (
     gather_by_image,
     reduce_dict,
     run_on_main,
-    seed_step,
     state_from_main,
     world,
 )
 from toolkit.base.errors import BadInput
+from toolkit.base.seeding import seed_step
 from toolkit.run.processes import RESTARTABLE
 from toolkit.step.losses import window_denominators
 

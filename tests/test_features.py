@@ -9,8 +9,8 @@ from torch import nn
 
 from toolkit.base.errors import BadInput
 from toolkit.models import build_detector
+from toolkit.models.backbones import group_norms, leaves_stages, number_of_groups, timm_features
 from toolkit.models.detector import Detector
-from toolkit.models.timm_features import group_norms, leaves_stages, number_of_groups, timm_features
 from toolkit.step.freezing import FrozenBatchNorm2d, freeze_prefixes
 
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)

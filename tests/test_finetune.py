@@ -19,10 +19,10 @@ from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.backbones import timm_model
-from toolkit.models.start import load_pretrained, start_detector
-from toolkit.models.weights.class_names import COCO_80, coco_by_id
+from toolkit.models.start import start_detector
 from toolkit.models.weights.mapping import copy_class_rows, map_weights
-from toolkit.models.weights.pretrained import Pretrained, open_pretrained
+from toolkit.models.weights.names import COCO_80, coco_by_id
+from toolkit.models.weights.pretrained import Pretrained, load_pretrained, open_pretrained
 from toolkit.run.command_line import parse_config
 from toolkit.run.settings_file import load_config_dict
 from toolkit.tools.predict.open import rebuild_detector
@@ -214,8 +214,6 @@ def save_hub_folder(architecture: str, folder: Path) -> tuple[list[str], dict]:
     detector = small(architecture, **({"backbone": "resnet10t"} if "backbone" in SMALL[architecture] else {}))
     entries = hub_config(architecture) if architecture in HYBRIDS else detector.model.config.to_dict()
     entries |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
-    if architecture == "yolos":
-        entries |= {"image_size": [128, 128], "use_mid_position_embeddings": True}  # as the larger ones have them
     config = type(detector).config_class.from_dict(entries | {"auxiliary_loss": False})
     model = AutoModelForObjectDetection.from_config(config)
     model.save_pretrained(folder)

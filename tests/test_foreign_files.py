@@ -36,10 +36,10 @@ from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import open_run, open_script
 from toolkit.run.settings_file import load_config_dict
-from toolkit.step.nan_report import load_report
 from toolkit.tools.export.files import KEY, About, open_file
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
 from toolkit.tools.predictions_file import read_predictions
+from toolkit.tools.replay.report import load_report
 from toolkit.tools.report.facts import run_facts
 
 ROOT = Path(__file__).resolve().parents[1]

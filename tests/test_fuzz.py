@@ -48,11 +48,12 @@ from toolkit.models.weights.backbone_file import timm_model_from_file
 from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.run.command_line import parse_config
 from toolkit.run.open_run import open_run
-from toolkit.step.nan_report import diagnose, load_named_state, load_report, write_report
 from toolkit.tools.predict.image_files import given_boxes, image_ids_of
 from toolkit.tools.predict.open import open_predictor, report_thresholds
 from toolkit.tools.predict.video import Video, VideoWriter
 from toolkit.tools.predictions_file import read_predictions
+from toolkit.tools.replay.diagnosis import diagnose
+from toolkit.tools.replay.report import load_named_state, load_report, write_report
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.sweeps.sweep_file import read_sweep
 

@@ -13,12 +13,13 @@ from torch import nn
 
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
-from toolkit.step import nan_report
-from toolkit.step.gradients import gradient_norm
 from toolkit.step.guard import Action, NanGuard
 from toolkit.step.losses import LossWeights, window_denominators
-from toolkit.step.nan_report import diagnose, investigate, load_report, replay, write_report
+from toolkit.step.optim import gradient_norm
 from toolkit.step.window import Window
+from toolkit.tools.replay import report as nan_report
+from toolkit.tools.replay.diagnosis import diagnose, replay
+from toolkit.tools.replay.report import investigate, load_report, write_report
 from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf

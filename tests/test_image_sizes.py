@@ -175,7 +175,7 @@ def outputs_that_say(model, name: str, target: dict, hw: tuple[int, int]) -> dic
     """What `model` would give for an image of `hw` if it found exactly the boxes of the target."""
     boxes, labels, count = target["boxes"], target["labels"], len(target["labels"])
     if name in DETRS:
-        logits, places = torch.full((1, 6, 4 if name in ("detr", "yolos") else 3), -20.0), torch.full((1, 6, 4), 0.5)
+        logits, places = torch.full((1, 6, 4 if name == "detr" else 3), -20.0), torch.full((1, 6, 4), 0.5)
         logits[0, range(count), labels] = 20.0
         places[0, :count] = xyxy_to_cxcywh(normalize_boxes(boxes, torch.tensor(hw)))
         layered = {"logits": logits, "boxes": places}

@@ -38,7 +38,7 @@ CORE = {
     "base": set(),
     "step": set(),
     "data": set(),
-    "evaluation": {"data.table", "data.formats.coco", "step.freezing", "step.precision"},
+    "evaluation": {"data.table", "data.formats.coco", "step.execution", "step.freezing"},
     "models": {"step", "data.table", "run.checkpoint_content", "run.open_run", "run.settings_check",
                "run.settings_file"},
     "run": {"step", "data", "evaluation", "models"},
@@ -151,6 +151,8 @@ def test_everything_in_the_index_is_there():
     single = [reference for table in tables for reference in table.values()]
     for reference in (*pairs, *single, *index.PUBLISHERS, index.OTHER_TRACKERS):
         assert index.load(reference) is not None
+    for _, options in index.DETECTORS.values():  # the command line tells families apart by the module that is named
+        assert index.load(options).__module__ == options.partition(":")[0]
 
 
 def test_only_the_session_reads_settings():

@@ -13,9 +13,16 @@ from torch import nn
 
 from toolkit.base.errors import BadInput
 from toolkit.step.ema import Ema
-from toolkit.step.gradients import drop_gradients, gradient_norm, gradient_table
 from toolkit.step.memory import state_stand_in
-from toolkit.step.optim import build_optimizer, is_norm, load_state, parameter_groups
+from toolkit.step.optim import (
+    build_optimizer,
+    drop_gradients,
+    gradient_norm,
+    gradient_table,
+    is_norm,
+    load_state,
+    parameter_groups,
+)
 
 
 class Detector(nn.Module):

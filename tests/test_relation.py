@@ -29,7 +29,7 @@ from toolkit.detectors.scene_graphs.sampling import (
 from toolkit.detectors.scene_graphs.union import UnionFeatures
 from toolkit.evaluation.predictions import best_first, detections_as_json
 from toolkit.models.weights.mapping import map_weights
-from toolkit.step.precision import describe_float32_layers, has_lstm_kernel
+from toolkit.step.execution import describe_float32_layers, has_lstm_kernel
 
 CLASSES, PREDICATES = 6, 5
 SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)

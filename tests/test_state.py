@@ -21,10 +21,10 @@ from toolkit.run.saving import save
 from toolkit.run.validation import evaluate, finish
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
-from toolkit.step.guard import Action, NanGuard
+from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.losses import LossWeights
-from toolkit.step.nan_report import STATE, diagnose, load_named_state, load_report, replay
-from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
+from toolkit.tools.replay.diagnosis import diagnose, replay
+from toolkit.tools.replay.report import STATE, load_named_state, load_report
 from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf

@@ -19,7 +19,6 @@ from PIL import Image
 from toolkit.base.text import (
     END_ISOLATE,
     ISOLATE,
-    ShortUsage,
     as_code,
     columns,
     escaped,
@@ -31,6 +30,7 @@ from toolkit.base.text import (
 from toolkit.data.table import Problem
 from toolkit.detectors.scene_graphs.draw import _panel
 from toolkit.evaluation.draw import draw_detections, draw_grid, drawable
+from toolkit.tools.arguments import ShortUsage
 
 NASTY_NAMES = [
     "line\nbreak", "tab\tand\rreturn", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "nul\x00", "bell\x07", "\x08\x08space",

@@ -48,7 +48,7 @@ def class_gradients(detector, batch) -> tuple[list[torch.Tensor], dict]:
             gradient = gradient.unflatten(0, (2, -1))
         if detector.divided_by == "boxes" and name == "logits" and "denoising" not in outputs:
             gradient = gradient.transpose(0, 1)  # (L, B, Q, C)
-        elif detector.options["architecture"] in ("detr", "yolos"):
+        elif detector.options["architecture"] == "detr":
             gradient = gradient.transpose(0, 1)
         columns = slice(1, None) if name == "roi_logits" or "anchors" in outputs else slice(len(CLASSES))
         gradients.append(gradient[..., columns].flatten(1, -2))

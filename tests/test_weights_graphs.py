@@ -17,8 +17,7 @@ from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.detectors.scene_graphs.start import start_scene_graph
 from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import SCENE_GRAPH_BENCHMARK
 from toolkit.models import build_detector
-from toolkit.models.start import load_pretrained
-from toolkit.models.weights.pretrained import open_pretrained
+from toolkit.models.weights.pretrained import load_pretrained, open_pretrained
 from toolkit.tools.predict.open import open_predictor
 
 HEADS = ("motifs", "imp", "vctree", "transformer", "causal_motifs", "causal_vctree", "causal_vtranse")

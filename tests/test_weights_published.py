@@ -25,16 +25,16 @@ from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import Category
 from toolkit.detectors.detr.weights_detr import DETR
 from toolkit.detectors.faster_rcnn import weights_maskrcnn_benchmark as maskrcnn_benchmark
+from toolkit.detectors.faster_rcnn import weights_torchvision as faster_rcnn_of_torchvision
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.detectors.scene_graphs.start import start_scene_graph
+from toolkit.detectors.ssd import weights_torchvision as ssd_of_torchvision
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
-from toolkit.models.weights import torchvision as of_torchvision
-from toolkit.models.weights.class_names import COCO_80, VG_150, coco_by_id
 from toolkit.models.weights.files import open_file, publishers, read
 from toolkit.models.weights.mapping import map_weights
-from toolkit.models.weights.names import resnet_name
+from toolkit.models.weights.names import COCO_80, VG_150, coco_by_id, resnet_name
 
 
 def constants(points: list, reg_scale: float = 4.0) -> dict:
@@ -156,11 +156,12 @@ def test_torchvision_s_detectors_equal_torchvision(name, side, eps):
         theirs = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=classes, **settings)
     state = filled(theirs)
     theirs.load_state_dict(state)
-    assert [each for each in publishers() if each.recognised(state)] == [of_torchvision]
-    found = of_torchvision.described(state, f"{name}_coco-0123abcd.pth")
+    publisher = faster_rcnn_of_torchvision if name.startswith("fasterrcnn") else ssd_of_torchvision
+    assert [each for each in publishers() if each.recognised(state)] == [publisher]
+    found = publisher.described(state, f"{name}_coco-0123abcd.pth")
     assert found.architecture == name and len(found.class_names) == classes - 1
     detector = build_detector(name, class_names=found.class_names, **found.options).eval()
-    ours = of_torchvision.ours_from(state)
+    ours = publisher.ours_from(state)
     assert ours.keys() == detector.state_dict().keys() and not not_taken(state, ours)
     detector.load_state_dict(ours)
 

@@ -38,7 +38,6 @@ DETECTORS = {
     "deformable_detr": (f"{_DETR}.deformable_detr:DeformableDetr", f"{_DETR}.options:DeformableDetrOptions"),
     "dab-detr": (f"{_DETR}.conditional_detr:DabDetr", f"{_DETR}.options:DabDetrOptions"),
     "rf_detr": (f"{_DETR}.rf_detr:RfDetr", f"{_DETR}.options:RfDetrOptions"),
-    "yolos": (f"{_DETR}.yolos:Yolos", f"{_DETR}.options:YolosOptions"),
     "rt_detr_v2": (f"{_DETR}.rt_detr:RTDetrV2", f"{_DETR}.options:RTDetrV2Options"),
     "d_fine": (f"{_DETR}.d_fine:DFine", f"{_DETR}.options:DFineOptions"),
     "deimv2": (f"{_DETR}.deimv2:Deimv2", f"{_DETR}.options:Deimv2Options"),
@@ -69,7 +68,8 @@ RECIPES = {"ssd": f"{_SSD}.transforms:SsdTransform", "yolov3": f"{_YOLOV3}.trans
 
 # Publishers of weights, in the order in which they are tried for a file.
 PUBLISHERS = (
-    "toolkit.models.weights:torchvision",
+    f"{_FASTER_RCNN}:weights_torchvision",
+    f"{_SSD}:weights_torchvision",
     f"{_SCENE_GRAPHS}.weights_scene_graph_benchmark:SCENE_GRAPH_BENCHMARK",
     f"{_FASTER_RCNN}.weights_maskrcnn_benchmark:MASKRCNN_BENCHMARK",
     f"{_DETR}.weights_detr:DETR",
@@ -96,9 +96,11 @@ TRACKERS = {
 }
 OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 
-# The functions that a run calls if its settings request them, or its figures call for them.
+# The functions that a run calls if its settings request them, if its figures call for them, or if the NaN guard refuses
+# a window.
 TOOLS = {
     "hold_out": "toolkit.tools.doctor.near_duplicates:hold_out",
+    "investigate": "toolkit.tools.replay.report:investigate",
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
     "explain_zero_ap": "toolkit.tools.report.explain:explain_zero_ap",
     "shown": "toolkit.tools.report.shown:shown_evaluation",

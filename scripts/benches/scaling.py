@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.base.text import ShortUsage
+from toolkit.tools.arguments import ShortUsage
 from toolkit.tools.shapes import ensure_shapes
 
 PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]

@@ -37,8 +37,7 @@ from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import our_nam
 from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
 from toolkit.evaluation.matches import match_boxes
 from toolkit.models.weights.mapping import map_weights
-from toolkit.step.gradients import gradient_norm, gradient_table
-from toolkit.step.optim import parameter_groups
+from toolkit.step.optim import gradient_norm, gradient_table, parameter_groups
 from toolkit.step.schedules import PlateauSchedule, lr_factor, warm_up
 
 

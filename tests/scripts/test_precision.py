@@ -12,7 +12,7 @@ import yaml
 from launching import ROOT, SCRIPTS, checkpoint_tensors, rows, training_rows
 
 from toolkit.run.launcher import settle
-from toolkit.step.precision import (
+from toolkit.step.execution import (
     cpu_computes_in_bf16,
     has_mobile_blocks,
     precision_of_device,
@@ -56,7 +56,7 @@ def test_the_kind_of_backbone_decides_on_a_cpu(backbone, is_mobile, monkeypatch)
     detector = timm.create_model(backbone)
     assert has_mobile_blocks(detector) == is_mobile
     for capable in (True, False):
-        monkeypatch.setattr("toolkit.step.precision.cpu_computes_in_bf16", lambda capable=capable: capable)
+        monkeypatch.setattr("toolkit.step.execution.cpu_computes_in_bf16", lambda capable=capable: capable)
         precision, tf32, _ = precision_of_device(torch.device("cpu"), detector)
         assert (precision, tf32) == ("bf16" if capable and not is_mobile else "no", None)
 

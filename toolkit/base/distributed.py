@@ -1,16 +1,14 @@
 """Collective operations between processes; they also work in a single process (torch.distributed not initialised).
 
-Every function here except `world`, `leave`, `seed_step`, `asked_for_cpu` and `default_device` is a collective: all
-ranks call it, in the same order.
+Every function here except `world`, `leave`, `asked_for_cpu` and `default_device` is a collective: all ranks call it, in
+the same order.
 """
 
 import os
-import random
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -295,25 +293,6 @@ def default_device() -> torch.device:
     """
     accelerator = None if asked_for_cpu() else torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else accelerator
-
-
-OUTSIDE_MICRO_BATCHES = 2**31  # a number that no micro-batch has
-
-
-def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
-    """Seed torch (CPU and accelerators), NumPy and Python as a pure function of the four numbers (all >= 0).
-
-    If it is called before each forward, no generator state has to be saved: a resumed run draws the numbers of the
-    uninterrupted one, and the ranks draw different numbers.
-    """
-    words = np.random.SeedSequence((seed, step, rank, micro)).generate_state(4, np.uint32)
-    torch_seed = int(words[0]) << 32 | int(words[1])
-    if torch.accelerator.is_available():
-        torch.manual_seed(torch_seed)
-    else:  # the same for the CPU; torch.manual_seed would take a millisecond to record it for absent accelerators
-        torch.default_generator.manual_seed(torch_seed)
-    np.random.seed(words[2:])
-    random.seed(int(words[2]) << 32 | int(words[3]))
 
 
 def _collective_device(device: torch.device) -> torch.device:

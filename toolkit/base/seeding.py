@@ -1,12 +1,34 @@
-"""Random numbers that belong to an image: independent of the micro-batch, process and order it is processed in."""
+"""Random numbers as functions: of the step, the process and the micro-batch, or of the step and the image.
+
+Nothing has to be saved. Those of an image do not depend on its micro-batch, its process, or the order of processing.
+"""
 
 import hashlib
+import random
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from toolkit.base.batch import Target
-from toolkit.base.distributed import seed_step
+
+OUTSIDE_MICRO_BATCHES = 2**31  # a number that no micro-batch has
+
+
+def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
+    """Seed torch (CPU and accelerators), NumPy and Python as a pure function of the four numbers (all >= 0).
+
+    If it is called before each forward, no generator state has to be saved: a resumed run draws the numbers of the
+    uninterrupted one, and the ranks draw different numbers.
+    """
+    words = np.random.SeedSequence((seed, step, rank, micro)).generate_state(4, np.uint32)
+    torch_seed = int(words[0]) << 32 | int(words[1])
+    if torch.accelerator.is_available():
+        torch.manual_seed(torch_seed)
+    else:  # the same for the CPU; torch.manual_seed would take a millisecond to record it for absent accelerators
+        torch.default_generator.manual_seed(torch_seed)
+    np.random.seed(words[2:])
+    random.seed(int(words[2]) << 32 | int(words[3]))
 
 
 def seed_images(targets: Iterable[Target], seed: int, step: int) -> None:

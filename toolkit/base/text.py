@@ -3,12 +3,10 @@
 It is escaped, so that it cannot act on a terminal or page, and printed on a console that may go away.
 """
 
-import argparse
 import contextlib
 import os
 import re
 import sys
-import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 
@@ -64,22 +62,6 @@ def in_plot(text: object, limit: int = 40) -> str:
     """Return `shown` text for a label of matplotlib, where `$` begins mathematics and a first `_` hides the label."""
     text = shown(text, limit).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
-
-
-class ShortUsage(argparse.RawDescriptionHelpFormatter):
-    """A help formatter whose first line has the required arguments, and "[options]" for the others, listed below.
-
-    Paragraphs of the description are wrapped to the terminal; indented blocks, which are examples, stay as they are.
-    """
-
-    def _fill_text(self, text, width, indent) -> str:
-        blocks = text.strip().split("\n\n")
-        return "\n\n".join(block if block.startswith(" ") else textwrap.fill(block, width) for block in blocks)
-
-    def add_usage(self, usage, actions, groups, prefix=None) -> None:
-        must = [action for action in actions if action.required or not action.option_strings]
-        options = argparse.Action([], "options", metavar="[options]")
-        super().add_usage(usage, [*must, options] if len(must) < len(actions) else must, (), prefix)
 
 
 def columns(text: str) -> int:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from toolkit.base.batch import dicts_to_host
 from toolkit.base.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
+from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
-from toolkit.step.precision import in_float32
 
 LITTLE = 10**9  # bytes
 TENSOR_BYTES = 500  # of a tensor beside its values

@@ -1,22 +1,69 @@
-"""Detectors; `build_detector` is the one place where training, evaluation and prediction build a model."""
+"""Detectors by name: the base of their settings, their classes, and `build_detector`.
+
+Each architecture has one dataclass of settings, beside the detector, with the published values. `build_detector` is the
+one place where training, evaluation and prediction build a model.
+"""
 
 import difflib
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import import_without, importing
 from toolkit.base.text import escaped
 from toolkit.base.trust import may_import
-from toolkit.models.options import DetectorOptions
 
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
+
+
+@dataclass
+class DetectorOptions:
+    """The settings of every detector: its architecture, its initial weights, and its frozen parts.
+
+    A subclass adds its own settings with their published values. `given` holds the keys that were given when the object
+    was made (or set by `only_given`), so that a source of trained weights can replace the others. `inference_only`
+    lists the settings, or entries of one as `head_options.effect`, that a trained detector can change.
+    """
+
+    inference_only: ClassVar[tuple[str, ...]] = ()
+
+    architecture: str = ""
+    """Detector: a name of this toolkit, or `module:Class` of your own, in a file beside the script or on PYTHONPATH."""
+    pretrained: str | None = None
+    """Pretrained weights to start from: hub name, transformers folder, `final/` folder, run folder, checkpoint, or a
+    publisher's file. Model settings that are not given are taken from it, and rows of classes are matched by name. A
+    resumed run keeps its own weights."""
+    pretrained_backbone: bool | str = False
+    """Start from timm's pretrained backbone weights (downloaded once), or from a file of them; not used with
+    `model.pretrained`."""
+    fresh_prefixes: list[str] = field(default_factory=list)
+    """Modules or parameters, by prefix of their names, to initialise from scratch in spite of `model.pretrained`: box
+    heads, for example, when objects are much smaller or larger than in the source's data."""
+    freeze_prefixes: list[str] = field(default_factory=list)
+    """Modules or parameters, by prefix of their names, to freeze; frozen modules stay in evaluation mode."""
+
+    def __new__(cls, *args, **given):
+        self = super().__new__(cls)
+        names = [field.name for field in fields(cls)]
+        self.__dict__["_given"] = {*names[: len(args)], *given}
+        return self
+
+    @property
+    def given(self) -> dict:
+        """The settings that were given, by name, in the order of the dataclass."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in self._given}
+
+    def only_given(self, names) -> "DetectorOptions":
+        """Mark these settings, and no others, as given (a parser passes all of them). Returns self."""
+        self.__dict__["_given"] = set(names)
+        return self
+
 
 def detector_class(architecture: str) -> type["Detector"]:
     """Return the class of a detector, by a name of `toolkit.index.DETECTORS` or as `module:Class`.

@@ -1,28 +1,35 @@
-"""timm backbones inside transformers detectors: checked names, timm's weights, explicit freezing.
+"""timm backbones: their names and weights, feature maps at chosen strides, norm layers, and frozen parts.
 
-transformers replaces every `nn.BatchNorm2d` of a DETR backbone, also timm's `BatchNormAct2d`, which holds the
-activation as well: a MobileNet loses its non-linearities. Its config's `freeze_batch_norm_2d` lets timm do the
-replacement, which keeps them, and travels in `config.json`, so the saved model is rebuilt the same way.
+A plain vision transformer (ViT, DeiT, SigLIP, EVA, DINOv2, DINOv3) gets the simple feature pyramid of Li et al.,
+"Exploring plain vision transformer backbones for object detection", ECCV 2022, section 3. Its windowed attention is
+left out, and so are the two convolutions at the end of each level, because every detector here has convolutions of its
+own behind the maps.
 """
 
 import difflib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import timm
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import GroupNormAct, LayerNorm2d, convert_sync_batchnorm
+from timm.models import FeatureInfo
 from timm.utils.model import unfreeze_batch_norm_2d
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.backbone_file import timm_model_from_file
-from toolkit.models.weights.pretrained import cached_when_offline
+from toolkit.step.freezing import freeze_batch_norms
 
 if TYPE_CHECKING:
     from transformers import TimmBackboneConfig
 
 FREEZE_CHOICES = ("paper", "norms", "none")
+NORM_CHOICES = ("batch", "frozen", "group", "sync")
+PATCH = 16  # pixels; weights of other patches are resampled, as FlexiViT (Beyer et al., CVPR 2023) does
+PYRAMID_STRIDES = (4, 8, 16, 32)
+_PLAIN_VIT = {"features_only": True, "patch_size": PATCH, "dynamic_img_size": True}  # keywords of such a model
 
 
 def feature_strides(name: str) -> list[int]:
@@ -50,18 +57,6 @@ def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(cfg.mean), tuple(cfg.std)
 
 
-def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: str, pretrained: bool | str) -> None:
-    """Load timm's weights into `backbone` (a timm feature extractor made from `config`), and freeze it.
-
-    transformers would initialise the convolutions as N(0, 0.02), with which the signal of a deep network without norms
-    vanishes. `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; it raises the errors of both.
-    """
-    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
-    source = timm_model(config.backbone, pretrained, **options)
-    backbone.load_state_dict(source.state_dict())
-    freeze_backbone(backbone, config.backbone, freeze, pretrained)
-
-
 def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
     """Create a timm model with `timm.create_model`; its errors are raised as BadInput.
 
@@ -73,10 +68,18 @@ def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
     Raises:
         BadInput: the weights cannot be fetched; those of a file, see `timm_model_from_file`.
     """
+    # Both are imported where they are needed: most runs start from random weights, or from those of a whole detector.
     if isinstance(pretrained, str):
+        from toolkit.models.weights.backbone_file import timm_model_from_file
+
         return timm_model_from_file(name, pretrained, **options)
+    fetching = nullcontext()
+    if pretrained:
+        from toolkit.models.weights.pretrained import cached_when_offline
+
+        fetching = cached_when_offline()
     try:
-        with cached_when_offline() if pretrained else nullcontext():
+        with fetching:
             return timm.create_model(name, pretrained=pretrained, **options)
     except (OSError, RuntimeError) as error:
         first_line = str(error).strip().partition("\n")[0]
@@ -84,6 +87,179 @@ def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
             f"model.pretrained_backbone: no pretrained weights for {name!r} ({first_line}); connect to the network "
             "once, set it to a file of weights, or to false to start from random ones."
         ) from error
+
+
+def timm_features(
+    backbone: str, *, strides: Sequence[int], pretrained_backbone: bool | str = False, norm: str = "batch"
+) -> tuple[nn.Module, list[int]]:
+    """Build an extractor of feature maps: images (B, 3, H, W) to a list of maps (B, C_i, H / s_i, W / s_i).
+
+    The images are normalised. Sides that a stride does not divide are rounded as the backbone does it. If a backbone
+    offers several maps of a stride, the deepest one is taken; a plain vision transformer gets a `VitPyramid`. The
+    extractor has timm's `feature_info`, and the parameters of the backbone have timm's names.
+
+    Args:
+        backbone: name of a timm model.
+        strides: strides in pixels of the wanted maps, increasing.
+        pretrained_backbone: True: timm's weights (downloaded once); a path: a file of them; False: timm's random ones.
+        norm: replacement of the backbone's batch norms (other norms stay): "batch": none; "frozen": constants with the
+            pretrained statistics, without pretrained weights the identity; "group": group norms with the same weights
+            and biases (32 groups, fewer if the channels require it), for small batches from random weights;
+            "sync": batch norms with statistics of all ranks, on GPUs only when there are several ranks.
+
+    Returns:
+        The extractor and the channels C_i of its maps.
+
+    Raises:
+        BadInput: timm does not have the backbone, or not with these strides; no weights available; unknown `norm`.
+    """
+    if norm not in NORM_CHOICES:
+        raise BadInput(f"model.norm: {norm!r} is not one of {', '.join(NORM_CHOICES)}.")
+    indices = _indices(backbone, strides)
+    if is_plain_vit(backbone):
+        features = VitPyramid(backbone, pretrained_backbone, strides)
+    else:
+        features = timm_model(backbone, pretrained_backbone, features_only=True, out_indices=indices)
+    channels = list(features.feature_info.channels())
+    if norm == "sync":
+        features = convert_sync_batchnorm(features)
+    elif norm == "group":
+        features = group_norms(features)
+    elif norm == "frozen":
+        features = freeze_batch_norms(features)
+        if not pretrained_backbone:
+            wake_frozen_norms(features)
+    channels_last = str(getattr(features, "output_fmt", "NCHW")).endswith("NHWC")
+    return (_ChannelsFirst(features) if channels_last else features), channels
+
+
+def offered_strides(backbone: str) -> list[int]:
+    """Return the strides in pixels of the maps that `timm_features` can give. Raises BadInput as `feature_strides`."""
+    return list(PYRAMID_STRIDES) if is_plain_vit(backbone) else feature_strides(backbone)
+
+
+def leaves_stages(features: nn.Module) -> bool:
+    """Return whether an extractor of timm may hold stages after its last map, which no loss depends on."""
+    return features.feature_info.out_indices[-1] < len(features.feature_info.info) - 1
+
+
+def group_norms(module: nn.Module) -> nn.Module:
+    """Replace every 2-d batch norm in `module` by a group norm with the same weight and bias.
+
+    timm's BatchNormAct2d keeps its activation. Returns `module`, or its replacement when it is a batch norm itself.
+    """
+    if isinstance(module, nn.BatchNorm2d):
+        return _group_norm(module)
+    for name, child in module.named_children():
+        replacement = group_norms(child)
+        if replacement is not child:
+            setattr(module, name, replacement)
+    return module
+
+
+def number_of_groups(channels: int) -> int:
+    """Return the groups of a group norm: 32 (Wu & He, ECCV 2018), or the next smaller divisor with 2 channels each."""
+    return max((groups for groups in range(1, min(32, channels // 2) + 1) if channels % groups == 0), default=1)
+
+
+def _group_norm(norm: nn.BatchNorm2d) -> nn.GroupNorm:
+    groups = number_of_groups(norm.num_features)
+    new = GroupNormAct(norm.num_features, groups, norm.eps, affine=norm.affine, apply_act=False)
+    new.drop = getattr(norm, "drop", new.drop)
+    new.act = getattr(norm, "act", new.act)
+    new.load_state_dict(norm.state_dict(), strict=False)  # without the running statistics
+    return new.train(norm.training)
+
+
+class _ChannelsFirst(nn.Module):
+    """A wrapper that converts maps (B, H, W, C), such as those of Swin, to (B, C, H, W)."""
+
+    def __init__(self, features: nn.Module):
+        super().__init__()
+        self.features = features
+        self.feature_info = features.feature_info
+
+    def forward(self, pixels: Tensor) -> list[Tensor]:
+        return [features.permute(0, 3, 1, 2).contiguous() for features in self.features(pixels)]
+
+
+def _indices(backbone: str, strides: Sequence[int]) -> tuple[int, ...]:
+    offered = offered_strides(backbone)
+    missing = [stride for stride in strides if stride not in offered]
+    if missing or not strides or list(strides) != sorted(set(strides)):
+        raise BadInput(
+            f"model.backbone: {backbone!r} has feature maps of strides {sorted(set(offered))}; wanted are increasing "
+            f"strides {list(strides)}. Choose another backbone, or strides among those it has."
+        )
+    return tuple(len(offered) - 1 - offered[::-1].index(stride) for stride in strides)
+
+
+def is_plain_vit(name: str) -> bool:
+    """Return whether timm's model `name` is a transformer of patches that accepts images of any size."""
+    if not timm.is_model(name):
+        return False
+    try:
+        with torch.device("meta"):  # only the shapes are needed
+            strides = timm.create_model(name, **_PLAIN_VIT).feature_info.reduction()
+    except (TypeError, RuntimeError, AttributeError, AssertionError):  # a model without these keywords, or without maps
+        return False
+    return set(strides) == {PATCH}
+
+
+class VitPyramid(nn.Module):
+    """A feature pyramid: normalised images (B, 3, H, W) to maps (B, C_i, H / s_i, W / s_i); 16 divides H and W.
+
+    Args:
+        name: a timm model for which `is_plain_vit` holds.
+        pretrained_backbone: as in `timm_model`.
+        strides: strides in pixels of the maps, among 4, 8, 16 and 32, increasing. Widths are a quarter, half, all and
+            all of the transformer's.
+
+    Raises:
+        BadInput: as `timm_model`.
+    """
+
+    def __init__(self, name: str, pretrained_backbone: bool | str, strides: Sequence[int]):
+        super().__init__()
+        self.vit = timm_model(name, pretrained_backbone, out_indices=(-1,), **_PLAIN_VIT)
+        width = self.vit.feature_info.channels()[-1]
+        self.norm = LayerNorm2d(width)
+        self.scales = nn.ModuleList(_scale(width, stride) for stride in strides)
+        widths = {4: width // 4, 8: width // 2}
+        maps = [
+            {"num_chs": widths.get(stride, width), "reduction": stride, "module": f"scales.{i}"}
+            for i, stride in enumerate(strides)
+        ]
+        self.feature_info = FeatureInfo(maps, tuple(range(len(maps))))
+
+    def forward(self, pixels: Tensor) -> list[Tensor]:
+        features = self.norm(self.vit(pixels)[-1])
+        return [scale(features) for scale in self.scales]
+
+
+def _scale(width: int, stride: int) -> nn.Module:
+    def twice(wide: int) -> nn.Module:
+        return nn.ConvTranspose2d(wide, wide // 2, kernel_size=2, stride=2)
+
+    if stride == 4:
+        return nn.Sequential(twice(width), LayerNorm2d(width // 2), nn.GELU(), twice(width // 2))
+    return {8: twice(width), 16: nn.Identity(), 32: nn.MaxPool2d(2)}[stride]
+
+
+def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: str, pretrained: bool | str) -> None:
+    """Load timm's weights into `backbone`, the extractor that transformers made from `config`, and freeze it.
+
+    transformers would initialise the convolutions as N(0, 0.02), with which the signal of a deep network without norms
+    vanishes. It would also replace every `nn.BatchNorm2d`, even timm's `BatchNormAct2d`, which holds the activation as
+    well: a MobileNet loses its non-linearities. `config.freeze_batch_norm_2d` lets timm do the replacement, which keeps
+    them, and travels in `config.json`, so that the saved model is rebuilt the same way.
+
+    `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; it raises the errors of both.
+    """
+    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
+    source = timm_model(config.backbone, pretrained, **options)
+    backbone.load_state_dict(source.state_dict())
+    freeze_backbone(backbone, config.backbone, freeze, pretrained)
 
 
 def wake_frozen_norms(backbone: nn.Module) -> None:

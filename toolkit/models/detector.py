@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from toolkit.base.batch import first_rows, kept_first
 from toolkit.base.errors import BadInput
+from toolkit.models import DetectorOptions
 from toolkit.models.nms import settled
-from toolkit.models.options import DetectorOptions
 
 
 @dataclass

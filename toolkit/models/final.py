@@ -1,10 +1,14 @@
-"""The `final/` folder of a run: a transformers detector that loads without this project, or our own format."""
+"""The `final/` folder of a run: a transformers detector that loads without this project, or our own format.
+
+What a person may change in a trained detector is here too: settings of its predictions, see `with_inference_settings`.
+"""
 
 import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,10 +23,12 @@ from toolkit.base.public import without_machine
 from toolkit.base.text import shown
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
-from toolkit.models.inference_settings import checked_size, with_inference_settings
 from toolkit.models.weights.files import read_tensors
 from toolkit.run.checkpoint_content import FORMAT, stale
 from toolkit.run.settings_check import type_faults
+
+LARGEST_SIDE = 20_000  # pixels that an image may be resized to
+KEYS_OF_SIZE = ({"height", "width"}, {"shortest_edge", "longest_edge"}, {"shortest_edge"})
 
 
 def save_transformers_folder(
@@ -132,6 +138,44 @@ def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], sourc
     except RuntimeError as error:
         first = (str(error).splitlines()[1:] or [str(error)])[0].strip()[:300]
         raise BadInput(f"{source}: the weights are not those of the detector beside them: {first}") from error
+
+
+def checked_size(size: Any) -> Mapping[str, int] | None:
+    """Return the size, in pixels, to which images are resized, after a check; None: images keep their size.
+
+    Its forms are those of `toolkit.data.pipeline.processor_size`. Raises ValueError for anything else.
+    """
+    known = isinstance(size, dict) and size.keys() in KEYS_OF_SIZE
+    if size is None or known and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in size.values()):
+        return size
+    raise ValueError(
+        f"size {size!r}: expected null, height and width, or shortest_edge with or without longest_edge, in whole "
+        f"pixels up to {LARGEST_SIDE:,}"
+    )
+
+
+def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
+    """Return the settings of a model, changed by those that were asked for.
+
+    Args:
+        model: the group `model` of a run's settings.
+        asked: by key; `head_options.effect` is an entry of the setting `head_options`.
+
+    Raises:
+        BadInput: unknown settings, or settings that training depends on.
+    """
+    allowed = options_class(model["architecture"]).inference_only
+    wrong = [key for key in asked if key not in allowed]
+    if wrong:
+        raise BadInput(
+            f"{', '.join(wrong)}: no setting of {model['architecture']} that a trained model can change; "
+            + (f"there are {', '.join(allowed)}" if allowed else "it has none")
+        )
+    changed = dict(model)
+    for key, value in asked.items():
+        name, _, entry = key.partition(".")
+        changed[name] = {**(changed.get(name) or {}), entry: value} if entry else value
+    return changed
 
 
 def _write_about(folder: Path, categories: Sequence) -> None:

@@ -5,18 +5,13 @@ from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch import Tensor, nn
-
 from toolkit.base.distributed import run_on_main, world
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json, write_json
-from toolkit.models import build_detector
+from toolkit.models import DetectorOptions, build_detector
 from toolkit.models.detector import Detector
-from toolkit.models.options import DetectorOptions
-from toolkit.models.weights.mapping import WeightTable, map_weights
-from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.run.open_run import run_folder_of
-from toolkit.run.settings_file import ABOUT_STARTING, PRETRAINED_CONFIG
+from toolkit.run.settings_file import PRETRAINED_CONFIG
 from toolkit.step.freezing import freeze_prefixes
 
 
@@ -56,14 +51,10 @@ def start_detector(
     if resumed_from is not None:
         stored = run_on_main(lambda: _stored_options(resumed_from))
     elif name:
-        source = open_pretrained(name)
-        if source.architecture != architecture:
-            problems = [
-                f"model.architecture is {architecture}, but model.pretrained {name} is {source.architecture}",
-                f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
-                "a --config of another architecture may hold more settings that do not fit: leave it out",
-            ]
-            raise BadInput(problems)
+        # Imported here: a run from random weights needs no readers of weights.
+        from toolkit.models.weights.pretrained import load_into, open_for
+
+        source = open_for(architecture, name)
         stored = source.options
     if stored is not None or known:
         stored = {**(stored or {}), **(known or {})}
@@ -74,7 +65,7 @@ def start_detector(
         settings["pretrained_backbone"] = False
     detector = build_detector(**settings, class_names=class_names)
     if source is not None:
-        table = _loaded(detector, source, class_names, given, options.fresh_prefixes)
+        table = load_into(detector, source, class_names, given, options.fresh_prefixes)
         say("\n".join([f"weights of {name}:", *source.notes, table.summary()]))
         if is_main:
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n", encoding="utf-8")
@@ -117,61 +108,6 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> N
         )
     if faults:
         raise BadInput(faults)
-
-
-def load_pretrained(
-    detector: nn.Module, source: Pretrained, class_names: Sequence[str], fresh: Sequence[str] = ()
-) -> WeightTable:
-    """Load the source's weights into the detector, row by row if the classes differ.
-
-    fresh: prefixes of the tensors that keep their initial values.
-
-    Raises:
-        BadInput: shapes that differ, a class name that the source has twice, no tensor that fits, a prefix of no
-            tensor.
-    """
-    state = detector.state_dict()
-    left_out = _tensors_below(state, fresh)
-    tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out}
-    names = {"classes": class_names, "source_classes": source.class_names}
-    table = map_weights(state, tensors, class_tensors=getattr(detector, "class_tensors", {}), **names)
-    if not table.sources:
-        raise BadInput(
-            f"model.pretrained {source.name}: none of its {len(source.tensors)} tensors has the name of one of this "
-            f"detector; its first is {next(iter(source.tensors), None)}, the detector's {next(iter(table.new), None)}."
-        )
-    detector.load_state_dict(table.state, strict=False)
-    return table
-
-
-def _tensors_below(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> set[str]:
-    """Return the names of the tensors below some prefixes, and of those that share their memory under another name."""
-    below = {prefix: [name for name in state if f"{name}.".startswith(f"{prefix}.")] for prefix in prefixes}
-    unknown = [prefix for prefix, names in below.items() if not names]
-    if unknown:
-        raise BadInput([f"model.fresh_prefixes: the detector has no tensor below {prefix!r}" for prefix in unknown])
-    memory = {state[name].data_ptr() for names in below.values() for name in names}
-    return {name for name, tensor in state.items() if tensor.data_ptr() in memory}
-
-
-def _loaded(
-    detector: nn.Module, source: Pretrained, class_names: Sequence[str], given: Mapping, fresh: Sequence[str]
-) -> WeightTable:
-    """Call `load_pretrained`; if given settings cause other shapes, the error lists those to leave out."""
-    try:
-        return load_pretrained(detector, source, class_names, fresh)
-    except BadInput as error:
-        structure = {name: value for name, value in given.items() if name not in ("architecture", *ABOUT_STARTING)}
-        different = [name for name, value in structure.items() if source.options.get(name, not value) != value]
-        if len(error.problems) < 4 or not different:
-            raise
-        flags = ", ".join(f"--model.{name}" for name in different)
-        problems = [
-            f"model.pretrained {source.name}: {len(error.problems)} tensors have other shapes than this detector's",
-            f"the first: {error.problems[0]}",
-            f"given settings of the model change it: leave out {flags}, and the weights' own apply",
-        ]
-        raise BadInput(problems) from error
 
 
 def _given(options: DetectorOptions) -> dict:

@@ -24,8 +24,7 @@ from toolkit.base.files import parse_yaml, read_yaml
 from toolkit.base.text import lasting_console
 from toolkit.base.trust import trust_class
 from toolkit.index import DETECTORS
-from toolkit.models import options_class
-from toolkit.models.options import DetectorOptions
+from toolkit.models import DetectorOptions, options_class
 from toolkit.run.failures import as_sentences
 from toolkit.run.launcher import find_launch, refuse
 from toolkit.run.settings_check import did_you_mean, key_faults, not_finite, not_text, plain, type_faults
@@ -255,8 +254,8 @@ def _options_of_family(default: type[DetectorOptions], architecture: str) -> typ
 
 
 def _family(options: type[DetectorOptions]) -> list[str]:
-    """The architectures whose options are defined in the same module."""
-    return [name for name in DETECTORS if options_class(name).__module__ == options.__module__]
+    """The architectures whose options are defined in the same module; the index names it, so none is imported."""
+    return [name for name, (_, reference) in DETECTORS.items() if reference.startswith(f"{options.__module__}:")]
 
 
 def _in_full(argv: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import waiting_aloud
 from toolkit.run.failures import attempt
 from toolkit.run.writer import RunWriter
-from toolkit.step.compiling import GraphCount
+from toolkit.step.execution import GraphCount
 from toolkit.step.length import is_time
 from toolkit.step.meters import Averages, MomentumMeter, StepTimer, make_meters
 

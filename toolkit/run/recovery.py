@@ -11,17 +11,16 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 
+from toolkit import index
 from toolkit.base.distributed import agree_max, gather_objects, run_on_main, state_from_main, world
 from toolkit.base.errors import StoppedByGuard
 from toolkit.run.checkpoint import Checkpoint, newest_valid
 from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.saving import load_weights, save
 from toolkit.run.window import TrainingWindow
-from toolkit.step.gradients import drop_gradients, gradient_table
-from toolkit.step.guard import Action, NanGuard
+from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.length import is_time
-from toolkit.step.nan_report import investigate
-from toolkit.step.state import PARTS, looks_finite, named_state, nonfinite, unusable_rate
+from toolkit.step.optim import drop_gradients, gradient_table
 
 
 class RunGuard(NanGuard):
@@ -292,4 +291,5 @@ def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
     elif unusable_rate(t.optimizer.param_groups):
         finding = {"where": "rate"}
     extra = t.extra.state_dict()
+    investigate = index.tool("investigate")
     return investigate(t.guard, t.detector, run_again, t.folder, window.batches, context, finding, extra, tensors)

@@ -18,8 +18,9 @@ import torch
 from accelerate import Accelerator
 
 from toolkit import index
-from toolkit.base.distributed import agree_max, seed_step
+from toolkit.base.distributed import agree_max
 from toolkit.base.errors import Preempted
+from toolkit.base.seeding import seed_step
 from toolkit.base.signals import StopSignals, signal_name
 from toolkit.data import pipeline
 from toolkit.data.table import DetectionTable

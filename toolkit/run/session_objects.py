@@ -28,13 +28,17 @@ from toolkit.run.settings_file import CONFIG
 from toolkit.run.training import Training
 from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation
-from toolkit.step.checkpointing import checkpoint_in_place
-from toolkit.step.compiling import compile_in_place
 from toolkit.step.ema import Ema
+from toolkit.step.execution import (
+    checkpoint_in_place,
+    compile_in_place,
+    cpu_computes_in_bf16,
+    describe_float32_layers,
+    precision_of_device,
+)
 from toolkit.step.length import StepBudget, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
-from toolkit.step.precision import cpu_computes_in_bf16, describe_float32_layers, precision_of_device
 from toolkit.step.schedules import schedule_of_settings
 
 

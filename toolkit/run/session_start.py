@@ -22,7 +22,7 @@ from toolkit.run.session import Session
 from toolkit.run.status import FolderLock, run_status
 from toolkit.run.trackers import agent_run_id, tracker_names
 from toolkit.run.watchdog import watchdog
-from toolkit.step.compiling import be_deterministic
+from toolkit.step.execution import be_deterministic
 from toolkit.step.memory import naming_the_batch
 
 

@@ -27,8 +27,8 @@ from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mar
 from toolkit.run.recovery import state_is_sound
 from toolkit.run.saving import save, save_outcome
 from toolkit.run.status import in_words
+from toolkit.step.guard import nonfinite
 from toolkit.step.meters import machine_figures
-from toolkit.step.state import nonfinite
 
 PICTURES_KEPT = 5  # evaluations whose pictures stay in report/pictures, beside those of the best one
 

@@ -13,9 +13,9 @@ from torch.nn.utils import clip_grads_with_norm_
 from toolkit.base.batch import Batch
 from toolkit.base.distributed import reduce_dict
 from toolkit.data.batches import Prefetcher
-from toolkit.step.gradients import gradient_norm, group_norms
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import WeightedLosses, window_denominators
+from toolkit.step.optim import gradient_norm, group_norms
 from toolkit.step.window import Metrics, Window
 
 FLAGS = ("buffers_finite", "boxes_finite", "state_finite", "signal", "time_s", "notes")

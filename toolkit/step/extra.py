@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from toolkit.base.distributed import state_from_main, world
 from toolkit.base.errors import BadInput
-from toolkit.step.gradients import average_gradients
+from toolkit.step.optim import average_gradients
 
 
 class Extra(UserDict):

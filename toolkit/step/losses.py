@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toolkit.base.batch import send
 from toolkit.base.distributed import all_reduce, world
 from toolkit.base.errors import BadInput
-from toolkit.step.gradients import average_gradients
+from toolkit.step.optim import average_gradients
 
 # Endings by which the DETR family names the copies of a loss: decoder layers, encoder, denoising.
 _AUXILIARY = re.compile(r"(_(\d+|aux|enc|dn|pre))+")

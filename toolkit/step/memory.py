@@ -10,10 +10,10 @@ from torch import Tensor
 
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput, is_out_of_memory
+from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
-from toolkit.step.gradients import drop_gradients
 from toolkit.step.meters import peak_memory_mb
-from toolkit.step.precision import in_float32
+from toolkit.step.optim import drop_gradients
 from toolkit.step.window import Window
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.base.batch import Batch
-from toolkit.base.distributed import OUTSIDE_MICRO_BATCHES, seed_step
-from toolkit.base.seeding import seed_micro_batch
+from toolkit.base.seeding import OUTSIDE_MICRO_BATCHES, seed_micro_batch, seed_step
 from toolkit.step.losses import LossWeights, WeightedLosses
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]

@@ -13,7 +13,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS
 from toolkit.detectors.yolov3.targets import kmeans_anchors, shape_iou
-from toolkit.tools.data_flags import add_data_flag
+from toolkit.tools.arguments import add_data_flag
 
 
 @says_bad_input

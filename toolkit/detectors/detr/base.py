@@ -25,9 +25,8 @@ from toolkit.detectors.detr.configuration import (
 from toolkit.detectors.detr.detr_criterion import MatchingCosts, count_objects
 from toolkit.detectors.detr.focal_criterion import FocalCriterion
 from toolkit.detectors.detr.host_waits import clamp_without_check_
-from toolkit.detectors.detr.options import MatchingOptions
+from toolkit.detectors.detr.options import DecoderOptions
 from toolkit.models.detector import Detector, MapTap
-from toolkit.models.final import save_transformers_folder
 
 # Each decoder layer checks that the sizes of the maps, which it is given twice, agree: a host synchronisation.
 os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
@@ -110,6 +109,8 @@ class TransformersDetector(Detector):
             processor_size: the size that the image processor resizes to, in pixels, as transformers spells it:
                 `{"height": 640, "width": 640}`, `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
         """
+        from toolkit.models.final import save_transformers_folder  # no step needs it
+
         statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
         processor = self.processor_class(do_normalize=True, do_resize=processor_size is not None, **statistics)
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
@@ -129,7 +130,7 @@ class MatchedDetector(TransformersDetector):
     groups = 1  # of queries that train side by side; one detects
     map_strides: Sequence[int] | None = None  # of the backbone's maps that are used; None: the last one alone
 
-    def __init__(self, class_names: Sequence[str], options: MatchingOptions, *, source_config: Mapping | None = None):
+    def __init__(self, class_names: Sequence[str], options: DecoderOptions, *, source_config: Mapping | None = None):
         super().__init__()
         entries = self._entries(options, source_config)
         config = detector_config(self.config_class, class_names, source_config or self.published, **entries)
@@ -147,16 +148,16 @@ class MatchedDetector(TransformersDetector):
         set_loss = self._criterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
         self._set_criterion(set_loss, pixel_statistics(config, options), used | costs._asdict())
 
-    def _entries(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
+    def _entries(self, options: DecoderOptions, source_config: Mapping | None) -> dict:
         """Return the config entries that replace those of the source."""
         entries = to_entries(handed_over(options, source_config), self.entries)
         return entries | {"backbone_config": backbone_entry(options, source_config, self.map_strides)}
 
-    def _initialise(self, options: MatchingOptions, source_config: Mapping | None) -> None:
+    def _initialise(self, options: DecoderOptions, source_config: Mapping | None) -> None:
         """Draw the random weights as the paper's program does; the backbone is left unchanged."""
         raise NotImplementedError  # each paper's program has its own
 
-    def _prepare_backbone(self, options: MatchingOptions, source_config: Mapping | None) -> dict:
+    def _prepare_backbone(self, options: DecoderOptions, source_config: Mapping | None) -> dict:
         """Load the backbone's weights and return its options with the values in use."""
         return prepare_backbone(self._extractor(), self.model.config, options, source_config)
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, TimmBackboneConfig
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.options import BackboneOptions, RTDetrV2Options, TransformerOptions
+from toolkit.models import DetectorOptions
 from toolkit.models.backbones import FREEZE_CHOICES, feature_strides, image_statistics, start_backbone
-from toolkit.models.options import DetectorOptions
 
 # Entries of a source's config that this toolkit sets, or that make timm load weights when the model is built.
 REPLACED = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.models.options import DetectorOptions
+from toolkit.models import DetectorOptions
 
 
 @dataclass
@@ -31,8 +31,8 @@ class TransformerOptions(DetectorOptions):
 
 
 @dataclass
-class MatchingOptions(TransformerOptions):
-    """Members with matching cost weights."""
+class DecoderOptions(TransformerOptions):
+    """Members with matching cost weights and a decoder of adjustable depth."""
 
     class_cost: float = 2.0
     """Matching cost weight of the class probability, in the assignment of queries to objects."""
@@ -40,11 +40,6 @@ class MatchingOptions(TransformerOptions):
     """Matching cost weight of the L1 distance between boxes, in the assignment of queries to objects."""
     giou_cost: float = 2.0
     """Matching cost weight of the generalised IoU of boxes, in the assignment of queries to objects."""
-
-
-@dataclass
-class DecoderOptions(MatchingOptions):
-    """Members with a decoder."""
 
     decoder_layers: int = 6
     """Number of decoder layers."""
@@ -133,26 +128,6 @@ class RfDetrOptions(DecoderOptions):
     """Number of layers of the vision transformer backbone; feature maps are taken at four depths."""
     decoder_layers: int = 3
     """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium and large 4, base 3)."""
-
-
-@dataclass
-class YolosOptions(MatchingOptions):
-    """YOLOS-Ti."""
-
-    architecture: str = "yolos"
-    d_model: int | None = 192
-    """Hidden dimension of the vision transformer."""
-    heads: int | None = 3
-    """Attention heads per layer of the vision transformer."""
-    encoder_layers: int = 12
-    """Number of layers of the vision transformer."""
-    ffn_dim: int | None = 768
-    """Hidden dimension of the vision transformer's feed-forward layers."""
-    num_queries: int = 100
-    """Number of detection tokens, each of which can detect one object per image."""
-    class_cost: float = 1.0
-    eos_coef: float = 0.1
-    """Weight of the no-object class in the classification loss, relative to 1 for the class of an object."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
@@ -22,8 +23,9 @@ from toolkit.detectors.detr.detr_criterion import MatchingCosts
 from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.detectors.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
 from toolkit.detectors.detr.options import RfDetrOptions
+from toolkit.models.backbones import timm_model
 from toolkit.models.detector import MapTap
-from toolkit.models.weights import vit as vit_weights
+from toolkit.models.weights.names import pairs, renamed, split_attention
 
 # (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
 # of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid.
@@ -35,7 +37,16 @@ SIZES = {
     "base": ((14, 4, [2, 5, 8, 11], 518), 3),
 }
 BACKBONE_KEYS = ("patch_size", "num_windows", "out_indices", "image_size")
-TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}
+TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}  # by width
+TIMM_LAYER = """
+    attn.proj attention.o_proj, attn attention
+    ls1.gamma layer_scale1.lambda1, ls2.gamma layer_scale2.lambda1
+"""
+TIMM_NAMES = [
+    *pairs(TIMM_LAYER, below=[("blocks.*.", "encoder.layer.*.")]),
+    *pairs("blocks encoder.layer, cls_token embeddings.cls_token, norm layernorm"),
+    *pairs("patch_embed.proj embeddings.patch_embeddings.projection"),
+]
 
 
 class RfDetr(MatchedDetector):
@@ -94,8 +105,7 @@ class RfDetr(MatchedDetector):
         vit.embeddings.__class__ = _Embeddings
         patch = config.backbone_config.patch_size
         if options.pretrained_backbone:
-            side = config.backbone_config.image_size // patch
-            vit_weights.load_timm_vit(vit, TIMM_DINOV2, options.pretrained_backbone, vit_weights.DINOV2, (side, side))
+            load_timm_weights(vit, options.pretrained_backbone, config.backbone_config.image_size // patch)
         self.stride = patch * config.backbone_config.num_windows
         heads = config.decoder_self_attention_heads
         in_proportion = config.decoder_cross_attention_heads == 2 * heads
@@ -173,6 +183,39 @@ class _Embeddings(RfDetrDinov2Embeddings):
         patches = embeddings[:, 1:].unflatten(1, (windows, rows, windows, columns)).transpose(2, 3)
         first = embeddings[:, :1].repeat_interleave(windows**2, dim=0)
         return torch.cat((first, patches.reshape(-1, rows * columns, embeddings.shape[-1])), dim=1)
+
+
+@torch.no_grad()
+def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None:
+    """Load the weights of timm's DINOv2 of the same width into that of transformers.
+
+    Args:
+        vit: with `embeddings`, `encoder.layer` and `layernorm`.
+        pretrained: True (downloaded once), or a file of these weights.
+        side: patches along a side of the position embeddings, to which timm's are interpolated.
+
+    Raises:
+        BadInput: an unknown model, another depth or patch size, unavailable weights.
+    """
+    width = vit.embeddings.cls_token.shape[-1]
+    if width not in TIMM_DINOV2:
+        widths = ", ".join(f"{w} ({name})" for w, name in TIMM_DINOV2.items())
+        raise BadInput(f"model.pretrained_backbone: timm has weights of width {widths}, not {width}; set it to false.")
+    patch = vit.embeddings.patch_embeddings.projection.kernel_size[0]  # to which timm resamples its own
+    source = timm_model(TIMM_DINOV2[width], pretrained, num_classes=0, patch_size=patch).state_dict()
+    positions = resample_abs_pos_embed(source.pop("pos_embed"), [side, side], num_prefix_tokens=1)
+    vit.embeddings.position_embeddings.copy_(positions)
+    wanted = vit.state_dict()
+    tensors = renamed(split_attention(source, ".qkv."), TIMM_NAMES)
+    unfit = [key for key, tensor in tensors.items() if key not in wanted or wanted[key].shape != tensor.shape]
+    missing = {key for key in wanted if key.startswith("encoder.layer.")} - set(tensors)
+    if unfit or missing:
+        first = sorted([*unfit, *missing])[0]
+        raise BadInput(
+            f"model.pretrained_backbone: {TIMM_DINOV2[width]} does not fit the model ({first} first of all); leave "
+            "depth and patch size as published, or set it to false."
+        )
+    vit.load_state_dict(tensors, strict=False)
 
 
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from toolkit.detectors.detr.deimv2_sizes import DEPTHS, EXPANSIONS, SIZES, common_entries, size_config, vit_entries
 from toolkit.detectors.detr.weights_rt_detr import COPIES, CSP_PLACES, DOWNSAMPLE, HEADS, hgnet_entries, hgnet_names
-from toolkit.models.weights.class_names import named
-from toolkit.models.weights.names import Description, Pairs, Publisher, copied, count, pairs, renamed, split_attention
+from toolkit.models.weights.names import (
+    Description,
+    Pairs,
+    Publisher,
+    copied,
+    count,
+    named,
+    pairs,
+    renamed,
+    split_attention,
+)
 
 LITE = "encoder.bi_fusion.cv.conv.weight"
 ADAPTER = "backbone.sta.stem.0.weight"

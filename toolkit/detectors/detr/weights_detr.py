@@ -10,8 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.class_names import named
-from toolkit.models.weights.names import Description, Pairs, Publisher, count, pairs, resnet_name
+from toolkit.models.weights.names import Description, Pairs, Publisher, count, named, pairs, resnet_name
 
 FEED_FORWARD = "linear1 mlp.fc1, linear2 mlp.fc2, self_attn.out_proj self_attn.o_proj"
 ENCODER_LAYER = f"{FEED_FORWARD}, norm1 self_attn_layer_norm, norm2 final_layer_norm"

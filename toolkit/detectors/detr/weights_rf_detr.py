@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.class_names import named
-from toolkit.models.weights.names import Description, Publisher, count, pairs
+from toolkit.models.weights.names import Description, Publisher, count, named, pairs
 
 VIT = "backbone.0.encoder.encoder"
 PROJECTOR = ("backbone.0.projector.stages.0.0", "model.model.backbone.projector.projector_layer")

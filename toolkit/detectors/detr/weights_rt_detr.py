@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.class_names import named
-from toolkit.models.weights.names import Description, Pairs, Publisher, count, pairs
+from toolkit.models.weights.names import Description, Pairs, Publisher, count, named, pairs
 
 BODY = "model.model.backbone.model"
 COPIES = {"model.class_embed": "model.model.decoder.class_embed", "model.bbox_embed": "model.model.decoder.bbox_embed"}

@@ -21,9 +21,16 @@ from toolkit.base.box_ops import moved_ends
 from toolkit.base.errors import BadInput
 from toolkit.detectors.faster_rcnn.model import FasterRCNN
 from toolkit.detectors.faster_rcnn.options import FasterRcnnOptions, ResNet50Options, ResNet50V2Options, TwoStageOptions
-from toolkit.models.backbones import FREEZE_CHOICES, freeze_backbone, image_statistics, wake_frozen_norms
-from toolkit.models.options import DetectorOptions
-from toolkit.models.timm_features import leaves_stages, number_of_groups, timm_features
+from toolkit.models import DetectorOptions
+from toolkit.models.backbones import (
+    FREEZE_CHOICES,
+    freeze_backbone,
+    image_statistics,
+    leaves_stages,
+    number_of_groups,
+    timm_features,
+    wake_frozen_norms,
+)
 from toolkit.models.weights.backbone_file import load_matching, read_backbone_file
 
 HEAD_NORMS = {

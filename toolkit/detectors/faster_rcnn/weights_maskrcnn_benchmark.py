@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.class_names import named
-from toolkit.models.weights.names import Description, Publisher, pairs, resnet_name
+from toolkit.models.weights.names import Description, Publisher, named, pairs, resnet_name
 
 STEM = "backbone.body.stem.conv1.weight"
 LEVELS = [(f"backbone.fpn.fpn_inner{i + 1}", f"backbone.fpn.inner_blocks.{i}.0") for i in range(4)]

@@ -1,4 +1,4 @@
-"""One image's scene graph as JSON with the names of the training data, and in Graphviz, JSON-LD and NetworkX.
+"""One image's scene graph as JSON with the names of the training data, and in Graphviz and NetworkX.
 
 A graph of these other programs is `{"file_name", "detections": [...], "relations": [...]}` as predictions.json has it:
 see `detections_as_json` and `relations_as_json`.
@@ -11,7 +11,7 @@ from toolkit.evaluation.predictions import Found
 
 MAX_RELATIONS = 100  # of one image, as recall counts
 OF_OBJECT = ("category", "bbox", "score")
-SUFFIXES = {"dot": ".dot", "jsonld": ".jsonld", "networkx": ".json"}
+SUFFIXES = {"dot": ".dot", "networkx": ".json"}
 
 
 def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
@@ -48,10 +48,8 @@ def relations_as_json(graph: Found, predicates: Sequence[str], all_scores: bool 
 
 
 def graph_text(graph: Mapping, format: str) -> str:
-    """Return the text of a file in the format dot, jsonld or networkx."""
-    if format == "dot":
-        return as_dot(graph)
-    return json.dumps({"jsonld": as_json_ld, "networkx": as_node_link}[format](graph), indent=1) + "\n"
+    """Return the text of a file in the format dot or networkx."""
+    return as_dot(graph) if format == "dot" else json.dumps(as_node_link(graph), indent=1) + "\n"
 
 
 def as_dot(graph: Mapping) -> str:
@@ -64,33 +62,6 @@ def as_dot(graph: Mapping) -> str:
         label = _quoted(f"{relation['predicate']} {relation['score']:.2f}")
         lines.append(f"  n{relation['subject']} -> n{relation['object']} [label={label}];")
     return "\n".join([*lines, "}", ""])
-
-
-def as_json_ld(graph: Mapping) -> dict:
-    """Return linked data: a schema.org ImageObject whose objects are blank nodes; a relation is an rdf:Statement about
-    them, so that it keeps its score. Predicates and classes are names of the training data, not from an ontology."""
-    nodes = [
-        {"@id": f"_:object{number}", "@type": "DetectedObject"} | {key: detection[key] for key in OF_OBJECT}
-        for number, detection in enumerate(graph["detections"])
-    ]
-    statements = [
-        {
-            "@type": "rdf:Statement",
-            "rdf:subject": {"@id": f"_:object{relation['subject']}"},
-            "rdf:predicate": relation["predicate"],
-            "rdf:object": {"@id": f"_:object{relation['object']}"},
-            "score": relation["score"],
-        }
-        for relation in graph["relations"]
-    ]
-    context = {
-        "@vocab": "urn:scene-graph:",
-        "schema": "https://schema.org/",
-        "rdf": "http://www.w3.org/1999/02/22-rdf-syntax-ns#",
-        "bbox": {"@id": "urn:scene-graph:bbox", "@container": "@list"},
-    }
-    image = {"@type": "schema:ImageObject", "schema:contentUrl": str(graph["file_name"])}
-    return {"@context": context, **image, "objects": nodes, "relations": statements}
 
 
 def as_node_link(graph: Mapping) -> dict:

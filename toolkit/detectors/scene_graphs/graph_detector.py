@@ -14,9 +14,8 @@ from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.evaluator import TOP, SceneGraphEvaluator, load_triplets, zero_shot_triplets
 from toolkit.detectors.scene_graphs.matches import compact_graph
 from toolkit.detectors.scene_graphs.options import GraphOptions
-from toolkit.models import build_detector
+from toolkit.models import DetectorOptions, build_detector
 from toolkit.models.detector import Detector, denominator_of
-from toolkit.models.options import DetectorOptions
 from toolkit.models.weights.mapping import WeightTable, map_weights
 
 

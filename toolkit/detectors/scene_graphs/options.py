@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from toolkit.models.options import DetectorOptions
+from toolkit.models import DetectorOptions
 
 
 @dataclass

@@ -45,24 +45,11 @@ def start_scene_graph(
             has other classes; `pretrained` graphs of other classes, predicates or attributes; training data whose
             attributes are not those of the checkpoint; the errors of `start_detector`.
     """
-    source, known = None, None
+    source = None
+    known = None
     check_joined(table, "data.path, data.train")
     if checkpoint is None:
-        if not len(table.relations()):
-            remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"
-            what = f"there is not a single relation between the boxes of its {len(table)} images"
-            raise BadInput(f"{table.name}: {what}; {remedy}")
-        if (options.detector_options or {}).get("pretrained_backbone"):
-            remedy = "give them as model.pretrained_backbone"
-            raise BadInput(f"model.detector_options: the weights of the backbone are not among them; {remedy}")
-        if options.pretrained:
-            _check_same_names(open_pretrained(options.pretrained), table)
-        known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
-        if options.detector:
-            source = _open_detector(options, table)
-            free = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
-            known["detector_options"] = {"architecture": source.architecture, **source.options, **free}
-            known["pretrained_backbone"] = False  # its weights are among the detector's
+        source, known = _facts_of_fresh_run(options, table)
     resumed_from = None if checkpoint is None else checkpoint.path
     model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
     if model.attributes and model.attributes != table.attributes:
@@ -85,6 +72,30 @@ def start_scene_graph(
         if world()[0] == 0:
             (folder / "detector_weights.txt").write_text(loaded.table() + "\n", encoding="utf-8")
     return model
+
+
+def _facts_of_fresh_run(options: GraphOptions, table: DetectionTable) -> tuple[Pretrained | None, dict]:
+    """Return the weights of `options.detector`, if any, and the settings that they and the data determine.
+
+    Raises BadInput as `start_scene_graph`.
+    """
+    if not len(table.relations()):
+        remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"
+        what = f"there is not a single relation between the boxes of its {len(table)} images"
+        raise BadInput(f"{table.name}: {what}; {remedy}")
+    if (options.detector_options or {}).get("pretrained_backbone"):
+        remedy = "give them as model.pretrained_backbone"
+        raise BadInput(f"model.detector_options: the weights of the backbone are not among them; {remedy}")
+    if options.pretrained:
+        _check_same_names(open_pretrained(options.pretrained), table)
+    known = {"predicates": list(table.predicates), "attributes": list(table.attributes)}
+    if not options.detector:
+        return None, known
+    source = _open_detector(options, table)
+    free = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
+    known["detector_options"] = {"architecture": source.architecture, **source.options, **free}
+    known["pretrained_backbone"] = False  # its weights are among the detector's
+    return source, known
 
 
 def _start_from_words(model: GraphDetector, options: SceneGraphOptions, table: DetectionTable, say: Callable) -> None:

@@ -13,9 +13,15 @@ from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.faster_rcnn.weights_maskrcnn_benchmark import CLASSIFIER, MASKRCNN_BENCHMARK, STEM
-from toolkit.models.weights.class_names import named, named_predicates
-from toolkit.models.weights.names import Description, pairs, renamed
+from toolkit.models.weights.names import Description, named, pairs, renamed
 
+VG_50 = (  # the predicates of VG150, in the order of their rows
+    "above, across, against, along, and, at, attached to, behind, belonging to, between, carrying, covered in, "
+    "covering, eating, flying in, for, from, growing on, hanging from, has, holding, in, in front of, laying on, "
+    "looking at, lying on, made of, mounted on, near, of, on, on back of, over, painted on, parked on, part of, "
+    "playing, riding, says, sitting on, standing on, to, under, using, walking in, walking on, watching, wearing, "
+    "wears, with"
+).split(", ")
 RELATION = "roi_heads.relation."
 PREDICTOR = f"{RELATION}predictor."
 SPATIAL = f"{RELATION}union_feature_extractor.spatial_fc.0.weight"
@@ -236,3 +242,8 @@ class _SceneGraphs:
 
 
 SCENE_GRAPH_BENCHMARK = _SceneGraphs()
+
+
+def named_predicates(rows: int) -> list[str]:
+    """Return names for `rows` predicates without "no relation"; numbered if the data set is not known."""
+    return list(VG_50) if rows == 50 else [f"predicate {i}" for i in range(rows)]

@@ -16,10 +16,9 @@ from toolkit.base.box_ops import clip_boxes, denormalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
 from toolkit.detectors.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
 from toolkit.detectors.ssd.options import Ssd300Options, Ssdlite320Options, SsdliteOptions, SsdOptions
-from toolkit.models.backbones import image_statistics
+from toolkit.models.backbones import group_norms, image_statistics, leaves_stages, offered_strides, timm_features
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.nms import best_rows, class_wise_nms
-from toolkit.models.timm_features import group_norms, leaves_stages, offered_strides, timm_features
 
 WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
 
@@ -87,7 +86,8 @@ class SSD(Detector):
             for width, into, ratios, stride in zip(widths, o.channels, o.aspect_ratios, o.strides, strict=True)
         )
         last = ("" if isinstance(head, nn.Conv2d) else f".{len(head) - 1}" for head in self.heads)
-        self.class_tensors = {f"heads.{i}{layer}.*": (5, 1, 0) for i, layer in enumerate(last)}  # see models/start.py
+        # see toolkit/models/weights/pretrained.py
+        self.class_tensors = {f"heads.{i}{layer}.*": (5, 1, 0) for i, layer in enumerate(last)}
         for module in (*self.extra.modules(), *self.heads.modules()):
             if isinstance(module, nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight)

@@ -26,10 +26,9 @@ from toolkit.detectors.yolov3.targets import (
     objectness_targets,
     yolov3_losses,
 )
-from toolkit.models.backbones import image_statistics
+from toolkit.models.backbones import group_norms, image_statistics, leaves_stages, timm_features
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.nms import best_rows, sorted_nms
-from toolkit.models.timm_features import group_norms, leaves_stages, timm_features
 from toolkit.models.unlabelled import labelled_classes
 
 LEAKY_SLOPE = 0.1
@@ -77,7 +76,7 @@ class YOLOv3(Detector):
     default_weights = dict.fromkeys(loss_names, 1.0)
     metric_names = ("class_error", "box_iou")
     divided_by = "images"
-    class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see models/start.py
+    class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see weights/pretrained.py
     fixed_size = True  # there is no mask: padding would look like a black image
     weighs_boxes = True
     masks_unlabelled = True

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from toolkit.models.options import DetectorOptions
+from toolkit.models import DetectorOptions
 
 # (w, h) in pixels of the network input, deep to shallow; from k-means on COCO at 416 px.
 DEFAULT_ANCHORS = (((116, 90), (156, 198), (373, 326)), ((30, 61), (62, 45), (59, 119)), ((10, 13), (16, 30), (33, 23)))

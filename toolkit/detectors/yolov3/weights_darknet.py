@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.class_names import named
-from toolkit.models.weights.names import Description
+from toolkit.models.weights.names import Description, named
 
 BLOCKS = (1, 2, 8, 8, 4)  # residual blocks of each stage
 NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the file

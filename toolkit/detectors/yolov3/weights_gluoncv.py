@@ -18,8 +18,7 @@ from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.yolov3 import weights_darknet as darknet
-from toolkit.models.weights.class_names import named
-from toolkit.models.weights.names import Description
+from toolkit.models.weights.names import Description, named
 
 LIST = 0x112
 V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA

@@ -1,4 +1,4 @@
-"""Files of backbone weights, with a report of the loaded tensors, and an error for a part that got none."""
+"""Files of backbone weights, in timm's names or those of `efficientnet_pytorch`: what was loaded is reported."""
 
 import re
 from collections.abc import Mapping
@@ -12,11 +12,26 @@ from torch import Tensor, nn
 
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
-from toolkit.models.weights import efficientnet_pytorch
 from toolkit.models.weights.files import read_tensors
 
 SETTING = "model.pretrained_backbone"
 SHOWN = 4  # names of a list in a message
+
+# Names of `efficientnet_pytorch` (lukemelas) and its Lite variant, as the package registries distribute them.
+EFFICIENTNET_MARK = "_conv_stem.weight"  # a tensor that only these files have
+_OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+_EXPANDED = {
+    "_expand_conv": "conv_pw",
+    "_depthwise_conv": "conv_dw",
+    "_project_conv": "conv_pwl",
+    "_bn0": "bn1",
+    "_bn1": "bn2",
+    "_bn2": "bn3",
+    "_se_reduce": "se.conv_reduce",
+    "_se_expand": "se.conv_expand",
+}
+# A block that does not widen has no first convolution, and timm counts its norms from 1 too.
+_PLAIN = _EXPANDED | {"_project_conv": "conv_pw", "_bn1": "bn1", "_bn2": "bn2"}
 
 
 def read_backbone_file(file: str) -> dict[str, Tensor]:
@@ -41,8 +56,8 @@ def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
     def load(model: nn.Module, *_, filter_fn=None, **__) -> None:  # replaces timm's, which ignores missing tensors
         nonlocal offered
         wanted.update(model.state_dict(keep_vars=True))
-        if efficientnet_pytorch.MARK in offered and hasattr(model, "blocks"):
-            offered = efficientnet_pytorch.timm_names(offered, model)
+        if EFFICIENTNET_MARK in offered and hasattr(model, "blocks"):
+            offered = names_of_efficientnet(offered, model)
         elif filter_fn is not None:  # timm's own renaming of published files
             offered = _filtered(filter_fn, offered, model, name, file)
 
@@ -54,6 +69,28 @@ def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
         *({key: x for key, x in tensors.items() if key not in dropped} for tensors in (wanted, offered)), name, file
     )
     return model
+
+
+def names_of_efficientnet(offered: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Rename tensors of `efficientnet_pytorch` to those of timm's EfficientNet `model`; unknown names stay.
+
+    The files number all blocks in a row, timm those of each stage.
+    """
+    blocks = [(stage, block) for stage, blocks in enumerate(model.blocks) for block in range(len(blocks))]
+
+    def renamed(key: str) -> str:
+        inner = re.fullmatch(r"_blocks\.(\d+)\.(\w+)\.(\w+)", key)
+        if inner is None:
+            first, _, last = key.rpartition(".")
+            return f"{_OUTSIDE.get(first, first)}.{last}"
+        number = int(inner[1])
+        part, last = inner.group(2, 3)
+        if number >= len(blocks):
+            return key
+        names = _EXPANDED if f"_blocks.{number}._expand_conv.weight" in offered else _PLAIN
+        return "blocks.{}.{}.".format(*blocks[number]) + f"{names.get(part, part)}.{last}"
+
+    return {renamed(key): tensor for key, tensor in offered.items()}
 
 
 def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) -> dict[str, Tensor]:

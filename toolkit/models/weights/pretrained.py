@@ -1,4 +1,4 @@
-"""Pretrained weights of a detector, by a hub name or a path.
+"""Pretrained weights of a detector, by a hub name or a path, and their way into another one.
 
 The path is a transformers folder (a `final/` too), a `final/` folder of our own kind, a run folder or one of its
 checkpoints, or a file of one of the publishers in this folder (see `files.py`).
@@ -29,20 +29,21 @@ A detector must provide the following so that `start_detector` can load them:
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import constants
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names
 from toolkit.models import options_class
 from toolkit.models.weights.files import open_file
+from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.run.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
-from toolkit.run.settings_file import detector_options
+from toolkit.run.settings_file import ABOUT_STARTING, detector_options
 
 PROBE_S = 5.0  # seconds that the hub has to answer
 
@@ -84,6 +85,19 @@ def open_pretrained(name: str) -> Pretrained:
     except BadInput as error:
         raise BadInput(f"model.pretrained: {error}") from error
     return {"run": _from_run, "final": _from_our_folder, "transformers": _from_transformers}[kind](name, str(path))
+
+
+def open_for(architecture: str, name: str) -> Pretrained:
+    """Open trained weights as `open_pretrained` does; raise BadInput if they are of another architecture."""
+    source = open_pretrained(name)
+    if source.architecture != architecture:
+        problems = [
+            f"model.architecture is {architecture}, but model.pretrained {name} is {source.architecture}",
+            f"give --model.architecture {source.architecture} to the script that trains it, or other weights",
+            "a --config of another architecture may hold more settings that do not fit: leave it out",
+        ]
+        raise BadInput(problems)
+    return source
 
 
 def _from_run(name: str, path: Path) -> Pretrained:
@@ -143,6 +157,61 @@ def _from_transformers(name: str, source: str) -> Pretrained:
 def _first_sentence(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0].split(". ")[0][:200] if text else type(error).__name__
+
+
+def load_into(
+    detector: nn.Module, source: Pretrained, class_names: Sequence[str], given: Mapping, fresh: Sequence[str]
+) -> WeightTable:
+    """Call `load_pretrained`; if given settings cause other shapes, the error lists those to leave out."""
+    try:
+        return load_pretrained(detector, source, class_names, fresh)
+    except BadInput as error:
+        structure = {name: value for name, value in given.items() if name not in ("architecture", *ABOUT_STARTING)}
+        different = [name for name, value in structure.items() if source.options.get(name, not value) != value]
+        if len(error.problems) < 4 or not different:
+            raise
+        flags = ", ".join(f"--model.{name}" for name in different)
+        problems = [
+            f"model.pretrained {source.name}: {len(error.problems)} tensors have other shapes than this detector's",
+            f"the first: {error.problems[0]}",
+            f"given settings of the model change it: leave out {flags}, and the weights' own apply",
+        ]
+        raise BadInput(problems) from error
+
+
+def load_pretrained(
+    detector: nn.Module, source: Pretrained, class_names: Sequence[str], fresh: Sequence[str] = ()
+) -> WeightTable:
+    """Load the source's weights into the detector, row by row if the classes differ.
+
+    fresh: prefixes of the tensors that keep their initial values.
+
+    Raises:
+        BadInput: shapes that differ, a class name that the source has twice, no tensor that fits, a prefix of no
+            tensor.
+    """
+    state = detector.state_dict()
+    left_out = _tensors_below(state, fresh)
+    tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out}
+    names = {"classes": class_names, "source_classes": source.class_names}
+    table = map_weights(state, tensors, class_tensors=getattr(detector, "class_tensors", {}), **names)
+    if not table.sources:
+        raise BadInput(
+            f"model.pretrained {source.name}: none of its {len(source.tensors)} tensors has the name of one of this "
+            f"detector; its first is {next(iter(source.tensors), None)}, the detector's {next(iter(table.new), None)}."
+        )
+    detector.load_state_dict(table.state, strict=False)
+    return table
+
+
+def _tensors_below(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> set[str]:
+    """Return the names of the tensors below some prefixes, and of those that share their memory under another name."""
+    below = {prefix: [name for name in state if f"{name}.".startswith(f"{prefix}.")] for prefix in prefixes}
+    unknown = [prefix for prefix, names in below.items() if not names]
+    if unknown:
+        raise BadInput([f"model.fresh_prefixes: the detector has no tensor below {prefix!r}" for prefix in unknown])
+    memory = {state[name].data_ptr() for names in below.values() for name in names}
+    return {name for name, tensor in state.items() if tensor.data_ptr() in memory}
 
 
 @contextmanager

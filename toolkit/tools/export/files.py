@@ -18,7 +18,7 @@ from toolkit.base.imports import import_extra
 from toolkit.base.text import escaped
 from toolkit.base.trust import files_are_trusted
 from toolkit.data.table import Category
-from toolkit.models.inference_settings import checked_size
+from toolkit.models.final import checked_size
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 OUTPUTS = ("boxes", "scores", "labels")

@@ -20,13 +20,11 @@ from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.detector import Detector
-from toolkit.models.final import load_detector_folder, load_weights, read_categories
-from toolkit.models.inference_settings import with_inference_settings
-from toolkit.models.start import load_pretrained
-from toolkit.models.weights.pretrained import cached_when_offline, open_pretrained
+from toolkit.models.final import load_detector_folder, load_weights, read_categories, with_inference_settings
+from toolkit.models.weights.pretrained import cached_when_offline, load_pretrained, open_pretrained
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
-from toolkit.tools.data_flags import add_data_flag
+from toolkit.tools.arguments import add_data_flag
 from toolkit.tools.export.files import AT_LEAST, open_file
 from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
 

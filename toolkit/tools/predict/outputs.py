@@ -37,7 +37,7 @@ def write_outputs(
             COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
             centre and size as shares of the image, and score; voc, an XML file for each image; csv, a row for each
             detection, all three clipped to the image as data sets are; and of scene graphs a file for each image in
-            graphs/: dot (Graphviz), jsonld (linked data), networkx (its node-link JSON).
+            graphs/: dot (Graphviz), networkx (its node-link JSON).
     """
     folder.mkdir(parents=True, exist_ok=True)
     inside = clipped(detections)  # for formats of data sets, whose readers refuse boxes outside the image

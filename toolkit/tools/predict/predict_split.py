@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from torch.utils.data import DataLoader
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
@@ -15,6 +16,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import options_class
+from toolkit.models.detector import Detector
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
@@ -114,27 +116,14 @@ def predict_run(
     detector = load_detector(run, chosen)
     if not same and getattr(detector, "predicates", None):
         raise BadInput(f"the data has classes {table.class_names}, the run {names}")
-    loss_weights = None
-    if same and table.num_boxes().any():  # a test split without annotations has no loss
-        weights = {name: value for name, value in config["loss"]["weights"].items() if name not in DISTILLED}
-        loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
-        loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
-        loss_weights.to(device)
-    settings = config["data"]
+    has_losses = same and table.num_boxes().any()  # a test split without annotations has none
     kept = max_detections or evaluated_detections(config, detector)
     result = predict_dataset(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
-        validation_loader(
-            table,
-            val_transform(settings["image_size"], settings["scales"], settings["max_size"]),
-            batch_size=evaluation["batch_size_per_device"],
-            workers=settings["workers"],
-            stride=detector.stride,
-            pin=device.type == "cuda",
-        ),
+        _loader(table, config, detector.stride, device),
         device,
         step=run.checkpoint.step,
-        loss_weights=loss_weights,
+        loss_weights=_loss_weights(run, detector).to(device) if has_losses else None,
         score_threshold=evaluation["score_threshold"],
         top_k=kept,
         say=accelerator.print,
@@ -154,6 +143,27 @@ def predict_run(
     batch = f"in batches of {evaluation['batch_size_per_device']} on {device.type}"
     speed = f"{result.image_ms:.1f} ms an image, from pixels to detections, {batch}"
     return Predicted(table, predictions, about, evaluator, result.losses, run.folder, speed)
+
+
+def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.device) -> DataLoader:
+    """Return the loader of a table with the image sizes and batches of a run's evaluations. config: of the run."""
+    data = config["data"]
+    return validation_loader(
+        table,
+        val_transform(data["image_size"], data["scales"], data["max_size"]),
+        batch_size=config["eval"]["batch_size_per_device"],
+        workers=data["workers"],
+        stride=stride,
+        pin=device.type == "cuda",
+    )
+
+
+def _loss_weights(run: Run, detector: Detector) -> LossWeights:
+    """Return the loss weights of a run without those of distillation; learned ones are the checkpoint's."""
+    weights = {name: value for name, value in run.config["loss"]["weights"].items() if name not in DISTILLED}
+    loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
+    loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
+    return loss_weights
 
 
 def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:

@@ -17,7 +17,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     object_features,
 )
 from toolkit.detectors.scene_graphs.postprocess import late_labels
-from toolkit.step.precision import has_lstm_kernel
+from toolkit.step.execution import has_lstm_kernel
 
 
 class LabelDecoder(nn.Module):

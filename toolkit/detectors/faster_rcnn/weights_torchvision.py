@@ -1,7 +1,6 @@
-"""Weights of torchvision's detectors, whose state dicts are ours name by name.
+"""Weights of torchvision's Faster R-CNN, whose state dicts are ours name by name.
 
-They are `fasterrcnn_resnet50_fpn_coco-*.pth`, `_v2`, `ssd300_vgg16_coco-*.pth`,
-`ssdlite320_mobilenet_v3_large_coco-*.pth`.
+They are `fasterrcnn_resnet50_fpn_coco-*.pth` and those of `_v2`.
 """
 
 import re
@@ -9,18 +8,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from toolkit.models.weights.class_names import named
-from toolkit.models.weights.names import Description
+from toolkit.models.weights.names import Description, named
 
-ROI = ("roi_heads.box_predictor.cls_score.weight", 1)
-SSD = "head.classification_head.module_list.0"
+CLASSIFIER = "roi_heads.box_predictor.cls_score.weight"  # a row for each class, and one for the background
 BODY = "backbone.body.layer4.2.conv3.weight"
-# By detector: names that only its tensors have; the last one has this many rows for each class.
+# By detector: a name that only its tensors have.
 MARKS = {
-    "fasterrcnn_resnet50_fpn": (BODY, "roi_heads.box_head.fc6.weight", *ROI),
-    "fasterrcnn_resnet50_fpn_v2": (BODY, "roi_heads.box_head.0.0.weight", *ROI),
-    "ssd300_vgg16": ("backbone.scale_weight", f"{SSD}.weight", 4),
-    "ssdlite320_mobilenet_v3_large": (f"{SSD}.1.weight", 6),
+    "fasterrcnn_resnet50_fpn": "roi_heads.box_head.fc6.weight",
+    "fasterrcnn_resnet50_fpn_v2": "roi_heads.box_head.0.0.weight",
 }
 # Until 0.13 convolutions of pyramid and proposals stood alone, without a list around them.
 WITH_LISTS = {
@@ -30,12 +25,14 @@ WITH_LISTS = {
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Return whether these are names of one of the four detectors."""
+    """Return whether these are names of one of the two detectors."""
     return _architecture(state) is not None
 
 
 def _architecture(state: Mapping[str, Tensor]) -> str | None:
-    return next((name for name, (*marks, _) in MARKS.items() if all(mark in state for mark in marks)), None)
+    if BODY not in state or CLASSIFIER not in state:
+        return None
+    return next((name for name, mark in MARKS.items() if mark in state), None)
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
@@ -44,8 +41,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     A batch norm's epsilon is not among the tensors: torchvision's published `fasterrcnn_resnet50_fpn` has 0.
     """
     architecture = _architecture(state)
-    *_, classifier, rows = MARKS[architecture]
-    description = Description(architecture, {}, named(len(state[classifier]) // rows - 1))
+    description = Description(architecture, {}, named(len(state[CLASSIFIER]) - 1))
     if architecture == "fasterrcnn_resnet50_fpn":
         description.options["norm_eps"] = 0.0
         description.notes.append(
@@ -56,7 +52,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; batch norms of this detector are constants and count no batches."""
+    """Return the tensors; batch norms of `fasterrcnn_resnet50_fpn` are constants and count no batches."""
     if _architecture(state) == "fasterrcnn_resnet50_fpn":
         state = {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
     for pattern, today in WITH_LISTS.items():

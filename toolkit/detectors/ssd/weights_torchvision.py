@@ -1,0 +1,38 @@
+"""Weights of torchvision's SSD and SSDLite, whose state dicts are ours name by name.
+
+They are `ssd300_vgg16_coco-*.pth` and `ssdlite320_mobilenet_v3_large_coco-*.pth`.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from toolkit.models.weights.names import Description, named
+
+HEAD = "head.classification_head.module_list.0"
+# By detector: names that only its tensors have; the last one has this many rows for each class and the background.
+MARKS = {
+    "ssd300_vgg16": (("backbone.scale_weight", f"{HEAD}.weight"), 4),
+    "ssdlite320_mobilenet_v3_large": ((f"{HEAD}.1.weight",), 6),
+}
+
+
+def recognised(state: Mapping[str, Tensor]) -> bool:
+    """Return whether these are names of one of the two detectors."""
+    return _architecture(state) is not None
+
+
+def _architecture(state: Mapping[str, Tensor]) -> str | None:
+    return next((name for name, (marks, _) in MARKS.items() if all(mark in state for mark in marks)), None)
+
+
+def described(state: Mapping[str, Tensor], file: str) -> Description:
+    """Return the detector that these tensors belong to."""
+    architecture = _architecture(state)
+    marks, rows = MARKS[architecture]
+    return Description(architecture, {}, named(len(state[marks[-1]]) // rows - 1))
+
+
+def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as they are."""
+    return dict(state)

@@ -1,0 +1,139 @@
+"""The command lines of the programs beside training: files and flags in any order, flags named as in training."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import parse_yaml
+from toolkit.base.text import shown
+
+
+class ShortUsage(argparse.RawDescriptionHelpFormatter):
+    """A help formatter whose first line has the required arguments, and "[options]" for the others, listed below.
+
+    Paragraphs of the description are wrapped to the terminal; indented blocks, which are examples, stay as they are.
+    """
+
+    def _fill_text(self, text, width, indent) -> str:
+        blocks = text.strip().split("\n\n")
+        return "\n\n".join(block if block.startswith(" ") else textwrap.fill(block, width) for block in blocks)
+
+    def add_usage(self, usage, actions, groups, prefix=None) -> None:
+        must = [action for action in actions if action.required or not action.option_strings]
+        options = argparse.Action([], "options", metavar="[options]")
+        super().add_usage(usage, [*must, options] if len(must) < len(actions) else must, (), prefix)
+
+
+class Program(argparse.ArgumentParser):
+    """An argparse parser that takes positional arguments before, between and after flags.
+
+    Example: `predict.py RUN --trust IMAGES`.
+
+    A flag with `nargs="+"` takes every word up to the next flag. If it cannot use one of them, or no word is left for a
+    required argument, the error message says so. `parse_args` and `parse_known` replace those of argparse.
+    """
+
+    def __init__(self, description: str | None, **options):
+        super().__init__(description=description, formatter_class=ShortUsage, **options)
+        self._taken: dict[str, list[str]] = {}  # by flag with `nargs="+"`: the words it took
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """Parse all words; end the program with exit code 2 and one sentence if they cannot be used."""
+        parsed, unknown = self.parse_known(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed
+
+    def parse_known(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the known words; return the namespace and the other words."""
+        self._taken = {}
+        return self.parse_known_intermixed_args(sys.argv[1:] if args is None else list(args), namespace)
+
+    def error(self, message: str):
+        """End the program with exit code 2, the usage and the message."""
+        missing = [name for name in self._names() if name in message]
+        for flag, words in self._taken.items() if missing else ():
+            message += f". {flag} took {', '.join(words)}: {self._before(flag)}"
+        super().error(message)
+
+    def _get_values(self, action, arg_strings):
+        if action.option_strings and action.nargs == "+":
+            self._taken["/".join(action.option_strings)] = list(arg_strings)
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            if len(arg_strings) < 2 or action.nargs != "+" or not action.option_strings:
+                raise
+            flag = "/".join(action.option_strings)
+            self._taken = {}  # the sentence is complete
+            raise argparse.ArgumentError(action, f"{error.message}. {self._before(flag)}") from error
+
+    def _before(self, flag: str) -> str:
+        return f"{flag} takes every word up to the next flag; put {' and '.join(self._names()) or 'others'} before it"
+
+    def _names(self) -> list[str]:
+        """Return the names of the positional arguments, as the usage shows them."""
+        actions = (action for action in self._actions if not action.option_strings)
+        return [action.metavar or action.dest for action in actions]
+
+
+def add_data_flag(parser: argparse.ArgumentParser, name: str, **arguments) -> None:
+    """Add a flag under both of its names: `--image-dir`, and `--data.image_dir` as in the training commands."""
+    key = name.removeprefix("--").replace("-", "_")
+    if key == "image_dir":
+        arguments["action"] = Folders
+    parser.add_argument(name, f"--data.{key}", **arguments)
+
+
+class Folders(argparse.Action):
+    """Values of a flag that may be repeated, each one folder or, as in settings, a list: `[images, more.zip]`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        """Append to the list of this flag; end the program with an error message if a list cannot be read."""
+        before = getattr(namespace, self.dest) or []
+        setattr(namespace, self.dest, [*before, *self._folders(parser, values, option_string)])
+
+    @staticmethod
+    def _folders(parser, text: str, option: str | None) -> list[str]:
+        if not (text.startswith("[") and text.endswith("]")) or Path(text).exists():
+            return [text]
+        try:
+            return [str(folder) for folder in parse_yaml(text)]
+        except yaml.YAMLError:
+            parser.error(f"{option} {text}: expected a folder, or a list of folders such as [images, more.zip]")
+
+
+def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the `--model.KEY VALUE` and `--head.KEY VALUE` pairs among arguments, by key, and the other arguments.
+
+    `--head.KEY` is short for `--model.head_options.KEY`. Values are read as YAML, as in a settings file.
+
+    Raises:
+        BadInput: a flag without a value, or with one that cannot be read.
+    """
+    settings = {}
+    rest = []
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith(("--model.", "--head.")):
+            rest.append(word)
+            continue
+        value = value if equals else next(words, None)
+        if value is None:
+            raise BadInput(f"{flag}: expected a value")
+        key = flag.removeprefix("--").replace("head.", "head_options.", 1).removeprefix("model.")
+        try:
+            settings[key] = parse_yaml(value)
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            raise BadInput(f"{flag} {shown(value)}: cannot be read as a value of a setting: {reason}") from error
+    return settings, rest
