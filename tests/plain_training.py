@@ -9,12 +9,11 @@ from torch import nn
 from toolkit.base.signals import StopSignals
 from toolkit.data.sampling import EpochSampler
 from toolkit.run.log import Log
-from toolkit.run.parts import WeightFacts
+from toolkit.run.parts import TrainingData, WeightFacts
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
 from toolkit.run.training import Training
-from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation
 from toolkit.run.writer import RunWriter
 from toolkit.step.losses import LossWeights

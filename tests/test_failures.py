@@ -11,14 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.base.errors import BadInput, FailedElsewhere, check_environment, is_out_of_memory, says_bad_input
+from toolkit.base.errors import (
+    BadInput,
+    FailedElsewhere,
+    as_sentences,
+    check_environment,
+    is_out_of_memory,
+    says_bad_input,
+)
 from toolkit.base.files import waiting_aloud
 from toolkit.base.public import without_machine
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.ssd.options import SsdOptions
 from toolkit.run import processes
 from toolkit.run.command_line import parse_config, run_script
-from toolkit.run.failures import as_sentences, attempt
+from toolkit.run.folder import attempt
 from toolkit.run.launcher import refuse
 from toolkit.run.settings import DataConfig, LossConfig, OptimConfig, RunConfig, ScheduleConfig
 from toolkit.run.writer import RunWriter

@@ -23,13 +23,12 @@ from toolkit.run import loop
 from toolkit.run.best import Best
 from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
 from toolkit.run.log import Log
-from toolkit.run.parts import WeightFacts
+from toolkit.run.parts import TrainingData, WeightFacts
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints, load, save
 from toolkit.run.settings_file import Change
 from toolkit.run.training import Training
-from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation, _forget_pictures, finish, note_metric, save_and_evaluate
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema

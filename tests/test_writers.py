@@ -28,8 +28,7 @@ from toolkit.base.errors import BadInput
 from toolkit.run.log import Place, averages_line, console_line, progress, total_line
 from toolkit.run.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
 from toolkit.run.plan import length_warnings
-from toolkit.run.trackers import About, DataFacts, agent_run_id, tracker_names
-from toolkit.run.writer import RunWriter
+from toolkit.run.writer import About, DataFacts, RunWriter, agent_run_id, tracker_names
 from toolkit.step.meters import Meters
 from toolkit.tools.trackers import weights_and_biases
 from toolkit.tools.trackers.of_accelerate import mlflow_names, options

@@ -147,14 +147,14 @@ ACCEPTS = """        if not t.guard.accepts(window, reduced):  # the NaN guard, 
 UPDATE = "        t.optimizer.step()\n"
 EMA = "        t.ema.update()\n"
 METERS = "        t.meters.update(reduced)\n"
-EPOCH = "        while not t.finished:\n"
+EPOCH = "    while not t.finished:\n"
 PASSES_OVER = """        if t.step == 1 and not t.extra.get("passed"):
             t.extra["passed"] = True
             continue
 """
-OWN_OPTIMIZER = """        import torch
-        t.critic = torch.nn.Linear(3, 1)
-        t.critic_optimizer = torch.optim.Adam(t.critic.parameters())
+OWN_OPTIMIZER = """    import torch
+    t.critic = torch.nn.Linear(3, 1)
+    t.critic_optimizer = torch.optim.Adam(t.critic.parameters())
 """
 ITS_UPDATE = """        t.critic(window.batches[0].images.float().mean((2, 3))).mean().backward()
         t.critic_optimizer.step()
@@ -169,9 +169,9 @@ TOLD = {  # change -> (its hunks, exit code, what is said)
     "nothing is reduced": ([(REDUCE, "        reduced = {}\n"), (ACCEPTS, "")], 2,
                            "`reduced = window.reduce()` was not done; without it a NaN in a gradient would reach"),
     "meters left out": ([(METERS, "")], 2, "the window is over, and `t.meters.update(reduced)` was not done"),
-    "averages left out on purpose": ([(EMA, ""), (EPOCH, '        t.without("ema")\n' + EPOCH)], 0,
+    "averages left out on purpose": ([(EMA, ""), (EPOCH, '    t.without("ema")\n' + EPOCH)], 0,
                                      "training ended by"),
-    "meters left out on purpose": ([(METERS, ""), (EPOCH, '        t.without("meters")\n' + EPOCH)], 0,
+    "meters left out on purpose": ([(METERS, ""), (EPOCH, '    t.without("meters")\n' + EPOCH)], 0,
                                    "training ended by"),
     "a loss that was not announced": (
         [(CRITERION, CRITERION + " " * 12 + 'losses["loss_mine"] = outputs["logits"].mean()\n')], 2,
@@ -206,7 +206,7 @@ def test_what_is_added_is_in_the_rows(changed, server, data, tmp_path):
          "                images = batch.images.float()\n"
          "                outputs = t.model(images, batch.sizes, batch.targets)\n"),
         (CRITERION, CRITERION + " " * 12 + ADDS), (UPDATE, WRITES + UPDATE),
-        (EPOCH, '        t.announce("loss_mine", weight=0.5, divided_by="images")\n' + EPOCH),
+        (EPOCH, '    t.announce("loss_mine", weight=0.5, divided_by="images")\n' + EPOCH),
     ]  # fmt: skip
     args = small(DETR, data, "--run.output_dir", tmp_path, "--run.epochs", 1, "--optim.accumulation_steps", 2)
     folder = server.run(changed("mine", hunks), args).ok().folder

@@ -3,7 +3,8 @@
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -160,3 +161,25 @@ def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
                 return problem.exit_code
 
     return wrapped
+
+
+GO_ON = "Then go on with --run.resume latest; earlier checkpoints are untouched."
+
+
+@contextmanager
+def as_sentences(then: str = GO_ON) -> Iterator[None]:
+    """Turn errors of the file system inside the block, and memory that runs out, into sentences.
+
+    Args:
+        then: sentence that ends each of them: what a person does once the cause is gone.
+
+    Raises:
+        BadInput: one of these errors.
+    """
+    try:
+        yield
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        problem = sentence(error)
+        if problem is None:
+            raise
+        raise BadInput(f"{problem} {then}".rstrip()) from error

@@ -19,13 +19,12 @@ from typing import TypeVar
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
-from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard, check_environment
+from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard, as_sentences, check_environment
 from toolkit.base.files import parse_yaml, read_yaml
 from toolkit.base.text import lasting_console
 from toolkit.base.trust import trust_class
 from toolkit.index import DETECTORS
 from toolkit.models import DetectorOptions, options_class
-from toolkit.run.failures import as_sentences
 from toolkit.run.launcher import find_launch, refuse
 from toolkit.run.settings_check import did_you_mean, key_faults, not_finite, not_text, plain, type_faults
 

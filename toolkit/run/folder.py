@@ -11,9 +11,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -23,6 +26,7 @@ from toolkit.base.files import replace_nonfinite, usable_cores, write_json_atomi
 from toolkit.run.status import FolderLock, holds_a_run, now
 
 STAGING = ".tmp-start"
+ERRORS = "errors.log"
 PACKAGES = (
     "torch torchvision accelerate transformers timm datasets wandb pycocotools jsonargparse safetensors scipy numpy "
     "tensorboard"
@@ -168,3 +172,23 @@ def _package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[[str], None]) -> Any:
+    """Call `function` and return its result; an exception costs one line, and its traceback goes to `errors.log`."""
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001  pictures, reports and trackers never end a training
+        note_traceback(folder, what)
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        say(f"warning: {what} failed, and the run goes on without ({reason}). {folder / ERRORS} has the traceback.")
+        return None
+
+
+def note_traceback(folder: Path, what: str) -> None:
+    """Add the exception under way to `errors.log`, if that can be written."""
+    try:
+        with open(folder / ERRORS, "a", encoding="utf-8", errors="replace") as file:
+            file.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {what}\n{traceback.format_exc()}\n")
+    except OSError:
+        return

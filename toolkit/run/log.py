@@ -16,7 +16,7 @@ from tqdm import tqdm
 from toolkit.base.distributed import broadcast_object, gather_objects
 from toolkit.base.errors import BadInput
 from toolkit.base.files import waiting_aloud
-from toolkit.run.failures import attempt
+from toolkit.run.folder import attempt
 from toolkit.run.writer import RunWriter
 from toolkit.step.execution import GraphCount
 from toolkit.step.length import is_time
@@ -199,7 +199,7 @@ class Log:
             self.trouble = self.trouble or str(error)
 
     def attempt(self, what: str, function: Callable[[], Any]) -> Any:
-        """Call something optional: an exception costs one line, see `toolkit.run.failures`."""
+        """Call something optional: an exception costs one line, see `toolkit.run.folder`."""
         return attempt(what, function, self.writer.folder, self.say)
 
     def say(self, text: str) -> None:

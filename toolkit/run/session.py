@@ -30,9 +30,8 @@ from toolkit.run.checkpoint import Checkpoint
 from toolkit.run.log import Log
 from toolkit.run.processes import wait_at_most
 from toolkit.run.session_begin import begin
-from toolkit.run.session_data import open_tables
 from toolkit.run.session_end import end
-from toolkit.run.session_objects import build_training
+from toolkit.run.session_objects import build_training, open_tables
 from toolkit.run.status import FolderLock, RunStatus
 from toolkit.run.training import Training
 from toolkit.run.validation import warn_of_crowds

@@ -12,10 +12,9 @@ from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of
 from toolkit.run.saving import load
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
-from toolkit.run.trackers import About, data_facts, tracker_names
 from toolkit.run.training import Training
 from toolkit.run.validation import check_metric, evaluate, save_and_evaluate
-from toolkit.run.writer import RunWriter
+from toolkit.run.writer import About, RunWriter, data_facts, tracker_names
 from toolkit.step.length import is_time
 from toolkit.step.memory import probe_memory
 

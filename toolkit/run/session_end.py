@@ -5,8 +5,8 @@ from typing import Any
 
 from toolkit import index
 from toolkit.base.distributed import run_on_main
+from toolkit.base.errors import as_sentences
 from toolkit.data import pipeline
-from toolkit.run.failures import as_sentences
 from toolkit.run.session_objects import evaluation_loader
 from toolkit.run.training import Training
 from toolkit.run.validation import evaluate_test_split, finish

@@ -1,4 +1,4 @@
-"""The objects of a training, built from the settings of a run."""
+"""The data sets and the objects of a training, made as the settings of a run say."""
 
 import os
 from dataclasses import asdict, replace
@@ -11,22 +11,25 @@ from torch.utils.data import DataLoader
 
 from toolkit import index
 from toolkit.data import pipeline
+from toolkit.data.formats import is_several
 from toolkit.data.sampling import EpochSampler
+from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
+from toolkit.evaluation.coco import check_ground_truth
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
+from toolkit.models.start import check_weights
 from toolkit.run.best import Best
 from toolkit.run.launcher import asked_settings, settle
 from toolkit.run.log import Log
 from toolkit.run.open_run import settings_beside
-from toolkit.run.parts import WeightFacts
+from toolkit.run.parts import TrainingData, WeightFacts
 from toolkit.run.plan import Plan
 from toolkit.run.processes import prepare, start_accelerator
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
 from toolkit.run.settings_file import CONFIG
 from toolkit.run.training import Training
-from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation
 from toolkit.step.ema import Ema
 from toolkit.step.execution import (
@@ -40,6 +43,26 @@ from toolkit.step.length import StepBudget, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import schedule_of_settings
+
+
+def open_tables(s: Any) -> tuple[DetectionTable, DetectionTable]:
+    """Open training and validation data for a `Session`, and its test split; see `Session.open_data`."""
+    c = s.config.data
+    reading = {key: getattr(c, key) for key in READING}
+    apart = not share_of(c.val) and c.overfit_batches is None and not is_several(c.path, c.train)
+    if s.config.run.eval_only and s.checkpoint is not None and apart:
+        table = val_table = open_split(c.val, say=s.say, listing=s.staging / "data_problems_val.txt", **reading)
+    else:
+        test = None if s.config.run.eval_only else s.config.eval.test_split
+        checks = [] if s.checkpoint else [partial(check_weights, s.config.model)]  # a checkpoint has the weights
+        reading["max_train_images"] = c.max_train_images
+        reading["overfit_images"] = (c.overfit_batches or 0) * c.batch_size_per_device * s.accelerator.num_processes
+        opened = open_all_splits(c.train, c.val, test, s.staging, *checks, say=s.say, **reading)
+        table, val_table, s.test_table = opened
+        check_not_empty(table, c.allow_mostly_empty)
+    for note in check_ground_truth(val_table):
+        s.say(note)
+    return table, val_table
 
 
 def build_training(

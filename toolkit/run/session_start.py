@@ -8,20 +8,19 @@ from typing import Any
 
 from toolkit import index
 from toolkit.base.distributed import leave, run_on_main, state_from_main
-from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.base.errors import BadInput, Preempted, StoppedByGuard, as_sentences
 from toolkit.base.signals import StopSignals
 from toolkit.data.batches import naming_killed_workers
 from toolkit.models import options_class
 from toolkit.run.checkpoint import resolve_resume
-from toolkit.run.failures import as_sentences
 from toolkit.run.folder import prepare_run_folder, staging
 from toolkit.run.loop import batches_under_way
 from toolkit.run.open_run import settings_beside
 from toolkit.run.processes import announce, set_threads, start_accelerator
 from toolkit.run.session import Session
 from toolkit.run.status import FolderLock, run_status
-from toolkit.run.trackers import agent_run_id, tracker_names
 from toolkit.run.watchdog import watchdog
+from toolkit.run.writer import agent_run_id, tracker_names
 from toolkit.step.execution import be_deterministic
 from toolkit.step.memory import naming_the_batch
 

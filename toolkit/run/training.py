@@ -18,11 +18,10 @@ from toolkit.data.sampling import EpochSampler
 from toolkit.models.detector import Detector
 from toolkit.run import loop
 from toolkit.run.log import Log
-from toolkit.run.parts import OptimizerPart, Parts
+from toolkit.run.parts import OptimizerPart, Parts, TrainingData
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
-from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema

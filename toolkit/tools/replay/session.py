@@ -24,13 +24,12 @@ from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.command_line import parse_config
 from toolkit.run.log import Log
-from toolkit.run.parts import WeightFacts
+from toolkit.run.parts import TrainingData, WeightFacts
 from toolkit.run.plan import Plan
 from toolkit.run.processes import start_accelerator
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
 from toolkit.run.training import Training
-from toolkit.run.training_data import TrainingData
 from toolkit.run.validation import Validation
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema

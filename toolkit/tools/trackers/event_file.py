@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.run.trackers import About, Tracker, flat
+from toolkit.run.writer import About, Tracker, flat
 
 THRESHOLDS = 127  # of a curve, from 0 to 1; TensorBoard's own default
 

@@ -10,7 +10,7 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from toolkit.base.files import distinct
-from toolkit.run.trackers import About, Tracker, flat
+from toolkit.run.writer import About, Tracker, flat
 
 
 class AccelerateTracker(Tracker):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.run.trackers import About, DataFacts, Tracker, agent_run_id, flat
+from toolkit.run.writer import About, DataFacts, Tracker, agent_run_id, flat
 
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 300  # so that a lost network does not delay a finished run; older releases lack this
