@@ -18,7 +18,7 @@ from visual_genome_writer import write_visual_genome
 from toolkit.base.errors import BadInput
 from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
-from toolkit.data.formats.coco import read_coco, write_coco
+from toolkit.data.formats.coco import read_coco
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixing import mixup, mosaic
 from toolkit.detectors.scene_graphs.batch import attribute_loss, mean
@@ -30,6 +30,7 @@ from toolkit.evaluation.predictions import best_first, detections_as_json
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
 from toolkit.tools.shapes import ATTRIBUTES
+from toolkit.tools.writers import write_coco
 
 NAMES = ("red", "striped", "wet")
 

@@ -39,7 +39,6 @@ from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput, sentence
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import write_folder
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.predictions import write_predictions
@@ -55,6 +54,7 @@ from toolkit.tools.predict.video import Video, VideoWriter
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.sweeps.sweep_file import read_sweep
+from toolkit.tools.writers import write_folder
 
 resource = pytest.importorskip("resource", reason="limits of the kernel: not on Windows")
 

@@ -18,9 +18,10 @@ from PIL import Image
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.coco import read_coco, write_coco
+from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import Category
 from toolkit.data.table_cache import open_table, write_rows
+from toolkit.tools.writers import write_coco
 
 
 def row(image_id, count, **extra):

@@ -111,24 +111,3 @@ def open_folder(
         raise BadInput(f"{recognised}; {NOT_STREAMED}")
     module = module_of(recognised.format)
     return module.read(recognised.path, wanted, image_dir=open_sources(image_dir), **options)
-
-
-def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
-    """Write a split as one of `FOLDERS`, images included; link: as hard links if the system supports them."""
-    module_of(format).write(table, Path(folder), split, link=link)
-
-
-def losses(table: DetectionTable, format: str) -> list[str]:
-    """Describe which content of a table a format cannot represent."""
-    crowds = int(table.boxes().iscrowd.sum())
-    lost = []
-    if format == "yolo" and crowds:
-        lost.append(f"{crowds} crowd regions are left out")
-    if format != "coco":
-        ids = [category.id for category in table.categories]
-        first = 0 if format in ("yolo", "hub") else 1
-        if ids != list(range(first, first + len(ids))):
-            lost.append(f"category ids become {first} to {first + len(ids) - 1}")
-        named = {"relations": table.predicates, "attributes": table.attributes}
-        lost += [f"{what} are left out" for what, names in named.items() if names]
-    return lost
