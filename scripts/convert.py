@@ -15,8 +15,7 @@ from pathlib import Path
 
 from toolkit.base.arguments import Program
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.data.formats import FORMATS, open_dataset
-from toolkit.data.formats.folders import recognise
+from toolkit.data.formats import FORMATS, open_dataset, recognise
 from toolkit.data.splits import share_of
 from toolkit.data.table import DetectionTable
 from toolkit.tools.data_flags import add_data_flag

@@ -15,8 +15,7 @@ from PIL import Image
 
 from scripts import convert
 from toolkit.base.errors import BadInput
-from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import FOLDERS, recognise
+from toolkit.data.formats import FOLDERS, open_dataset, recognise
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.tools.predict.outputs import write_outputs

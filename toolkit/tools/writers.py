@@ -32,7 +32,7 @@ CSV_OF_PREDICTIONS = ("score", "image_id", "category_id")  # further columns
 
 
 def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
-    """Write a split in one of the formats of `toolkit.data.formats.folders.FOLDERS`, images included.
+    """Write a split in one of the formats of `toolkit.data.formats.FOLDERS`, images included.
 
     link: images as hard links if the system supports them.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.data.annotations import Annotations, ImageRow
+from toolkit.data.annotations import Annotations, ImageRow, Reading
 from toolkit.data.check_files import image_names, parallel, waits_for, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image
@@ -162,40 +162,36 @@ def open_annotated(
     folder: Path,
     split: str,
     listing: Callable[[], Listing],
-    image_dir: Path | ImageSources | None,
-    *,
-    check_images: bool | str,
-    max_image_pixels: int,
-    **cached,
+    reading: Reading,
 ) -> DetectionTable:
     """Open the table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
 
-    The checks, problems and options are those of `read_coco`, but a box without width or height, which a click in an
-    annotation tool leaves behind, is left out with a warning. Raises BadInput.
+    Checks and problems are those of `read_coco`, but a box without width or height, which a click in an annotation tool
+    leaves behind, is left out with a warning. Raises BadInput.
 
-    image_dir: folder of its images; None: `listing` finds them.
+    reading: with the folder of its images, opened, as `image_dir`; None: `listing` finds them.
     """
     name = f"{folder} ({split})"
+    image_dir = reading.image_dir
 
     def make(cache_file: Path) -> DetectionTable:
         contents = listing()
         if not contents.images:
             raise BadInput([f"{name}: no images", *map(str, contents.problems)])
-        valid = check(contents.annotations, name, max_image_pixels)
+        valid = check(contents.annotations, name, reading.max_image_pixels)
         # reported once, as the file's fault: that an unreadable image is too large is not a fault of its own
         unread = {problem.image_id for problem in contents.problems if problem.severity == "error"} - {None}
         faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
         valid = replace(valid, problems=contents.problems + faults)
-        good, digests = with_good_files(
-            valid, contents.image_root, check_images, max_image_pixels, contents.listed, "annotations"
-        )
+        limits = (reading.check_images, reading.max_image_pixels)
+        good, digests = with_good_files(valid, contents.image_root, *limits, contents.listed, "annotations")
         checked = {str(path): digest_of(path) for path in contents.watched} | digests
         root = contents.image_root.resolve()
         return write_table(**good.columns(), cache_file=cache_file, image_root=root, name=name, checked=checked)
 
     where = f"in {image_dir.resolve()}" if image_dir else ""
-    key = [kind, split, check_images, folder.resolve(), where]
-    return cached_table(key, make, name=name, max_image_pixels=max_image_pixels, **cached)
+    key = [kind, split, reading.check_images, folder.resolve(), where]
+    return cached_table(key, make, reading, name=name)
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:

@@ -9,9 +9,8 @@ from itertools import chain
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.imports import uncollected
-from toolkit.data.annotations import Annotations, RelationColumns
+from toolkit.data.annotations import Annotations, Reading, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.formats.annotated import (
@@ -24,7 +23,7 @@ from toolkit.data.formats.annotated import (
     split_in_name,
 )
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
-from toolkit.data.image_sources import ImageSources, open_sources
+from toolkit.data.image_sources import open_sources
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 
@@ -43,56 +42,45 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(_files(folder)) or None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     """Read one split by `read_coco`; the folder of the images is looked for near the annotation file."""
     files = _files(folder)
     siblings = [file for name, file in files.items() if name != split]
-    return read_coco(files[split], image_dir, siblings=siblings, **options)
+    return read_coco(files[split], reading, siblings)
 
 
-def read_coco(
-    annotation_file: str | Path,
-    image_dir: str | Path | Sequence[str] | ImageSources | None = None,
-    *,
-    on_error: str = "raise",
-    cache_dir: str | Path | None = None,
-    check_images: bool | str = True,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
-    siblings: Sequence[Path] = (),
-) -> DetectionTable:
+def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[Path] = ()) -> DetectionTable:
     """Read a COCO `instances` file (polygons and masks are not kept) into a DetectionTable.
 
-    image_dir: the root of `file_name`, as `open_sources` takes it; None looks near the annotation file.
-    on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
-    check_images: True, "full" (decode each), "header", or False (the files are not looked at).
-    max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
+    reading: with the root of `file_name`, as `open_sources` takes it, as `image_dir`; None looks near the annotation
+        file.
     siblings: annotation files of other splits, whose images may lie in the same folder.
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
     the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
     (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
     annotations, ids of `attribute_categories`, become `attributes`.
     """
-    if on_error not in ("raise", "drop"):
-        raise BadInput(f"on_error is {on_error!r}; expected 'raise' or 'drop'")
+    if reading.on_error not in ("raise", "drop"):
+        raise BadInput(f"on_error is {reading.on_error!r}; expected 'raise' or 'drop'")
+    check_images = reading.check_images
     if check_images not in (True, False, "full", "header"):
         raise BadInput(f"check_images is {check_images!r}; expected True, False, 'full' or 'header'")
     file = Path(annotation_file).expanduser()
-    image_dir = open_sources(image_dir)
+    image_dir = open_sources(reading.image_dir)
 
     def make(cache_file: Path) -> DetectionTable:
         with uncollected():
-            checked = check(read_annotations(file), str(file), max_image_pixels)
+            checked = check(read_annotations(file), str(file), reading.max_image_pixels)
         root = image_dir or find_image_root(file, [row.file_name for row in checked.images], _folders_of_split(file))
         # The siblings are read only where the images are checked.
         others = set(chain.from_iterable(map(listed_names, siblings))) if check_images and checked.images else set()
-        good, digests = with_good_files(checked, root, check_images, max_image_pixels, others)
+        good, digests = with_good_files(checked, root, check_images, reading.max_image_pixels, others)
         good.problems[:0] = _notes(file)
         target = {"cache_file": cache_file, "image_root": root.resolve()}
         return write_table(**good.columns(), **target, name=str(file), checked=digests)
 
     where = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
-    cached = {"cache_dir": cache_dir, "on_error": on_error, "max_image_pixels": max_image_pixels}
-    return cached_table(["coco", check_images, where, file_digest(file)], make, name=str(file), **cached)
+    return cached_table(["coco", check_images, where, file_digest(file)], make, reading, name=str(file))
 
 
 def read_annotations(file: Path) -> Annotations:

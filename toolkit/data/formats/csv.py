@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
-from toolkit.data.annotations import ImageRow
+from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.formats.annotated import (
     ALL,
     SPLIT_NAMES,
@@ -92,14 +92,14 @@ def unused(folder: Path) -> list[str]:
     return not_among((path for _, path in _candidates(folder)), (path for _, path in _tables(folder)), folder)
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
 
     Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. If all
     coordinates are at most 1 and not all are whole numbers, they are fractions of the image. Classes are the names of
     all splits in alphabetical order.
     """
-    return open_annotated("csv", folder, split, lambda: _listing(folder, split, image_dir), image_dir, **options)
+    return open_annotated("csv", folder, split, lambda: _listing(folder, split, reading.image_dir), reading)
 
 
 def _as_meant(word: str) -> str:

@@ -6,8 +6,8 @@ The library is imported where it is used, because its import would delay the sta
 from pathlib import Path
 
 from toolkit.base.files import read_json
+from toolkit.data.annotations import Reading
 from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
-from toolkit.data.image_sources import ImageSources
 from toolkit.data.table import DetectionTable
 
 TITLE = "datasets"
@@ -31,11 +31,11 @@ def _own_name(names: list[str], split: str) -> str:
     return split if split in alike or not alike else alike[0]
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     """Read one split; `image_dir` is ignored, since the images are in the data."""
     from toolkit.data.formats.hub import open_hub
 
-    return open_hub(str(folder), _own_name(_names(folder), split), **options)
+    return open_hub(str(folder), _own_name(_names(folder), split), reading)
 
 
 def _names(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from toolkit.base.errors import BadInput
 from toolkit.base.files import folders_below, without_suffix
 from toolkit.base.text import shown
-from toolkit.data.annotations import ImageRow
+from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
     ALL,
@@ -90,8 +90,8 @@ def unused(folder: Path) -> list[str]:
     return names
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
 
     Boxes are taken as they stand, xmin to xmax and ymin to ymax, as annotation tools write them; in files of the VOC
     challenges themselves (`<database>The VOC...`) pixels count from 1 and xmax belongs to the box, so that xmin and
@@ -101,7 +101,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     """
     data_sets = _data_sets(folder)
     root = data_sets[0] if len(data_sets) == 1 else folder
-    return open_annotated("voc", root, split, lambda: _listing(root, data_sets, split, image_dir), image_dir, **options)
+    return open_annotated("voc", root, split, lambda: _listing(root, data_sets, split, reading.image_dir), reading)
 
 
 def _data_sets(folder: Path) -> list[Path]:

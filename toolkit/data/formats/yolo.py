@@ -9,7 +9,7 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import YamlLoader, folders_below, parse_yaml
-from toolkit.data.annotations import ImageRow
+from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
     ALL,
@@ -84,14 +84,14 @@ def labels_alone(folder: Path) -> Path | None:
     return folder if is_named_so or _is_label_folder(folder) else None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
 
     The text file of an image lies where its path says `labels` instead of `images`, or beside it; of labels alone, the
     images are those of `image_dir`, with the same names. An image without a text file has no objects. `Rows` decides
     what the numbers of a line are. Classes keep their numbers from 0.
     """
-    return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), image_dir, **options)
+    return open_annotated("yolo", folder, split, lambda: _listing(folder, split, reading.image_dir), reading)
 
 
 def settings_of(folder: Path) -> tuple[Path | None, dict]:
