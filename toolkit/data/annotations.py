@@ -29,7 +29,7 @@ LARGEST_AREA = 3e38  # the table's are float32
 
 @dataclass(frozen=True)
 class Reading:
-    """How data are read, whatever their format.
+    """Options of reading data, whatever their format.
 
     image_dir: folder of the images, or several, or archives; see `toolkit.data.image_sources`. None: it is looked for.
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
