@@ -25,8 +25,7 @@ import yaml
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import parse_yaml
 from toolkit.data.check_files import depth
-from toolkit.data.formats import FORMATS, open_dataset
-from toolkit.data.formats.folders import NAMED, recognise
+from toolkit.data.formats import FORMATS, NAMED, open_dataset, recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
 from toolkit.tools.arguments import Program, add_data_flag

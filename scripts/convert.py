@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.data.formats import FORMATS, open_dataset
-from toolkit.data.formats.folders import losses, recognise, write_folder
+from toolkit.data.formats import FORMATS, open_dataset, recognise
 from toolkit.data.splits import share_of
 from toolkit.data.table import DetectionTable
 from toolkit.tools.arguments import Program, add_data_flag
 from toolkit.tools.doctor.near_duplicates import hold_out
+from toolkit.tools.writers import losses, write_folder
 
 WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet": "hub"}
 

@@ -16,9 +16,10 @@ from scene_graph_data import model_of as graph_model
 from visual_genome_writer import write_visual_genome
 
 from toolkit.base.errors import BadInput
+from toolkit.data.annotations import Reading
 from toolkit.data.batches import collate
 from toolkit.data.dataset import row_target
-from toolkit.data.formats.coco import read_coco, write_coco
+from toolkit.data.formats import open_dataset
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixing import mixup, mosaic
 from toolkit.detectors.scene_graphs.batch import attribute_loss, mean
@@ -30,6 +31,7 @@ from toolkit.evaluation.predictions import best_first, detections_as_json
 from toolkit.models.final import load_detector_folder
 from toolkit.step.losses import LossWeights
 from toolkit.tools.shapes import ATTRIBUTES
+from toolkit.tools.writers import write_coco
 
 NAMES = ("red", "striped", "wet")
 
@@ -72,7 +74,7 @@ def test_files_of_both_layouts_are_read_as_written(tmp_path_factory, attributes)
     folder = tmp_path_factory.mktemp("files")
     table = table_of(folder, [[[1]], *attributes])
     write_coco(table.labelled(), folder / "coco.json")
-    again = read_coco(folder / "coco.json", folder, cache_dir=folder, check_images=False)
+    again = open_dataset(folder / "coco.json", image_dir=folder, cache_dir=folder, check_images=False)
     assert again.attributes == NAMES and ids_of(again) == ids_of(table)
     write_visual_genome([(table, 2)], folder)
     again = read_genome(folder, "test")
@@ -94,8 +96,8 @@ def test_visual_genome_with_other_widths_and_undefined_ids(tmp_path):
 
 
 def read_genome(folder, split="train", **options):
-    options |= {"num_val_images": 0, "keep_images_without_relations": True}
-    return read_visual_genome(folder, folder, split, check_images=False, cache_dir=folder, **options)
+    reading = Reading(folder, check_images=False, cache_dir=folder, **options)
+    return read_visual_genome(folder, split, reading, 0, keep_images_without_relations=True)
 
 
 def coco_of(folder, *, named=True, **ids):
@@ -103,7 +105,7 @@ def coco_of(folder, *, named=True, **ids):
     boxes = [box(id=n, attribute_ids=ids.get(key, "absent")) for n, key in enumerate("abc", 1)]
     names = [{"id": 70, "name": "wet"}, {"id": 7, "name": "red"}]
     file = write(folder, document(annotations=boxes) | ({"attribute_categories": names} if named else {}))
-    return lambda **options: read_coco(file, folder, check_images=False, cache_dir=folder, **options)
+    return lambda **options: open_dataset(file, image_dir=folder, check_images=False, cache_dir=folder, **options)
 
 
 def test_all_wrong_ids_of_a_coco_file_are_named_at_once(tmp_path):

@@ -187,8 +187,8 @@ def test_memory_is_that_of_columns(tmp_path):
     """Peak memory of reading 160,000 boxes beside that of 16,000: columns, and no Python object for a box."""
     script = (
         "import sys\n"
-        "from toolkit.data.formats import coco\n"
-        "coco.read_coco(sys.argv[1], '.', check_images=False, cache_dir=sys.argv[2])\n"
+        "from toolkit.data.formats import open_dataset\n"
+        "open_dataset(sys.argv[1], image_dir='.', check_images=False, cache_dir=sys.argv[2])\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
     )
     peaks = []

@@ -19,9 +19,8 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import folders_below, read_yaml
 from toolkit.data.annotations import ImageRow
 from toolkit.data.decoding import decode_image
-from toolkit.data.formats import open_dataset
+from toolkit.data.formats import open_dataset, recognise
 from toolkit.data.formats.annotated import split_in_name
-from toolkit.data.formats.folders import recognise, write_folder
 from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, shared_images
 from toolkit.data.table import Category, LabelledImages
 from toolkit.run.command_line import parse_config
@@ -30,6 +29,7 @@ from toolkit.run.settings_check import shown as shown_setting
 from toolkit.tools import anchors
 from toolkit.tools.arguments import inference_flags
 from toolkit.tools.predict.outputs import write_outputs
+from toolkit.tools.writers import write_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))

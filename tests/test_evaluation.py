@@ -22,7 +22,6 @@ from torchvision.ops import box_convert
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
 from toolkit.base.text import columns
-from toolkit.data.formats.coco import write_coco
 from toolkit.data.sampling import EvalSampler
 from toolkit.data.table import Category
 from toolkit.detectors.detr.detr_criterion import DetrCriterion
@@ -32,6 +31,7 @@ from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.step.losses import LossWeights
 from toolkit.tools.report.explain import explain_zero_ap
+from toolkit.tools.writers import write_coco
 
 NAMES = ["bbox_AP", "bbox_AP50", "bbox_AP75", "bbox_APs", "bbox_APm", "bbox_APl",
          "bbox_AR1", "bbox_AR10", "bbox_AR100", "bbox_ARs", "bbox_ARm", "bbox_ARl"]  # fmt: skip

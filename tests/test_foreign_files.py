@@ -26,7 +26,6 @@ from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.csv import write_csv
 from toolkit.data.table import Category, LabelledImages
 from toolkit.models import build_detector, options_class
 from toolkit.models.final import read_categories
@@ -41,6 +40,7 @@ from toolkit.tools.predict.open import open_predictor, rebuild_detector
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.replay.report import load_report
 from toolkit.tools.report.facts import run_facts
+from toolkit.tools.writers import write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 CLASS = "strangers_module:Detector"

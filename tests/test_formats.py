@@ -15,13 +15,13 @@ from PIL import Image
 
 from scripts import convert
 from toolkit.base.errors import BadInput
-from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import FOLDERS, losses, recognise, write_folder
+from toolkit.data.formats import FOLDERS, open_dataset, recognise
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.tools.predict.outputs import write_outputs
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.shapes import make_shapes
+from toolkit.tools.writers import losses, write_folder
 
 patient = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 

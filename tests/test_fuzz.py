@@ -39,7 +39,6 @@ from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput, sentence
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import write_folder
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.predictions import write_predictions
@@ -56,6 +55,7 @@ from toolkit.tools.replay.diagnosis import diagnose
 from toolkit.tools.replay.report import load_named_state, load_report, write_report
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.sweeps.sweep_file import read_sweep
+from toolkit.tools.writers import write_folder
 
 resource = pytest.importorskip("resource", reason="limits of the kernel: not on Windows")
 

@@ -22,13 +22,13 @@ from toolkit.data.dataset import DetectionDataset
 from toolkit.data.decoding import ImageError, decode_image, probe_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.formats.coco import listed_names
-from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.sampling import SampleKey
 from toolkit.data.transforms.geometry import exact_transform
 from toolkit.run.settings import DataConfig
 from toolkit.tools.shapes import make_shapes
+from toolkit.tools.writers import write_folder
 
 
 @pytest.fixture(autouse=True)

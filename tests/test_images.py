@@ -18,7 +18,6 @@ from toolkit.base.errors import BadInput
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.decoding import ImageError, _jpeg_size, decode_image, probe_image
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.coco import read_coco
 from toolkit.data.sampling import SampleKey
 from toolkit.tools.predict.prediction import as_image
 
@@ -194,7 +193,8 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
             file.truncate(2**40)
         assert "bytes, more than" in raised_by(lambda read=read: read(tmp_path / "sparse.jpg"))
         assert raised_by(lambda read=read: read(encode(scene(), "PNG", exif=b"Exif\0\0II*\0")))  # exif that is cut off
-    assert "a pipe or a device" in raised_by(lambda: read_coco(tmp_path / "pipe.jpg", cache_dir=tmp_path))
+    pipe = {"source": tmp_path / "pipe.jpg", "format": "coco", "cache_dir": tmp_path}
+    assert "a pipe or a device" in raised_by(lambda: open_dataset(**pipe))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes on this system")

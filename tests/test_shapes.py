@@ -10,7 +10,6 @@ import pytest
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.coco import read_coco
 from toolkit.tools.shapes import CLASSES, PREDICATES, draw_scene, ensure_shapes, main, make_shapes
 
 SIZES = {"train_images": 6, "val_images": 3, "image_size": 64}
@@ -75,7 +74,7 @@ def test_the_files_are_an_ordinary_data_set_with_relations(tmp_path, capsys):
     arguments = ["--out", str(tmp_path / "set"), "--train-images", "2", "--val-images", "3", "--image-size", "64"]
     assert main(arguments) == 0 and len(list((tmp_path / "set" / "train").iterdir())) == 2
     assert main(arguments) == 2 and "not an empty folder" in capsys.readouterr().err
-    table = read_coco(tmp_path / "set" / "annotations" / "val.json", cache_dir=tmp_path / "cache")
+    table = open_dataset(tmp_path / "set" / "annotations" / "val.json", cache_dir=tmp_path / "cache")
     assert len(table) == 3 and table.problems == [] and table.predicates == PREDICATES
     assert table.class_names == list(CLASSES)
     for index in range(3):

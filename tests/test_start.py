@@ -10,7 +10,6 @@ import torch
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import Category, JoinedSet
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
@@ -194,6 +193,6 @@ def test_graphs_are_not_trained_on_data_without_a_relation(tmp_path):
     make_shapes(tmp_path, train_images=1, val_images=1, image_size=64)
     file = tmp_path / "annotations" / "train.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rel_annotations": []}))
-    table = read_coco(file, tmp_path / "train", cache_dir=tmp_path / "cache")
+    table = open_dataset(file, image_dir=tmp_path / "train", cache_dir=tmp_path / "cache")
     with pytest.raises(BadInput, match="not a single relation between the boxes of its 1 images; give data with"):
         start_scene_graph(SceneGraphOptions(**GRAPH), table, tmp_path, checkpoint=None, say=print)

@@ -12,13 +12,13 @@ from toolkit.base.errors import BadInput
 from toolkit.data import image_sources
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import write_folder
 from toolkit.data.image_sources import open_sources
 from toolkit.data.pipeline import blocks_of, loader_of_settings
 from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, SampleKey, block_order, rank_runs
 from toolkit.data.transforms.geometry import exact_transform
 from toolkit.run.settings import DataConfig
 from toolkit.tools.doctor.near_duplicates import hold_out
+from toolkit.tools.writers import write_folder
 
 GROUP = 4  # images of a row group
 

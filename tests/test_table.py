@@ -18,9 +18,9 @@ from PIL import Image
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.coco import read_coco, write_coco
 from toolkit.data.table import Category
 from toolkit.data.table_cache import open_table, write_rows
+from toolkit.tools.writers import write_coco
 
 
 def row(image_id, count, **extra):
@@ -146,7 +146,7 @@ def test_coco_survives_reading_and_writing(tmp_path_factory, boxes, ids):
                    for k, box in enumerate(of_image)]  # fmt: skip
     categories = [{"id": id_, "name": f"class {id_}"} for id_ in ids]
     file = write(folder, document(images=images, annotations=annotations, categories=categories))
-    table = read_coco(file, folder, cache_dir=folder, check_images=False)
+    table = open_dataset(file, image_dir=folder, cache_dir=folder, check_images=False)
     write_coco(table.labelled(), folder / "b.json")
     again = json.loads((folder / "b.json").read_text())
     assert [a | {"bbox": 0} for a in again["annotations"]] == [a | {"bbox": 0} for a in annotations]
@@ -176,7 +176,7 @@ def test_the_cache_notices_what_changed(tmp_path):
     content = document(images=entries, annotations=[])
 
     def read(**options):
-        return read_coco(write(tmp_path, content), picture.parent, cache_dir=tmp_path / "cache", **options)
+        return open_dataset(write(tmp_path, content), image_dir=picture.parent, cache_dir=tmp_path / "cache", **options)
 
     def stamps():
         return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "tables").iterdir()}
@@ -193,7 +193,7 @@ def test_the_cache_notices_what_changed(tmp_path):
     picture.write_bytes(whole)
     assert len(read()) == 2
     with pytest.raises(BadInput, match="DETECTION_TOOLKIT_CACHE"):  # a cache that cannot be written
-        read_coco(tmp_path / "f.json", picture.parent, cache_dir=picture)
+        open_dataset(tmp_path / "f.json", image_dir=picture.parent, cache_dir=picture)
 
 
 @pytest.mark.parametrize(("source", "options", "words"), [
@@ -248,5 +248,5 @@ def test_image_folder_is_found_beside_the_annotations(tmp_path):
         (root / layout).mkdir(parents=True, exist_ok=True)
         shutil.copy(DIRTY / "images" / "control.jpg", root / layout / "x.jpg")
         (root / "annotations" / "a.json").write_text(json.dumps(content))
-        table = read_coco(root / "annotations" / "a.json", cache_dir=tmp_path / "cache")
+        table = open_dataset(root / "annotations" / "a.json", cache_dir=tmp_path / "cache")
         assert table.image_root == (root / layout).resolve()

@@ -10,7 +10,7 @@ from documents import DIRTY, box, checked, document, image, write
 from toolkit.base.errors import BadInput
 from toolkit.data.check_files import parallel
 from toolkit.data.checks import unsafe_file_name
-from toolkit.data.formats.coco import read_coco
+from toolkit.data.formats import open_dataset
 
 # image id -> severity, annotation id, words: the table of tests/data/dirty/README.md
 ERRORS = {
@@ -27,8 +27,9 @@ WITHOUT_COMPLAINT = (1, 5, 6, 7, 8, 17, 18, 19, 20, 22)
 
 @pytest.fixture(scope="module")
 def dirty(tmp_path_factory):
-    return read_coco(DIRTY / "annotations" / "instances.json", DIRTY / "images", on_error="drop",
-                     cache_dir=tmp_path_factory.mktemp("cache"))
+    file = DIRTY / "annotations" / "instances.json"
+    cache = tmp_path_factory.mktemp("cache")
+    return open_dataset(file, image_dir=DIRTY / "images", on_error="drop", cache_dir=cache)
 
 
 def of(table, severity, image_id):
@@ -75,10 +76,10 @@ def test_dirty_drop_leaves_the_usable_records(dirty):
 def test_raise_lists_everything_at_once_and_headers_tell_of_truncation(tmp_path):
     file = DIRTY / "annotations" / "instances.json"
     with pytest.raises(BadInput) as caught:
-        read_coco(file, DIRTY / "images", cache_dir=tmp_path)
+        open_dataset(file, image_dir=DIRTY / "images", cache_dir=tmp_path)
     for annotation_id, words in ERRORS.values():
         assert words in str(caught.value) and str(annotation_id or "") in str(caught.value)
-    table = read_coco(file, on_error="drop", cache_dir=tmp_path, check_images="header")
+    table = open_dataset(file, on_error="drop", cache_dir=tmp_path, check_images="header")
     assert {p.image_id for p in table.problems if p.severity == "error"} == set(ERRORS)
 
 
@@ -93,12 +94,12 @@ def test_raise_lists_everything_at_once_and_headers_tell_of_truncation(tmp_path)
 ])  # fmt: skip
 def test_broken_documents(tmp_path, name, words):
     with pytest.raises(BadInput) as caught:
-        read_coco(DIRTY / "broken" / f"{name}.json", DIRTY / "images", cache_dir=tmp_path, on_error="drop")
+        open_dataset(DIRTY / "broken" / f"{name}.json", image_dir=DIRTY / "images", cache_dir=tmp_path, on_error="drop")
     assert all(word in str(caught.value) for word in words) and f"{name}.json" in str(caught.value)
 
 
 def test_byte_order_mark_is_skipped_with_a_warning(tmp_path):
-    table = read_coco(DIRTY / "broken" / "utf8_bom.json", DIRTY / "images", cache_dir=tmp_path)
+    table = open_dataset(DIRTY / "broken" / "utf8_bom.json", image_dir=DIRTY / "images", cache_dir=tmp_path)
     assert len(table) == 1 and table.num_boxes().tolist() == [2]
     assert "byte order mark" in table.problems[0].message and table.problems[0].severity == "warning"
     assert "image files not listed in the annotation file" in table.problems[1].message, "many are one warning"
@@ -147,7 +148,7 @@ def test_malformed_records_are_errors(list_, entry, words):
 ])  # fmt: skip
 def test_unusable_documents_are_refused(tmp_path, content, words):
     with pytest.raises(BadInput, match=words):
-        read_coco(write(tmp_path, content), tmp_path, cache_dir=tmp_path / "cache", check_images=False)
+        open_dataset(write(tmp_path, content), image_dir=tmp_path, cache_dir=tmp_path / "cache", check_images=False)
 
 
 def test_faults_repairs_and_names():
@@ -205,7 +206,7 @@ def test_backslashes_between_folders_are_slashes(tmp_path):
     shutil.copy(DIRTY / "images" / "control.jpg", tmp_path / "images" / "sub" / "a.jpg")
     entries = [image(id=i, file_name=name, width=64, height=48) for i, name in enumerate(("sub\\a.jpg", "..\\a.jpg"))]
     file = write(tmp_path, document(images=entries, annotations=[]))
-    table = read_coco(file, on_error="drop", cache_dir=tmp_path / "cache")
+    table = open_dataset(file, on_error="drop", cache_dir=tmp_path / "cache")
     assert [table.file_name(i) for i in range(len(table))] == ["sub/a.jpg"]
     assert ["unsafe file_name" in problem.message for problem in table.problems] == [True]
 
@@ -217,20 +218,20 @@ def test_a_symbolic_link_out_of_the_folder_is_read_and_noted(tmp_path):
     shutil.copy(DIRTY / "images" / "control.jpg", images / "b.jpg")
     entries = [image(id=i, file_name=f"{name}.jpg", width=64, height=48) for i, name in enumerate("ab")]
     file = write(tmp_path, document(images=entries, annotations=[]))
-    table = read_coco(file, images, on_error="drop", cache_dir=tmp_path / "cache")
+    table = open_dataset(file, image_dir=images, on_error="drop", cache_dir=tmp_path / "cache")
     assert len(table) == 2
     (note,) = table.problems
     assert note.severity == "note" and note.message.startswith("1 of 2 images are links to files elsewhere")
     (tmp_path / "link").symlink_to(images)  # the folder itself may be one
-    assert len(read_coco(file, tmp_path / "link", on_error="drop", cache_dir=tmp_path / "cache")) == 2
+    assert len(open_dataset(file, image_dir=tmp_path / "link", on_error="drop", cache_dir=tmp_path / "cache")) == 2
 
 
 def test_a_wrong_image_folder_is_one_error(tmp_path):
     with pytest.raises(BadInput, match="none of the 1 listed images") as caught:
-        read_coco(write(tmp_path, document()), tmp_path, cache_dir=tmp_path / "cache")
+        open_dataset(write(tmp_path, document()), image_dir=tmp_path, cache_dir=tmp_path / "cache")
     assert len(caught.value.problems) == 1
     with pytest.raises(BadInput, match="tried .*--data.image_dir"):
-        read_coco(write(tmp_path, document()), cache_dir=tmp_path / "cache")
+        open_dataset(write(tmp_path, document()), cache_dir=tmp_path / "cache")
 
 
 def test_ids_beyond_64_bits_are_reported():

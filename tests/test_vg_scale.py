@@ -14,6 +14,7 @@ from launching import ROOT, checkpoint_state, checkpoint_tensors, finish, rows, 
 from test_scene_graphs import visual_genome
 from test_visual_genome import CLASSES, PREDICATES
 
+from toolkit.data.annotations import Reading
 from toolkit.detectors.scene_graphs.readers.visual_genome import read_visual_genome
 
 VAL_IMAGES = 40
@@ -67,7 +68,8 @@ def test_the_documented_chain(files, tmp_path):
 
     command = ("evaluate.py", graphs, "--split", "test", "--image-dir", files / "images")
     printed = run(tmp_path, *command)
-    test = read_visual_genome(files, files / "images", "test", cache_dir=tmp_path / "cache", check_images=False)
+    reading = Reading(files / "images", cache_dir=tmp_path / "cache", check_images=False)
+    test = read_visual_genome(files, "test", reading)
     assert f"{len(test)} images" in printed and 100 < len(test) <= 167
     check_metrics(json.loads(printed.strip().splitlines()[-1]))
 
@@ -97,6 +99,6 @@ def check_counts(files: Path, tensors: dict, folder: Path) -> None:
     """The frequency bias has seen the training split, and nothing else, with the vocabulary of VG150."""
     counts = tensors["model/relation_counts"]
     assert counts.shape == (len(CLASSES) + 1, len(CLASSES) + 1, len(PREDICATES) + 1) == (151, 151, 51)
-    options = {"num_val_images": VAL_IMAGES, "drop_non_overlapping": True, "check_images": False}
-    table = read_visual_genome(files, files / "images", "train", cache_dir=folder / "cache", **options)
+    reading = Reading(files / "images", cache_dir=folder / "cache", check_images=False)
+    table = read_visual_genome(files, "train", reading, VAL_IMAGES, drop_non_overlapping=True)
     assert counts.sum() == sum(len(table.row(i)["relations"]["subject"]) for i in range(len(table)))

@@ -12,6 +12,7 @@ from PIL import Image
 from visual_genome_writer import write_visual_genome
 
 from toolkit.base.errors import BadInput
+from toolkit.data.annotations import Reading
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
@@ -58,8 +59,10 @@ def thousand(tmp_path_factory):
 
 
 def read(folder, split, **options):
-    options = {"check_images": False, "cache_dir": folder / "cache", "num_val_images": 50} | options
-    return read_visual_genome(folder, folder / "images", split, **options)
+    options = {"num_val_images": 50} | options
+    given = {name: options.pop(name) for name in ("check_images", "cache_dir", "on_error") if name in options}
+    reading = Reading(**{"image_dir": folder / "images", "check_images": False, "cache_dir": folder / "cache"} | given)
+    return read_visual_genome(folder, split, reading, **options)
 
 
 def test_what_is_written_is_read(thousand):
@@ -202,7 +205,7 @@ def test_psg(tmp_path):
     def opened(split, **images):
         (tmp_path / "psg.json").write_text(json.dumps(document | {"data": [*(data | images).values()]}))
         options = {"check_images": False, "cache_dir": tmp_path / "cache"}
-        return open_graphs(f"{split}:1", tmp_path, "psg", tmp_path / "psg.json", **options)
+        return open_graphs(f"{split}:1", Reading(tmp_path, format="psg", name=tmp_path / "psg.json", **options))
 
     data = {f"i{i}": entry(str(i), [[0, 1, 2], [1, 0, 0]]) for i in range(4)}
     document = {"test_image_ids": ["2"], "thing_classes": ["cat"], "stuff_classes": ["sky"]}

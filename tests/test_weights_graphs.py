@@ -12,7 +12,7 @@ from PIL import Image
 from published import pixels, published_rcnn
 
 from toolkit.base.errors import BadInput
-from toolkit.data.formats.coco import read_coco
+from toolkit.data.formats import open_dataset
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.detectors.scene_graphs.start import start_scene_graph
 from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import SCENE_GRAPH_BENCHMARK
@@ -91,7 +91,7 @@ def table(tmp_path_factory):
         "rel_annotations": [{"image_id": 1, "subject_id": i, "object_id": i + 1, "predicate_id": i} for i in (0, 1)],
     }
     (folder / "graphs.json").write_text(json.dumps(document))
-    return read_coco(folder / "graphs.json", folder, cache_dir=folder / "cache")
+    return open_dataset(folder / "graphs.json", image_dir=folder, cache_dir=folder / "cache")
 
 
 def test_training_goes_on_from_a_published_scene_graph(table, tmp_path):

@@ -21,7 +21,7 @@ from torchvision.models import detection
 
 from toolkit import index
 from toolkit.base.errors import BadInput
-from toolkit.data.formats.coco import read_coco
+from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
 from toolkit.detectors.detr.weights_detr import DETR
 from toolkit.detectors.faster_rcnn import weights_maskrcnn_benchmark as maskrcnn_benchmark
@@ -223,7 +223,7 @@ def test_a_file_of_maskrcnn_benchmark_is_the_detector_of_a_scene_graph(tmp_path)
         "rel_annotations": [{"image_id": 1, "subject_id": 1, "object_id": 2, "predicate_id": 1}],
     }
     (tmp_path / "graphs.json").write_text(json.dumps(document))
-    table = read_coco(tmp_path / "graphs.json", tmp_path, check_images=False, cache_dir=tmp_path / "cache")
+    table = open_dataset(tmp_path / "graphs.json", image_dir=tmp_path, check_images=False, cache_dir=tmp_path / "cache")
     own = {"detections_per_image": 7, "box_batch_size_per_image": 33}
     settings = {"detector": str(file), "mode": "sgdet", "hidden_dim": 8, "embed_dim": 4, "union_levels": "all"}
     options = SceneGraphOptions(**settings, detector_options=own)

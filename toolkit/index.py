@@ -59,8 +59,13 @@ DETECTORS = {
     "ssdlite": (f"{_SSD}.model:SSDLite", f"{_SSD}.options:SsdliteOptions"),
 }
 
-# data.format -> the function that opens one split. Other formats of boxes alone are the core's, `toolkit.data.formats`.
-READERS = {"shapes": "toolkit.tools.shapes:open_shapes"}
+# data.format -> the function that opens one split, `(source, reading) -> table`. Folders are read by the core itself,
+# `toolkit.data.formats.FOLDERS`.
+READERS = {
+    "coco": "toolkit.data.formats.coco:read_coco",
+    "shapes": "toolkit.tools.shapes:open_shapes",
+    "hub": "toolkit.data.formats.hub:open_named",
+}
 READERS |= dict.fromkeys(("visual_genome", "psg", "vrd", "gqa", "open_images"), f"{_SCENE_GRAPHS}.readers:open_graphs")
 
 # data.recipe -> what makes the training augmentation; "detr" is the core's own.

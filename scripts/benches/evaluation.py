@@ -14,10 +14,10 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from toolkit.data.formats.coco import write_coco
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
 from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.tools.writers import write_coco
 
 from .measuring import against, in_turn, random_boxes, row, table_row
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json, write_json
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import write_folder
 from toolkit.data.table import DetectionTable
 from toolkit.run.metrics_log import read_metrics
 from toolkit.tools.shapes import ensure_shapes
+from toolkit.tools.writers import write_folder
 
 from .measuring import row
 from .peer_programs import PROGRAMS, Plan, lines_of

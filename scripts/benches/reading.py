@@ -14,12 +14,13 @@ from .measuring import row
 # Arguments: annotation file, cache folder, way. Prints seconds, MB and images.
 PROGRAM = """
 import sys, time
+from toolkit.data.annotations import Reading
 from toolkit.data.formats import coco
 from toolkit.tools.doctor.inspection import inspect_tables
 def peak_mb():  # ru_maxrss would be that of the process before exec, too
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1e3
 before, began = peak_mb(), time.process_time()
-table = coco.read_coco(sys.argv[1], ".", check_images=False, cache_dir=sys.argv[2])
+table = coco.read_coco(sys.argv[1], Reading(".", check_images=False, cache_dir=sys.argv[2]))
 if sys.argv[3] == "checked":
     inspect_tables({"train": table}, (640, 640), compare=False)
 print(time.process_time() - began, peak_mb() - before, len(table))

@@ -27,6 +27,7 @@ from sgg_heads import build_head, head_batch
 from toolkit.base.batch import attribute_targets, pad_rows
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.data.annotations import Reading
 from toolkit.detectors.scene_graphs import batch as losses
 from toolkit.detectors.scene_graphs import frequency, geometry, postprocess, sampling
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
@@ -541,8 +542,8 @@ def test_relation_matrices(golden, vg_folder, train_split):
     case = group(data, train_split)
     key = "train_relation_map_values_over_40_draws"
     split, options = split_options(train_split, data)
-    options |= {"check_images": False, "cache_dir": vg_folder / "cache"}
-    table = vg.read_visual_genome(vg_folder, vg_folder / "images", split, **options)
+    reading = Reading(vg_folder / "images", check_images=False, cache_dir=vg_folder / "cache")
+    table = vg.read_visual_genome(vg_folder, split, reading, **options)
     assert [table.row(i)["image_id"] for i in range(len(table))] == case["image_ids"].tolist()
     draws = 200
     for i in range(len(table)):

@@ -9,8 +9,8 @@ from launching import SCRIPTS, assert_same_run, kill, rows, training_rows
 from test_text import NASTY_NAMES
 
 from toolkit.data.formats import open_dataset
-from toolkit.data.formats.folders import write_folder
 from toolkit.evaluation.matches import metric_keys
+from toolkit.tools.writers import write_folder
 
 BOXES_AND_GRAPHS = [SCRIPTS[0], SCRIPTS[3]]
 SHORT = ("--run.epochs", 1, "--run.max_steps", 1)

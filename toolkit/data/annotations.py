@@ -1,4 +1,4 @@
-"""The output of a reader: images, boxes and relations as columns, unchecked, exactly as in the file.
+"""The input and output of a reader: its options; images, boxes and relations as columns, exactly as in the file.
 
 Columns hold numbers only. An entry that does not fit (a string instead of a number, a box of three numbers) is kept in
 `odd`, with a row of zeros in its place, and is checked separately.
@@ -7,10 +7,15 @@ Columns hold numbers only. An entry that does not fit (a string instead of a num
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.data.image_sources import ImageSources
 
 FLOATS = {float}
 NUMBERS = {int, float}
@@ -20,6 +25,31 @@ LARGEST_ID = 2**63 - 1
 NAMED = ("id", "image_id", "category_id")
 TRIPLET = ("subject_id", "object_id", "predicate_id")
 LARGEST_AREA = 3e38  # the table's are float32
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Options of reading data, whatever their format.
+
+    image_dir: folder of the images, or several, or archives; see `toolkit.data.image_sources`. None: it is looked for.
+    on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
+    cache_dir: of the tables; None: see `toolkit.data.table_cache.cache_root`.
+    check_images: True, "full" (decode each), "header", or False (the files are not looked at).
+    max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
+    format, name: as of `toolkit.data.formats.open_dataset`.
+    streaming: leave the images in the Parquet files of a `datasets` data set; see `open_hub`.
+    keep_images_without_relations: train on those of Visual Genome too, see `load_graphs`; other formats keep all.
+    """
+
+    image_dir: str | Path | Sequence[str] | ImageSources | None = None
+    on_error: str = "raise"
+    cache_dir: str | Path | None = None
+    check_images: bool | str = True
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    format: str = "auto"
+    name: str | None = None
+    streaming: bool = False
+    keep_images_without_relations: bool = False
 
 
 class ImageRow(NamedTuple):

@@ -13,7 +13,7 @@ from toolkit import index
 from toolkit.base.distributed import first_on_each_machine, run_on_main
 from toolkit.base.errors import BadInput, all_faults
 from toolkit.base.text import shown
-from toolkit.data.formats import is_several, open_dataset, paired
+from toolkit.data.formats import is_several, open_dataset, paired, recognise, split_in
 from toolkit.data.table import DetectionTable
 
 Say = Callable[[str], None]
@@ -79,8 +79,6 @@ def check_splits(
         sets = [one for pairs in all_faults(*(partial(paired, path, source) for source in named)) for one in pairs]
         all_faults(*(partial(check_splits, source, path=one, format=format, name=name) for one, source in sets))
     elif path is not None:
-        from toolkit.data.formats.folders import recognise, split_in  # here, since annotation files need none of it
-
         folder = recognise(path, _folder_format(format))
         all_faults(*(partial(split_in, folder, source) for source in named))
     elif name is None:
@@ -107,8 +105,6 @@ def open_splits(
     """
     path = reading.get("path")
     if path:
-        from toolkit.data.formats.folders import recognise
-
         for one in path if is_several(path) else [path]:
             say(str(recognise(one, _folder_format(reading.get("format", "auto")))))
     listings = [folder / f"data_problems_{name}.txt" for name in ("train", "val")]

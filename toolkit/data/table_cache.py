@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput
-from toolkit.base.files import MAX_IMAGE_PIXELS, fsync_folder, write_json
-from toolkit.data.annotations import ImageRow
+from toolkit.base.files import fsync_folder, write_json
+from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
 from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, JoinedSet, Problem
 
@@ -42,11 +42,9 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 def cached_table(
     key: Iterable[object],
     write: Callable[[Path], DetectionTable],
+    reading: Reading,
     *,
     name: str,
-    cache_dir: str | Path | None,
-    on_error: str = "raise",
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
     empty: str = "not one usable image",
 ) -> DetectionTable:
     """Return the table that `key` identifies, from the cache while its source files are unchanged; otherwise rebuilt.
@@ -60,17 +58,17 @@ def cached_table(
     Raises:
         BadInput: errors in the data with `on_error` "raise"; no images; what `write` raises.
     """
-    digest = hashlib.blake2b(f"{TABLE_VERSION} {max_image_pixels}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{TABLE_VERSION} {reading.max_image_pixels}".encode(), digest_size=16)
     for part in key:
         digest.update(part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape"))
-    cache_file = cache_root(cache_dir) / "tables" / f"{digest.hexdigest()}.json"
+    cache_file = cache_root(reading.cache_dir) / "tables" / f"{digest.hexdigest()}.json"
     cached = open_table(cache_file)
     if cached and all(digest_of(path) == digest for path, digest in cached[1].items()):
         table = dataclasses.replace(cached[0], name=name)
     else:
         table = write(cache_file)
-    table.max_image_pixels = max_image_pixels
-    settle(table.problems, on_error if len(table) else "raise", name)
+    table.max_image_pixels = reading.max_image_pixels
+    settle(table.problems, reading.on_error if len(table) else "raise", name)
     if not len(table):
         raise BadInput(f"{name}: {empty}")
     return table

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.base.files import write_json
-from toolkit.data.formats.coco import write_coco
+from toolkit.base.files import write_json, write_text_atomic
 from toolkit.data.table import Category, LabelledImages
 
 log = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     graphs_file = path.with_suffix(".graphs.npz")
     graphs_file.unlink(missing_ok=True)  # of other predictions
     about_file(path).unlink(missing_ok=True)
-    write_coco(LabelledImages(table.image_rows(), boxes[is_kept], table.categories), path)
+    write_text_atomic(path, coco_results(LabelledImages(table.image_rows(), boxes[is_kept], table.categories)))
     graphs = _graphs(predictions, image_ids)
     if graphs:
         np.savez_compressed(graphs_file, **graphs)
@@ -198,6 +197,20 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     classes = [{"id": category.id, "name": category.name} for category in table.categories]
     write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
     return path
+
+
+def coco_results(labelled: LabelledImages) -> str:
+    """Return COCO's list of results, `{image_id, category_id, bbox, score}`, as text, a line for each image."""
+    ids = [category.id for category in labelled.categories]
+    lines = []
+    for row, boxes in labelled.by_image():
+        entries = [
+            {"image_id": row.image_id, "category_id": ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1], "score": score}
+            for label, (x1, y1, x2, y2), score, _ in boxes
+        ]
+        if entries:
+            lines.append(json.dumps(entries)[1:-1])
+    return "[" + ",\n".join(lines) + "]\n"
 
 
 def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:

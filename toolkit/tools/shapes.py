@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import write_json
+from toolkit.data.annotations import Reading
 from toolkit.data.formats import FORMATS
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import DetectionTable
@@ -339,18 +340,19 @@ def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
     return triples
 
 
-def open_shapes(
-    split: str, image_dir: object, format: str, name: str | None, *, cache_dir: str | Path | None, **_
-) -> DetectionTable:
-    """Open a split of the bundled shapes, drawn on the first call. Raises BadInput for other splits, and for a `name`.
+def open_shapes(split: str, reading: Reading) -> DetectionTable:
+    """Open a split of the bundled shapes, drawn on the first call; of `reading` only `cache_dir` has an effect.
+
+    Raises BadInput for other splits, and for a `name`.
     """
-    if split not in SPLITS or name is not None:
-        asked = repr(split) if name is None else f"data set {name!r}"
+    if split not in SPLITS or reading.name is not None:
+        asked = repr(split) if reading.name is None else f"data set {reading.name!r}"
         others = f"--data.format {', '.join(other for other in FORMATS if other != 'shapes')}"
         remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
         raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
-    folder = ensure_shapes(cache_dir)
-    return read_coco(folder / "annotations" / f"{split}.json", folder / split, cache_dir=cache_dir)
+    folder = ensure_shapes(reading.cache_dir)
+    as_they_are = Reading(image_dir=folder / split, cache_dir=reading.cache_dir)
+    return read_coco(folder / "annotations" / f"{split}.json", as_they_are)
 
 
 @says_bad_input

@@ -1,17 +1,26 @@
-"""Readers of data sets: every format becomes one Arrow table."""
+"""Readers of data sets: every format becomes one Arrow table. The module of a format is loaded when it is asked for."""
 
+import importlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
-from toolkit.data.formats.coco import read_coco
+from toolkit.data.annotations import Reading
+from toolkit.data.formats.annotated import ALL, split_of
+from toolkit.data.image_sources import open_sources
 from toolkit.data.table import DetectionTable
 
-FORMATS = ("auto", "coco", "shapes", "hub", *(name for name in index.READERS if name != "shapes"), "voc", "yolo", "csv")
+# Modules of the formats of folders in the order in which they are tried: the surest signs first.
+FOLDERS = {"hub": "hub_folder", "voc": "voc", "coco": "coco", "yolo": "yolo", "csv": "csv"}
+OF_FOLDERS_ALONE = ("voc", "yolo", "csv")
+FORMATS = ("auto", *index.READERS, *OF_FOLDERS_ALONE)
+NAMED = 5  # files that are not used, in one line
 NOT_STREAMED = (
     "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
     "scripts/convert.py --to parquet"
@@ -41,57 +50,48 @@ def open_dataset(
         "test"; "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
         A folder or a CSV file stands for its one split, or for its training data. A list: several, see
         `toolkit.data.joining`.
-    path: folder of any format of `toolkit.data.formats.folders`, or several; `source` is then the name of a split.
-    image_dir: folder of the images, or several, or archives; see `toolkit.data.image_sources`.
+    path: folder of any format of `FOLDERS`, or several; `source` is then the name of a split.
     format: "auto" goes by `path`, by `name` and by the suffix of `source`. With `path` "shapes" means "auto".
-    on_error, cache_dir, check_images, max_image_pixels: as in `read_coco`.
-    streaming: leave the images in the Parquet files of a `datasets` data set; see `open_hub`.
-    keep_images_without_relations: train on those of Visual Genome too, see `load_graphs`; other formats keep all.
     unlisted_classes: of several: how a class that is not in a set's own list counts in its images, "unknown" or
         "background".
+    The others are those of `Reading`.
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
     if format not in FORMATS:
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
-    options = {
-        "on_error": on_error,
-        "cache_dir": cache_dir,
-        "check_images": check_images,
-        "max_image_pixels": max_image_pixels,
-    }
-    if is_several(path, source):
-        options["image_dir"] = image_dir
-        options["format"] = format
-        options["name"] = name
-        options["streaming"] = streaming
-        options["keep_images_without_relations"] = keep_images_without_relations
-        from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
+    reading = Reading(
+        image_dir=image_dir,
+        on_error=on_error,
+        cache_dir=cache_dir,
+        check_images=check_images,
+        max_image_pixels=max_image_pixels,
+        format=format,
+        name=name,
+        streaming=streaming,
+        keep_images_without_relations=keep_images_without_relations,
+    )
+    open_one = partial(_open_one, reading=reading)
+    if not is_several(path, source):
+        return open_one(source, path=path)
+    from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
 
-        return open_joined(paired(path, source), partial(open_dataset, **options), unlisted_classes, cache_dir)
+    return open_joined(paired(path, source), open_one, unlisted_classes, cache_dir)
+
+
+def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> DetectionTable:
+    """Open one split of one data set; `source` and `path` as of `open_dataset`."""
     source = str(source)
-    if streaming:
-        options["streaming"] = True
     if path is not None:
-        kind = "auto" if format == "shapes" else format
-        return _open_folder(path, source, format=kind, image_dir=image_dir, **options)
-    if format in ("voc", "yolo", "csv") or format == "auto" and name is None and _is_folder(source):
-        return _open_folder(source, "train", format=format, image_dir=image_dir, **options)
-    if format == "auto":
-        format = "hub" if name is not None else "coco" if source.lower().endswith(".json") else _unknown(source)
-    if format == "hub":
-        if name is None:
-            raise BadInput(f"format 'hub' with split {source!r}: set the data set's name or folder (--data.name)")
-        from toolkit.data.formats.hub import open_hub  # here, since every start would pay for `datasets`
-
-        return open_hub(name, source, **options)
-    if streaming:
+        return open_folder(path, source, reading)
+    if reading.format in OF_FOLDERS_ALONE:
+        return open_folder(source, "train", reading)
+    if reading.format == "auto" and reading.name is None and _is_folder(source):
+        return open_folder(source, "train", reading)
+    format = _format_of(source, reading.name) if reading.format == "auto" else reading.format
+    if reading.streaming and format != "hub":
         raise BadInput(f"format {format!r}: {NOT_STREAMED}")
-    if keep_images_without_relations and format == "visual_genome":
-        options["keep_images_without_relations"] = "train"
-    if format in index.READERS:
-        open_split = index.load(index.READERS[format])
-        return open_split(source, image_dir, format, name, **options)
-    return read_coco(source, image_dir, **options)
+    read = index.load(index.READERS[format])
+    return read(source, replace(reading, format=format))
 
 
 def is_several(*values: object) -> bool:
@@ -118,18 +118,113 @@ def paired(path: str | Path | Sequence | None, source: str | Sequence) -> list[t
     return sets
 
 
-def _open_folder(*args, **options) -> DetectionTable:
-    from toolkit.data.formats.folders import open_folder  # here, since annotation files need none of it
-
-    return open_folder(*args, **options)
-
-
 def _is_folder(source: str) -> bool:
     path = Path(source).expanduser()
     return path.is_dir() or path.suffix.lower() == ".csv" and path.is_file()
 
 
-def _unknown(source: str) -> str:
+def _format_of(source: str, name: str | None) -> str:
+    """Return the format of what is not a folder. Raises BadInput: nothing says it."""
+    if name is not None:
+        return "hub"
+    if source.lower().endswith(".json"):
+        return "coco"
     hint = "; the bundled data needs format 'shapes'" if source in ("train", "val") else ""
     rule = "a COCO file ends in .json; --data.path takes a folder"
     raise BadInput(f"{source}: cannot tell the format ({rule}){hint}; choose a format from {', '.join(FORMATS[1:])}")
+
+
+# ---- folders as an annotation tool leaves them -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecognisedFolder:
+    """The format and the splits of a folder.
+
+    others: further formats that it could be read as.
+    unused: files that are not read.
+    missing: splits that it names but that do not exist.
+    """
+
+    path: Path
+    format: str
+    splits: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        splits = "not split" if self.splits == (ALL,) else f"splits {', '.join(self.splits)}"
+        also = f"; it can be read as {', '.join(self.others)} too (data.format)" if self.others else ""
+        module = module_of(self.format)
+        years = module.together(self.path) if self.format == "voc" else ""
+        gone = f"; not there: {', '.join(self.missing)}" if self.missing else ""
+        title = f"{self.path}: {module.TITLE}{years}, {splits}{also}{gone}"
+        if not self.unused:
+            return title
+        named = ", ".join(self.unused[:NAMED]) + ", ..." * (len(self.unused) > NAMED)
+        return f"{title}; not used, as its split has another file or its name says none: {named}"
+
+
+def module_of(format: str) -> ModuleType:
+    """Load the module of one of `FOLDERS`; a run on one format does without the others."""
+    return importlib.import_module(f"toolkit.data.formats.{FOLDERS[format]}")
+
+
+def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
+    """Recognise the format and the splits of a folder (or of a single annotation file).
+
+    format: "auto" takes the first format of `FOLDERS` that recognises it; a name takes that one.
+
+    Raises BadInput: the folder does not exist or has none of the formats; the message says what was looked for.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise BadInput(f"{path}: no such folder (data.path)")
+    if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
+        path = path.parent  # data.yaml
+    tried = [name for name in FOLDERS if format in ("auto", name)]
+    matches = {name: module_of(name).recognise(path) for name in tried}
+    matches = {name: splits for name, splits in matches.items() if splits}
+    if not matches and "yolo" in tried and module_of("yolo").labels_alone(path):
+        matches = {"yolo": (ALL,)}
+    if not matches:
+        known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
+        known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
+        wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
+        below = list(map(str, module_of("voc").folders_with_annotations(path))) if "voc" in tried else []
+        more = f", {len(below)} in all" if len(below) > 5 else ""
+        hint = f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
+        hint += "which has these and its images (data.path)"
+        listed = "" if format == "auto" else f"; known are {known}"
+        raise BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
+    name, *others = matches
+    missing = module_of("yolo").missing(path) if name == "yolo" else ()
+    unused = module_of(name).unused(path)
+    return RecognisedFolder(path, name, matches[name], tuple(others), tuple(unused), tuple(missing))
+
+
+def split_in(folder: RecognisedFolder, split: str) -> str:
+    """Return the name that a folder has for a split. Raises BadInput if it does not have the split."""
+    wanted = split_of(split) or split
+    if wanted not in folder.splits and wanted == "train":
+        wanted = next((name for name in ("trainval", ALL) if name in folder.splits), wanted)
+    if wanted not in folder.splits:
+        advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
+        raise BadInput(f"{folder}; it has no split {split!r}{advice}")
+    return wanted
+
+
+def open_folder(path: str | Path, split: str, reading: Reading) -> DetectionTable:
+    """Open one split of a folder; `valid` and `validation` are `val`. The format "shapes" means "auto".
+
+    Training data is the split `train`, else `trainval`, else all there is.
+
+    Raises BadInput: as `recognise`, or the split does not exist.
+    """
+    recognised = recognise(path, "auto" if reading.format == "shapes" else reading.format)
+    wanted = split_in(recognised, split)
+    if reading.streaming and recognised.format != "hub":
+        raise BadInput(f"{recognised}; {NOT_STREAMED}")
+    module = module_of(recognised.format)
+    return module.read(recognised.path, wanted, replace(reading, image_dir=open_sources(reading.image_dir)))

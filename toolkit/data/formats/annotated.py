@@ -1,24 +1,21 @@
 """Shared code of the readers of VOC, YOLO and CSV data: from their boxes to a checked, cached table.
 
-Each format is a module with four functions: `recognise(folder)` returns the names of its splits, or None for another
+Each format is a module with three functions: `recognise(folder)` returns the names of its splits, or None for another
 format; `unused(folder)` names what looks like a split, or a file of one, and is not read; `read(folder, split, ...)`
-returns a table; `write(table, folder, split)` writes its boxes as files. `write_<format>` is the writer of a format,
-for the `LabelledImages` of a data set or of predictions.
+returns a table. Their writers are those of `toolkit.tools.writers`.
 """
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import distinct
-from toolkit.data.annotations import Annotations, ImageRow
+from toolkit.data.annotations import Annotations, ImageRow, Reading
 from toolkit.data.check_files import image_names, parallel, waits_for, with_good_files
 from toolkit.data.checks import check
-from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, probe_image, read_file
+from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.image_sources import ImageSources, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
@@ -165,98 +162,38 @@ def open_annotated(
     folder: Path,
     split: str,
     listing: Callable[[], Listing],
-    image_dir: Path | ImageSources | None,
-    *,
-    check_images: bool | str,
-    max_image_pixels: int,
-    **cached,
+    reading: Reading,
 ) -> DetectionTable:
     """Open the table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
 
-    The checks, problems and options are those of `read_coco`, but a box without width or height, which a click in an
-    annotation tool leaves behind, is left out with a warning. Raises BadInput.
+    Checks and problems are those of `read_coco`, but a box without width or height, which a click in an annotation tool
+    leaves behind, is left out with a warning. Raises BadInput.
 
-    image_dir: folder of its images; None: `listing` finds them.
+    reading: with the folder of its images, opened, as `image_dir`; None: `listing` finds them.
     """
     name = f"{folder} ({split})"
+    image_dir = reading.image_dir
 
     def make(cache_file: Path) -> DetectionTable:
         contents = listing()
         if not contents.images:
             raise BadInput([f"{name}: no images", *map(str, contents.problems)])
-        valid = check(contents.annotations, name, max_image_pixels)
+        valid = check(contents.annotations, name, reading.max_image_pixels)
         # reported once, as the file's fault: that an unreadable image is too large is not a fault of its own
         unread = {problem.image_id for problem in contents.problems if problem.severity == "error"} - {None}
         faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
         valid = replace(valid, problems=contents.problems + faults)
-        good, digests = with_good_files(
-            valid, contents.image_root, check_images, max_image_pixels, contents.listed, "annotations"
-        )
+        limits = (reading.check_images, reading.max_image_pixels)
+        good, digests = with_good_files(valid, contents.image_root, *limits, contents.listed, "annotations")
         checked = {str(path): digest_of(path) for path in contents.watched} | digests
         root = contents.image_root.resolve()
         return write_table(**good.columns(), cache_file=cache_file, image_root=root, name=name, checked=checked)
 
     where = f"in {image_dir.resolve()}" if image_dir else ""
-    key = [kind, split, check_images, folder.resolve(), where]
-    return cached_table(key, make, name=name, max_image_pixels=max_image_pixels, **cached)
+    key = [kind, split, reading.check_images, folder.resolve(), where]
+    return cached_table(key, make, reading, name=name)
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
     """Return names in alphabetical order with ids from 1."""
     return list(enumerate(sorted(set(names)), start=1))
-
-
-def copy_images(table: DetectionTable, folder: Path, link: bool, names: Sequence[str] | None = None) -> Sequence[str]:
-    """Write the encoded images of a table as files to a folder; return their names.
-
-    names: of the files; by default those of the table. link: hard links if the system supports them.
-    """
-    names = names or file_names(table)
-    for index, name in enumerate(names):
-        source = table.image_source(table.row(index))
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not isinstance(source, Path):
-            target.write_bytes(read_file(source, table.max_image_pixels)[1])
-        elif not (link and _linked(source, target)):
-            shutil.copyfile(source, target)
-    return names
-
-
-def _linked(source: Path, target: Path) -> bool:
-    try:
-        target.unlink(missing_ok=True)
-        os.link(os.path.realpath(source), target)  # of a symbolic link the file, since the link may be relative
-    except OSError:  # another file system
-        return False
-    return True
-
-
-def digits(numbers: Sequence[float]) -> list[str]:
-    """Return each number as text with as many digits as a float32 has."""
-    return [f"{number:.9g}" for number in numbers]
-
-
-def file_names(table: DetectionTable) -> list[str]:
-    """Return a name for the image file of every row, all different; a missing suffix is added by the file's content."""
-    names = table.rows.column("file_name").to_pylist()
-    for index, name in enumerate(names):
-        if os.path.splitext(name)[1].lower() not in IMAGE_SUFFIXES:  # "row 3" of a `datasets` data set
-            names[index] = f"{name.replace(' ', '_')}.{_kind_and_suffix(table, index)[1]}"
-    return distinct(names, str.lower)
-
-
-def names_by_content(table: DetectionTable) -> list[str]:
-    """Return `file_names` with suffixes of another image format than the content's replaced by the content's."""
-    names = file_names(table)
-    for index, name in enumerate(names):
-        stem, suffix = os.path.splitext(name)
-        kind, right = _kind_and_suffix(table, index)
-        if suffix.lower() not in EXTENSIONS.get(kind, {suffix.lower()}):
-            names[index] = f"{stem}.{right}"
-    return distinct(names, str.lower)
-
-
-def _kind_and_suffix(table: DetectionTable, index: int) -> tuple[str, str]:
-    kind = probe_image(table.image_source(table.row(index))).format
-    return kind, {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(kind, kind.lower())

@@ -1,37 +1,30 @@
-"""COCO: annotation files of any size, read item by item into columns, and written.
+"""COCO: annotation files of any size, read item by item into columns.
 
 A folder has a file for each split: `annotations/instances_*.json`, or `_annotations.coco.json` in each split.
 """
 
-import dataclasses
-import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
-from toolkit.base.boxes import Boxes, Relations
 from toolkit.base.errors import BadInput
-from toolkit.base.files import MAX_IMAGE_PIXELS, write_text_atomic
 from toolkit.base.imports import uncollected
-from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
+from toolkit.data.annotations import Annotations, Reading, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.formats.annotated import (
     ALL,
     WORD,
     called_first,
-    copy_images,
     folders_in,
     folders_of_splits,
     ordered,
     split_in_name,
 )
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
-from toolkit.data.image_sources import ImageSources, open_sources
-from toolkit.data.table import DetectionTable, LabelledImages, Problem
+from toolkit.data.image_sources import open_sources
+from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 
 TITLE = "COCO"
@@ -49,68 +42,45 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     return ordered(_files(folder)) or None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     """Read one split by `read_coco`; the folder of the images is looked for near the annotation file."""
     files = _files(folder)
     siblings = [file for name, file in files.items() if name != split]
-    return read_coco(files[split], image_dir, siblings=siblings, **options)
+    return read_coco(files[split], reading, siblings)
 
 
-def write(
-    table: DetectionTable, folder: Path, split: str, *, link: bool = False, names: Sequence[str] | None = None
-) -> None:
-    """Write `annotations/<split>.json` and the images in `<split>/`, without loss of anything that a table holds.
-
-    names: of the image files, by default those of the table.
-    """
-    (folder / "annotations").mkdir(parents=True, exist_ok=True)
-    names = copy_images(table, folder / split, link, names)
-    write_coco(table.labelled().renamed(names), folder / "annotations" / f"{split}.json")
-
-
-def read_coco(
-    annotation_file: str | Path,
-    image_dir: str | Path | Sequence[str] | ImageSources | None = None,
-    *,
-    on_error: str = "raise",
-    cache_dir: str | Path | None = None,
-    check_images: bool | str = True,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
-    siblings: Sequence[Path] = (),
-) -> DetectionTable:
+def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[Path] = ()) -> DetectionTable:
     """Read a COCO `instances` file (polygons and masks are not kept) into a DetectionTable.
 
-    image_dir: the root of `file_name`, as `open_sources` takes it; None looks near the annotation file.
-    on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
-    check_images: True, "full" (decode each), "header", or False (the files are not looked at).
-    max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
+    reading: with the root of `file_name`, as `open_sources` takes it, as `image_dir`; None looks near the annotation
+        file.
     siblings: annotation files of other splits, whose images may lie in the same folder.
     The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
     the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
     (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
     annotations, ids of `attribute_categories`, become `attributes`.
     """
-    if on_error not in ("raise", "drop"):
-        raise BadInput(f"on_error is {on_error!r}; expected 'raise' or 'drop'")
+    if reading.on_error not in ("raise", "drop"):
+        raise BadInput(f"on_error is {reading.on_error!r}; expected 'raise' or 'drop'")
+    check_images = reading.check_images
     if check_images not in (True, False, "full", "header"):
         raise BadInput(f"check_images is {check_images!r}; expected True, False, 'full' or 'header'")
     file = Path(annotation_file).expanduser()
-    image_dir = open_sources(image_dir)
+    image_dir = open_sources(reading.image_dir)
 
     def make(cache_file: Path) -> DetectionTable:
         with uncollected():
-            checked = check(read_annotations(file), str(file), max_image_pixels)
+            checked = check(read_annotations(file), str(file), reading.max_image_pixels)
         root = image_dir or find_image_root(file, [row.file_name for row in checked.images], _folders_of_split(file))
         # The siblings are read only where the images are checked.
         others = set(chain.from_iterable(map(listed_names, siblings))) if check_images and checked.images else set()
-        good, digests = with_good_files(checked, root, check_images, max_image_pixels, others)
+        good, digests = with_good_files(checked, root, check_images, reading.max_image_pixels, others)
         good.problems[:0] = _notes(file)
         target = {"cache_file": cache_file, "image_root": root.resolve()}
         return write_table(**good.columns(), **target, name=str(file), checked=digests)
 
     where = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
-    cached = {"cache_dir": cache_dir, "on_error": on_error, "max_image_pixels": max_image_pixels}
-    return cached_table(["coco", check_images, where, file_digest(file)], make, name=str(file), **cached)
+    return cached_table(["coco", check_images, where, file_digest(file)], make, reading, name=str(file))
 
 
 def read_annotations(file: Path) -> Annotations:
@@ -155,16 +125,6 @@ def listed_names(annotation_file: Path) -> Iterator[str]:
                 yield item["file_name"]
     except (BadInput, OSError):  # reported when that split is read
         return
-
-
-def write_coco(labelled: LabelledImages, path: str | Path) -> None:
-    """Write a COCO file with the original ids of images and categories, every number to its last bit.
-
-    Annotated boxes become a file of images, annotations, categories, relations and attributes; boxes with scores COCO's
-    list of results, `{image_id, category_id, bbox [x, y, width, height], score}`, a line for each image.
-    """
-    text = json.dumps(_document(labelled)) if labelled.boxes.scores is None else _results(labelled)
-    write_text_atomic(Path(path), text)
 
 
 def unused(folder: Path) -> list[str]:
@@ -253,58 +213,6 @@ def _is_coco(path: Path) -> bool:
     if len(head) == HEAD:  # the middle of a large file is not read
         keys += [b'"categories"', b'"info"', b'"licenses"']
     return text.startswith(b"{") and any(key in head + tail for key in keys)
-
-
-def _document(labelled: LabelledImages) -> dict:
-    boxes = labelled.boxes
-    image_ids = np.array([row.image_id for row in labelled.images], object)
-    category_ids = np.array([category.id for category in labelled.categories], object)
-    keys = "id", "image_id", "category_id", "bbox", "area", "iscrowd"
-    ids = boxes.ids, image_ids[boxes.image_index], category_ids[boxes.labels]
-    columns = (column.tolist() for column in (*ids, boxes.xywh, boxes.area, boxes.iscrowd.astype(int)))
-    annotations = [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
-    document = {
-        "images": [dict(zip(("id", *ImageRow._fields[1:]), row, strict=True)) for row in labelled.images],
-        "annotations": annotations,
-        "categories": [dataclasses.asdict(category) for category in labelled.categories],
-    }
-    if "score" in boxes.extra:  # of detections
-        for annotation, score in zip(annotations, boxes.extra["score"].tolist(), strict=True):
-            annotation["score"] = score
-    if labelled.predicates:
-        document["rel_categories"] = _numbered(labelled.predicates)
-        document["rel_annotations"] = _relations(boxes, labelled.relations, image_ids)
-    if labelled.attributes:
-        for annotation, attributes in zip(annotations, boxes.extra["attributes"].tolist(), strict=True):
-            annotation["attribute_ids"] = [attribute for attribute in attributes if attribute]
-        document["attribute_categories"] = _numbered(labelled.attributes)
-    return document
-
-
-def _relations(boxes: Boxes, relations: Relations, image_ids: np.ndarray) -> list[dict]:
-    images = np.arange(len(image_ids)).repeat(np.diff(relations.offsets))
-    first = boxes.offsets[images]
-    keys = ("id", "image_id", "subject_id", "object_id", "predicate_id")
-    ends = boxes.ids[first + relations.subject], boxes.ids[first + relations.object]
-    columns = np.arange(1, len(relations) + 1), image_ids[images], *ends, relations.predicate + 1
-    return [dict(zip(keys, values, strict=True)) for values in zip(*(c.tolist() for c in columns), strict=True)]
-
-
-def _numbered(names: Sequence[str]) -> list[dict]:
-    return [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
-
-
-def _results(labelled: LabelledImages) -> str:
-    ids = [category.id for category in labelled.categories]
-    lines = []
-    for row, boxes in labelled.by_image():
-        entries = [
-            {"image_id": row.image_id, "category_id": ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1], "score": score}
-            for label, (x1, y1, x2, y2), score, _ in boxes
-        ]
-        if entries:
-            lines.append(json.dumps(entries)[1:-1])
-    return "[" + ",\n".join(lines) + "]\n"
 
 
 def _notes(file: Path) -> list[Problem]:

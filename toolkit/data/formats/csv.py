@@ -3,20 +3,17 @@
 import csv
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
-from toolkit.base.text import in_utf_8
-from toolkit.data.annotations import ImageRow
+from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.formats.annotated import (
     ALL,
     SPLIT_NAMES,
     Listing,
     called_first,
-    copy_images,
-    digits,
     folders_of_splits,
     images_in,
     not_among,
@@ -27,7 +24,7 @@ from toolkit.data.formats.annotated import (
     split_of,
 )
 from toolkit.data.image_sources import ImageSources, is_there
-from toolkit.data.table import DetectionTable, LabelledImages, Problem
+from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "CSV"
 COLUMNS = {
@@ -47,8 +44,6 @@ COLUMNS = {
     "ignored": "iscrowd difficult ignore isgroupof".split(),
 }
 HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # the order of keras-retinanet
-WRITTEN = (*HEADERLESS, "width", "height", "iscrowd")
-SCORED = ("score", "image_id", "category_id")  # further columns of predictions
 # Text that a spreadsheet would compute instead of showing it. An apostrophe is written before it, to make it text.
 FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 WHOLE = re.compile(r"-?\d+(\.0+)?")
@@ -97,55 +92,14 @@ def unused(folder: Path) -> list[str]:
     return not_among((path for _, path in _candidates(folder)), (path for _, path in _tables(folder)), folder)
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
 
     Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. If all
     coordinates are at most 1 and not all are whole numbers, they are fractions of the image. Classes are the names of
     all splits in alphabetical order.
     """
-    return open_annotated("csv", folder, split, lambda: _listing(folder, split, image_dir), image_dir, **options)
-
-
-def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """Write `<split>.csv` and `images/<split>/`; an image without objects is a row without numbers.
-
-    Annotated areas, ids, relations and attributes are not written: the table has no columns for them.
-    """
-    names = [f"images/{split}/{name}" for name in copy_images(table, folder / "images" / split, link)]
-    write_csv(table.labelled().renamed(names), folder / f"{split}.csv")
-
-
-def write_csv(labelled: LabelledImages, path: Path) -> None:
-    """Write a row for each box, with the columns `SCORED` if boxes have scores.
-
-    An image without boxes is a row without numbers. Names that a spreadsheet takes for a formula (`=1+1`) begin with an
-    apostrophe, which `read` removes again.
-    """
-    header = WRITTEN if labelled.boxes.scores is None else (*WRITTEN, *SCORED)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        out = csv.DictWriter(file, header, extrasaction="ignore")
-        out.writeheader()
-        for image, boxes in labelled.by_image():
-            about = {
-                "image": in_utf_8(image.file_name),
-                "width": image.width,
-                "height": image.height,
-                "image_id": image.image_id,
-            }
-            for label, xyxy, score, crowd in boxes:
-                category = labelled.categories[label]
-                corners = dict(zip(HEADERLESS[1:5], digits(xyxy), strict=True))
-                of_box = {"label": category.name, "iscrowd": int(crowd), "score": score, "category_id": category.id}
-                out.writerow(_as_texts(about | of_box) | corners)
-            if not boxes:
-                out.writerow(_as_texts(about))
-
-
-def _as_texts(values: Mapping[str, object]) -> dict[str, object]:
-    formulas = {key: f"'{text}" for key, text in values.items() if isinstance(text, str) and FORMULA.match(text)}
-    return {**values, **formulas}
+    return open_annotated("csv", folder, split, lambda: _listing(folder, split, reading.image_dir), reading)
 
 
 def _as_meant(word: str) -> str:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
-from toolkit.data.annotations import Annotations
+from toolkit.data.annotations import Annotations, Reading
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image, read_file
@@ -52,28 +52,33 @@ class Columns:
     relations: bool
 
 
-def open_hub(
-    name: str, split: str, *, check_images: bool | str, max_image_pixels: int, streaming: bool = False, **cached
-) -> DetectionTable:
+def open_named(split: str, reading: Reading) -> DetectionTable:
+    """Read a split of the data set `reading.name` by `open_hub`. Raises BadInput."""
+    if reading.name is None:
+        raise BadInput(f"format 'hub' with split {split!r}: set the data set's name or folder (--data.name)")
+    return open_hub(reading.name, split, reading)
+
+
+def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
     """Read a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
 
     Expected: an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd]}`; `image_id`, `width`
     and `height` are used when there. Class names come from the ClassLabel feature; in SGG-Benchmark's layout they are
     in `categories.json` beside the data, with those of the column `relations {subject_id, object_id, predicate_id}`.
-    The encoded images are copied into the cached table. Validation and options as in `read_coco`.
+    The encoded images are copied into the cached table. Validation as in `read_coco`.
 
-    streaming: of Parquet files; the images are read there when they are asked for. They are not looked at before, so
-        `width`, `height` and class names (ClassLabel) are needed, and `check_images` has no effect.
+    With `reading.streaming`, of Parquet files, the images are read there when they are asked for. They are not looked
+    at before, so `width`, `height` and class names (ClassLabel) are needed, and `check_images` has no effect.
 
     Raises BadInput, without network too.
     """
     source = f"{name} ({split})"
-    if streaming:
+    max_image_pixels = reading.max_image_pixels
+    if reading.streaming:
         key, make = _streamed(name, split, source, max_image_pixels)
     else:
-        key, make = _copied(name, split, source, check_images, max_image_pixels)
-    empty = "the split has no images"
-    return cached_table(key, make, name=source, max_image_pixels=max_image_pixels, empty=empty, **cached)
+        key, make = _copied(name, split, source, reading.check_images, max_image_pixels)
+    return cached_table(key, make, reading, name=source, empty="the split has no images")
 
 
 def _copied(name: str, split: str, source: str, check_images: bool | str, max_pixels: int) -> tuple[list, Make]:

@@ -3,13 +3,12 @@
 The library is imported where it is used, because its import would delay the start of every run.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.base.files import read_json
+from toolkit.data.annotations import Reading
 from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
-from toolkit.data.image_sources import ImageSources, size_of
-from toolkit.data.table import DetectionTable, LabelledImages
+from toolkit.data.table import DetectionTable
 
 TITLE = "datasets"
 
@@ -32,69 +31,11 @@ def _own_name(names: list[str], split: str) -> str:
     return split if split in alike or not alike else alike[0]
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     """Read one split; `image_dir` is ignored, since the images are in the data."""
     from toolkit.data.formats.hub import open_hub
 
-    return open_hub(str(folder), _own_name(_names(folder), split), **options)
-
-
-def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """Write `data/<split>-*.parquet` with the encoded images in it, in files of about 500 MB.
-
-    Category ids, relations and attributes are not written: the format has no columns for them.
-    """
-    import datasets
-
-    value = datasets.Value
-    several = datasets.List
-    objects = {
-        "id": several(value("int64")),
-        "bbox": several(several(value("float32"), length=4)),
-        "category": several(datasets.ClassLabel(names=table.class_names)),
-        "area": several(value("float32")),
-        "iscrowd": several(value("bool")),
-    }
-    columns = {
-        "image_id": value("string" if table.image_ids().dtype == object else "int64"),
-        "image": datasets.Image(),
-        "width": value("int64"),
-        "height": value("int64"),
-        "objects": objects,
-    }
-    features = datasets.Features(columns)
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    labelled = table.labelled()
-    parts = max(1, -(-_bytes(table) // 500_000_000))
-    for part in range(parts):
-        first, last = (len(table) * at // parts for at in (part, part + 1))
-        rows = datasets.Dataset.from_list(list(_rows(table, labelled, first, last)), features=features)
-        target = folder / "data" / f"{'validation' if split == 'val' else split}-{part:05d}-of-{parts:05d}.parquet"
-        rows.to_parquet(str(target))
-
-
-def _rows(table: DetectionTable, labelled: LabelledImages, first: int, last: int) -> Iterator[dict]:
-    boxes = labelled.boxes
-    columns = {
-        "id": boxes.ids,
-        "bbox": boxes.xywh,
-        "category": boxes.labels,
-        "area": boxes.area,
-        "iscrowd": boxes.iscrowd,
-    }
-    for index in range(first, last):
-        image = labelled.images[index]
-        part = boxes.of_image(index)
-        source = table.image_source(table.row(index))
-        data = source if isinstance(source, bytes) else source.read_bytes()
-        about = {"image_id": image.image_id, "width": image.width, "height": image.height}
-        objects = {name: column[part].tolist() for name, column in columns.items()}
-        yield about | {"image": {"bytes": data, "path": image.file_name}, "objects": objects}
-
-
-def _bytes(table: DetectionTable) -> int:
-    sources = (table.image_source(table.row(index)) for index in range(len(table)))
-    return sum(len(source) if isinstance(source, bytes) else size_of(source) for source in sources)
+    return open_hub(str(folder), _own_name(_names(folder), split), reading)
 
 
 def _names(folder: Path) -> list[str]:

@@ -4,21 +4,18 @@ import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import distinct, folders_below, without_suffix
-from toolkit.base.text import in_utf_8, shown
-from toolkit.data.annotations import ImageRow
+from toolkit.base.files import folders_below, without_suffix
+from toolkit.base.text import shown
+from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
     ALL,
     Listing,
     called_first,
-    copy_images,
-    digits,
-    file_names,
     folders_in,
     folders_of_splits,
     not_among,
@@ -28,7 +25,7 @@ from toolkit.data.formats.annotated import (
     split_in_name,
 )
 from toolkit.data.image_sources import ImageSources, open_sources, watched_of
-from toolkit.data.table import DetectionTable, LabelledImages, Problem
+from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "Pascal VOC"
 CLASS_FILES = ("labels.txt", "classes.txt", "labelmap.txt", "predefined_classes.txt")
@@ -93,8 +90,8 @@ def unused(folder: Path) -> list[str]:
     return names
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
 
     Boxes are taken as they stand, xmin to xmax and ymin to ymax, as annotation tools write them; in files of the VOC
     challenges themselves (`<database>The VOC...`) pixels count from 1 and xmax belongs to the box, so that xmin and
@@ -104,49 +101,7 @@ def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = No
     """
     data_sets = _data_sets(folder)
     root = data_sets[0] if len(data_sets) == 1 else folder
-    return open_annotated("voc", root, split, lambda: _listing(root, data_sets, split, image_dir), image_dir, **options)
-
-
-def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """Write `Annotations/*.xml`, `JPEGImages/`, `ImageSets/Main/<split>.txt`, and `labels.txt` with all class names.
-
-    Annotated areas, ids, relations and attributes are not written: VOC cannot hold them. Corners keep every digit.
-    """
-    names = [name.replace("/", "_") for name in file_names(table)]
-    there = folder / "JPEGImages"
-    names = distinct((f"{split}_{name}" if (there / name).exists() else name for name in names), without_suffix)
-    copy_images(table, there, link, names)
-    write_voc(table.labelled().renamed([f"{there.name}/{name}" for name in names]), folder / "Annotations", names)
-    sets = folder / "ImageSets" / "Main"
-    sets.mkdir(parents=True, exist_ok=True)
-    (sets / f"{split}.txt").write_text("".join(f"{without_suffix(name)}\n" for name in names), encoding="utf-8")
-    (folder / "labels.txt").write_text("".join(f"{name}\n" for name in table.class_names), encoding="utf-8")
-
-
-def write_voc(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
-    """Write an XML file for each image, called as `names` are; an object with a score has it as `<score>`.
-
-    Corners are written as `read` takes them: pixels from 0.
-    """
-    for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
-        root = ElementTree.Element("annotation")
-        path = PurePosixPath(in_utf_8(image.file_name))
-        _add(root, {"folder": path.parent.name, "filename": path.name})
-        _add(ElementTree.SubElement(root, "size"), {"width": image.width, "height": image.height, "depth": 3})
-        for label, xyxy, score, crowd in boxes:
-            entry = ElementTree.SubElement(root, "object")
-            _add(entry, {"name": labelled.categories[label].name} | ({} if score is None else {"score": score}))
-            _add(entry, {"difficult": int(crowd)})
-            _add(ElementTree.SubElement(entry, "bndbox"), dict(zip(CORNERS, digits(xyxy), strict=True)))
-        ElementTree.indent(root)
-        target = folder / f"{without_suffix(name)}.xml"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        ElementTree.ElementTree(root).write(target, encoding="utf-8")
-
-
-def _add(element: ElementTree.Element, texts: Mapping[str, object]) -> None:
-    for tag, text in texts.items():
-        ElementTree.SubElement(element, tag).text = str(text)
+    return open_annotated("voc", root, split, lambda: _listing(root, data_sets, split, reading.image_dir), reading)
 
 
 def _data_sets(folder: Path) -> list[Path]:

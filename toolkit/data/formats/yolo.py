@@ -8,15 +8,13 @@ from pathlib import Path
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import YamlLoader, distinct, folders_below, parse_yaml, without_suffix
-from toolkit.data.annotations import ImageRow
+from toolkit.base.files import YamlLoader, folders_below, parse_yaml
+from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
     ALL,
     SPLIT_NAMES,
     Listing,
-    copy_images,
-    file_names,
     folders_of_splits,
     images_in,
     not_among,
@@ -26,7 +24,7 @@ from toolkit.data.formats.annotated import (
 )
 from toolkit.data.formats.yolo_rows import UNSAID, Rows, is_number, numbers_of
 from toolkit.data.image_sources import ImageSources
-from toolkit.data.table import DetectionTable, LabelledImages, Problem
+from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "YOLO"
 CLASS_FILES = ("classes.txt", "obj.names", "labels.txt", "_darknet.labels")
@@ -86,46 +84,14 @@ def labels_alone(folder: Path) -> Path | None:
     return folder if is_named_so or _is_label_folder(folder) else None
 
 
-def read(folder: Path, split: str, *, image_dir: Path | ImageSources | None = None, **options) -> DetectionTable:
-    """Read one split; options as in `toolkit.data.formats.annotated.open_annotated`.
+def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
 
     The text file of an image lies where its path says `labels` instead of `images`, or beside it; of labels alone, the
     images are those of `image_dir`, with the same names. An image without a text file has no objects. `Rows` decides
     what the numbers of a line are. Classes keep their numbers from 0.
     """
-    return open_annotated("yolo", folder, split, lambda: _listing(folder, split, image_dir), image_dir, **options)
-
-
-def write(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
-    """Write `images/<split>/`, `labels/<split>/*.txt` and `data.yaml`; the numbers have every digit they need.
-
-    Crowd regions, annotated areas, ids, relations and attributes are not written: YOLO cannot hold them.
-    """
-    names = distinct(file_names(table), _label_name)
-    copy_images(table, folder / "images" / split, link, names)
-    write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
-    entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
-    settings = settings_of(folder)[1] | entries
-    (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
-def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
-    """Write a text file for each image, called as `names` are; for boxes with scores a line ends with the score."""
-    for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
-        lines = []
-        for label, (x1, y1, x2, y2), score, crowd in boxes:
-            centre = (x1 + x2) / 2 / image.width, (y1 + y2) / 2 / image.height
-            numbers = *centre, (x2 - x1) / image.width, (y2 - y1) / image.height, *([] if score is None else [score])
-            if not crowd:
-                lines.append(f"{label} {' '.join(map(repr, numbers))}\n")
-        target = folder / f"{without_suffix(name)}.txt"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("".join(lines), encoding="utf-8")
-
-
-def _label_name(name: str) -> str:
-    """Return what images that share a file of labels have in common, ignoring the case of letters."""
-    return without_suffix(name).lower()
+    return open_annotated("yolo", folder, split, lambda: _listing(folder, split, reading.image_dir), reading)
 
 
 def settings_of(folder: Path) -> tuple[Path | None, dict]:

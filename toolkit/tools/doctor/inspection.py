@@ -12,12 +12,11 @@ import numpy as np
 from toolkit.base.boxes import Boxes, common_and_union
 from toolkit.base.text import size_text
 from toolkit.data.check_files import UNLISTED, unlisted_files
-from toolkit.data.formats import coco
-from toolkit.data.formats.annotated import names_by_content
 from toolkit.data.splits import mostly_empty, overlap
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
 from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
+from toolkit.tools.writers import names_by_content, write_coco_folder
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # the shorter side of a small box, at the input size
@@ -287,7 +286,7 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
         log += [f"{split}: {problem}" for problem in table.problems if problem.severity != "note"]
         name = "train" if split == "all" else split
         cleaned = _cleaned(split, table, inspection, unused, log)
-        coco.write(cleaned, out, name, names=names_by_content(cleaned))
+        write_coco_folder(cleaned, out, name, names=names_by_content(cleaned))
     (out / "changes.txt").write_text("".join(f"{line}\n" for line in log), encoding="utf-8")
     return log
 

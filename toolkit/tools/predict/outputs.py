@@ -11,12 +11,9 @@ import numpy as np
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
-from toolkit.data.formats.coco import write_coco
-from toolkit.data.formats.csv import write_csv
-from toolkit.data.formats.voc import write_voc
-from toolkit.data.formats.yolo import write_yolo
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text
+from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
 
 # The files and folders that `scripts/predict.py` writes.
 OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv", "uncertain.csv")

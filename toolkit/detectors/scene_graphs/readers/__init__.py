@@ -5,36 +5,36 @@ the training images are val (None: val has files of its own). Visual Genome is c
 """
 
 import importlib
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
+from toolkit.data.annotations import Reading
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.readers.graphs import read_graphs
 
 
-def open_graphs(
-    source: str, image_dir: str | Path | Sequence[str] | None, format: str, name: str | Path | None, **options
-) -> DetectionTable:
-    """Read one split of a data set; arguments as of `toolkit.data.formats.open_dataset`. Raises BadInput."""
+def open_graphs(source: str, reading: Reading) -> DetectionTable:
+    """Read one split of a data set; `source` as of `toolkit.data.formats.open_dataset`. Raises BadInput."""
+    format = reading.format
     split, _, count = source.partition(":")
     problems = []
-    if name is None:
+    if reading.name is None:
         what = "annotation file psg.json" if format == "psg" else "folder of its files"
         problems.append(f"format {format!r}: set the {what} (--data.name)")
-    if image_dir is None:
+    if reading.image_dir is None:
         problems.append(f"format {format!r}: set the folder of the images (--data.image_dir)")
     if split not in ("train", "val", "test") or not (count.isdecimal() or source == split):
         problems.append(f"format {format!r} has no split {source!r}; expected train, val, test, train:50 or val:50")
     if problems:
         raise BadInput(problems)
     module = importlib.import_module(f"{__name__}.{format}")
-    path = Path(name).expanduser()
+    path = Path(reading.name).expanduser()
     num_val = int(count) if count and module.NUM_VAL_IMAGES else module.NUM_VAL_IMAGES
     if format == "visual_genome":
-        return module.read_visual_genome(path, image_dir, split, num_val_images=num_val, **options)
+        kept = "train" if reading.keep_images_without_relations else False
+        return module.read_visual_genome(path, split, reading, num_val, keep_images_without_relations=kept)
     files = module.files_of(path, split)
     read = partial(module.annotations_of, files, split=split, num_val=num_val)
     what = f"{format} {split}" if num_val is None else f"{format} {split} {num_val}"
-    return read_graphs(files, read, image_dir, what, **options)
+    return read_graphs(files, read, reading, what)

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import MAX_IMAGE_PIXELS
-from toolkit.data.annotations import Annotations
+from toolkit.data.annotations import Annotations, Reading
 from toolkit.data.check_files import with_good_files
 from toolkit.data.checks import Checked, check
 from toolkit.data.image_sources import ImageSources, open_sources
@@ -17,14 +16,10 @@ from toolkit.data.table_cache import cached_table, file_digest, write_table
 def read_graphs(
     files: Sequence[Path],
     read: Callable[[Path | ImageSources], Annotations | Checked],
-    image_dir: str | Path | Sequence[str],
+    reading: Reading,
     what: str,
     *,
     key: Sequence[object] = (),
-    on_error: str = "raise",
-    cache_dir: str | Path | None = None,
-    check_images: bool | str = True,
-    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> DetectionTable:
     """Return the table of images with relations, from the cache if files, images and options are unchanged.
 
@@ -33,7 +28,6 @@ def read_graphs(
         read: reads them, given the place of the images. The part that it has not checked itself is checked here.
         what: format, split and options as a text, for the name of the table. key: the same for the cache, if it is
             more than `what`.
-        others: as in `read_coco`.
 
     Raises:
         BadInput: a file that is missing or not JSON; the errors of `read_coco`.
@@ -41,7 +35,9 @@ def read_graphs(
     missing = [f"{file}: no such annotation file" for file in files if not file.is_file()]
     if missing:
         raise BadInput(missing)
-    sources = open_sources(image_dir, must_exist=bool(check_images))
+    check_images = reading.check_images
+    max_image_pixels = reading.max_image_pixels
+    sources = open_sources(reading.image_dir, must_exist=bool(check_images))
     name = f"{files[0]} {what}"
 
     def make(cache_file: Path) -> DetectionTable:
@@ -53,8 +49,7 @@ def read_graphs(
         return write_table(**good.columns(), **location, name=name, checked=digests)
 
     parts = [*(key or [what]), check_images, sources.resolve(), *map(file_digest, files)]
-    checking = {"on_error": on_error, "max_image_pixels": max_image_pixels}
-    return cached_table(parts, make, name=name, cache_dir=cache_dir, **checking)
+    return cached_table(parts, make, reading, name=name)
 
 
 @contextmanager

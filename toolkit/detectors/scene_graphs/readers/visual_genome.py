@@ -15,6 +15,7 @@ import numpy as np
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
+from toolkit.data.annotations import Reading
 from toolkit.data.checks import Checked
 from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import Category, DetectionTable, Problem
@@ -178,19 +179,16 @@ def drop_empty(boxes_xyxy: np.ndarray, relations: np.ndarray) -> tuple[np.ndarra
 
 def read_visual_genome(
     folder: str | Path,
-    image_dir: str | Path | Sequence[str],
     split: str,
-    *,
+    reading: Reading,
     num_val_images: int = NUM_VAL_IMAGES,
     keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
-    **checking,
 ) -> DetectionTable:
     """Read one split as a DetectionTable, cached by the content of the three files and the options.
 
-    folder: as in `find_files`. Options as in `load_graphs`; `checking` as in `read_coco`. Boxes that clipping leaves
-    without width or height are dropped from train, with their relations; val and test keep them. Repeated relations
-    stay.
+    folder: as in `find_files`. Further options as in `load_graphs`. Boxes that clipping leaves without width or height
+    are dropped from train, with their relations; val and test keep them. Repeated relations stay.
     """
     files = find_files(Path(folder))
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
@@ -198,7 +196,7 @@ def read_visual_genome(
     def read(images: Path | ImageSources) -> Checked:
         return _checked(load_graphs(files[0], *options), files, images, split)
 
-    return read_graphs(files, read, image_dir, split, key=["visual_genome", *options], **checking)
+    return read_graphs(files, read, reading, split, key=["visual_genome", *options])
 
 
 def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSources, split: str) -> Checked:

@@ -1,0 +1,372 @@
+"""Writers of data sets, images included, and of predictions in the formats that `toolkit.data.formats` reads.
+
+`write_<format>` writes the boxes of `LabelledImages`, of a data set or of predictions.
+"""
+
+import csv
+import dataclasses
+import json
+import os
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import yaml
+
+from toolkit.base.boxes import Boxes, Relations
+from toolkit.base.files import distinct, without_suffix, write_text_atomic
+from toolkit.base.text import in_utf_8
+from toolkit.data.annotations import ImageRow
+from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, probe_image, read_file
+from toolkit.data.formats.csv import FORMULA, HEADERLESS
+from toolkit.data.formats.voc import CORNERS
+from toolkit.data.formats.yolo import LABEL_FOLDER, settings_of
+from toolkit.data.image_sources import size_of
+from toolkit.data.table import DetectionTable, LabelledImages
+from toolkit.evaluation.predictions import coco_results
+
+CSV_COLUMNS = (*HEADERLESS, "width", "height", "iscrowd")
+CSV_OF_PREDICTIONS = ("score", "image_id", "category_id")  # further columns
+
+
+def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
+    """Write a split in one of the formats of `toolkit.data.formats.FOLDERS`, images included.
+
+    link: images as hard links if the system supports them.
+    """
+    WRITERS[format](table, Path(folder), split, link=link)
+
+
+def losses(table: DetectionTable, format: str) -> list[str]:
+    """Describe which content of a table a format cannot represent."""
+    crowds = int(table.boxes().iscrowd.sum())
+    lost = []
+    if format == "yolo" and crowds:
+        lost.append(f"{crowds} crowd regions are left out")
+    if format != "coco":
+        ids = [category.id for category in table.categories]
+        first = 0 if format in ("yolo", "hub") else 1
+        if ids != list(range(first, first + len(ids))):
+            lost.append(f"category ids become {first} to {first + len(ids) - 1}")
+        named = {"relations": table.predicates, "attributes": table.attributes}
+        lost += [f"{what} are left out" for what, names in named.items() if names]
+    return lost
+
+
+# ---- COCO ------------------------------------------------------------------------------------------------------------
+
+
+def write_coco_folder(
+    table: DetectionTable, folder: Path, split: str, *, link: bool = False, names: Sequence[str] | None = None
+) -> None:
+    """Write `annotations/<split>.json` and the images in `<split>/`, without loss of anything that a table holds.
+
+    names: of the image files, by default those of the table.
+    """
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    names = copy_images(table, folder / split, link, names)
+    write_coco(table.labelled().renamed(names), folder / "annotations" / f"{split}.json")
+
+
+def write_coco(labelled: LabelledImages, path: str | Path) -> None:
+    """Write a COCO file with the original ids of images and categories, every number to its last bit.
+
+    Annotated boxes become a file of images, annotations, categories, relations and attributes; boxes with scores COCO's
+    list of results, `{image_id, category_id, bbox [x, y, width, height], score}`, a line for each image.
+    """
+    text = json.dumps(_coco_document(labelled)) if labelled.boxes.scores is None else coco_results(labelled)
+    write_text_atomic(Path(path), text)
+
+
+def _coco_document(labelled: LabelledImages) -> dict:
+    boxes = labelled.boxes
+    image_ids = np.array([row.image_id for row in labelled.images], object)
+    category_ids = np.array([category.id for category in labelled.categories], object)
+    keys = "id", "image_id", "category_id", "bbox", "area", "iscrowd"
+    ids = boxes.ids, image_ids[boxes.image_index], category_ids[boxes.labels]
+    columns = (column.tolist() for column in (*ids, boxes.xywh, boxes.area, boxes.iscrowd.astype(int)))
+    annotations = [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
+    document = {
+        "images": [dict(zip(("id", *ImageRow._fields[1:]), row, strict=True)) for row in labelled.images],
+        "annotations": annotations,
+        "categories": [dataclasses.asdict(category) for category in labelled.categories],
+    }
+    if "score" in boxes.extra:  # of detections
+        for annotation, score in zip(annotations, boxes.extra["score"].tolist(), strict=True):
+            annotation["score"] = score
+    if labelled.predicates:
+        document["rel_categories"] = _numbered(labelled.predicates)
+        document["rel_annotations"] = _coco_relations(boxes, labelled.relations, image_ids)
+    if labelled.attributes:
+        for annotation, attributes in zip(annotations, boxes.extra["attributes"].tolist(), strict=True):
+            annotation["attribute_ids"] = [attribute for attribute in attributes if attribute]
+        document["attribute_categories"] = _numbered(labelled.attributes)
+    return document
+
+
+def _coco_relations(boxes: Boxes, relations: Relations, image_ids: np.ndarray) -> list[dict]:
+    images = np.arange(len(image_ids)).repeat(np.diff(relations.offsets))
+    first = boxes.offsets[images]
+    keys = ("id", "image_id", "subject_id", "object_id", "predicate_id")
+    ends = boxes.ids[first + relations.subject], boxes.ids[first + relations.object]
+    columns = np.arange(1, len(relations) + 1), image_ids[images], *ends, relations.predicate + 1
+    return [dict(zip(keys, values, strict=True)) for values in zip(*(c.tolist() for c in columns), strict=True)]
+
+
+def _numbered(names: Sequence[str]) -> list[dict]:
+    return [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+
+
+# ---- Pascal VOC ------------------------------------------------------------------------------------------------------
+
+
+def _write_voc_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+    """Write `Annotations/*.xml`, `JPEGImages/`, `ImageSets/Main/<split>.txt`, and `labels.txt` with all class names.
+
+    Annotated areas, ids, relations and attributes are not written: VOC cannot hold them. Corners keep every digit.
+    """
+    names = [name.replace("/", "_") for name in file_names(table)]
+    there = folder / "JPEGImages"
+    names = distinct((f"{split}_{name}" if (there / name).exists() else name for name in names), without_suffix)
+    copy_images(table, there, link, names)
+    write_voc(table.labelled().renamed([f"{there.name}/{name}" for name in names]), folder / "Annotations", names)
+    sets = folder / "ImageSets" / "Main"
+    sets.mkdir(parents=True, exist_ok=True)
+    (sets / f"{split}.txt").write_text("".join(f"{without_suffix(name)}\n" for name in names), encoding="utf-8")
+    (folder / "labels.txt").write_text("".join(f"{name}\n" for name in table.class_names), encoding="utf-8")
+
+
+def write_voc(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
+    """Write an XML file for each image, called as `names` are; an object with a score has it as `<score>`.
+
+    Corners are written as the reader takes them: pixels from 0.
+    """
+    for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
+        root = ElementTree.Element("annotation")
+        path = PurePosixPath(in_utf_8(image.file_name))
+        _add_texts(root, {"folder": path.parent.name, "filename": path.name})
+        _add_texts(ElementTree.SubElement(root, "size"), {"width": image.width, "height": image.height, "depth": 3})
+        for label, xyxy, score, crowd in boxes:
+            entry = ElementTree.SubElement(root, "object")
+            _add_texts(entry, {"name": labelled.categories[label].name} | ({} if score is None else {"score": score}))
+            _add_texts(entry, {"difficult": int(crowd)})
+            _add_texts(ElementTree.SubElement(entry, "bndbox"), dict(zip(CORNERS, _digits(xyxy), strict=True)))
+        ElementTree.indent(root)
+        target = folder / f"{without_suffix(name)}.xml"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        ElementTree.ElementTree(root).write(target, encoding="utf-8")
+
+
+def _add_texts(element: ElementTree.Element, texts: Mapping[str, object]) -> None:
+    for tag, text in texts.items():
+        ElementTree.SubElement(element, tag).text = str(text)
+
+
+# ---- YOLO ------------------------------------------------------------------------------------------------------------
+
+
+def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+    """Write `images/<split>/`, `labels/<split>/*.txt` and `data.yaml`; the numbers have every digit they need.
+
+    Crowd regions, annotated areas, ids, relations and attributes are not written: YOLO cannot hold them.
+    """
+    names = distinct(file_names(table), _label_name)
+    copy_images(table, folder / "images" / split, link, names)
+    write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
+    entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
+    settings = settings_of(folder)[1] | entries
+    (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
+    """Write a text file for each image, called as `names` are; for boxes with scores a line ends with the score."""
+    for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
+        lines = []
+        for label, (x1, y1, x2, y2), score, crowd in boxes:
+            centre = (x1 + x2) / 2 / image.width, (y1 + y2) / 2 / image.height
+            numbers = *centre, (x2 - x1) / image.width, (y2 - y1) / image.height, *([] if score is None else [score])
+            if not crowd:
+                lines.append(f"{label} {' '.join(map(repr, numbers))}\n")
+        target = folder / f"{without_suffix(name)}.txt"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("".join(lines), encoding="utf-8")
+
+
+def _label_name(name: str) -> str:
+    """Return what images that share a file of labels have in common, ignoring the case of letters."""
+    return without_suffix(name).lower()
+
+
+# ---- CSV -------------------------------------------------------------------------------------------------------------
+
+
+def _write_csv_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+    """Write `<split>.csv` and `images/<split>/`; an image without objects is a row without numbers.
+
+    Annotated areas, ids, relations and attributes are not written: the table has no columns for them.
+    """
+    names = [f"images/{split}/{name}" for name in copy_images(table, folder / "images" / split, link)]
+    write_csv(table.labelled().renamed(names), folder / f"{split}.csv")
+
+
+def write_csv(labelled: LabelledImages, path: Path) -> None:
+    """Write a row for each box, with the columns `CSV_OF_PREDICTIONS` if boxes have scores.
+
+    An image without boxes is a row without numbers. Names that a spreadsheet takes for a formula (`=1+1`) begin with an
+    apostrophe, which the reader removes again.
+    """
+    header = CSV_COLUMNS if labelled.boxes.scores is None else (*CSV_COLUMNS, *CSV_OF_PREDICTIONS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, header, extrasaction="ignore")
+        out.writeheader()
+        for image, boxes in labelled.by_image():
+            about = {
+                "image": in_utf_8(image.file_name),
+                "width": image.width,
+                "height": image.height,
+                "image_id": image.image_id,
+            }
+            for label, xyxy, score, crowd in boxes:
+                category = labelled.categories[label]
+                corners = dict(zip(HEADERLESS[1:5], _digits(xyxy), strict=True))
+                of_box = {"label": category.name, "iscrowd": int(crowd), "score": score, "category_id": category.id}
+                out.writerow(_as_texts(about | of_box) | corners)
+            if not boxes:
+                out.writerow(_as_texts(about))
+
+
+def _as_texts(values: Mapping[str, object]) -> dict[str, object]:
+    formulas = {key: f"'{text}" for key, text in values.items() if isinstance(text, str) and FORMULA.match(text)}
+    return {**values, **formulas}
+
+
+# ---- Parquet files of `datasets` -------------------------------------------------------------------------------------
+
+
+def _write_parquet_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+    """Write `data/<split>-*.parquet` with the encoded images in it, in files of about 500 MB.
+
+    Category ids, relations and attributes are not written: the format has no columns for them.
+    """
+    import datasets  # here, since other formats would wait for it
+
+    value = datasets.Value
+    several = datasets.List
+    objects = {
+        "id": several(value("int64")),
+        "bbox": several(several(value("float32"), length=4)),
+        "category": several(datasets.ClassLabel(names=table.class_names)),
+        "area": several(value("float32")),
+        "iscrowd": several(value("bool")),
+    }
+    columns = {
+        "image_id": value("string" if table.image_ids().dtype == object else "int64"),
+        "image": datasets.Image(),
+        "width": value("int64"),
+        "height": value("int64"),
+        "objects": objects,
+    }
+    features = datasets.Features(columns)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    labelled = table.labelled()
+    parts = max(1, -(-_bytes_of_images(table) // 500_000_000))
+    for part in range(parts):
+        first, last = (len(table) * at // parts for at in (part, part + 1))
+        rows = datasets.Dataset.from_list(list(_parquet_rows(table, labelled, first, last)), features=features)
+        target = folder / "data" / f"{'validation' if split == 'val' else split}-{part:05d}-of-{parts:05d}.parquet"
+        rows.to_parquet(str(target))
+
+
+def _parquet_rows(table: DetectionTable, labelled: LabelledImages, first: int, last: int) -> Iterator[dict]:
+    boxes = labelled.boxes
+    columns = {
+        "id": boxes.ids,
+        "bbox": boxes.xywh,
+        "category": boxes.labels,
+        "area": boxes.area,
+        "iscrowd": boxes.iscrowd,
+    }
+    for index in range(first, last):
+        image = labelled.images[index]
+        part = boxes.of_image(index)
+        source = table.image_source(table.row(index))
+        data = source if isinstance(source, bytes) else source.read_bytes()
+        about = {"image_id": image.image_id, "width": image.width, "height": image.height}
+        objects = {name: column[part].tolist() for name, column in columns.items()}
+        yield about | {"image": {"bytes": data, "path": image.file_name}, "objects": objects}
+
+
+def _bytes_of_images(table: DetectionTable) -> int:
+    sources = (table.image_source(table.row(index)) for index in range(len(table)))
+    return sum(len(source) if isinstance(source, bytes) else size_of(source) for source in sources)
+
+
+WRITERS = {
+    "coco": write_coco_folder,
+    "voc": _write_voc_folder,
+    "yolo": _write_yolo_folder,
+    "csv": _write_csv_folder,
+    "hub": _write_parquet_folder,
+}
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def copy_images(table: DetectionTable, folder: Path, link: bool, names: Sequence[str] | None = None) -> Sequence[str]:
+    """Write the encoded images of a table as files to a folder; return their names.
+
+    names: of the files; by default those of the table. link: hard links if the system supports them.
+    """
+    names = names or file_names(table)
+    for index, name in enumerate(names):
+        source = table.image_source(table.row(index))
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not isinstance(source, Path):
+            target.write_bytes(read_file(source, table.max_image_pixels)[1])
+        elif not (link and _linked(source, target)):
+            shutil.copyfile(source, target)
+    return names
+
+
+def _linked(source: Path, target: Path) -> bool:
+    try:
+        target.unlink(missing_ok=True)
+        os.link(os.path.realpath(source), target)  # of a symbolic link the file, since the link may be relative
+    except OSError:  # another file system
+        return False
+    return True
+
+
+def file_names(table: DetectionTable) -> list[str]:
+    """Return a name for the image file of every row, all different; a missing suffix is added by the file's content."""
+    names = table.rows.column("file_name").to_pylist()
+    for index, name in enumerate(names):
+        if os.path.splitext(name)[1].lower() not in IMAGE_SUFFIXES:  # "row 3" of a `datasets` data set
+            names[index] = f"{name.replace(' ', '_')}.{_kind_and_suffix(table, index)[1]}"
+    return distinct(names, str.lower)
+
+
+def names_by_content(table: DetectionTable) -> list[str]:
+    """Return `file_names` with suffixes of another image format than the content's replaced by the content's."""
+    names = file_names(table)
+    for index, name in enumerate(names):
+        stem, suffix = os.path.splitext(name)
+        kind, right = _kind_and_suffix(table, index)
+        if suffix.lower() not in EXTENSIONS.get(kind, {suffix.lower()}):
+            names[index] = f"{stem}.{right}"
+    return distinct(names, str.lower)
+
+
+def _kind_and_suffix(table: DetectionTable, index: int) -> tuple[str, str]:
+    kind = probe_image(table.image_source(table.row(index))).format
+    return kind, {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
+
+
+def _digits(numbers: Sequence[float]) -> list[str]:
+    """Return each number as text with as many digits as a float32 has."""
+    return [f"{number:.9g}" for number in numbers]
