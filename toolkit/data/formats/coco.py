@@ -15,7 +15,7 @@ import numpy as np
 from toolkit.base.boxes import Boxes, Relations
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, write_text_atomic
-from toolkit.base.imports import uncollected
+from toolkit.base.imports import gc_disabled
 from toolkit.data.annotations import Annotations, ImageRow, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
@@ -98,7 +98,7 @@ def read_coco(
     image_dir = open_sources(image_dir)
 
     def make(cache_file: Path) -> DetectionTable:
-        with uncollected():
+        with gc_disabled():
             checked = check(read_annotations(file), str(file), max_image_pixels)
         root = image_dir or find_image_root(file, [row.file_name for row in checked.images], _folders_of_split(file))
         # The siblings are read only where the images are checked.
