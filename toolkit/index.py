@@ -97,6 +97,7 @@ OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 
 # The functions that a run calls if its settings request them, or if the NaN guard refuses a window.
 TOOLS = {
+    "probe_memory": "toolkit.tools.memory_probe:probe_memory",
     "investigate": "toolkit.tools.replay.report:investigate",
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
     "shown": "toolkit.tools.report.shown:shown_evaluation",

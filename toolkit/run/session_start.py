@@ -27,7 +27,7 @@ from toolkit.run.trackers import agent_run_id, tracker_names
 from toolkit.run.training import Training
 from toolkit.run.watchdog import watchdog
 from toolkit.step.execution import be_deterministic
-from toolkit.step.memory import naming_the_batch
+from toolkit.step.window import naming_the_batch
 
 
 @dataclass
