@@ -27,7 +27,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.base.signals import interrupt_ends_at_once
 from toolkit.base.trust import trust_files
 from toolkit.data.splits import open_split
 from toolkit.models import options_class
@@ -38,6 +37,7 @@ from toolkit.tools.export import check_exportable
 from toolkit.tools.export.judge import FILES, Asked, graphs_as_table, lines_as_table, write_and_check, write_relations
 from toolkit.tools.predict.open import OwnDetector, add_flags, open_own_detector, report_thresholds
 from toolkit.tools.predict.predict_split import SplitOptions, data_settings
+from toolkit.tools.signals import interrupt_ends_at_once
 
 
 def export(arguments: argparse.Namespace) -> bool:

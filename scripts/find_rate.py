@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.base.signals import stop_signals_raise
 from toolkit.run.settings_file import save_config
 from toolkit.tools.arguments import ShortUsage
+from toolkit.tools.signals import stop_signals_raise
 from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
 SMOOTHING = 0.9

@@ -13,7 +13,6 @@ from torch import nn
 
 from toolkit.base.errors import BadInput
 from toolkit.step.ema import Ema
-from toolkit.step.memory import state_stand_in
 from toolkit.step.optim import (
     build_optimizer,
     drop_gradients,
@@ -23,6 +22,7 @@ from toolkit.step.optim import (
     load_state,
     parameter_groups,
 )
+from toolkit.tools.memory_probe import state_stand_in
 
 
 class Detector(nn.Module):

@@ -105,6 +105,7 @@ OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 # a window.
 TOOLS = {
     "hold_out": "toolkit.tools.doctor.near_duplicates:hold_out",
+    "probe_memory": "toolkit.tools.memory_probe:probe_memory",
     "investigate": "toolkit.tools.replay.report:investigate",
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
     "explain_zero_ap": "toolkit.tools.report.explain:explain_zero_ap",

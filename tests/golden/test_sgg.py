@@ -24,13 +24,13 @@ from golden_files import (
 )
 from sgg_heads import build_head, head_batch
 
-from toolkit.base.batch import attribute_targets, pad_rows
+from toolkit.base.batch import pad_rows
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Reading
 from toolkit.detectors.scene_graphs import batch as losses
 from toolkit.detectors.scene_graphs import frequency, geometry, postprocess, sampling
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
+from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, attribute_targets, object_mask
 from toolkit.detectors.scene_graphs.heads.layers import label_embedding
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.readers import visual_genome as vg

@@ -225,12 +225,3 @@ def _byte_spans(tensors: Sequence[Tensor]) -> list[slice]:
     """Return the byte ranges of the tensors; each starts at a multiple of 8 bytes, the widest alignment."""
     ends = list(accumulate(-(-tensor.numel() * tensor.element_size() // 8) * 8 for tensor in tensors))
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def attribute_targets(attributes: Tensor, num_attributes: int) -> tuple[Tensor, Tensor]:
-    """Convert attribute ids from 1, ended by 0, (N, A) to (N, num_attributes) float32 0/1 and (N,) bool "has any"."""
-    listed = (attributes > 0).cumprod(1)
-    targets = torch.zeros(len(attributes), num_attributes, device=attributes.device)
-    targets.scatter_(1, attributes * listed, 1.0)  # ids after the end are written to column 0 ...
-    targets[:, 0] = 0.0  # ... which is background and never a target
-    return targets, attributes.sum(1) > 0

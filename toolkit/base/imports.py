@@ -45,7 +45,7 @@ def import_without(module: str, hidden: str) -> None:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector inside the block.
 
     It walks through millions of objects again and again: a quarter to half of the time of reading or judging a large
@@ -62,12 +62,12 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Disable the garbage collector during seconds of imports, as `uncollected` does.
+    """Disable the garbage collector during seconds of imports, as `gc_disabled` does.
 
     The objects of a process's first imports stay, so the collector leaves them out from then on. Later imports freeze
     nothing: their objects may be in use for a while only.
     """
-    with uncollected():
+    with gc_disabled():
         yield
         if gc.get_freeze_count() == 0:
             gc.freeze()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.base.boxes import Boxes
-from toolkit.base.imports import uncollected
+from toolkit.base.imports import gc_disabled
 from toolkit.evaluation.matches import AREAS, IOUS, Matches
 
 TWELVE = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
@@ -146,7 +146,7 @@ def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:
     from pycocotools.cocoeval import COCOeval
 
     m = matches
-    with contextlib.redirect_stdout(io.StringIO()), uncollected():  # it prints its progress
+    with contextlib.redirect_stdout(io.StringIO()), gc_disabled():  # it prints its progress
         run = COCOeval(_loaded(m.truth, m), _loaded(m.found, m), iouType="bbox")
         run.params.maxDets = list(m.max_detections)
         run.params.catIds = list(range(m.num_classes))

@@ -9,7 +9,6 @@ own behind the maps.
 import difflib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import timm
 import torch
@@ -21,9 +20,6 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import BadInput
 from toolkit.step.freezing import freeze_batch_norms
-
-if TYPE_CHECKING:
-    from transformers import TimmBackboneConfig
 
 FREEZE_CHOICES = ("paper", "norms", "none")
 NORM_CHOICES = ("batch", "frozen", "group", "sync")
@@ -244,22 +240,6 @@ def _scale(width: int, stride: int) -> nn.Module:
     if stride == 4:
         return nn.Sequential(twice(width), LayerNorm2d(width // 2), nn.GELU(), twice(width // 2))
     return {8: twice(width), 16: nn.Identity(), 32: nn.MaxPool2d(2)}[stride]
-
-
-def start_backbone(backbone: nn.Module, config: "TimmBackboneConfig", freeze: str, pretrained: bool | str) -> None:
-    """Load timm's weights into `backbone`, the extractor that transformers made from `config`, and freeze it.
-
-    transformers would initialise the convolutions as N(0, 0.02), with which the signal of a deep network without norms
-    vanishes. It would also replace every `nn.BatchNorm2d`, even timm's `BatchNormAct2d`, which holds the activation as
-    well: a MobileNet loses its non-linearities. `config.freeze_batch_norm_2d` lets timm do the replacement, which keeps
-    them, and travels in `config.json`, so that the saved model is rebuilt the same way.
-
-    `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; it raises the errors of both.
-    """
-    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
-    source = timm_model(config.backbone, pretrained, **options)
-    backbone.load_state_dict(source.state_dict())
-    freeze_backbone(backbone, config.backbone, freeze, pretrained)
 
 
 def wake_frozen_norms(backbone: nn.Module) -> None:

@@ -13,7 +13,7 @@ import psutil
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.base.imports import uncollected
+from toolkit.base.imports import gc_disabled
 
 # What these scripts do not do, with how flags and keys of the settings file that ask for it begin. Accelerate would
 # shard nothing, or drop what was asked for, without a word.
@@ -83,7 +83,7 @@ def _launch_arguments(words: list[str]) -> list[str] | None:
 
 
 def _read(arguments: list[str], environment: Mapping[str, str], folder: Path) -> Launch:
-    with uncollected():  # here: a second of imports
+    with gc_disabled():  # here: a second of imports
         from accelerate.commands.config.config_args import default_config_file
         from accelerate.commands.launch import launch_command_parser
     parser = launch_command_parser()

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from toolkit import index
 from toolkit.base.distributed import run_on_main
 from toolkit.data import pipeline
 from toolkit.data.splits import counts_of
@@ -16,7 +17,6 @@ from toolkit.run.training import Training
 from toolkit.run.validation import check_metric, evaluate, save_and_evaluate
 from toolkit.run.writer import About, RunWriter, data_facts, tracker_names
 from toolkit.step.length import is_time
-from toolkit.step.memory import probe_memory
 
 
 def begin(s: Any, t: Training, table: DetectionTable) -> None:
@@ -28,6 +28,7 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
     if run.probe_memory:
         dataset = t.data.loader.dataset.dataset
         count = s.config.data.batch_size_per_device
+        probe_memory = index.tool("probe_memory")
         probe_memory(t, pipeline.largest_batch(dataset, count, t.detector.stride, t.sampler.sizes))
     notes = load(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
     for note in (*changed, *notes):

@@ -22,7 +22,7 @@ from toolkit.run.status import FolderLock, run_status
 from toolkit.run.watchdog import watchdog
 from toolkit.run.writer import agent_run_id, tracker_names
 from toolkit.step.execution import be_deterministic
-from toolkit.step.memory import naming_the_batch
+from toolkit.step.window import naming_the_batch
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from toolkit.base.errors import BadInput, StoppedByGuard
 from toolkit.step.optim import gradient_norm
 
 POLICIES = ("stop", "skip", "rollback")
-PARTS = 8
+PARTS = 8  # of the state, of which each step checks one
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -305,6 +305,9 @@ def _copy(into: list[Tensor], source: list[Tensor]) -> None:
         tensors.append(tensor)
     for targets, tensors in groups.values():
         torch._foreach_copy_(targets, tensors)
+
+
+# ---- the state that an update leaves ---------------------------------------------------------------------------------
 
 
 def named_state(

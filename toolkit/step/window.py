@@ -1,16 +1,17 @@
 """The window: the micro-batches of one optimizer step, and everything that their gradients depend on.
 
 A training loop goes through it once. The report of a NaN stores it, and replaying a report or probing the memory runs
-it again on a detector without wrappers, without other processes.
+it again on a detector without wrappers, without other processes. An error for lack of memory names its batches.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.base.batch import Batch
+from toolkit.base.errors import BadInput, is_out_of_memory
 from toolkit.base.seeding import OUTSIDE_MICRO_BATCHES, seed_micro_batch, seed_step
 from toolkit.step.losses import LossWeights, WeightedLosses
 
@@ -159,3 +160,34 @@ class Window:
             "precision": self.precision,
             "scale": self.scale,
         }
+
+
+def describe_batch(batch: Batch) -> str:
+    """Describe the shapes, box counts and image ids of a batch, in one line."""
+    boxes = [len(target["boxes"]) for target in batch.targets]
+    ids = [target["image_id"] for target in batch.targets]
+    return f"images {tuple(batch.images.shape)} uint8, {sum(boxes)} boxes {boxes}, image ids {ids}"
+
+
+@contextmanager
+def naming_the_batch(batches_under_way: Callable[[], Sequence[Batch]]) -> Iterator[None]:
+    """Turn an out-of-memory error inside the block into one that names the batches.
+
+    batches_under_way: returns the current batches; an empty sequence outside a window, where the error stays unchanged.
+
+    Raises:
+        BadInput: memory ran out; the message says for which batch and what to lower.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        under_way = batches_under_way() if is_out_of_memory(error) else ()
+        if not under_way:
+            raise
+        batches = "\n".join(f"  micro-batch {i}: {describe_batch(batch)}" for i, batch in enumerate(under_way))
+        raise BadInput(
+            f"out of memory: {str(error).splitlines()[0]}\n{batches}\nLower --data.batch_size_per_device and raise "
+            "--optim.accumulation_steps by the same factor: with `--loss.denominators global` the result stays the "
+            "same. Or give --optim.checkpointing true, which takes more time. `--run.probe_memory` finds this out "
+            "before step 0."
+        ) from error

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.base.imports import uncollected
+from toolkit.base.imports import gc_disabled
 from toolkit.data.annotations import Annotations, Reading, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
@@ -69,7 +69,7 @@ def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[
     image_dir = open_sources(reading.image_dir)
 
     def make(cache_file: Path) -> DetectionTable:
-        with uncollected():
+        with gc_disabled():
             checked = check(read_annotations(file), str(file), reading.max_image_pixels)
         root = image_dir or find_image_root(file, [row.file_name for row in checked.images], _folders_of_split(file))
         # The siblings are read only where the images are checked.

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, TimmBackboneConfig
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.options import BackboneOptions, RTDetrV2Options, TransformerOptions
 from toolkit.models import DetectorOptions
-from toolkit.models.backbones import FREEZE_CHOICES, feature_strides, image_statistics, start_backbone
+from toolkit.models.backbones import FREEZE_CHOICES, feature_strides, freeze_backbone, image_statistics, timm_model
 
 # Entries of a source's config that this toolkit sets, or that make timm load weights when the model is built.
 REPLACED = (
@@ -174,6 +174,22 @@ def prepare_backbone(
         dilation = bool(config.dilation)
     used = {"backbone": name, "freeze": freeze, "dilation": dilation}
     return {option: value for option, value in used.items() if hasattr(options, option)}
+
+
+def start_backbone(backbone: nn.Module, config: TimmBackboneConfig, freeze: str, pretrained: bool | str) -> None:
+    """Load timm's weights into `backbone`, the extractor that transformers made from `config`, and freeze it.
+
+    transformers would initialise the convolutions as N(0, 0.02), with which the signal of a deep network without norms
+    vanishes. It would also replace every `nn.BatchNorm2d`, even timm's `BatchNormAct2d`, which holds the activation as
+    well: a MobileNet loses its non-linearities. `config.freeze_batch_norm_2d` lets timm do the replacement, which keeps
+    them, and travels in `config.json`, so that the saved model is rebuilt the same way.
+
+    `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; it raises the errors of both.
+    """
+    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
+    source = timm_model(config.backbone, pretrained, **options)
+    backbone.load_state_dict(source.state_dict())
+    freeze_backbone(backbone, config.backbone, freeze, pretrained)
 
 
 def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: str | None) -> str:

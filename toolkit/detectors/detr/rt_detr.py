@@ -17,13 +17,18 @@ from toolkit.base.batch import HostTarget, normalize_images, on_host, send
 from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import TransformersDetector, check_positions, precision
-from toolkit.detectors.detr.configuration import ENCODER_DECODER, pixel_statistics, rt_detr_config, timm_name
+from toolkit.detectors.detr.configuration import (
+    ENCODER_DECODER,
+    pixel_statistics,
+    rt_detr_config,
+    start_backbone,
+    timm_name,
+)
 from toolkit.detectors.detr.detr_criterion import count_objects
 from toolkit.detectors.detr.host_waits import without_host_waits
 from toolkit.detectors.detr.initialise import initialise_rt_detr_
 from toolkit.detectors.detr.options import RTDetrV2Options
 from toolkit.detectors.detr.rt_detr_criterion import RTDetrCriterion
-from toolkit.models.backbones import start_backbone
 from toolkit.models.detector import MapTap
 
 PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take RGB values as they are

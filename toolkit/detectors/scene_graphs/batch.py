@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from toolkit.base.batch import attribute_targets, image_of_each, pad_rows, send
+from toolkit.base.batch import image_of_each, pad_rows, send
 
 MODES = ("predcls", "sgcls", "sgdet")  # boxes and labels given; boxes given; nothing given
 
@@ -144,3 +144,12 @@ def attribute_loss(
 def mean(total: Tensor, count: Tensor) -> Tensor:
     """Return total / count, or `total` if nothing was counted, which is then an exact zero with gradient."""
     return total / (count + (count == 0))
+
+
+def attribute_targets(attributes: Tensor, num_attributes: int) -> tuple[Tensor, Tensor]:
+    """Convert attribute ids from 1, ended by 0, (N, A) to (N, num_attributes) float32 0/1 and (N,) bool "has any"."""
+    listed = (attributes > 0).cumprod(1)
+    targets = torch.zeros(len(attributes), num_attributes, device=attributes.device)
+    targets.scatter_(1, attributes * listed, 1.0)  # ids after the end are written to column 0 ...
+    targets[:, 0] = 0.0  # ... which is background and never a target
+    return targets, attributes.sum(1) > 0

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toolkit.base.batch import attribute_targets
 from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data.table import DetectionTable
+from toolkit.detectors.scene_graphs.batch import attribute_targets
 from toolkit.detectors.scene_graphs.matches import COMPACT
 from toolkit.detectors.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.open_images import open_images_metrics

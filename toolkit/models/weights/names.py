@@ -1,4 +1,4 @@
-"""Names in published weights: those of tensors, how they are recognised and translated into ours, and of classes."""
+"""Names in published weights: of tensors, which tell the publisher and are translated into ours, and of classes."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

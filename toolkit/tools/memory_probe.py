@@ -1,0 +1,64 @@
+"""A probe for the memory that training and evaluation need, before the first step: `run.probe_memory`."""
+
+import copy
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from toolkit.base.batch import Batch
+from toolkit.step.execution import in_float32
+from toolkit.step.freezing import eval_mode
+from toolkit.step.meters import peak_memory_mb
+from toolkit.step.optim import drop_gradients
+from toolkit.step.window import Window, describe_batch, naming_the_batch
+
+
+def probe_memory(t, worst: Batch) -> None:
+    """Run a batch forward and backward beside the optimizer's state, and one evaluation batch; nothing is changed.
+
+    t: a `toolkit.run.training.Training`. worst: the batch that needs most memory, see `data.pipeline.largest_batch`.
+
+    Raises:
+        BadInput: memory runs out; the message names the batch.
+    """
+    t.guard.snapshot(t.detector)
+    t.detector.train()
+    with naming_the_batch(lambda: [worst]):
+        state = state_stand_in(getattr(t.optimizer, "optimizer", t.optimizer))
+        denominators = dict.fromkeys(t.detector.denominator_names, 1.0)
+        window = Window([worst], [denominators], step=t.step, seed=t.seed, precision=t.accelerator.mixed_precision)
+        window.run_again(t.detector, t.loss_weights)
+    del state
+    drop_gradients(t.detector)
+    drop_gradients(t.loss_weights)
+    t.guard.restore(t.detector)
+    batch = next(iter(t.validation.loader))
+    device = t.accelerator.device
+    with naming_the_batch(lambda: [batch]), torch.no_grad(), eval_mode(t.detector), in_float32(t.detector, device):
+        if len(batch.targets):
+            moved = batch.to(device)
+            t.detector(moved.images, moved.sizes, moved.targets)
+    t.log.say(f"memory probe: {describe_batch(worst)}; peak {peak_memory_mb():.0f} MiB")
+
+
+def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return tensors as large as the state (Adam's moments, momentum) that the optimizer lacks before its first update.
+
+    A copy of the optimizer updates one number, which shows how many tensors it keeps per parameter; the optimizer
+    itself is not changed.
+    """
+    tensors = []
+    for group in optimizer.param_groups:
+        shape = (1,) * max(1, group["params"][0].ndim)  # Muon accepts matrices only
+        number = torch.zeros(shape, requires_grad=True)
+        number.grad = torch.zeros(shape)
+        other = copy.copy(optimizer)
+        other.state = defaultdict(dict)
+        other.param_groups = [{**group, "params": [number]}]
+        type(optimizer).step(other)
+        kept = sum(isinstance(v, Tensor) and v.shape == number.shape for v in other.state[number].values())
+        # filled, because a CPU allocates the memory only then
+        lacking = [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
+        tensors += [torch.empty_like(p).fill_(0) for p in lacking for _ in range(kept)]
+    return tensors
