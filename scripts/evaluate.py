@@ -27,8 +27,8 @@ from accelerate import Accelerator
 
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.imports import trust_files
 from toolkit.base.text import shown
-from toolkit.base.trust import trust_files
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions import write_predictions

@@ -27,7 +27,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.base.trust import trust_files
+from toolkit.base.imports import trust_files
 from toolkit.data.splits import open_split
 from toolkit.models import options_class
 from toolkit.run.open_run import run_folder_of

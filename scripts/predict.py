@@ -43,8 +43,8 @@ from tqdm import tqdm
 from toolkit.base.distributed import default_device
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import distinct
+from toolkit.base.imports import trust_files
 from toolkit.base.text import shown
-from toolkit.base.trust import trust_files
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.draw import draw_found

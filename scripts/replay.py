@@ -15,7 +15,7 @@ import torch
 
 from toolkit.base.errors import says_bad_input
 from toolkit.base.files import read_json_object
-from toolkit.base.trust import trust_files
+from toolkit.base.imports import trust_files
 from toolkit.models import options_class
 from toolkit.models.final import load_weights
 from toolkit.run.open_run import open_script

@@ -16,7 +16,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from toolkit.base.errors import BadInput, says_bad_input
-from toolkit.base.trust import trust_files
+from toolkit.base.imports import trust_files
 from toolkit.run.open_run import run_folder_of
 from toolkit.tools.arguments import Program
 from toolkit.tools.predict.open import add_flags

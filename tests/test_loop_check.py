@@ -19,11 +19,11 @@ from toolkit.models import detector as base
 from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
 from toolkit.run.loop import save_and_evaluate_when_due
 from toolkit.run.metrics_log import read_metrics
+from toolkit.run.parts import Extra
 from toolkit.run.recovery import ranks_apart
 from toolkit.run.saving import load
 from toolkit.run.validation import finish
 from toolkit.step.ema import Ema
-from toolkit.step.extra import Extra
 from toolkit.step.guard import POLICIES
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.schedules import PlateauSchedule, Schedule

@@ -9,9 +9,18 @@ from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
 from toolkit.base.errors import BadInput
 from toolkit.data.sampling import accumulation_at
+from toolkit.run.plan import StepBudget
 from toolkit.run.settings import ScheduleConfig
-from toolkit.step.length import StepBudget, is_time, steps_from
-from toolkit.step.schedules import SHAPES, PlateauSchedule, Schedule, lr_factor, schedule_of_settings, warm_up
+from toolkit.step.schedules import (
+    SHAPES,
+    PlateauSchedule,
+    Schedule,
+    is_time,
+    lr_factor,
+    schedule_of_settings,
+    steps_from,
+    warm_up,
+)
 
 OPTIONS = {"multistep": {"milestones": [30, 60]}, "step": {"step_size": 40}}
 

@@ -24,7 +24,7 @@ from toolkit.run.best import Best
 from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
 from toolkit.run.log import Log
 from toolkit.run.parts import TrainingData, WeightFacts
-from toolkit.run.plan import Plan
+from toolkit.run.plan import Plan, StepBudget
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints, load, save
 from toolkit.run.settings_file import Change
@@ -32,7 +32,6 @@ from toolkit.run.training import Training
 from toolkit.run.validation import Validation, _forget_pictures, finish, note_metric, save_and_evaluate
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
-from toolkit.step.length import StepBudget
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
 

@@ -9,7 +9,7 @@ from test_contract import MODELS, built
 from toolkit.base.errors import BadInput
 from toolkit.data.transforms.mixing import join_targets
 from toolkit.models.start import check_losses
-from toolkit.models.unlabelled import partial_log_softmax
+from toolkit.step.losses import partial_log_softmax
 
 LABELLED = torch.tensor([False, True, False])
 SMOOTHED = {"ssd": {"label_smoothing": 0.1}, "yolov3": {"label_smoothing": True}}

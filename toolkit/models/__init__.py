@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from toolkit import index
 from toolkit.base.errors import BadInput
-from toolkit.base.imports import import_without, importing
+from toolkit.base.imports import import_without, importing, may_import
 from toolkit.base.text import escaped
-from toolkit.base.trust import may_import
 
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
@@ -70,7 +69,7 @@ def detector_class(architecture: str) -> type["Detector"]:
 
     Raises:
         BadInput: an unknown name, module or class, a class that is not a `Detector`, or one that only a file names, see
-            `toolkit.base.trust`.
+            `toolkit.base.imports`.
     """
     if architecture in index.DETECTORS:
         with importing():

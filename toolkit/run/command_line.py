@@ -21,8 +21,8 @@ from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard, as_sentences, check_environment
 from toolkit.base.files import parse_yaml, read_yaml
+from toolkit.base.imports import trust_class
 from toolkit.base.text import lasting_console
-from toolkit.base.trust import trust_class
 from toolkit.index import DETECTORS
 from toolkit.models import DetectorOptions, options_class
 from toolkit.run.launcher import find_launch, refuse

@@ -19,8 +19,8 @@ from toolkit.base.files import waiting_aloud
 from toolkit.run.folder import attempt
 from toolkit.run.writer import RunWriter
 from toolkit.step.execution import GraphCount
-from toolkit.step.length import is_time
 from toolkit.step.meters import Averages, MomentumMeter, StepTimer, make_meters
+from toolkit.step.schedules import is_time
 
 _LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")  # losses of auxiliary layers, and unweighted ones
 

@@ -16,7 +16,7 @@ from toolkit.run.recovery import keep_start, ranks_apart, state_is_sound
 from toolkit.run.saving import save
 from toolkit.run.validation import save_and_evaluate
 from toolkit.run.window import TrainingWindow
-from toolkit.step.length import is_time
+from toolkit.step.schedules import is_time
 
 # ---- before the body -------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import ROOT, near_names, read_json
+from toolkit.base.imports import files_are_trusted
 from toolkit.base.text import escaped
-from toolkit.base.trust import files_are_trusted
 from toolkit.data.table import Category
 from toolkit.run.checkpoint import Checkpoint, resolve_resume
 from toolkit.run.settings_file import (

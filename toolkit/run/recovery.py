@@ -19,8 +19,8 @@ from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.saving import load_weights, save
 from toolkit.run.window import TrainingWindow
 from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
-from toolkit.step.length import is_time
 from toolkit.step.optim import drop_gradients, gradient_table
+from toolkit.step.schedules import is_time
 
 
 class RunGuard(NanGuard):

@@ -16,7 +16,7 @@ from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, i
 from toolkit.run.training import Training
 from toolkit.run.validation import check_metric, evaluate, save_and_evaluate
 from toolkit.run.writer import About, RunWriter, data_facts, tracker_names
-from toolkit.step.length import is_time
+from toolkit.step.schedules import is_time
 
 
 def begin(s: Any, t: Training, table: DetectionTable) -> None:

@@ -24,7 +24,7 @@ from toolkit.run.launcher import asked_settings, settle
 from toolkit.run.log import Log
 from toolkit.run.open_run import settings_beside
 from toolkit.run.parts import TrainingData, WeightFacts
-from toolkit.run.plan import Plan
+from toolkit.run.plan import Plan, StepBudget
 from toolkit.run.processes import prepare, start_accelerator
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
@@ -39,10 +39,9 @@ from toolkit.step.execution import (
     describe_float32_layers,
     precision_of_device,
 )
-from toolkit.step.length import StepBudget, steps_from
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
-from toolkit.step.schedules import schedule_of_settings
+from toolkit.step.schedules import schedule_of_settings, steps_from
 
 
 def open_tables(s: Any) -> tuple[DetectionTable, DetectionTable]:

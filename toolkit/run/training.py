@@ -18,14 +18,13 @@ from toolkit.data.sampling import EpochSampler
 from toolkit.models.detector import Detector
 from toolkit.run import loop
 from toolkit.run.log import Log
-from toolkit.run.parts import OptimizerPart, Parts, TrainingData
+from toolkit.run.parts import Extra, OptimizerPart, Parts, TrainingData
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
 from toolkit.run.validation import Validation
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
-from toolkit.step.extra import Extra
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights
 from toolkit.step.meters import Meters
@@ -41,7 +40,7 @@ class Training:
         signals: signals that end the run early.
         max_norm: norm that gradients are clipped to; 0: they stay.
         step: optimizer steps made so far.
-        extra: state that the script adds, see `toolkit.step.extra`.
+        extra: state that the script adds, see `toolkit.run.parts`.
         check: tells what the body of the loop has left out.
         window: the window under way, what follows its update included; None: between two.
     """

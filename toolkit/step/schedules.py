@@ -6,6 +6,7 @@
 
 import copy
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 from toolkit.base.errors import BadInput
-from toolkit.step.length import steps_from
 
 SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
 
@@ -367,3 +367,28 @@ def schedule_of_settings(c: Any, optimizer: torch.optim.Optimizer, total_steps: 
     options["milestones"] = [steps_from(milestone, per_epoch) for milestone in c.milestones]
     options["step_size"] = steps_from(c.step_size, per_epoch)
     return Schedule(optimizer, c.name, total_steps, every=per_epoch if c.per == "epoch" else 1, **options)
+
+
+def steps_from(value: int | str, steps_per_epoch: int) -> int:
+    """Convert 500, "500", "500 steps", "1 epoch" or "0.5 epochs" to optimizer steps (rounded up).
+
+    Raises:
+        BadInput: anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(steps?|epochs?)?\s*", str(value))
+    if match is None or isinstance(value, bool):
+        raise BadInput(f"{value!r} is not a time; expected optimizer steps (500) or epochs (\"2 epochs\")")
+    number, unit = match.groups()
+    if unit and unit.startswith("epoch"):
+        return math.ceil(float(number) * steps_per_epoch)
+    if "." in number:
+        raise BadInput(f"{value!r} is not a whole number of optimizer steps")
+    return int(number)
+
+
+def is_time(step: int, every: int, last: int | None = None) -> bool:
+    """Return whether an action of every `every` steps (0: only at the end) is due after `step` updates.
+
+    It is always due at the `last` step.
+    """
+    return step > 0 and (step == last or every > 0 and step % every == 0)

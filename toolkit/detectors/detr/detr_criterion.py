@@ -23,7 +23,7 @@ from toolkit.base.box_ops import (
     pairwise_generalized_iou,
     xyxy_to_cxcywh,
 )
-from toolkit.models.unlabelled import labelled_classes, partial_log_softmax, unlabelled_columns
+from toolkit.step.losses import labelled_classes, partial_log_softmax, unlabelled_columns
 
 # A cost no real pair reaches (class, L1 and GIoU costs are of the order of 10). Non-finite costs become this, so that
 # scipy does not raise on one rank alone: the loss itself is then NaN and the guard stops all ranks together.
@@ -32,7 +32,7 @@ UNUSABLE_COST = 1e8
 
 class PaddedTargets(NamedTuple):
     """Targets of B images, padded to the T of the fullest one. `valid` is False for padding and crowd regions;
-    `labelled` as `toolkit.models.unlabelled.labelled_classes`."""
+    `labelled` as `toolkit.step.losses.labelled_classes`."""
 
     labels: Tensor  # (B, T) int64, 0 where not valid
     boxes_cxcywh: Tensor  # (B, T, 4) fractions of the image without padding

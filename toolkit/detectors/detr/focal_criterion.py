@@ -22,7 +22,7 @@ from toolkit.detectors.detr.detr_criterion import (
     matching_metrics,
     pad_targets,
 )
-from toolkit.models.unlabelled import without_unlabelled
+from toolkit.step.losses import without_unlabelled
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss, in all these papers
 # Logits `(L, B, Q, C)`, indices of the matched ones, the IoUs of their boxes -> terms of the loss, `(L, B, Q, C)`.

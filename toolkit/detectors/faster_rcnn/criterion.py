@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, nll_loss, smooth_l1_loss
 
 from toolkit.base.box_ops import pairwise_iou
-from toolkit.models.unlabelled import partial_log_softmax
+from toolkit.step.losses import partial_log_softmax
 
 BACKGROUND, IGNORED = -1, -2
 

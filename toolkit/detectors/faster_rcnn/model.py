@@ -34,7 +34,7 @@ from toolkit.detectors.faster_rcnn.regions import LevelPool, best_proposals, cli
 from toolkit.detectors.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.detector import Detector
 from toolkit.models.nms import best_rows, class_wise_nms, settled
-from toolkit.models.unlabelled import labelled_classes, unlabelled_columns
+from toolkit.step.losses import labelled_classes, unlabelled_columns
 
 SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.base.batch import send
 from toolkit.base.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
-from toolkit.models.unlabelled import labelled_classes, partial_log_softmax, unlabelled_columns
+from toolkit.step.losses import labelled_classes, partial_log_softmax, unlabelled_columns
 
 IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
 

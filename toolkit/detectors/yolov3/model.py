@@ -29,7 +29,7 @@ from toolkit.detectors.yolov3.targets import (
 from toolkit.models.backbones import group_norms, image_statistics, leaves_stages, timm_features
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.nms import best_rows, sorted_nms
-from toolkit.models.unlabelled import labelled_classes
+from toolkit.step.losses import labelled_classes
 
 LEAKY_SLOPE = 0.1
 TIMM_LEAKY_SLOPE = 0.01

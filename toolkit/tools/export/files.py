@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from toolkit.base.errors import BadInput
-from toolkit.base.imports import import_extra
+from toolkit.base.imports import files_are_trusted, import_extra
 from toolkit.base.text import escaped
-from toolkit.base.trust import files_are_trusted
 from toolkit.data.table import Category
 from toolkit.models.final import checked_size
 
@@ -123,7 +122,7 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
 def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
     """Return a runner of an exported file on the CPU, and the file's metadata.
 
-    trusted: this process wrote it, or a person said so; see `toolkit.base.trust`.
+    trusted: this process wrote it, or a person said so; see `toolkit.base.imports`.
 
     Raises:
         BadInput: no such file, a file that `scripts/export.py` did not write, a `.pt2` that is not trusted, or the

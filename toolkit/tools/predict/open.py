@@ -14,7 +14,7 @@ from torch import nn
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names, read_json
-from toolkit.base.trust import TRUST
+from toolkit.base.imports import TRUST
 from toolkit.data.formats import FORMATS
 from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
