@@ -12,8 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Ranks are forked from a server that has torch already: a second instead of ten for every one of them.
-multiprocessing.set_forkserver_preload(["torch", "toolkit.tools.replay.report"])
+# Ranks are forked from a server that has imported what the modules of the tests import: each rank imports the module
+# of its function, and would take seconds for that. Of several such lists the last one would hold for all tests.
+PRELOADED = [
+    "torch", "accelerate", "pytest", "hypothesis", "transformers.pipelines", "transformers.models.detr.modeling_detr",
+    "transformers.models.rt_detr_v2.modeling_rt_detr_v2", "toolkit.run.session_start", "toolkit.run.watchdog",
+    "toolkit.tools.replay.report", "toolkit.evaluation.coco", "toolkit.detectors.detr.detr",
+    "toolkit.detectors.detr.d_fine", "toolkit.detectors.faster_rcnn.model", "toolkit.detectors.ssd.model",
+    "toolkit.detectors.yolov3.model", "toolkit.detectors.scene_graphs.start",
+]  # fmt: skip
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(PRELOADED)
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -24,6 +33,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> l
 
 
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
+    gc.freeze()  # what was imported before stays, and need not be walked through at the end
     torch.set_num_threads(1)
     # a rank that waits for a message that never comes fails the test instead of hanging it
     store = f"file://{folder}/store"

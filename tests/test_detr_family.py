@@ -1,6 +1,5 @@
 """What members of the DETR family share: losses, initial weights, sources, the final folder, two ranks."""
 
-import multiprocessing
 
 import numpy as np
 import pytest
@@ -34,8 +33,6 @@ from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.step.losses import window_denominators
 
-# The ranks are forked from a server that has imported transformers once for both.
-multiprocessing.set_forkserver_preload(["torch", "toolkit.detectors.detr.d_fine", "test_detr_family"])
 NEW = [name for name in SMALL if name not in ("detr", *HYBRIDS)]
 ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", *HYBRIDS]
 FIXED = ("rf_detr", *HYBRIDS)  # they ignore padding

@@ -1,5 +1,6 @@
 """What processes agree on, gather and reduce."""
 
+import importlib.util
 import os
 import random
 import warnings
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import PRELOADED, run_on_ranks
 from torch import nn
 
 from toolkit.base.distributed import (
@@ -279,3 +280,8 @@ def test_a_restart_by_torchrun_does_not_see_what_the_processes_of_before_told_ea
         found.append((rank, world_size, store.check(["address of rank 1"])))
         store.set("address of rank 1", "here")
     assert found == [(0, 2, False)] * 2
+
+
+def test_what_ranks_are_to_have_imported_is_there():
+    """The server that they are forked from passes over what it does not find."""
+    assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []

@@ -71,6 +71,12 @@ LARGE = {
     "scene_graph": {"predicates": ["on"], "mode": "sgdet", "head": "motifs", "backbone": "test_resnet",
                     "hidden_dim": 16, "embed_dim": 8},
 }  # fmt: skip
+# With few layers, for what is shown with one detector: the time of an export is that of its nodes.
+FEW_LAYERS = {
+    "ssd, few layers": {"backbone": "test_resnet", "strides": [4, 8, -1], "channels": [16] * 3,
+                        "aspect_ratios": [[2]] * 3},
+    "yolov3, few layers": SMALL["yolov3"] | {"backbone": "test_resnet"},
+}  # fmt: skip
 CATEGORIES = [Category(10 * i, name) for i, name in enumerate(CLASSES, start=1)]
 
 
@@ -80,7 +86,7 @@ def detectors():
     def build(name: str):
         """Random, with weights far enough apart that scores are not all nearly equal."""
         torch.manual_seed(0)
-        detector = build_detector(name.partition(",")[0], class_names=CLASSES, **(SMALL | LARGE)[name])
+        detector = build_detector(name.partition(",")[0], class_names=CLASSES, **(SMALL | LARGE | FEW_LAYERS)[name])
         with torch.no_grad():
             if not name.startswith(("fasterrcnn", "ssd300")):  # these are far apart as they are built
                 for parameter in detector.parameters():
@@ -134,13 +140,14 @@ def ssd(detectors, tmp_path_factory):
     """Both files as a run in bfloat16 leaves them in its final folder, and the function that is in them."""
     AcceleratorState._reset_state(True)
     try:
-        detector = Accelerator(cpu=True, mixed_precision="bf16").prepare(copy.deepcopy(detectors("ssd")).train())
+        trained = copy.deepcopy(detectors("ssd, few layers")).train()
+        detector = Accelerator(cpu=True, mixed_precision="bf16").prepare(trained)
     finally:
         AcceleratorState._reset_state(True)
     folder = tmp_path_factory.mktemp("ssd")
     said = export_final(detector, folder, images_of(2, 64, 64), CATEGORIES, {"height": 64, "width": 64})
     assert detector.training and "model.pt2 scores" in said and "model.onnx scores" in said
-    return {"torch": folder / "model.pt2", "onnx": folder / "model.onnx"}, make_graph(detectors("ssd"))
+    return {"torch": folder / "model.pt2", "onnx": folder / "model.onnx"}, make_graph(detectors("ssd, few layers"))
 
 
 def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
@@ -158,7 +165,7 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
 def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp_path, monkeypatch):
     files, _ = ssd
     monkeypatch.setattr(trust, "_all", True)
-    detectors("ssd").save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
+    detectors("ssd, few layers").save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
     images = [images_of(1, *hw, seed=i)[0] for i, hw in enumerate([(64, 64), (90, 120), (33, 20), (90, 120)])]
     expected = open_predictor(tmp_path).predict(images, 0.0)
     for path in files.values():
@@ -290,7 +297,7 @@ def test_a_wrong_file_is_refused(ssd):
 def test_images_below_the_smallest_side_get_a_file_of_their_size(detectors, tmp_path):
     told, size = [], {"height": 32, "width": 32}
     asked = {"categories": CATEGORIES, "size": size, "source": "", "score_threshold": 0.42, "top_k": 100}
-    files, graph = export_detector(detectors("yolov3"), tmp_path, ("torch",), **asked, say=told.append)
+    files, graph = export_detector(detectors("yolov3, few layers"), tmp_path, ("torch",), **asked, say=told.append)
     about = open_file(files["torch"], trusted=True)[1]
     assert (about.score_threshold, about.sides, graph.sides, about.top_k) == (0.42, "fixed", "fixed", 100)
     assert "files of several sizes begin with 64 pixels: this one takes 32 x 32 alone" in told
@@ -509,7 +516,7 @@ def test_a_file_without_grid_sample_finds_the_same(detectors, tmp_path):
 def test_settings_of_prediction_are_in_the_file_and_its_times_beside_its_ap(detectors, tmp_path, capsys, monkeypatch):
     """The script from its command line on, without data: a stricter suppression leaves worse boxes."""
     size = {"height": 64, "width": 64}
-    detectors("ssd").save_final(tmp_path / "final", CATEGORIES, size)
+    detectors("ssd, few layers").save_final(tmp_path / "final", CATEGORIES, size)
     words = [str(tmp_path / "final"), "--formats", "onnx", "fp16", "--top-k", "50", "--score-threshold", "0.25"]
     words += ["--model.nms_threshold", "0.01", "--benchmark", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(judge, "BENCHMARK", ((1, 1), (8, 2)))
@@ -519,7 +526,7 @@ def test_settings_of_prediction_are_in_the_file_and_its_times_beside_its_ap(dete
     assert (about.top_k, about.score_threshold) == (50, 0.25)
     images = images_of(1, 64, 64)
     with torch.no_grad():
-        found = make_graph(detectors("ssd"), 50)(images)[1]
+        found = make_graph(detectors("ssd, few layers"), 50)(images)[1]
     assert run(images.numpy())[1][0, -1] < found[0, -1] - 1e-4
     written = json.loads((tmp_path / "out" / "export.json").read_text())["files"]
     assert all(len(line["milliseconds"]) == 2 and min(line["milliseconds"].values()) > 0 for line in written)

@@ -20,10 +20,11 @@ from toolkit.step.meters import SmoothedValue
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "parts.md").read_text(encoding="utf-8")
 (PROGRAM,) = re.findall(r'```python title="plain.py"\n(.*?)```', PAGE, re.DOTALL)
-# A picture of NaN makes every loss NaN; at the end each process shows its weights.
-WITH_A_NAN = PROGRAM.replace(
+# A picture of NaN makes every loss NaN, steps come before it and after it; at the end each process shows its weights.
+SAMPLES, NAN_AT = 12, 1
+WITH_A_NAN = PROGRAM.replace("range(40)", f"range({SAMPLES})").replace(
     "    losses = model(images, targets)\n",
-    "    images = [image * float('nan') for image in images] if NAN_AT == seen else images\n"
+    f"    images = [image * float('nan') for image in images] if seen == {NAN_AT} else images\n"
     "    seen += 1\n"
     "    losses = model(images, targets)\n",
 )
@@ -31,7 +32,7 @@ HEAD = """
 import sys
 from toolkit import LossWeights, Meters, NanGuard, reduce_dict
 modules = [name for name in ("accelerate", "transformers", "timm", "datasets", "wandb") if name in sys.modules]
-NAN_AT, seen = 6, 0
+seen = 0
 """
 TAIL = """
 total = sum(p.double().abs().sum() for p in accelerator.unwrap_model(model).parameters()).item()
@@ -54,10 +55,10 @@ def test_the_program_of_the_page_trains_on_after_a_nan(tmp_path, processes):
     two = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     launcher = () if processes == 1 else two
     printed = run_plain(tmp_path, WITH_A_NAN, *launcher)
-    assert printed.count("skipped: at step 6") == processes
+    assert printed.count(f"skipped: at step {NAN_AT} ") == processes
     results = re.findall(r"RESULT (\d) (\S+) (\d+) (\d+) (\[.*\])", printed)
     assert len(results) == processes and len({total for _, total, *_ in results}) == 1
-    steps = 20 // processes
+    steps = SAMPLES // 2 // processes
     for _, total, skips, updates, modules in results:
         assert float(total) > 0 and skips == "0" and int(updates) == steps - 1 and modules == "[]"
     assert re.search(rf"epoch 1 \[{steps}/{steps}\]  eta: 0:00:00  loss_box_reg: ", printed)

@@ -1,7 +1,6 @@
 """A process that fails ends the others within a minute, and the main process knows the first cause."""
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import free_port
+from processes import FORK_SERVER
 
 from toolkit.base.distributed import all_reduce, world
 from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
@@ -18,7 +18,6 @@ from toolkit.run import watchdog as watchdog_module
 from toolkit.run.processes import start_accelerator, wait_at_most
 from toolkit.run.watchdog import PORT, watchdog
 
-multiprocessing.set_forkserver_preload(["torch", "accelerate", "toolkit.run.processes", "toolkit.run.watchdog"])
 SLOW_S = 600  # what a process does that never notices by itself
 
 
@@ -66,10 +65,9 @@ def rank_of(rank, size, port, failing, how, others, folder, grace_s, watchdog_po
 
 def ended(folder, failing, how, others, size=2, grace_s=2.0):
     """(exit codes, what each rank recorded)."""
-    context = multiprocessing.get_context("forkserver")
     port, watchdog_port = free_port(), os.environ.get(PORT, "")  # the fork server has the variables of its own start
-    ranks = [context.Process(target=rank_of, args=(r, size, port, failing, how, others, folder, grace_s, watchdog_port))
-             for r in range(size)]  # fmt: skip
+    told = (port, failing, how, others, folder, grace_s, watchdog_port)
+    ranks = [FORK_SERVER.Process(target=rank_of, args=(rank, size, *told)) for rank in range(size)]
     for process in ranks:
         process.start()
     for process in ranks:
