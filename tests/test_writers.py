@@ -25,8 +25,8 @@ from PIL import Image
 from tracked import offline_history, offline_records
 
 from toolkit.base.errors import BadInput
-from toolkit.run.log import Place, averages_line, console_line, progress, total_line
-from toolkit.run.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
+from toolkit.run.log import Progress, averages_line, console_line, progress_bar, training_time_line
+from toolkit.run.metrics_log import MetricsFollower, MetricsLog, read_metrics, repair_rows
 from toolkit.run.plan import length_warnings
 from toolkit.run.trackers import About, DataFacts, agent_run_id, tracker_names
 from toolkit.run.writer import RunWriter
@@ -88,7 +88,7 @@ def test_resume_keeps_as_many_rows_as_the_checkpoint_knew(tmp_path):
 
 def test_a_file_that_grows_is_read_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = GrowingMetrics(path)
+    file = MetricsFollower(path)
     assert file.new_rows() == []
     log = MetricsLog(path)
     log.write(train_row(1))
@@ -137,7 +137,7 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
         kept = tmp_path / ("metrics.jsonl" + ".damaged" * (number + 1))
         assert kept.name in note and kept.read_bytes() == b"".join(damaged)
     path.write_bytes(whole + b"x\n")
-    assert repair_rows(path, 3) == [] and repair_rows(path, 3, more=True), "rows after it count where they stay"
+    assert repair_rows(path, 3) == [] and repair_rows(path, 3, keep_later=True), "rows after it count where they stay"
     path.unlink()
     assert "gone" in repair_rows(path, 3)[0] and path.read_text() == ""
     path.unlink()
@@ -443,11 +443,11 @@ def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
 
 def test_the_lines_of_a_training():
     """Five epochs of 40 steps, then batches twice as large: 20 steps an epoch, for 100 more."""
-    assert str(Place(201, 300, 5, 20, 0.0, recut=-100)).startswith("epoch 6/10  step 201/300")
-    assert str(Place(201, 300, 5, 20, 0.0)).startswith("epoch 6/15")
+    assert str(Progress(201, 300, 5, 20, 0.0, recut=-100)).startswith("epoch 6/10  step 201/300")
+    assert str(Progress(201, 300, 5, 20, 0.0)).startswith("epoch 6/15")
     line = averages_line(1, {"loss": 2.0, "loss_ce": 1.5, "loss_ce_0": 9.0, "loss_ce_unscaled": 9.0}, 90.0, 60)
     assert line == "Averaged stats of epoch 2: loss: 2.0000  loss_ce: 1.5000  time 0:01:30 (1.500 s / step)"
-    assert total_line(3725.4, 100) == "Training time 1:02:05 (37.254 s / step)"
+    assert training_time_line(3725.4, 100) == "Training time 1:02:05 (37.254 s / step)"
 
 
 def test_console_line():
@@ -460,20 +460,20 @@ def test_console_line():
     meters = Meters()
     for factor in (1.0, 2.0):
         meters.update({key.removeprefix("train/"): factor * row[key] for key in row if "/lr/" not in key})
-    assert console_line(row, meters, Place(120, 4000, 3, 40, 61.2)) == (
+    assert console_line(row, meters, Progress(120, 4000, 3, 40, 61.2)) == (
         "epoch 4/100  step 120/4000  elapsed 0:01:01  eta 1:02:05  loss 2.3457 (3.5185)  "
         "[ce 1.2000 (1.8000)  bbox 0.5000 (0.7500)]  class_error 24.00  lr main 0.0001 backbone 1e-05  "
         "grad_norm 0.123  data 0.012 s  step 0.457 s  mem 1234 MiB"
     )
     row = {"step": 1, "train/loss": math.nan, "train/loss_rpn_box_reg": 1.0, "time/eta_s": math.nan}
-    line = console_line(row, {"loss": "nan", "loss_rpn_box_reg": "1.0 (1.25)"}, Place(1, 1, 0, 1, 0.0))
+    line = console_line(row, {"loss": "nan", "loss_rpn_box_reg": "1.0 (1.25)"}, Progress(1, 1, 0, 1, 0.0))
     assert line == "epoch 1/1  step 1/1  elapsed 0:00:00  loss nan  [rpn_box_reg 1.0 (1.25)]"
 
 
 @pytest.mark.parametrize(("terminal", "enabled"), [(False, True), (True, False), (True, True)])
 def test_progress_shows_a_bar_with_the_time_left_on_a_terminal_alone(capsys, monkeypatch, terminal, enabled):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    bar = progress(10, initial=3, enabled=enabled)
+    bar = progress_bar(10, initial=3, enabled=enabled)
     bar.update(2)
     bar.refresh()
     bar.write("a line")

@@ -114,14 +114,14 @@ def end(s: Session, t: Training) -> None:
     """
     if not s.config.run.eval_only:
         finish(t)
-        t.log.say_total(t.step)
+        t.log.say_training_time(t.step)
         s.status.write("running")  # with what ended the training, which the report reads there
         stop_if_asked(s, "after the last evaluation")
         run_on_main(lambda: _write_final(s, t))
         stop_if_asked(s, "after final/ was written")
         if s.test_table is not None:
             evaluate_test_split(t, s.test_table, evaluation_loader(s, t.detector, s.test_table), s.config.eval)
-    t.log.raise_trouble()
+    t.log.raise_write_error()
     trained = not s.config.run.eval_only
     hub = s.config.hub
     run_on_main(lambda: t.log.attempt("the report", partial(_report, s, t, trained)))

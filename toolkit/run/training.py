@@ -296,12 +296,12 @@ class Training:
         row = training_row(window.reduced, window.totals, self.optimizer.param_groups, noted)
         epoch = self.sampler.epoch
         total_steps = self.plan.total_steps
-        self.log.note_step(self.step, total_steps, epoch, row, images, noted, ends_epoch=self.epoch_is_over)
+        self.log.log_step(self.step, total_steps, epoch, row, images, noted, ends_epoch=self.epoch_is_over)
         notes = self.plan.note_step(self.step, window.totals["time_s"])
         if notes:
-            self.log.set_length(self.plan.total_steps, notes)
+            self.log.set_total_steps(self.plan.total_steps, notes)
         if self.epoch_is_over or self.step >= self.plan.total_steps:
-            self.log.note_epoch(self.step, epoch)
+            self.log.log_epoch(self.step, epoch)
         warning = self.plan.check_own_rates()
         if warning:
             self.log.say(f"step {self.step}: {warning}")
@@ -312,7 +312,7 @@ class Training:
         somebody_noted = window.totals["notes"] > 0
         if not somebody_noted and not (self.log.notes and self.accelerator.num_processes == 1):
             return {}
-        noted = self.log.noted()
+        noted = self.log.reduce_notes()
         duplicates = sorted(noted.keys() & {*window.totals, *self.detector.metric_names})
         if duplicates:
             raise BadInput(f"t.log.note: {', '.join(duplicates)} is in the rows already; give another name")
@@ -334,7 +334,7 @@ class Training:
                 save_and_evaluate(self, is_best=noted)
             elif noted or signal or saves:
                 save(self, best=noted)
-        self.log.raise_trouble()
+        self.log.raise_write_error()
         if signal:
             name = self.signals.name or "signal"
             raise Preempted(f"{name} at step {self.step}; saved, `--run.resume latest` goes on")
@@ -345,6 +345,6 @@ class Training:
         self._versions = self._count_versions()
         if not self.epoch_is_over:  # the run is; what it has of the epoch stays in its state
             return self.log.averages.means()
-        self.log.note_epoch(self.step, self.sampler.epoch)  # not yet, if the guard refused its last window
+        self.log.log_epoch(self.step, self.sampler.epoch)  # not yet, if the guard refused its last window
         self.sampler.set_epoch(self.sampler.epoch + 1)
         return self.log.end_epoch()
