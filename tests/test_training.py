@@ -362,7 +362,7 @@ def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp
         save_and_evaluate(t)
     assert t.finished and not t.epoch_is_over
     (averages,) = [row for row in rows if "epoch/loss" in row]
-    assert averages["step"] == 2 and "Averaged stats of epoch 1" in capsys.readouterr().out
+    assert averages["step"] == 2 and "epoch 1 averages" in capsys.readouterr().out
     # Given more patience and steps, the epoch goes on, and its averages come at its end too.
     t.log.log_epoch(2, 0)
     t.sampler.advance_batches(1)

@@ -1,54 +1,31 @@
 """The reports of a run while it trains: metric rows, console lines, progress bar, status, meters and epoch averages."""
 
-import math
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from toolkit.base.distributed import broadcast_object, gather_objects
 from toolkit.base.errors import BadInput
 from toolkit.base.files import warn_if_stalled
+from toolkit.run.console import (
+    Progress,
+    averages_line,
+    console_line,
+    console_width,
+    progress_bar,
+    short_number,
+    step_time,
+    training_time_line,
+)
 from toolkit.run.failures import attempt
 from toolkit.run.writer import RunWriter
 from toolkit.step.compiling import GraphCount
 from toolkit.step.length import is_time
 from toolkit.step.meters import Averages, MomentumMeter, StepTimer, make_meters
-
-# Names of losses that the console leaves to metrics.jsonl: those of auxiliary layers, and unweighted ones.
-_OTHER_LOSSES = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
-
-
-@dataclass
-class Progress:
-    """The place of a run: steps done, of how many, and the time since it began.
-
-    steps_per_epoch: of an epoch with batches of now. recut: steps more that the run would have made with these always.
-    """
-
-    step: int
-    total_steps: int
-    epoch: int
-    steps_per_epoch: int
-    elapsed_s: float
-    recut: int = 0
-
-    @property
-    def epochs(self) -> int:
-        """Epochs of the whole run, an unfinished last one included."""
-        return max(-(-(self.total_steps + self.recut) // self.steps_per_epoch), self.epoch + 1)
-
-    def __str__(self) -> str:
-        """epoch k/K  step i/I of the run  elapsed"""
-        elapsed = timedelta(seconds=round(self.elapsed_s))
-        return f"epoch {self.epoch + 1}/{self.epochs}  step {self.step}/{self.total_steps}  elapsed {elapsed}"
 
 
 class Log:
@@ -140,14 +117,14 @@ class Log:
         self.meters.add(noted)
         self.averages.update(of_every_step, images)
         self.status["step"] = step
-        progress = Progress(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
+        progress = Progress(step, total_steps, epoch, self.steps_per_epoch, self.recut)
         self._show_on_bar(progress)
         if has_row:
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
             means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
             full = {**row, **means, **self.timer.row(total_steps - step)}
             self.write(step, epoch, full)
-            self.say(console_line(full, self.meters, progress))
+            self.say(console_line(full, self.meters, progress, console_width()))
             news = self.graphs.news(step)
             if news:
                 self.say(news)
@@ -170,7 +147,7 @@ class Log:
         means = self.averages.means()
         seconds = {"time/epoch_s": self.epoch_s, "time/epoch_step_s": self.epoch_s / self.epoch_steps}
         self.write(step, epoch, {f"epoch/{name}": mean for name, mean in means.items()} | seconds)
-        self.say(averages_line(epoch, means, self.epoch_s, self.epoch_steps))
+        self.say(averages_line(epoch, means, self.epoch_s, console_width()))
 
     def say_training_time(self, step: int) -> None:
         """When training has ended after `step` steps: its whole time, as the original programs print it."""
@@ -219,10 +196,10 @@ class Log:
         if self._bar is None or self._bar.disable:
             return
         self._bar.set_description(f"epoch {progress.epoch + 1}/{progress.epochs}", refresh=False)
-        loss = f"loss {self.meters['loss']}  " if "loss" in self.meters else ""
-        text = f"{loss}data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
-        text += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
-        self._bar.set_postfix_str(text, refresh=False)
+        shown = [name for name in ("loss", *self.noted_names) if name in self.meters]
+        parts = [f"{name} {short_number(self.meters.smoothed(name))}" for name in shown]
+        parts.append(step_time(self.timer.step_s, self.timer.data_s))
+        self._bar.set_postfix_str("  ".join(parts), refresh=False)
         self._bar.update(progress.step - self._bar.n)
 
     def raise_write_error(self) -> None:
@@ -283,61 +260,3 @@ def training_row(
     for name, value in noted.items():
         row[f"train/{name}"] = value
     return row
-
-
-# ---------------------------------------------------------------- the console
-
-
-def console_line(row: Mapping, smoothed: Mapping[str, object], progress: Progress) -> str:
-    """A training row as one line for people; losses of auxiliary layers are left to metrics.jsonl.
-
-    Args:
-        row: as for `RunWriter.log`; what it lacks is left out.
-        smoothed: what to show for each loss or metric, by its name without `train/`: the last value and its mean, say.
-    """
-
-    def show(key: str, label: str, form: str, unit: str = "") -> str:
-        return "" if row.get(key) is None else f"{label} {row[key]:{form}}{unit}"
-
-    eta = row.get("time/eta_s")
-    trained = [key.removeprefix("train/") for key in row if key.startswith("train/")]
-    shown = [name for name in trained if name in smoothed]
-    names = [name for name in shown if name.startswith("loss_") and not _OTHER_LOSSES.search(name)]
-    losses = "  ".join(f"{name.removeprefix('loss_')} {smoothed[name]}" for name in names)
-    rates = [(name.removeprefix("lr/"), row[f"train/{name}"]) for name in trained if name.startswith("lr/")]
-    parts = [
-        str(progress),
-        f"eta {timedelta(seconds=round(eta))}" if eta is not None and math.isfinite(eta) else "",
-        f"loss {smoothed['loss']}" if "loss" in smoothed else "",
-        f"[{losses}]" if losses else "",
-        *(f"{name} {smoothed[name]}" for name in shown if name.endswith("_error")),
-        f"lr {' '.join(f'{name} {rate:.3g}' for name, rate in rates)}" if rates else "",
-        show("train/grad_norm", "grad_norm", ".3g"),
-        show("time/data_s", "data", ".3f", " s"),
-        show("time/step_s", "step", ".3f", " s"),
-        show("mem/peak_mb", "mem", ".0f", " MiB"),
-    ]
-    return "  ".join(filter(None, parts))
-
-
-def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, steps: int) -> str:
-    """The averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out."""
-    losses = "  ".join(f"{name}: {mean:.4f}" for name, mean in means.items() if not _OTHER_LOSSES.search(name))
-    time = f"{timedelta(seconds=round(epoch_s))} ({epoch_s / max(steps, 1):.3f} s / step)"
-    return f"Averaged stats of epoch {epoch + 1}: {losses}  time {time}"
-
-
-def training_time_line(elapsed_s: float, steps: int) -> str:
-    """The time of a whole run as one line, evaluations and checkpoints included, as DETR and Scene-Graph-Benchmark."""
-    return f"Training time {timedelta(seconds=round(elapsed_s))} ({elapsed_s / max(steps, 1):.3f} s / step)"
-
-
-def progress_bar(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
-    """A bar over optimizer steps with the time left, on a terminal; elsewhere it stays silent.
-
-    `bar.update()` at each step; `bar.write(line)` prints a line above the bar, or plainly where there is none.
-
-    `total`: steps of the run; `initial`: steps done before; `enabled`: this is the main process.
-    """
-    visible = enabled and sys.stderr is not None and sys.stderr.isatty()
-    return tqdm(total=total, initial=initial, disable=not visible, unit="step", dynamic_ncols=True, smoothing=0.1)
