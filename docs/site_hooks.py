@@ -77,7 +77,7 @@ def settings_page() -> str:
     lines = [
         "# Settings\n",
         "Written from the dataclasses in `toolkit/run/settings.py` and beside each detector. A script may set other "
-        "defaults of its own (`--print_config` shows them); `--help` shows the same texts.\n",
+        "defaults of its own (`--print_config` shows them); `--help all` shows the same texts.\n",
     ]
     common = classes_of(ROOT / "toolkit" / "run" / "settings.py")
     for name, (_, text, rows) in common.items():

@@ -5,8 +5,8 @@
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_detr.py       # two processes, no GPU
 
 All five scripts share this loop. What comes from facebookresearch/detr is in the criterion and the defaults
-(losses of main and auxiliary outputs, `class_error`, clipping to 0.1). `--help` explains every setting,
-`--model.architecture conditional_detr --help` those of another architecture.
+(losses of main and auxiliary outputs, `class_error`, clipping to 0.1). `--help` shows what to set first,
+`--help all` every setting, `--model.architecture conditional_detr --help` those of another architecture.
 """
 
 import sys

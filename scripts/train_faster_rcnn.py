@@ -6,7 +6,7 @@
 
 All five scripts share this loop. What comes from Seamless Scene Segmentation is in options and defaults
 (weights of the four losses, schedule per batch or epoch, warm-up, batches of similar aspect ratio, momentum
-meters). `--help` explains every setting.
+meters). `--help` shows what to set first, `--help all` every setting.
 """
 
 import sys

@@ -9,7 +9,7 @@
 
 All five scripts share this loop. What comes from Scene-Graph-Benchmark is in options and defaults (frozen
 detector, slow heads, gradient table, validation before training, a learning rate that decays on plateaus of
-the validation metric and ends training). `--help` explains every setting.
+the validation metric and ends training). `--help` shows what to set first, `--help all` every setting.
 """
 
 import sys

@@ -7,7 +7,7 @@
 
 All five scripts share this loop; this one has one more line, for CVNets' losses that balance each other. The
 rest of its `training_engine.py` is in options (accumulation that starts after an epoch, a schedule for the
-momentum of batch norms). `--help` explains every setting.
+momentum of batch norms). `--help` shows what to set first, `--help all` every setting.
 """
 
 import sys

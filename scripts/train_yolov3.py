@@ -6,7 +6,7 @@
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_yolov3.py     # two processes, no GPU
 
 All five scripts share this loop. What comes from GluonCV is in options and defaults (mixup that stops before
-training ends, four losses, export at the end). `--help` explains every setting.
+training ends, four losses, export at the end). `--help` shows what to set first, `--help all` every setting.
 """
 
 import sys

@@ -95,18 +95,6 @@ def parses(script: str, arguments: list[str]) -> bool | str:
     return True
 
 
-@pytest.mark.parametrize(("architecture", "backbone"), [("rt_detr_v2", True), ("rf_detr", False)])
-def test_help_begins_with_an_example_and_what_people_change(architecture, backbone, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_detr.py"])
-    assert parses("scripts/train_detr.py", ["--model.architecture", architecture, "--help"])
-    first, _, rest = capsys.readouterr().out.partition("\noptions:\n")
-    assert first.count("[") == 2, "no usage of hundreds of flags"
-    assert "  accelerate launch scripts/train_detr.py --data.path DIR" in first
-    flags = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
-    assert len(flags) == 10 + backbone and ("--model.backbone" in flags) == backbone
-    assert all(f"{flag} " in rest for flag in flags), "what it begins with is there"
-
-
 def is_understood(command: str, words: list[str]) -> bool:
     """Whether what a command that starts no script names is there: targets, extras, modules, files."""
     if words[0] == "make":

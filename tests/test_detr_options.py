@@ -6,7 +6,6 @@ from dataclasses import fields
 import pytest
 import torch
 from contract import assert_resolved_options_build_it_again
-from jsonargparse import ArgumentParser, set_parsing_settings
 from small_detectors import (
     CATEGORIES,
     CLASSES,
@@ -32,6 +31,7 @@ from toolkit.detectors.detr.query_points import encode_sinusoidal_position_embed
 from toolkit.index import DETECTORS
 from toolkit.models import build_detector, options_class
 from toolkit.models.final import load_detector_folder
+from toolkit.run.help import field_texts
 
 SETTINGS = SMALL | {
     "conditional_detr": {**ON_TIMM, "dilation": True},
@@ -59,12 +59,9 @@ def assert_built_again(detector, no_value=("pretrained",)) -> dict:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_help_has_a_sentence_for_every_setting_and_its_value(name):
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser()
-    parser.add_class_arguments(options_class(name))
-    explained = {action.dest: action.help for action in parser._actions}
+    texts = field_texts(options_class(name))
     for field in fields(options_class(name)):
-        assert "." in (explained[field.name] or "") or ":" in explained[field.name], field.name
+        assert texts[field.name].endswith("."), field.name
     assert options_class(name)().architecture == name and options_class(name).__doc__
 
 

@@ -146,7 +146,7 @@ def ssd(detectors, tmp_path_factory):
         AcceleratorState._reset_state(True)
     folder = tmp_path_factory.mktemp("ssd")
     said = export_final(detector, folder, images_of(2, 64, 64), CATEGORIES, {"height": 64, "width": 64})
-    assert detector.training and "model.pt2 scores" in said and "model.onnx scores" in said
+    assert detector.training and "model.pt2: scores" in said and "model.onnx: scores" in said
     return {"torch": folder / "model.pt2", "onnx": folder / "model.onnx"}, make_graph(detectors("ssd, few layers"))
 
 

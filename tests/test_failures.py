@@ -19,7 +19,7 @@ from toolkit.base.errors import (
     is_out_of_memory,
     says_bad_input,
 )
-from toolkit.base.files import waiting_aloud
+from toolkit.base.files import warn_if_stalled
 from toolkit.base.public import without_machine
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.ssd.options import SsdOptions
@@ -218,11 +218,11 @@ def test_a_disk_that_stalls_is_waited_for_and_that_is_said(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.base.files.STALLED_S", 0)
-        with waiting_aloud("the checkpoint of step 3", say):
+        with warn_if_stalled("the checkpoint of step 3", say):
             assert told.wait(60)
     (text,) = said
     assert text.startswith("still waiting for the disk, for 0 s now: the checkpoint of step 3; ")
-    with waiting_aloud("a row", said.append):
+    with warn_if_stalled("a row", said.append):
         (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
         assert timer.interval == 30
     assert timer.finished.is_set() and len(said) == 1

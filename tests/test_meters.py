@@ -73,22 +73,26 @@ def test_meters_and_averages_continue_from_json_as_if_never_stopped(make):
 
 def test_each_kind_smooths_as_its_original():
     values = [4.0, 1.0, 2.0, 9.0]
-    shown = {}
+    shown, smoothed = {}, {}
     for kind in KINDS:
         meters = make_meters(kind, steps_per_epoch=2)
         for value in values:
             meters.update(loss=value)
         shown[kind] = str(meters["loss"])
+        smoothed[kind] = meters.smoothed("loss")
+    assert smoothed == {
+        "epoch_median": 2.0, "run_median": 2.0, "epoch_mean": 4.0, "run_mean": 4.0, "momentum": meters["loss"].mean,
+    }  # fmt: skip
     assert shown["epoch_median"] == shown["run_median"] == "2.0000 (4.0000)"
     assert shown["epoch_mean"] == shown["run_mean"] == "9.0000 (4.0000)"
     assert meters["loss"].momentum == 0.5  # 1 - 1 / steps of an epoch, as in seamseg
     with pytest.raises(BadInput, match="run.meters is 'median'"):
         make_meters("median", 2)
-    for kind in ("epoch_median", "momentum"):  # as DETR does, whose averages of the epoch have its mean
+    for kind in ("epoch_median", "epoch_mean", "momentum"):  # as DETR does, whose averages of the epoch have its mean
         meters = make_meters(kind, 10)
         for value in (50.0, 20.0, 40.0):
             meters.update(class_error=value)
-        assert str(meters) == "class_error: 40.00"
+        assert str(meters) == "class_error: 40.00" and meters.smoothed("class_error") == 40.0
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("epoch_median", False), ("run_median", True), ("momentum", True)])
@@ -97,14 +101,14 @@ def test_meters_of_an_epoch_begin_anew_those_of_a_run_do_not(kind, kept, capsys)
     log.start(SimpleNamespace(log=rows.append), {}, 0, 4)
     for step, images in ((1, 48), (2, 16)):  # as where images are larger, and fewer in a batch
         log.meters.update({"loss": 4.0 * step})
-        log.note_step(step, 4, 0, {"train/loss": 4.0 * step, "train/lr/main": 0.1}, images)
-    log.note_epoch(2, 0)
-    log.note_epoch(2, 0)  # once
+        log.log_step(step, 4, 0, {"train/loss": 4.0 * step, "train/lr/main": 0.1}, images)
+    log.log_epoch(2, 0)
+    log.log_epoch(2, 0)  # once
     assert log.end_epoch() == {"loss": 5.0}
     assert bool(log.meters) is kept
     assert [row for row in rows if "epoch/loss" in row] == [rows[-1]]
     assert (rows[-1]["step"], rows[-1]["epoch"], rows[-1]["epoch/loss"]) == (2, 0, 5.0)
-    assert capsys.readouterr().out.count("Averaged stats of epoch 1: loss: 5.0000") == 1
+    assert capsys.readouterr().out.count("epoch 1 averages  loss 5.00") == 1
 
 
 def test_timer_splits_waiting_from_work_and_leaves_evaluation_out():

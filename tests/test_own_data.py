@@ -130,7 +130,7 @@ def test_a_settings_file_for_another_detector_is_one_sentence():
     assert "num_denoising" in told, told
     assert told.endswith("which detr does not have. Take a copy of the file without these lines")
     assert "num_queries" not in told and "backbone" not in told, "which DETR has too"
-    assert rest == ["`--help` lists every key with its type."]
+    assert rest == ["`--help all` lists every setting with its type."]
 
 
 def test_a_misspelt_key_in_a_file_for_another_detector_keeps_its_hint(tmp_path):

@@ -147,7 +147,7 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     assert [row["step"] for row in rows if "train/loss" in row] == list(map(int, lines))
     assert images[:5] == [4, 4, 4, 3, 4]
     for steps in (40, 20, 2):  # `run.max_minutes` plans the length several times: said once
-        t.log.set_length(steps, t.plan.set_length(steps, t.step))
+        t.log.set_total_steps(steps, t.plan.set_length(steps, t.step))
     said = capsys.readouterr().out
     assert said.count("training takes") == 3
     assert said.count("warning: training ends inside the warm-up") == 1 == said.count("steps of an epoch")
@@ -366,13 +366,13 @@ def test_averages_of_an_epoch_are_logged_where_early_stopping_ends_inside_it(tmp
         save_and_evaluate(t)
     assert t.finished and not t.epoch_is_over
     (averages,) = [row for row in rows if "epoch/loss" in row]
-    assert averages["step"] == 2 and "Averaged stats of epoch 1" in capsys.readouterr().out
+    assert averages["step"] == 2 and "epoch 1 averages" in capsys.readouterr().out
     # Given more patience and steps, the epoch goes on, and its averages come at its end too.
-    t.log.note_epoch(2, 0)
+    t.log.log_epoch(2, 0)
     t.sampler.advance_batches(1)
     t.step = 3
     note_step(t)
-    t.log.note_epoch(3, 0)
+    t.log.log_epoch(3, 0)
     assert [row["step"] for row in rows if "epoch/loss" in row] == [2, 3]
 
 

@@ -25,8 +25,15 @@ from PIL import Image
 from tracked import offline_history, offline_records
 
 from toolkit.base.errors import BadInput
-from toolkit.run.log import Place, averages_line, console_line, progress, total_line
-from toolkit.run.metrics_log import GrowingMetrics, MetricsLog, read_metrics, repair_rows
+from toolkit.run.console import (
+    Progress,
+    averages_line,
+    console_line,
+    progress_bar,
+    short_number,
+    training_time_line,
+)
+from toolkit.run.metrics_log import MetricsFollower, MetricsLog, read_metrics, repair_rows
 from toolkit.run.plan import length_warnings
 from toolkit.run.writer import About, DataFacts, RunWriter, agent_run_id, tracker_names
 from toolkit.step.meters import Meters
@@ -87,7 +94,7 @@ def test_resume_keeps_as_many_rows_as_the_checkpoint_knew(tmp_path):
 
 def test_a_file_that_grows_is_read_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = GrowingMetrics(path)
+    file = MetricsFollower(path)
     assert file.new_rows() == []
     log = MetricsLog(path)
     log.write(train_row(1))
@@ -136,7 +143,7 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(tmp_path):
         kept = tmp_path / ("metrics.jsonl" + ".damaged" * (number + 1))
         assert kept.name in note and kept.read_bytes() == b"".join(damaged)
     path.write_bytes(whole + b"x\n")
-    assert repair_rows(path, 3) == [] and repair_rows(path, 3, more=True), "rows after it count where they stay"
+    assert repair_rows(path, 3) == [] and repair_rows(path, 3, keep_later=True), "rows after it count where they stay"
     path.unlink()
     assert "gone" in repair_rows(path, 3)[0] and path.read_text() == ""
     path.unlink()
@@ -442,37 +449,64 @@ def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
 
 def test_the_lines_of_a_training():
     """Five epochs of 40 steps, then batches twice as large: 20 steps an epoch, for 100 more."""
-    assert str(Place(201, 300, 5, 20, 0.0, recut=-100)).startswith("epoch 6/10  step 201/300")
-    assert str(Place(201, 300, 5, 20, 0.0)).startswith("epoch 6/15")
-    line = averages_line(1, {"loss": 2.0, "loss_ce": 1.5, "loss_ce_0": 9.0, "loss_ce_unscaled": 9.0}, 90.0, 60)
-    assert line == "Averaged stats of epoch 2: loss: 2.0000  loss_ce: 1.5000  time 0:01:30 (1.500 s / step)"
-    assert total_line(3725.4, 100) == "Training time 1:02:05 (37.254 s / step)"
+    assert Progress(201, 300, 5, 20, recut=-100).epochs == 10 and Progress(201, 300, 5, 20).epochs == 15
+    assert str(Progress(201, 300, 5, 20, recut=-100)) == "epoch 6  step 201/300"
+    means = {"loss": 2.0, "loss_ce": 1.5, "loss_ce_0": 9.0, "loss_ce_unscaled": 9.0, "class_error": 50.0}
+    assert averages_line(1, means, 90.0) == "epoch 2 averages  loss 2.00  ce 1.50 class_error 50.0  in 0:01:30"
+    assert training_time_line(3725.4, 100) == "Training time 1:02:05 (37.254 s / step)"
 
 
-def test_console_line():
-    row = {
-        "step": 120, "epoch": 3, "train/loss": 2.34567, "train/loss_ce": 1.2, "train/loss_ce_unscaled": 0.6,
-        "train/loss_ce_0": 9.0, "train/loss_ce_dn_0": 9.0, "train/loss_giou_enc": 9.0, "train/loss_bbox": 0.5,
-        "train/class_error": 12.0, "train/lr/main": 1e-4, "train/lr/backbone": 1e-5, "train/grad_norm": 0.123,
-        "time/data_s": 0.0123, "time/step_s": 0.4567, "time/eta_s": 3725.0, "mem/peak_mb": 1234.5,
-    }  # fmt: skip
+ROW = {
+    "step": 120, "epoch": 3, "train/loss": 2.34567, "train/loss_ce": 1.2, "train/loss_ce_unscaled": 0.6,
+    "train/loss_ce_0": 9.0, "train/loss_ce_dn_0": 9.0, "train/loss_giou_enc": 9.0, "train/loss_bbox": 0.5,
+    "train/class_error": 12.0, "train/lr/backbone": 1e-5, "train/lr/main": 1e-4, "train/grad_norm": 0.123,
+    "time/data_s": 0.0123, "time/step_s": 0.4567, "time/eta_s": 3725.0, "mem/peak_mb": 1234.5,
+}  # fmt: skip
+
+
+def meters_of(row: dict) -> Meters:
+    """Meters that have met this row, and one with twice its values."""
     meters = Meters()
     for factor in (1.0, 2.0):
         meters.update({key.removeprefix("train/"): factor * row[key] for key in row if "/lr/" not in key})
-    assert console_line(row, meters, Place(120, 4000, 3, 40, 61.2)) == (
-        "epoch 4/100  step 120/4000  elapsed 0:01:01  eta 1:02:05  loss 2.3457 (3.5185)  "
-        "[ce 1.2000 (1.8000)  bbox 0.5000 (0.7500)]  class_error 24.00  lr main 0.0001 backbone 1e-05  "
-        "grad_norm 0.123  data 0.012 s  step 0.457 s  mem 1234 MiB"
+    return meters
+
+
+def test_console_line():
+    progress = Progress(120, 4000, 3, 40)
+    assert console_line(ROW, meters_of(ROW), progress) == (
+        "epoch 4  step 120/4000  eta 1:02:05  loss 2.35  ce 1.20 bbox 0.500 class_error 24.0  lr 0.0001  "
+        "0.457 s/step  1.2 GiB"
     )
+    waiting = console_line(ROW | {"time/data_s": 0.2}, meters_of(ROW), progress)
+    assert waiting.endswith("  0.457 s/step (data 44%)  1.2 GiB")
     row = {"step": 1, "train/loss": math.nan, "train/loss_rpn_box_reg": 1.0, "time/eta_s": math.nan}
-    line = console_line(row, {"loss": "nan", "loss_rpn_box_reg": "1.0 (1.25)"}, Place(1, 1, 0, 1, 0.0))
-    assert line == "epoch 1/1  step 1/1  elapsed 0:00:00  loss nan  [rpn_box_reg 1.0 (1.25)]"
+    assert console_line(row, meters_of(row), Progress(1, 1, 0, 1)) == "epoch 1  step 1/1  loss nan  rpn_box_reg 1.00"
+
+
+def test_a_console_line_never_wraps():
+    """Whatever a detector calls its losses and however many it has; the last ones are left out, then the tail."""
+    many = ROW | {f"train/loss_{'abcdefghij'[i] * (i + 1)}": 123.456 for i in range(10)}
+    meters, progress = meters_of(many), Progress(1234567, 7654321, 299, 25515)
+    for width in range(10, 300):
+        line = console_line(many, meters, progress, width)
+        assert len(line) <= width and ("..." in line) == (width < 231), line
+    tail = "  ce 1.20 bbox 0.500 a 123 ...  lr 0.0001  0.457 s/step  1.2 GiB"
+    assert console_line(many, meters, progress).endswith(tail)
+    assert console_line(many, meters, progress, 60).endswith("eta 1:02:05  loss 2.35  ...")
+    assert console_line(many, meters, progress, 20) == "epoch 300  step 1..."
+
+
+def test_numbers_of_the_console_have_three_digits():
+    shown = {0.0: "0", 1e-4: "1.00e-04", 0.001234: "0.00123", 1.0: "1.00", 99.96: "100", 123.4: "123", 9999.0: "9999",
+             12345.0: "1.23e+04", -0.5: "-0.500", math.inf: "inf"}  # fmt: skip
+    assert {value: short_number(value) for value in shown} == shown
 
 
 @pytest.mark.parametrize(("terminal", "enabled"), [(False, True), (True, False), (True, True)])
 def test_progress_shows_a_bar_with_the_time_left_on_a_terminal_alone(capsys, monkeypatch, terminal, enabled):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    bar = progress(10, initial=3, enabled=enabled)
+    bar = progress_bar(10, initial=3, enabled=enabled)
     bar.update(2)
     bar.refresh()
     bar.write("a line")

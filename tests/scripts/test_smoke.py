@@ -171,7 +171,7 @@ def test_minutes_become_steps_once_and_early_stopping_ends(server, script, setti
 
 @pytest.mark.every_script
 def test_help_and_print_config_of_every_key(server, script):
-    helped = server.run(script, ["--help"]).ok()
+    helped = server.run(script, ["--help", "all"]).ok()
     for key in ("--run.resume", "--data.batch_size_per_device", "--optim.accumulation_steps", "--loss.weights"):
         assert key in helped.text
     printed = server.run(script, ["--print_config"]).ok()

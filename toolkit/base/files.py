@@ -261,7 +261,7 @@ def decode_json(value):
 
 
 @contextmanager
-def waiting_aloud(what: str, say: Callable[[str], None]) -> Iterator[None]:
+def warn_if_stalled(what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Report once what a block waits for, if it takes longer than `STALLED_S`, for example on a stalled disk."""
     timer = threading.Timer(STALLED_S, say, [_stalled(what)])
     timer.daemon = True
@@ -272,7 +272,7 @@ def waiting_aloud(what: str, say: Callable[[str], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def items_aloud(items: Iterable, what: str) -> Iterator:
+def with_stall_warnings(items: Iterable, what: str) -> Iterator:
     """Yield the items; report once on stderr each that takes longer than `STALLED_S`. One thread watches all."""
     began = None
     ended = threading.Event()

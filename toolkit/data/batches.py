@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from toolkit.base.batch import Batch, Target
 from toolkit.base.errors import BadInput
-from toolkit.base.files import items_aloud
+from toolkit.base.files import with_stall_warnings
 from toolkit.base.signals import ignore_in_worker, sigterm_held_back
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
@@ -118,7 +118,7 @@ class _Loader(DataLoader):
 
 def _raised(items: Iterator[Batch | BadInput], place: str) -> Iterator[Batch]:
     with naming_killed_workers():
-        for item in items_aloud(items, f"the next images, from {place}"):
+        for item in with_stall_warnings(items, f"the next images, from {place}"):
             if isinstance(item, BadInput):
                 raise item
             yield item

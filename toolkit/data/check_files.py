@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import MAX_IMAGE_PIXELS, items_aloud, usable_cores
+from toolkit.base.files import MAX_IMAGE_PIXELS, usable_cores, with_stall_warnings
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.checks import Checked, unsafe_file_name
@@ -43,7 +43,7 @@ def check_image_files(
     Returns the problems and {place: digest_of} of the places read, by which a cache knows that it still holds.
     Raises BadInput when not one of the files exists: the folder is then the wrong one.
     """
-    if not any(items_aloud((is_there(image_root / row.file_name) for row in rows), "looking for images")):
+    if not any(with_stall_warnings((is_there(image_root / row.file_name) for row in rows), "looking for images")):
         named = f"; the first is {shown(rows[0].file_name)!r}" if rows else ""
         raise BadInput(
             f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image folder "
@@ -166,7 +166,8 @@ def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: i
             yield from pool.map(check, rows[start : start + AT_ONCE])
 
     with ThreadPoolExecutor(max_workers=threads or min(32, usable_cores())) as pool:
-        bar = tqdm(items_aloud(results(pool), what), what, len(rows), delay=2, unit="image", leave=False, disable=None)
+        read = with_stall_warnings(results(pool), what)
+        bar = tqdm(read, what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return [problem for problems in bar for problem in problems]
 
 

@@ -74,13 +74,14 @@ class CocoEvaluator:
             yield name, match_boxes(*boxes, ids, whole.class_names, whole.sizes_hw[kept], whole.max_detections)
 
     def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
-        """Format `per_class_table` of the result of `evaluate`, the twelve numbers of COCO, and why an AP is 0.
+        """Format `per_class_table` of the result of `evaluate`, COCO's six AP and its six AR, and why an AP is 0.
 
         step: optimizer steps that the detector was trained for; None: unknown.
         """
-        of_boxes = {name: value for name, value in scores.items() if name.startswith("bbox_")}
-        twelve = "  ".join(f"{name.removeprefix('bbox_')} {_number(value)}" for name, value in of_boxes.items())
-        lines = [per_class_table(scores, self.table), twelve]
+        of_boxes = {name.removeprefix("bbox_"): value for name, value in scores.items() if name.startswith("bbox_")}
+        lines = [per_class_table(scores, self.table)]
+        for kind in ("AP", "AR"):
+            lines.append("  ".join(f"{name} {_number(of_boxes[name])}" for name in of_boxes if name.startswith(kind)))
         if not scores["bbox_AP"]:
             explain_zero_ap = index.tool("explain_zero_ap")
             lines += [f"AP is 0: {reason}" for reason in explain_zero_ap(predictions, self.table, step)]

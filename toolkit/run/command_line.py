@@ -4,7 +4,6 @@ It is imported before anything heavy, so that a mistyped flag is reported at onc
 the chosen architecture.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -14,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentError, ArgumentParser
 
 from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard, as_sentences, check_environment
 from toolkit.base.files import parse_yaml, read_yaml
@@ -25,28 +24,11 @@ from toolkit.base.imports import trust_class
 from toolkit.base.text import lasting_console
 from toolkit.index import DETECTORS
 from toolkit.models import DetectorOptions, options_class
+from toolkit.run.help import asked_topics, collect_groups, help_text
 from toolkit.run.launcher import find_launch, refuse
 from toolkit.run.settings_check import did_you_mean, key_faults, not_finite, not_text, plain, type_faults
 
 Config = TypeVar("Config")
-# What people change first: `--help` begins with it. A detector without a choice of backbones leaves that line out.
-FIRST_SETTINGS = {
-    "run.name NAME": "name of the run; its folder is runs/NAME",
-    "data.path DIR": "your data: VOC, YOLO, COCO, CSV, datasets",
-    "model.architecture NAME": "the detector; with --help, its settings",
-    "model.backbone NAME": "timm model that gives the feature maps",
-    "run.epochs N": "passes over the training data",
-    "run.max_minutes N": "minutes of training, if that is sooner",
-    "data.batch_size_per_device N": "images of one micro-batch on one device",
-    "optim.lr RATE": "learning rate",
-    "run.resume latest": "continue the run after a kill or a preemption",
-    "run.tracker NAME": "wandb, tensorboard, mlflow, ...",
-    "run.precision NAME": "no (float32), bf16, fp16 or auto",
-}
-
-
-class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """The help of jsonargparse, which keeps the line breaks of the description."""
 
 
 def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
@@ -55,7 +37,7 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
     the program and keeps its traceback.
     """
-    code = _run_to_its_end(main, cls, default_config, argv)
+    code = _run_and_report(main, cls, default_config, argv)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # The model sits in cycles, and holds the process group. If Python frees it only as it ends, a thread of gloo
         # may ask for the interpreter that is gone, and the process aborts: for a launcher, the run has failed.
@@ -64,7 +46,7 @@ def run_script(main: Callable, cls: type, default_config: Path | None = None, ar
     return code
 
 
-def _run_to_its_end(main: Callable, cls: type, default_config: Path | None, argv: list[str] | None) -> int:
+def _run_and_report(main: Callable, cls: type, default_config: Path | None, argv: list[str] | None) -> int:
     if os.environ.get("RANK", "0") != "0":  # what torch itself warns of, every process would; read when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with lasting_console():
@@ -104,7 +86,7 @@ def parse_config(
     Raises:
         BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
     """
-    argv = _files_first(_in_full(sys.argv[1:] if argv is None else argv))
+    argv = _files_first(_with_full_names(sys.argv[1:] if argv is None else argv))
     bundled = None
     given = dict(_flags(argv))
     if default_config is not None and "--config" not in given:
@@ -117,17 +99,21 @@ def parse_config(
     files = {value: _read_yaml(value) for flag, value in _flags(argv) if flag == "--config" and value is not None}
     of_default = (bundled or {}).get("model", {}).get("architecture")
     groups = _groups(cls, _chosen_architecture(argv, files) or of_default)
-    parser = _parser_of(cls, groups)
-    parser.set_defaults(dict(defaults or {}))
+    kept = {}
     if bundled is not None:  # made for another model: what it says of data and run serves this one too
         kept = {group: entries for group, entries in bundled.items() if group not in ("model", "loss")}
-        parser.set_defaults({f"{name}.{key}": value for name, group in kept.items() for key, value in group.items()})
+    topics = asked_topics(argv)
+    if topics is not None:
+        sources = [str(default_config)] * bool(kept) + list(files)
+        _print_help(topics, cls, groups, [kept, *files.values()], sources, default_config)
+    parser = _parser_of(cls, groups)
+    parser.set_defaults(dict(defaults or {}))
+    parser.set_defaults({f"{name}.{key}": value for name, group in kept.items() for key, value in group.items()})
     kinds = {name: kind for name, kind, _ in groups}
-    if "--help" not in argv:
-        _check_keys(parser, kinds, argv, files)
-        if type_faults(_nulls(argv), kinds, "the command line", null_is_not_given=False):
-            raise BadInput(type_faults(_given(argv), kinds, "the command line", null_is_not_given=False))
-    made = _made_groups(parser, kinds, argv, files)
+    _check_keys(parser, kinds, argv, files)
+    if type_faults(_null_settings(argv), kinds, "the command line", null_is_not_given=False):
+        raise BadInput(type_faults(_given_settings(argv), kinds, "the command line", null_is_not_given=False))
+    made = _parse_groups(parser, kinds, argv, files)
     if "model" in made:
         below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
         trust_class(below.get("architecture", ""))
@@ -135,22 +121,34 @@ def parse_config(
     return cls(**made)
 
 
+def _print_help(
+    topics: list[str],
+    cls: type,
+    groups: list[tuple[str, type, Callable]],
+    layers: list[Mapping[str, Mapping]],
+    sources: list[str],
+    default_config: Path | None,
+) -> NoReturn:
+    """Print what `--help` asks for, and end the program. See `help_text`."""
+    architectures = [name for _, kind, _ in groups if issubclass(kind, DetectorOptions) for name in _family(kind)]
+    print(help_text(topics, cls, collect_groups(groups, layers), default_config, sources, architectures))
+    raise SystemExit(0)
+
+
 def _parser_of(cls: type, groups: list[tuple[str, type, Callable]]) -> ArgumentParser:
     """The parser of `--config` and of a flag for each setting. groups: name, class and default factory of each."""
     parser = ArgumentParser(
         exit_on_error=False,
         allow_abbrev=False,
-        usage="%(prog)s [--config FILE.yaml] [--group.key value ...]",
-        description=_description(cls.__doc__, groups),
-        formatter_class=_Help,
+        add_help=False,  # `toolkit.run.help` answers it
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the keys below; may be repeated.")
+    parser.add_argument("--config", action="config")
     with_defaults = [(name, kind, field(default_factory=default)) for name, kind, default in groups]
     parser.add_class_arguments(make_dataclass(cls.__name__, with_defaults))
     return parser
 
 
-def _made_groups(
+def _parse_groups(
     parser: ArgumentParser, kinds: Mapping[str, type], argv: list[str], files: Mapping[str, dict]
 ) -> dict[str, object]:
     """Parse the arguments, and make the dataclass of each group with values that can be used.
@@ -158,9 +156,9 @@ def _made_groups(
     Raises BadInput: values of another type, or that no setting can have; all of them.
     """
     try:
-        parsed = parser.parse_args(_with_other_data(argv, files))
+        parsed = parser.parse_args(_without_other_data_set(argv, files))
     except (ArgumentError, OverflowError) as error:  # OverflowError: a whole number beyond those of float
-        sources = {**files, "the command line": _given(argv)}
+        sources = {**files, "the command line": _given_settings(argv)}
         faults = [
             fault
             for where, content in sources.items()
@@ -170,8 +168,8 @@ def _made_groups(
             raise BadInput(faults) from error
         read = ", ".join([*files, "the command line"])
         raise BadInput(
-            f"the settings cannot be used: {error}. Read were {read}, in this order; `--help` lists every key with its "
-            "type."
+            f"the settings cannot be used: {error}. Read were {read}, in this order; `--help all` lists every "
+            "setting with its type."
         ) from error
     instantiated = parser.instantiate(parsed)
     made = {name: instantiated[name] for name in kinds}
@@ -187,26 +185,18 @@ def _made_groups(
     return made
 
 
-def _description(title: str, groups: list[tuple[str, type, Callable]]) -> str:
-    """The first lines of `--help`: an example, and the settings to begin with."""
-    keys = {f"{name}.{setting.name}" for name, kind, _ in groups for setting in fields(kind)}
-    lines = [f"  {'--' + words:31} {text}" for words, text in FIRST_SETTINGS.items() if words.split()[0] in keys]
-    example = "  accelerate launch scripts/%(prog)s --data.path DIR --run.name mine --run.max_minutes 30"
-    return "\n".join([title, "", example, "", "What people change first (all settings follow, by topic):", *lines])
-
-
 # Settings that say which data set it is. A share of the training data as `val` goes with any.
-OF_ONE_DATA_SET = ("train", "shares", "val", "image_dir", "format", "name")
+DATA_SET_SETTINGS = ("train", "shares", "val", "image_dir", "format", "name")
 
 
-def _with_other_data(argv: list[str], files: dict[str, dict]) -> list[str]:
+def _without_other_data_set(argv: list[str], files: dict[str, dict]) -> list[str]:
     """Drop what settings files say of another data set from the arguments, where `--data.path` names one."""
     if "--data.path" not in dict(_flags(argv)):
         return argv
     replaced = {}
     for path, content in files.items():
         data = content.get("data", {})
-        dropped = [key for key in OF_ONE_DATA_SET if key in data and not (key == "val" and _is_share(data[key]))]
+        dropped = [key for key in DATA_SET_SETTINGS if key in data and not (key == "val" and _is_share(data[key]))]
         if dropped:
             rest = {key: value for key, value in data.items() if key not in dropped}
             replaced[path] = json.dumps({**content, "data": rest})
@@ -257,7 +247,7 @@ def _family(options: type[DetectorOptions]) -> list[str]:
     return [name for name, (_, reference) in DETECTORS.items() if reference.startswith(f"{options.__module__}:")]
 
 
-def _in_full(argv: Sequence[str]) -> list[str]:
+def _with_full_names(argv: Sequence[str]) -> list[str]:
     """`--image-dir`, as the scripts beside training call it, is `--data.image_dir` here."""
     return [re.sub("^--image-dir(?==|$)", "--data.image_dir", word) for word in argv]
 
@@ -286,7 +276,7 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
             yield flag, value if equals else following
 
 
-def _given(argv: list[str]) -> dict[str, dict[str, object]]:
+def _given_settings(argv: list[str]) -> dict[str, dict[str, object]]:
     """Groups of the settings that flags give, with their values read as YAML; `--loss.weights.loss_ce 2` is an entry of
     the setting `weights`."""
     groups: dict[str, dict[str, object]] = {}
@@ -309,7 +299,7 @@ def _given(argv: list[str]) -> dict[str, dict[str, object]]:
     return groups
 
 
-def _nulls(argv: list[str]) -> dict[str, dict[str, object]]:
+def _null_settings(argv: list[str]) -> dict[str, dict[str, object]]:
     """Groups of the settings that flags set to null, or to a list or mapping with a null in it.
 
     A setting that takes text too would take the word null, or the whole list, for text.
@@ -319,7 +309,7 @@ def _nulls(argv: list[str]) -> dict[str, dict[str, object]]:
         text = (value or "").strip()
         if text.lower() == "null" or text.startswith(("[", "{")) and re.search(r"\bnull\b", text, re.IGNORECASE):
             words.append(f"{flag}={value}")
-    return _given(words)
+    return _given_settings(words)
 
 
 def _read_yaml(path: str) -> dict:
@@ -349,10 +339,13 @@ def _given_keys(group: str, argv: list[str], files: dict[str, dict]) -> set[str]
 def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str], files: dict[str, dict]) -> None:
     """Raise BadInput naming every flag and every key of a file that there is not, with the nearest one, and every
     value of a file that its setting cannot have."""
-    flags = list(parser._option_string_actions)
+    flags = [*parser._option_string_actions, "--help"]
     model = groups.get("model")
-    unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_item_of(flag, groups)]
-    problems = [f"{flag}: no such flag{_elsewhere(flag, model) or did_you_mean(flag, flags)}" for flag in unknown]
+    unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_entry_of(flag, groups)]
+    problems = []
+    for flag in unknown:
+        hint = _of_other_architecture(flag, model) or did_you_mean(flag, flags)
+        problems.append(f"{flag}: no such flag{hint}")
     for path, content in files.items():
         of_another = [] if model is None else _keys_of_another_detector(content, model)
         if of_another:
@@ -363,10 +356,10 @@ def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str]
             )
             kept = {key: value for key, value in content["model"].items() if key not in of_another}
             content = {**content, "model": kept}
-        problems += key_faults(content, groups, path, elsewhere=partial(_elsewhere, model=model))
+        problems += key_faults(content, groups, path, elsewhere=partial(_of_other_architecture, model=model))
         problems += type_faults(content, groups, path)
     if problems:
-        raise BadInput([*problems, "`--help` lists every key with its type."])
+        raise BadInput([*problems, "`--help all` lists every setting with its type."])
 
 
 def _keys_of_another_detector(content: Mapping, model: type[DetectorOptions]) -> list[str]:
@@ -383,14 +376,14 @@ def _keys_of_another_detector(content: Mapping, model: type[DetectorOptions]) ->
     return [key for key in entries if key in of_named - of_chosen]
 
 
-def _is_item_of(flag: str, groups: dict[str, type]) -> bool:
+def _is_entry_of(flag: str, groups: dict[str, type]) -> bool:
     """Whether a flag sets one entry of a setting that is a dict, such as `--loss.weights.loss_ce`."""
     group, _, rest = flag.removeprefix("--").partition(".")
     key = rest.partition(".")[0]
     return "." in rest and group in groups and "dict" in str({f.name: f.type for f in fields(groups[group])}.get(key))
 
 
-def _elsewhere(flag: str, model: type[DetectorOptions] | None) -> str:
+def _of_other_architecture(flag: str, model: type[DetectorOptions] | None) -> str:
     """Say whose setting a flag of the group `model` is, if it is one of another architecture of the script."""
     if model is None or not flag.startswith("--model."):
         return ""

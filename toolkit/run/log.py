@@ -1,53 +1,31 @@
 """The reports of a run while it trains: metric rows, console lines, progress bar, status, meters and epoch averages."""
 
-import math
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from toolkit.base.distributed import broadcast_object, gather_objects
 from toolkit.base.errors import BadInput
-from toolkit.base.files import waiting_aloud
+from toolkit.base.files import warn_if_stalled
+from toolkit.run.console import (
+    Progress,
+    averages_line,
+    console_line,
+    console_width,
+    progress_bar,
+    short_number,
+    step_time,
+    training_time_line,
+)
 from toolkit.run.folder import attempt
 from toolkit.run.writer import RunWriter
 from toolkit.step.execution import GraphCount
 from toolkit.step.meters import Averages, MomentumMeter, StepTimer, make_meters
 from toolkit.step.schedules import is_time
-
-_LAYER = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")  # losses of auxiliary layers, and unweighted ones
-
-
-@dataclass
-class Place:
-    """The place of a run: steps done, of how many, and the time since it began.
-
-    steps_per_epoch: of an epoch with batches of now. recut: steps more that the run would have made with these always.
-    """
-
-    step: int
-    total_steps: int
-    epoch: int
-    steps_per_epoch: int
-    elapsed_s: float
-    recut: int = 0
-
-    @property
-    def epochs(self) -> int:
-        """Epochs of the whole run, an unfinished last one included."""
-        return max(-(-(self.total_steps + self.recut) // self.steps_per_epoch), self.epoch + 1)
-
-    def __str__(self) -> str:
-        """epoch k/K  step i/I of the run  elapsed"""
-        elapsed = timedelta(seconds=round(self.elapsed_s))
-        return f"epoch {self.epoch + 1}/{self.epochs}  step {self.step}/{self.total_steps}  elapsed {elapsed}"
 
 
 class Log:
@@ -64,7 +42,7 @@ class Log:
 
     def __init__(self, is_main: bool, meters: str = "epoch_median", steps_per_epoch: int = 1, log_every: int = 10):
         self.is_main = is_main
-        self.kind = meters
+        self.meter_kind = meters
         self.steps_per_epoch = steps_per_epoch
         self.log_every = log_every
         self.meters, self.averages = make_meters(meters, steps_per_epoch), Averages()
@@ -79,7 +57,7 @@ class Log:
         self.notes: dict[str, tuple[float, int]] = {}  # of the window under way: sum and count by name
         self.has_notes = False  # whether this process has ever noted anything
         self.noted_names: list[str] = []  # of the last window, on the bar
-        self.trouble = ""  # why rows cannot be written any more
+        self.write_error = ""  # why rows cannot be written any more
         self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
 
     def start(self, writer: RunWriter, status: dict, step: int, total_steps: int, recut: int = 0) -> None:
@@ -91,7 +69,7 @@ class Log:
         self.status = status
         self.recut = recut
         status["step"] = step
-        self._bar = progress(total_steps, step, self.is_main)
+        self._bar = progress_bar(total_steps, step, self.is_main)
 
     def note(self, name: str, value: Tensor | float) -> None:
         """A metric of the script's own, of one micro-batch or window: its mean, over all ranks that noted one, is in
@@ -100,7 +78,7 @@ class Log:
         self.notes[name] = (total + float(value), count + 1)
         self.has_notes = True
 
-    def noted(self) -> dict[str, float]:
+    def reduce_notes(self) -> dict[str, float]:
         """Return the means of what all ranks noted in the window; a collective."""
         totals: dict[str, tuple[float, int]] = {}
         for name, (total, count) in (item for notes in gather_objects(dict(self.notes)) for item in notes.items()):
@@ -115,7 +93,7 @@ class Log:
         """Seconds since the run began, those before a resume included."""
         return self._elapsed_before + time.monotonic() - self._began
 
-    def note_step(
+    def log_step(
         self,
         step: int,
         total_steps: int,
@@ -139,24 +117,24 @@ class Log:
         self.meters.add(noted)
         self.averages.update(of_every_step, images)
         self.status["step"] = step
-        position = Place(step, total_steps, epoch, self.steps_per_epoch, self.elapsed_s, self.recut)
-        self._show_on_bar(position)
+        progress = Progress(step, total_steps, epoch, self.steps_per_epoch, self.recut)
+        self._show_on_bar(progress)
         if has_row:
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
             means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
             full = {**row, **means, **self.timer.row(total_steps - step)}
             self.write(step, epoch, full)
-            self.say(console_line(full, self.meters, position))
+            self.say(console_line(full, self.meters, progress, console_width()))
             news = self.graphs.news(step)
             if news:
                 self.say(news)
 
     def has_row(self, step: int, total_steps: int, ends_epoch: bool) -> bool:
-        """Whether this step, which is not noted yet, gets a row and a line."""
+        """Whether this step, which is not logged yet, gets a row and a line."""
         begins_epoch = self.epoch_steps == 0
         return is_time(step, self.log_every, last=total_steps) or begins_epoch or ends_epoch
 
-    def note_epoch(self, step: int, epoch: int) -> None:
+    def log_epoch(self, step: int, epoch: int) -> None:
         """Log the averages of an epoch's losses and metrics as a row and a line, at its end or where the run ends.
 
         A run that goes on in the middle of an epoch, `--run.resume_schedule new`, logs them again at the epoch's end.
@@ -169,11 +147,11 @@ class Log:
         means = self.averages.means()
         seconds = {"time/epoch_s": self.epoch_s, "time/epoch_step_s": self.epoch_s / self.epoch_steps}
         self.write(step, epoch, {f"epoch/{name}": mean for name, mean in means.items()} | seconds)
-        self.say(averages_line(epoch, means, self.epoch_s, self.epoch_steps))
+        self.say(averages_line(epoch, means, self.epoch_s, console_width()))
 
-    def say_total(self, step: int) -> None:
+    def say_training_time(self, step: int) -> None:
         """When training has ended after `step` steps: its whole time, as the original programs print it."""
-        self.say(total_line(self.elapsed_s, step))
+        self.say(training_time_line(self.elapsed_s, step))
 
     def end_epoch(self) -> dict[str, float]:
         """The averages of the epoch that is over; the next one begins anew, as the meters of an epoch do."""
@@ -181,22 +159,22 @@ class Log:
         self.averages.clear()
         self.epoch_s = 0.0
         self.epoch_steps = 0
-        if self.kind.startswith("epoch_"):
+        if self.meter_kind.startswith("epoch_"):
             self.meters.clear()
         return means
 
     def write(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
         """A row of metrics.jsonl and of the trackers.
 
-        One that cannot be written is not an error here, where the main process alone would raise it: `trouble` says
+        One that cannot be written is not an error here, where the main process alone would raise it: `write_error` says
         why, the next step's reduction tells all processes, and they save and end together.
         """
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         try:
-            with waiting_aloud(f"the row of step {step} in metrics.jsonl", self.say):
+            with warn_if_stalled(f"the row of step {step} in metrics.jsonl", self.say):
                 self.writer.log({"step": step, "epoch": epoch, "time_s": round(self.elapsed_s, 3), **values})
         except BadInput as error:
-            self.trouble = self.trouble or str(error)
+            self.write_error = self.write_error or str(error)
 
     def attempt(self, what: str, function: Callable[[], Any]) -> Any:
         """Call something optional: an exception costs one line, see `toolkit.run.folder`."""
@@ -207,28 +185,28 @@ class Log:
         if self.is_main:
             self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
 
-    def set_length(self, total_steps: int, notes: Iterable[str] = ()) -> None:
+    def set_total_steps(self, total_steps: int, notes: Iterable[str] = ()) -> None:
         """Take over the number of training steps, which may have changed, and say what is new about it."""
         if self._bar is not None:
             self._bar.total = total_steps
         for note in notes:
             self.say(note)
 
-    def _show_on_bar(self, position: Place) -> None:
+    def _show_on_bar(self, progress: Progress) -> None:
         if self._bar is None or self._bar.disable:
             return
-        self._bar.set_description(f"epoch {position.epoch + 1}/{position.epochs}", refresh=False)
-        loss = f"loss {self.meters['loss']}  " if "loss" in self.meters else ""
-        text = f"{loss}data {self.timer.data_s:.3f} s  step {self.timer.step_s:.3f} s"
-        text += "".join(f"  {name} {self.meters[name]}" for name in self.noted_names)
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(position.step - self._bar.n)
+        self._bar.set_description(f"epoch {progress.epoch + 1}/{progress.epochs}", refresh=False)
+        shown = [name for name in ("loss", *self.noted_names) if name in self.meters]
+        parts = [f"{name} {short_number(self.meters.smoothed(name))}" for name in shown]
+        parts.append(step_time(self.timer.step_s, self.timer.data_s))
+        self._bar.set_postfix_str("  ".join(parts), refresh=False)
+        self._bar.update(progress.step - self._bar.n)
 
-    def raise_trouble(self) -> None:
+    def raise_write_error(self) -> None:
         """Raise BadInput on every rank if the main process could not write a row; a collective."""
-        trouble = broadcast_object(self.trouble)
-        if trouble:
-            raise BadInput(trouble)
+        write_error = broadcast_object(self.write_error)
+        if write_error:
+            raise BadInput(write_error)
 
     def close(self, state: str = "done") -> None:
         """End the bar, the rows and the trackers, which learn how the run ended: "done", "preempted" or "failed"."""
@@ -282,61 +260,3 @@ def training_row(
     for name, value in noted.items():
         row[f"train/{name}"] = value
     return row
-
-
-# ---------------------------------------------------------------- the console
-
-
-def console_line(row: Mapping, smoothed: Mapping[str, object], position: Place) -> str:
-    """A training row as one line for people; losses of auxiliary layers are left to metrics.jsonl.
-
-    Args:
-        row: as for `RunWriter.log`; what it lacks is left out.
-        smoothed: what to show for each loss or metric, by its name without `train/`: the last value and its mean, say.
-    """
-
-    def show(key: str, label: str, form: str, unit: str = "") -> str:
-        return "" if row.get(key) is None else f"{label} {row[key]:{form}}{unit}"
-
-    eta = row.get("time/eta_s")
-    trained = [key.removeprefix("train/") for key in row if key.startswith("train/")]
-    shown = [name for name in trained if name in smoothed]
-    names = [name for name in shown if name.startswith("loss_") and not _LAYER.search(name)]
-    losses = "  ".join(f"{name.removeprefix('loss_')} {smoothed[name]}" for name in names)
-    rates = [(name.removeprefix("lr/"), row[f"train/{name}"]) for name in trained if name.startswith("lr/")]
-    parts = [
-        str(position),
-        f"eta {timedelta(seconds=round(eta))}" if eta is not None and math.isfinite(eta) else "",
-        f"loss {smoothed['loss']}" if "loss" in smoothed else "",
-        f"[{losses}]" if losses else "",
-        *(f"{name} {smoothed[name]}" for name in shown if name.endswith("_error")),
-        f"lr {' '.join(f'{name} {rate:.3g}' for name, rate in rates)}" if rates else "",
-        show("train/grad_norm", "grad_norm", ".3g"),
-        show("time/data_s", "data", ".3f", " s"),
-        show("time/step_s", "step", ".3f", " s"),
-        show("mem/peak_mb", "mem", ".0f", " MiB"),
-    ]
-    return "  ".join(filter(None, parts))
-
-
-def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, steps: int) -> str:
-    """The averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out."""
-    losses = "  ".join(f"{name}: {mean:.4f}" for name, mean in means.items() if not _LAYER.search(name))
-    time = f"{timedelta(seconds=round(epoch_s))} ({epoch_s / max(steps, 1):.3f} s / step)"
-    return f"Averaged stats of epoch {epoch + 1}: {losses}  time {time}"
-
-
-def total_line(elapsed_s: float, steps: int) -> str:
-    """The time of a whole run as one line, evaluations and checkpoints included, as DETR and Scene-Graph-Benchmark."""
-    return f"Training time {timedelta(seconds=round(elapsed_s))} ({elapsed_s / max(steps, 1):.3f} s / step)"
-
-
-def progress(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
-    """A bar over optimizer steps with the time left, on a terminal; elsewhere it stays silent.
-
-    `bar.update()` at each step; `bar.write(line)` prints a line above the bar, or plainly where there is none.
-
-    `total`: steps of the run; `initial`: steps done before; `enabled`: this is the main process.
-    """
-    visible = enabled and sys.stderr is not None and sys.stderr.isatty()
-    return tqdm(total=total, initial=initial, disable=not visible, unit="step", dynamic_ncols=True, smoothing=0.1)

@@ -125,12 +125,12 @@ def note_step(t: Any, window: TrainingWindow) -> None:
     noted = _noted(t, window)
     row = training_row(window.reduced, window.totals, t.optimizer.param_groups, noted)
     epoch = t.sampler.epoch
-    t.log.note_step(t.step, t.plan.total_steps, epoch, row, images, noted, ends_epoch=t.epoch_is_over)
+    t.log.log_step(t.step, t.plan.total_steps, epoch, row, images, noted, ends_epoch=t.epoch_is_over)
     notes = t.plan.note_step(t.step, window.totals["time_s"])
     if notes:
-        t.log.set_length(t.plan.total_steps, notes)
+        t.log.set_total_steps(t.plan.total_steps, notes)
     if t.epoch_is_over or t.step >= t.plan.total_steps:
-        t.log.note_epoch(t.step, epoch)
+        t.log.log_epoch(t.step, epoch)
     warning = t.plan.check_own_rates()
     if warning:
         t.log.say(f"step {t.step}: {warning}")
@@ -142,7 +142,7 @@ def _noted(t: Any, window: TrainingWindow) -> dict[str, float]:
     somebody_noted = window.totals["notes"] > 0
     if not somebody_noted and not (t.log.notes and t.accelerator.num_processes == 1):
         return {}
-    noted = t.log.noted()
+    noted = t.log.reduce_notes()
     duplicates = sorted(noted.keys() & {*window.totals, *t.detector.metric_names})
     if duplicates:
         raise BadInput(f"t.log.note: {', '.join(duplicates)} is in the rows already; give another name")
@@ -172,7 +172,7 @@ def save_and_evaluate_when_due(t: Any, window: TrainingWindow) -> None:
             save_and_evaluate(t, is_best=noted)
         elif noted or signal or saves:
             save(t, best=noted)
-    t.log.raise_trouble()
+    t.log.raise_write_error()
     if signal:
         name = t.signals.name or "signal"
         raise Preempted(f"{name} at step {t.step}; saved, `--run.resume latest` goes on")
@@ -190,6 +190,6 @@ def end_epoch(t: Any) -> dict[str, float]:
     t.check.remember_weights(t.detector)
     if not t.epoch_is_over:  # the run is; what it has of the epoch stays in its state
         return t.log.averages.means()
-    t.log.note_epoch(t.step, t.sampler.epoch)  # not yet, if the guard refused its last window
+    t.log.log_epoch(t.step, t.sampler.epoch)  # not yet, if the guard refused its last window
     t.sampler.set_epoch(t.sampler.epoch + 1)
     return t.log.end_epoch()

@@ -14,7 +14,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import write_text_atomic
 
 # What reading another line as a row raises.
-_NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+_ROW_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class MetricsLog:
@@ -35,7 +35,7 @@ class MetricsLog:
         self.path = Path(path)
         kept = read_metrics(self.path)[:keep_rows] if keep_rows else []
         try:
-            write_text_atomic(self.path, "".join(_line(row) for row in kept))
+            write_text_atomic(self.path, "".join(_as_line(row) for row in kept))
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
         except OSError as error:
             raise self._unwritable(error) from error
@@ -43,7 +43,7 @@ class MetricsLog:
 
     def write(self, row: Mapping) -> None:
         """Append `row`. Raises TypeError for what JSON has no form for, BadInput when the disk does not take it."""
-        line = _line(row)
+        line = _as_line(row)
         try:
             self._file.write(line)
             self._file.flush()
@@ -61,14 +61,14 @@ class MetricsLog:
         self._file.close()
 
 
-def repair_rows(path: Path, rows: int, more: bool = False) -> list[str]:
+def repair_rows(path: Path, rows: int, keep_later: bool = False) -> list[str]:
     """Make `metrics.jsonl` readable again for a run that goes on from a checkpoint; the main process calls it.
 
     A damaged file is kept beside it as `metrics.jsonl.damaged`; a torn last line, which a kill leaves, is not damage.
 
     Args:
         rows: how many the checkpoint counts.
-        more: rows after them stay too, so damage there counts.
+        keep_later: rows after them stay too, so damage there counts.
 
     Returns:
         What is wrong, in words; nothing if all those rows are there.
@@ -82,7 +82,7 @@ def repair_rows(path: Path, rows: int, more: bool = False) -> list[str]:
             write_text_atomic(path, "")
         return [f"{path} is gone: the {rows} rows before this checkpoint are lost"] if rows else []
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn or empty
-    counted = lines if more else lines[:rows]
+    counted = lines if keep_later else lines[:rows]
     good = [row for line in counted if line and (row := _row_or_none(line))]
     damaged = len(counted) - len(good)
     missing = max(0, rows - len(lines))
@@ -93,7 +93,7 @@ def repair_rows(path: Path, rows: int, more: bool = False) -> list[str]:
         kept = kept.with_name(f"{kept.name}.damaged")
     try:
         shutil.copyfile(path, kept)
-        write_text_atomic(path, "".join(map(_line, good)))
+        write_text_atomic(path, "".join(map(_as_line, good)))
     except OSError as error:
         raise BadInput(
             f"{path} is damaged and cannot be mended ({error.strerror}): make room or make it writable, then go on "
@@ -108,12 +108,12 @@ def repair_rows(path: Path, rows: int, more: bool = False) -> list[str]:
 
 def _row_or_none(line: bytes) -> dict | None:
     try:
-        return _row(line)
-    except _NO_ROW:
+        return _parse_row(line)
+    except _ROW_ERRORS:
         return None
 
 
-def _row(line: bytes) -> dict:
+def _parse_row(line: bytes) -> dict:
     row = json.loads(line)
     row.update({name: float(text) for name, text in row.pop("nonfinite", {}).items()})
     return row | {"step": int(row["step"])}
@@ -127,11 +127,11 @@ def read_metrics(path: Path) -> list[dict]:
     Raises:
         BadInput: another line is not a JSON object with a `step`; names it.
     """
-    with closing(GrowingMetrics(path)) as file:
+    with closing(MetricsFollower(path)) as file:
         return file.new_rows()
 
 
-class GrowingMetrics:
+class MetricsFollower:
     """A metrics.jsonl that another process may be writing: every call reads what has come since the last one.
 
     A file that was put in its place, as a resumed run does, is read from its start. It is held open until then, so that
@@ -159,12 +159,12 @@ class GrowingMetrics:
         first = self._lines + 1
         self._lines = self._lines + len(lines)
         self._bytes = self._file.tell() - len(torn)
-        return [self._row(number, line) for number, line in enumerate(lines, first) if line]
+        return [self._row_of_line(number, line) for number, line in enumerate(lines, first) if line]
 
-    def _row(self, number: int, line: bytes) -> dict:
+    def _row_of_line(self, number: int, line: bytes) -> dict:
         try:
-            return _row(line)
-        except _NO_ROW as error:
+            return _parse_row(line)
+        except _ROW_ERRORS as error:
             raise BadInput(f"{self.path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class GrowingMetrics:
             self._file = None
 
 
-def _line(row: Mapping) -> str:
+def _as_line(row: Mapping) -> str:
     values = {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
     nonfinite = {k: repr(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
     values |= dict.fromkeys(nonfinite)

@@ -228,7 +228,8 @@ class Plan:
             return []
         self.total_steps = total_steps
         self.schedule.set_total(total_steps, step)
-        return [f"training takes {total_steps} steps", *self.warnings_of_length()]
+        reason = ", as many as fit into run.max_minutes" if self.limit == "run.max_minutes" else ""
+        return [f"training takes {total_steps} steps{reason}", *self.warnings_of_length()]
 
     def warnings_of_length(self) -> list[str]:
         """Warn, once, of what the run will not reach: the end of the warm-up, or of an epoch."""
@@ -360,14 +361,13 @@ def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -
     warnings = {}
     if total_steps <= warmup_steps:
         warnings["warm-up"] = (
-            f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps "
-            "(schedule.warmup_steps), and never reaches its learning rate: make it shorter, or the run longer "
-            "(run.max_minutes, run.max_steps, run.epochs)"
+            f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps: shorten "
+            "schedule.warmup_steps or train longer"
         )
     if total_steps < steps_per_epoch:
         warnings["epoch"] = (
-            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, before it has "
-            "seen all images once: make the run longer (run.max_minutes, run.max_steps)"
+            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch: not all images "
+            "are seen; train longer"
         )
     return warnings
 

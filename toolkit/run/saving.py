@@ -8,7 +8,7 @@ from torch import Tensor
 
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput
-from toolkit.base.files import fsync_folder, waiting_aloud
+from toolkit.base.files import fsync_folder, warn_if_stalled
 from toolkit.run.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -55,7 +55,7 @@ def save(t, best: bool = False) -> None:
             f"in no checkpoint, so that a resumed run differs: {', '.join(others)}, and what it trains; "
             't.extra["NAME"] = optimizer in train saves it, and the module likewise'
         )
-    with waiting_aloud(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
+    with warn_if_stalled(f"the checkpoint of step {t.step} in {t.folder}", t.log.say):
         run_on_main(lambda: _write(t, content, best))
 
 
@@ -77,7 +77,7 @@ def save_outcome(t, best: bool = False) -> None:
     written anew. Every rank raises if that fails.
     """
     content = content_of_run(t)
-    with waiting_aloud(f"the metric in the checkpoint of step {t.step} in {t.folder}", t.log.say):
+    with warn_if_stalled(f"the metric in the checkpoint of step {t.step} in {t.folder}", t.log.say):
         run_on_main(lambda: _write_outcome(t, content, best))
 
 

@@ -83,7 +83,7 @@ def _repair_rows(s: Any) -> list[str]:
     if s.checkpoint.path.resolve().parent != (s.folder / "checkpoints").resolve():
         return []
     rows = s.checkpoint.of_part("log")["writer"]["rows"]
-    return repair_rows(s.folder / "metrics.jsonl", rows, more=s.config.run.eval_only)
+    return repair_rows(s.folder / "metrics.jsonl", rows, keep_later=s.config.run.eval_only)
 
 
 def _record(s: Any, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:

@@ -17,14 +17,14 @@ def end(s: Any, t: Training) -> None:
     trained = not s.config.run.eval_only
     if trained:
         finish(t)
-        t.log.say_total(t.step)
+        t.log.say_training_time(t.step)
         s.status.write("running")  # with what ended the training, which the report reads there
         s.stop_if_asked("after the last evaluation")
         run_on_main(lambda: write_final(s, t))
         s.stop_if_asked("after final/ was written")
         if s.test_table is not None:
             evaluate_test_split(t, s.test_table, evaluation_loader(s, t.detector, s.test_table), s.config.eval)
-    t.log.raise_trouble()
+    t.log.raise_write_error()
     hub = s.config.hub
     run_on_main(lambda: t.log.attempt("the report", partial(_report, s, t, trained)))
     if trained:  # after the report, which completes the model card

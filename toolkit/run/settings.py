@@ -6,17 +6,14 @@ Every default is in one of these dataclasses or in the `Config` of a script; a Y
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jsonargparse import set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
 
 @dataclass
 class RunConfig:
-    """The run: output, length, logging, evaluation, checkpoints, resuming, trackers, precision."""
+    """Output, length, logging, evaluation, checkpoints, resuming, trackers, precision."""
 
     output_dir: str = "runs"
     """Folder in which run folders are created."""
@@ -36,9 +33,9 @@ class RunConfig:
     """Number of optimizer steps between two rows of metrics.jsonl and lines of the console; the first and the last step
     of an epoch have them too."""
     meters: Literal["epoch_median", "run_median", "epoch_mean", "run_mean", "momentum"] = "epoch_median"
-    """Smoothing of losses on the console: epoch_median or run_median (median of the last 20 steps, with the mean of the
-    epoch or of the run), epoch_mean or run_mean (that mean alone), or momentum (exponential moving average with
-    momentum 1 - 1 / steps of an epoch)."""
+    """Smoothing of losses on the console: epoch_median or run_median (median of the last 20 steps), epoch_mean or
+    run_mean (mean since the epoch or the run began), or momentum (exponential moving average with momentum 1 - 1 /
+    steps of an epoch). epoch_median and epoch_mean begin anew with each epoch."""
     eval_every: int | str = "1 epoch"
     """Evaluation interval: optimizer steps, or a number of epochs such as "2 epochs"; 0 evaluates only at the end."""
     save_every: int | str = "1 epoch"

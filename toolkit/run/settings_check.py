@@ -45,7 +45,7 @@ def type_faults(
         if not isinstance(groups[name], Mapping):
             problems.append(f"{where}: {name} is {shown(groups[name])}; expected a group of settings, `key: value`")
             continue
-        hints = _types(kinds[name])
+        hints = field_types(kinds[name])
         for key, value in groups[name].items():
             passed_over = null_is_not_given and value is None and name == "model" and key != "architecture"
             if key in hints and not passed_over:
@@ -84,7 +84,7 @@ def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
     """The groups with numbers in the place of text that is one, as `1e-3` is in YAML; they have no `type_faults`."""
     made = {name: dict(entries) if isinstance(entries, Mapping) else entries for name, entries in groups.items()}
     for name in (name for name in kinds if isinstance(groups.get(name), Mapping)):
-        hints = _types(kinds[name])
+        hints = field_types(kinds[name])
         made[name] |= {
             key: plain(_parsed(hints[key], value))
             for key, value in groups[name].items()
@@ -141,7 +141,8 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _types(kind: type) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 

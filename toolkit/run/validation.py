@@ -68,7 +68,7 @@ def save_and_evaluate(t, is_best: bool = False) -> None:
         save(t, best=is_best)
     better = evaluate(t)
     if t.ended_by:  # early stopping, in the middle of an epoch
-        t.log.note_epoch(t.step, t.sampler.epoch)
+        t.log.log_epoch(t.step, t.sampler.epoch)
     save_outcome(t, best=better or is_best)
 
 
@@ -181,7 +181,7 @@ def finish(t) -> None:
     if t.epoch_is_over:
         t.end_epoch()  # not yet, in a run that was killed after its last step
     else:  # early stopping, `max_decays` or the script's own loop ended inside it
-        t.log.note_epoch(t.step, t.sampler.epoch)
+        t.log.log_epoch(t.step, t.sampler.epoch)
     if not state_is_sound(t) and not t.finished:
         raise StoppedByGuard(
             f"{t.guard.reason}, found when training was over: the run is at step {t.step} again, and "

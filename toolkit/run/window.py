@@ -134,7 +134,7 @@ class TrainingWindow(Window):
             "buffers_finite": t.guard.buffers_finite(),
             "boxes_finite": float(self._boxes_finite),
             "state_finite": t.guard.next_part_looks_finite(),  # as the last update left it
-            "signal": t.signals.received or int(bool(t.log.trouble)),
+            "signal": t.signals.received or int(bool(t.log.write_error)),
             "time_s": t.log.timer.last_step_s,
             "notes": float(t.log.has_notes),
         }

@@ -141,9 +141,11 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         meters: by name, as for a dict.
 
     new: attribute, the function that makes a new meter; see `make_meters`.
+    statistic: attribute, what `smoothed` takes of a `SmoothedValue`.
     """
 
     new: Callable[[], SmoothedValue | MomentumMeter] = SmoothedValue
+    statistic: str = "median"
 
     def __init__(self, *meters, delimiter: str = "  ", **more: SmoothedValue | MomentumMeter):
         super().__init__(*meters, **more)
@@ -196,6 +198,13 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
                 self[name] = SmoothedValue(1, "{value:.2f}") if name == "class_error" else self.new()
             self[name].update(value)
 
+    def smoothed(self, name: str) -> float:
+        """Return the one value that stands for a meter: its `statistic`, a moving average, or the last of one value."""
+        meter = self[name]
+        if isinstance(meter, MomentumMeter):
+            return meter.mean
+        return meter.value if meter.window.maxlen == 1 else getattr(meter, self.statistic)
+
     def __str__(self) -> str:
         return self.delimiter.join(f"{name}: {meter}" for name, meter in self.items())
 
@@ -216,14 +225,15 @@ KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
 def make_meters(kind: str, steps_per_epoch: int) -> Meters:
     """Return meters with the smoothing of one of the original programs; clear those of an epoch at its end.
 
-    epoch_median (DETR) and run_median (Scene-Graph-Benchmark): median of the last 20 steps, mean of all. epoch_mean
-    (CVNets) and run_mean (GluonCV): mean of all. momentum (seamseg): momentum 1 - 1 / steps of an epoch.
+    epoch_median (DETR) and run_median (Scene-Graph-Benchmark): median of the last 20 steps. epoch_mean (CVNets) and
+    run_mean (GluonCV): mean of all. momentum (seamseg): momentum 1 - 1 / steps of an epoch.
     """
     meters = Meters()
     if kind == "momentum":
         meters.new = partial(MomentumMeter, 1.0 - 1.0 / max(steps_per_epoch, 1))
     elif kind.endswith("mean"):
         meters.new = partial(SmoothedValue, fmt="{value:.4f} ({global_avg:.4f})")
+        meters.statistic = "global_avg"
     elif kind not in KINDS:
         raise BadInput(f"run.meters is {kind!r}; expected one of {', '.join(KINDS)}")
     return meters

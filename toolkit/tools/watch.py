@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.run.metrics_log import GrowingMetrics
+from toolkit.run.metrics_log import MetricsFollower
 from toolkit.run.status import read_status
 
 POLL_S = 0.5
@@ -74,7 +74,7 @@ class WatchedRun:
         """Yield the rows as they are written, each once, including those of an earlier start, until the process has
         ended or `stop` returns true."""
         seen = set()
-        with closing(GrowingMetrics(self.folder / "metrics.jsonl")) as file:
+        with closing(MetricsFollower(self.folder / "metrics.jsonl")) as file:
             while True:
                 over = self.process.poll() is not None  # checked first, so that rows written before the end are read
                 for row in file.new_rows():

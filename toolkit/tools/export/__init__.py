@@ -94,7 +94,7 @@ def export_final(
     say: Callable[[str], None] = print,
     max_detections: int | None = None,
 ) -> str:
-    """Export ONNX and torch.export files beside the final weights in `folder`, and return a sentence with their errors.
+    """Export ONNX and torch.export files beside the final weights in `folder`, and return lines with their errors.
 
     images: uint8 (B, 3, H, W), real images on which the files are compared with PyTorch. Raises BadInput as
     `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
@@ -102,6 +102,7 @@ def export_final(
     about = {"categories": categories, "size": size, "source": str(folder), "max_detections": max_detections}
     written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
-    differences = [f"{path.name} {check_outputs(graph, path, images)}" for path in written.values()]
+    differences = [f"  {path.name}: {check_outputs(graph, path, images)}" for path in written.values()]
     of_graph = ": the detector alone, scripts/export.py writes relations" if getattr(detector, "predicates", ()) else ""
-    return f"exported{of_graph}; largest differences from PyTorch on {len(images)} images: {'; '.join(differences)}"
+    head = f"exported{of_graph}; largest differences from PyTorch on {len(images)} images:"
+    return "\n".join([head, *differences])

@@ -1,0 +1,326 @@
+"""The answers to `--help` of a training script: a first screen, every setting, one group, or single settings.
+
+Texts and types are those of the dataclasses of the settings. Values are those that apply where no flag says otherwise:
+of the script, of its default configuration, and of the files that `--config` gives.
+"""
+
+import ast
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import ROOT
+from toolkit.run.settings_check import did_you_mean, field_types, in_words
+
+# The settings on the first screen, which everybody sets first, by heading and each with one sentence: the dataclass has
+# the whole text. Those that the chosen detector does not have are left out.
+FIRST_SETTINGS = {
+    "Your data": {
+        "data.path": "Folder of your data: VOC, YOLO, COCO, CSV, datasets.",
+        "data.format": "auto recognises it; shapes is the bundled data set.",
+        "data.val": "Validation split, or the share to hold out (0.2).",
+        "data.image_size": "Side of the images in pixels, or [height, width].",
+        "data.batch_size_per_device": "Images at a time on a device; fewer need less memory.",
+    },
+    "The detector": {
+        "model.architecture": "With --help, the values of another one.",
+        "model.mode": "predcls, sgcls or sgdet: what is given with an image.",
+        "model.head": "Relation head, which predicts the predicates of pairs.",
+        "model.detector": "Trained detector to build on: a run, or its final/.",
+        "model.backbone": "timm model that computes the feature maps.",
+        "model.pretrained": "Trained weights to start from: hub name, folder or run.",
+    },
+    "Training": {
+        "run.epochs": "Passes over the training data.",
+        "run.max_minutes": "Minutes of training, where they are over sooner.",
+        "optim.lr": "Learning rate; optim.backbone_lr sets the backbone's.",
+        "run.precision": "no (float32), bf16, fp16, or auto, which chooses.",
+    },
+    "The run": {
+        "run.name": "Name of the run and of its folder.",
+        "run.output_dir": "Folder of all run folders.",
+        "run.resume": "latest goes on from the last checkpoint, if any.",
+        "run.tracker": "wandb, tensorboard, mlflow, ..., beside metrics.jsonl.",
+    },
+}
+WIDTH = 100  # columns at most; in a narrower terminal its own, but at least
+LEAST_WIDTH = 80
+LONGEST_DEFAULT = 16  # columns of a value on the first screen; a longer one takes a line of its own
+EVERY_SETTING = "--help all shows every setting."
+OPTIONS = """\
+  --config FILE.yaml
+      File with any of the settings below, in groups. Flags win over files; of several files
+      the last one wins.
+  --print_config
+      Print all settings with the values that would be used, as YAML, and exit.
+  --help [all | GROUP | SETTING ...]
+      Without a word: what everybody sets first. `--help optim.lr` shows all settings that
+      begin so.
+"""
+
+
+@dataclass
+class Setting:
+    """One setting. name: `group.key`. kind: its type. value: what applies where no flag says otherwise."""
+
+    name: str
+    kind: Any
+    value: object
+    text: str
+
+
+@dataclass
+class Group:
+    """One group of settings. text: what it is about."""
+
+    name: str
+    text: str
+    settings: list[Setting]
+
+
+def asked_topics(argv: Sequence[str]) -> list[str] | None:
+    """Return the words after `--help` or `-h`, up to the next flag; None if the arguments have neither."""
+    for number, word in enumerate(argv):
+        flag, _, topic = word.partition("=")
+        if flag in ("--help", "-h"):
+            topics = [topic] if topic else []
+            for following in argv[number + 1 :]:
+                if following.startswith("-"):
+                    break
+                topics.append(following)
+            return topics
+    return None
+
+
+def collect_groups(
+    groups: Sequence[tuple[str, type, Callable]], layers: Iterable[Mapping[str, Mapping]]
+) -> list[Group]:
+    """Return the groups with their settings.
+
+    Args:
+        groups: name, dataclass and default factory of each.
+        layers: values by group and key that apply over the defaults, the later ones over the earlier ones.
+    """
+    layers = list(layers)
+    made = []
+    for name, kind, default_factory in groups:
+        values = dict(vars(default_factory()))
+        for layer in layers:
+            values |= layer.get(name, {})
+        kinds = field_types(kind)
+        texts = field_texts(kind)
+        settings = [
+            Setting(f"{name}.{field.name}", kinds[field.name], values.get(field.name), texts.get(field.name, ""))
+            for field in fields(kind)
+        ]
+        about = " ".join((kind.__doc__ or "").split())
+        made.append(Group(name, about, settings))
+    return made
+
+
+def field_texts(kind: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass, also of those that it inherits."""
+    texts = {}
+    for base in reversed(kind.__mro__):
+        if is_dataclass(base):
+            texts |= _texts_in_source(base)
+    return texts
+
+
+def _texts_in_source(kind: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
+    except (KeyError, OSError, TypeError):  # made at run time, or without its source
+        return {}
+    texts = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef) or node.name != kind.__name__:
+            continue
+        for line, below in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(line, ast.AnnAssign) and is_text:
+                texts[line.target.id] = " ".join(str(below.value.value).split())
+    return texts
+
+
+def help_text(
+    topics: Sequence[str],
+    cls: type,
+    groups: Sequence[Group],
+    default_config: Path | None,
+    sources: Sequence[str],
+    architectures: Sequence[str],
+) -> str:
+    """Return what `--help` prints, at most `WIDTH` columns wide.
+
+    Args:
+        topics: the words after `--help`: none, "all", names of groups, and beginnings of settings.
+        cls: the dataclass of all settings, in the module of the script.
+        groups: of `collect_groups`.
+        default_config: YAML file that applies where no `--config` is given.
+        sources: the files whose values are shown.
+        architectures: what `--model.architecture` can be.
+
+    Raises BadInput: a topic that is neither; lists the groups.
+    """
+    width = max(LEAST_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns))
+    if not topics:
+        return _first_screen(cls, groups, default_config, sources, architectures, width)
+    shown = list(groups) if "all" in topics else _chosen(groups, topics)
+    parts = [_group_text(group, width) for group in shown]
+    if "all" in topics:
+        usage = f"usage: {_start_command()} [--config FILE.yaml] [--group.key value ...]"
+        origin = textwrap.fill(_origin(sources, default_config), width, break_on_hyphens=False)
+        parts = [usage, *filter(None, [origin]), OPTIONS.rstrip(), *parts]
+    else:
+        parts.append(EVERY_SETTING)
+    return "\n\n".join(parts)
+
+
+def _chosen(groups: Sequence[Group], topics: Sequence[str]) -> list[Group]:
+    """Return the groups of these names, and of others the settings that begin with one of the topics."""
+    unknown = list(topics)
+    chosen = []
+    for group in groups:
+        kept = []
+        for setting in group.settings:
+            meant = [word for word in topics if _is_meant(setting, group, word)]
+            unknown = [word for word in unknown if word not in meant]
+            kept += [setting] if meant else []
+        if kept:
+            chosen.append(Group(group.name, group.text, kept))
+    if unknown:
+        names = [group.name for group in groups]
+        keys = [setting.name for group in groups for setting in group.settings]
+        short = [key.partition(".")[2] for key in keys]
+        hint = did_you_mean(unknown[0], [*names, *keys, *short])
+        problem = f"--help {unknown[0]}: no such group or setting{hint}"
+        raise BadInput([problem, f"The groups are {', '.join(names)}. {EVERY_SETTING}"])
+    return chosen
+
+
+def _is_meant(setting: Setting, group: Group, topic: str) -> bool:
+    """Whether a topic is the group, the setting without its group, or a beginning of its whole name."""
+    key = setting.name.partition(".")[2]
+    return topic in (group.name, key) or "." in topic and setting.name.startswith(topic)
+
+
+def _group_text(group: Group, width: int) -> str:
+    lines = textwrap.wrap(f"{group.name}: {group.text}", width)
+    for setting in group.settings:
+        head = f"--{setting.name}  {in_words(setting.kind)}; default {_as_typed(setting.value)}"
+        lines += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        lines += textwrap.wrap(setting.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _first_screen(
+    cls: type,
+    groups: Sequence[Group],
+    default_config: Path | None,
+    sources: Sequence[str],
+    architectures: Sequence[str],
+    width: int,
+) -> str:
+    title = (getattr(sys.modules.get(cls.__module__), "__doc__", None) or cls.__doc__ or "").strip().partition("\n")[0]
+    settings = {setting.name: setting for group in groups for setting in group.settings}
+    sections = {
+        heading: {name: text for name, text in texts.items() if name in settings}
+        for heading, texts in FIRST_SETTINGS.items()
+    }
+    names = [name for texts in sections.values() for name in texts]
+    values = {name: _as_typed(settings[name].value) for name in names}
+    name_width = max(map(len, names), default=0) + 2
+    value_width = max((len(value) for value in values.values() if len(value) <= LONGEST_DEFAULT), default=0)
+    indent = " " * (2 + name_width + 2 + value_width + 2)
+    lines = [*textwrap.wrap(title, width), "", *_example_commands(default_config, width), ""]
+    lines.append(f"{'What to set first':{2 + name_width}}  {'default':{value_width}}  (null: not set)")
+    for heading, texts in sections.items():
+        lines += ["", heading] if texts else []
+        for name, text in texts.items():
+            value = values[name]
+            head = f"  {'--' + name:{name_width}}  {value:{value_width}}  "
+            if len(value) > value_width:
+                lines.append(head.rstrip())
+                head = indent
+            if name == "model.architecture" and architectures:
+                text = f"{', '.join(architectures)}. {text}"
+            lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+    group_names = ", ".join(group.name for group in groups)
+    notes = [
+        _origin(sources, default_config),
+        "--config FILE.yaml reads settings from a file; flags win. --print_config prints all that apply.",
+        f"--help GROUP shows one of {group_names}; --help lr a setting.",
+        EVERY_SETTING,
+    ]
+    lines.append("")
+    for note in filter(None, notes):
+        lines += textwrap.wrap(note, width, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _example_commands(default_config: Path | None, width: int) -> list[str]:
+    """Return three commands with what each does: on bundled data, on data of one's own, and on after a kill."""
+    start = _start_command()
+    own_data = None if default_config is None else default_config.with_name("own_data.yaml")
+    config = f" --config {_shown_path(own_data)}" if own_data is not None and own_data.is_file() else ""
+    commands = {
+        "": "train on the bundled data, minutes on a CPU" if default_config is not None else "train",
+        f" --data.path DIR{config}": "train on the images in DIR",
+        " --run.resume latest": "go on after a kill or a preemption",
+    }
+    lines = []
+    for arguments, purpose in commands.items():
+        command = f"  {start}{arguments}"
+        if len(command) > width:
+            command = command.replace(" --config", " \\\n      --config")
+        lines += [f"  # {purpose}", *command.split("\n")]
+    return lines
+
+
+def _start_command() -> str:
+    """Return how the script is started: from a folder that does not hold it, one of this project by `detect`."""
+    script = Path(os.path.abspath(sys.argv[0]))
+    if script.parent == ROOT / "scripts" and Path.cwd() not in script.parents:
+        return f"detect train {script.stem.removeprefix('train_')}"
+    return f"accelerate launch {_shown_path(script)}"
+
+
+def _shown_path(path: Path | str) -> str:
+    """Return a path as one types it here: relative to the current folder if it lies below it."""
+    path = Path(os.path.abspath(path))
+    here = Path.cwd()
+    return str(path.relative_to(here) if here in path.parents else path)
+
+
+def _origin(sources: Sequence[str], default_config: Path | None) -> str:
+    """Return a sentence on the files that the shown values are of; "" where there are none."""
+    if not sources:
+        return ""
+    unless = ", which applies unless --config is given" if list(sources) == [str(default_config)] else ""
+    return f"The defaults are those of {', '.join(map(_shown_path, sources))}{unless}."
+
+
+def _as_typed(value: object) -> str:
+    """Return a value as it is written on the command line and in a settings file."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value or '""'
+    if not isinstance(value, list | dict):
+        return str(value)
+    try:
+        return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
+    except yaml.YAMLError:  # it holds something that a settings file cannot
+        return str(value)
