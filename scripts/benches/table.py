@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 from torch.utils.data import DataLoader, Dataset
 
+from toolkit.data.annotations import Reading
 from toolkit.data.dataset import row_target
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.table import DetectionTable
@@ -53,7 +54,7 @@ def bench_table(num_images: int = 118_000, num_boxes: int = 860_000, repeats: in
     """
     with tempfile.TemporaryDirectory() as folder:
         annotations = write_large(Path(folder) / "annotations.json", num_images, num_boxes)
-        opening = partial(read_coco, annotations, folder, check_images=False, cache_dir=folder)
+        opening = partial(read_coco, annotations, Reading(folder, check_images=False, cache_dir=folder))
         first = seconds(opening)
         gc.collect()
         opened = [seconds(opening) for _ in range(repeats)]
