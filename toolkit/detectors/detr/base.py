@@ -72,11 +72,17 @@ class TransformersDetector(Detector):
         self.set_loss = set_loss
         self.used = dict(used)
         self.mean, self.std = statistics
-        self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
+        self.loss_names = set_loss.loss_names
+        self.metric_names = set_loss.metric_names
         self.divided_by = set_loss.divided_by
 
     def decode(
-        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the `top_k` best (query, class) pairs, best first; boxes are not clipped. Same as `PostProcess` of
         Deformable DETR and its successors; see `Detector.decode`."""
@@ -99,7 +105,12 @@ class TransformersDetector(Detector):
     def resolved_options(self) -> dict:
         """Return the settings with the values in use; those of the source are read back from the built config."""
         statistics = {"mean": list(self.mean), "std": list(self.std)}
-        return {**self.options, **from_entries(self.model.config, self.entries), **statistics, **self.used}
+        return {
+            **self.options,
+            **from_entries(self.model.config, self.entries),
+            **statistics,
+            **self.used,
+        }
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
         """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
@@ -112,7 +123,11 @@ class TransformersDetector(Detector):
         from toolkit.models.final import save_transformers_folder  # no step needs it
 
         statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
-        processor = self.processor_class(do_normalize=True, do_resize=processor_size is not None, **statistics)
+        processor = self.processor_class(
+            do_normalize=True,
+            do_resize=processor_size is not None,
+            **statistics,
+        )
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
 
 
@@ -133,7 +148,12 @@ class MatchedDetector(TransformersDetector):
     def __init__(self, class_names: Sequence[str], options: DecoderOptions, *, source_config: Mapping | None = None):
         super().__init__()
         entries = self._entries(options, source_config)
-        config = detector_config(self.config_class, class_names, source_config or self.published, **entries)
+        config = detector_config(
+            self.config_class,
+            class_names,
+            source_config or self.published,
+            **entries,
+        )
         try:
             self.model = self.model_class(config)
         except ValueError as error:  # settings that transformers does not accept together, such as width and heads
@@ -145,7 +165,11 @@ class MatchedDetector(TransformersDetector):
         # As given, else the source's, else published. They are not in the config, which takes only whole numbers.
         values = {**asdict(options), **(source_config or {}), **options.given}
         costs = MatchingCosts(*(values[name] for name in MatchingCosts._fields))
-        set_loss = self._criterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
+        set_loss = self._criterion(
+            len(class_names),
+            config.decoder_layers if self.aux_loss else 1,
+            costs,
+        )
         self._set_criterion(set_loss, pixel_statistics(config, options), used | costs._asdict())
 
     def _entries(self, options: DecoderOptions, source_config: Mapping | None) -> dict:

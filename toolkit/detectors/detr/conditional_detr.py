@@ -29,7 +29,8 @@ class ConditionalDetr(MatchedDetector):
     """`transformers.ConditionalDetrForObjectDetection`. Settings: see `ConditionalDetrOptions`."""
 
     Options = ConditionalDetrOptions
-    config_class, model_class = ConditionalDetrConfig, ConditionalDetrForObjectDetection
+    config_class = ConditionalDetrConfig
+    model_class = ConditionalDetrForObjectDetection
     entries = {**ENCODER_DECODER, "dilation": ["dilation"]}
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     max_detections = 100  # of its 300 queries, in the original's evaluation
@@ -53,7 +54,8 @@ class DabDetr(MatchedDetector):
     """`transformers.DabDetrForObjectDetection`. Settings: see `DabDetrOptions`."""
 
     Options = DabDetrOptions
-    config_class, model_class = DabDetrConfig, DabDetrForObjectDetection
+    config_class = DabDetrConfig
+    model_class = DabDetrForObjectDetection
     entries = {**ENCODER_DECODER, "d_model": ["hidden_size"], "dilation": ["dilation"]}
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_embed.*": (0, 1, 0)}

@@ -27,7 +27,13 @@ class DFine(RTDetrV2):
     is_mal = False  # the classification loss: varifocal
     entries = {**RTDetrV2.entries, "depth_mult": ["depth_mult"]}
     published = {"decoder_n_points": [3, 6, 3]}
-    default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
+    default_weights = {
+        "loss_vfl": 1.0,
+        "loss_bbox": 5.0,
+        "loss_giou": 2.0,
+        "loss_fgl": 0.15,
+        "loss_ddf": 1.5,
+    }
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: DFineOptions) -> nn.Module:
         return DFineCriterion(num_classes, config, self.is_mal, options.union_matching)

@@ -71,7 +71,11 @@ class DFineCriterion(nn.Module):
         layers = range(self.num_layers)
         self.query_suffixes = ("_pre", *(f"_aux_{i}" for i in layers[:-1]), "", "_enc")
         self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in layers)) if config.num_denoising > 0 else ()
-        offsets = weighting_function(config.max_num_bins, torch.tensor([config.up]), config.reg_scale)
+        offsets = weighting_function(
+            config.max_num_bins,
+            torch.tensor([config.up]),
+            config.reg_scale,
+        )
         self.register_buffer("bin_offsets", offsets, persistent=False)
         announced = self._names(self.query_suffixes)
         if self.denoising_suffixes:
@@ -82,11 +86,18 @@ class DFineCriterion(nn.Module):
     def _names(self, suffixes: Sequence[str]) -> list[str]:
         everywhere = ("loss_mal" if self.is_mal else "loss_vfl", "loss_bbox", "loss_giou")
         refined = suffixes[1 : self.num_layers + 1]
-        rows = [(everywhere, suffixes), (("loss_fgl",), refined), (("loss_ddf",), refined[:-1])]
+        rows = [
+            (everywhere, suffixes),
+            (("loss_fgl",), refined),
+            (("loss_ddf",), refined[:-1]),
+        ]
         return [f"{name}{suffix}" for names, group in rows for name in names for suffix in group]
 
     def forward(
-        self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
+        self,
+        layers: Mapping,
+        targets: Sequence[Mapping[str, Tensor]],
+        denominators: Mapping[str, Tensor | float],
     ) -> dict[str, Tensor]:
         """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
@@ -122,7 +133,14 @@ class DFineCriterion(nn.Module):
             if meta is not None:
                 noise = self._outputs(every, slice(noisy), with_encoder=False)
                 denoised = _assignment(denoising_matches(meta, counts, 1, device), noise.logits[:1])
-                losses = self._losses(noise, padded, denoised, denoised, (by_boxes * meta["dn_num_group"],) * 2, share)
+                losses = self._losses(
+                    noise,
+                    padded,
+                    denoised,
+                    denoised,
+                    (by_boxes * meta["dn_num_group"],) * 2,
+                    share,
+                )
                 named |= zip(self._names(self.denoising_suffixes), losses, strict=True)
             return named
 
@@ -132,7 +150,12 @@ class DFineCriterion(nn.Module):
             logits = torch.cat([logits, layers["encoder_logits"][None]])
             boxes = torch.cat([boxes, layers["encoder_boxes"][None]])
         corners = corners.unflatten(-1, (4, len(self.bin_offsets)))
-        return Outputs(logits, boxes.clamp(0, 1), corners, layers["references"][:, queries].detach())
+        return Outputs(
+            logits,
+            boxes.clamp(0, 1),
+            corners,
+            layers["references"][:, queries].detach(),
+        )
 
     def _losses(
         self,
@@ -155,12 +178,23 @@ class DFineCriterion(nn.Module):
         giou = (1 - generalized_box_iou(cxcywh_to_xyxy(placed), target_boxes)) * shared.matched
 
         refined = slice(1, self.num_layers + 1)
-        iou = box_iou(predicted[refined].detach(), target_boxes[refined] if len(target_boxes) > 1 else target_boxes)
+        iou = box_iou(
+            predicted[refined].detach(),
+            target_boxes[refined] if len(target_boxes) > 1 else target_boxes,
+        )
         matched = shared.matched.expand(len(predicted), -1, -1)[refined]
         log_probabilities = outputs.corners.log_softmax(-1)
-        fgl = self._localisation(log_probabilities, outputs.references, target_boxes.expand_as(predicted)[refined])
+        fgl = self._localisation(
+            log_probabilities,
+            outputs.references,
+            target_boxes.expand_as(predicted)[refined],
+        )
         teacher = outputs.logits[self.num_layers].detach().sigmoid().amax(-1)
-        ddf = _distillation(outputs.corners, torch.where(matched > 0, iou, teacher)[:-1], matched[:-1])
+        ddf = _distillation(
+            outputs.corners,
+            torch.where(matched > 0, iou, teacher)[:-1],
+            matched[:-1],
+        )
         by_boxes, by_matched = denominators
         terms = [(classes, by_boxes), *((term, by_matched) for term in (l1, giou, fgl * iou * matched))]
         sums = [values.flatten(1).sum(1) / denominator for values, denominator in terms]
@@ -170,7 +204,10 @@ class DFineCriterion(nn.Module):
         """Return the loss `(M, B, N, C)` of equal logits. The target score is the IoU (vfl) or the IoU to the power of
         gamma (mal)."""
         labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
-        iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(_of_targets(targets.boxes_cxcywh, assigned.target)))
+        iou = box_iou(
+            boxes_xyxy,
+            cxcywh_to_xyxy(_of_targets(targets.boxes_cxcywh, assigned.target)),
+        )
         positive = F.one_hot(labels, self.num_classes) * assigned.matched[..., None]
         score = (iou.pow(self.gamma) if self.is_mal else iou)[..., None] * positive
         alpha = 1.0 if self.is_mal else VARIFOCAL_ALPHA
@@ -186,13 +223,18 @@ class DFineCriterion(nn.Module):
         The offset of a side is in units of the reference's width or height, divided by `reg_scale`, from its edge.
         """
         with torch.no_grad():
-            centre, size = references[..., :2], references[..., 2:].repeat(1, 1, 2)
-            outward = torch.cat([centre - target_xyxy[..., :2], target_xyxy[..., 2:] - centre], dim=-1)
+            centre = references[..., :2]
+            size = references[..., 2:].repeat(1, 1, 2)
+            outward = torch.cat(
+                [centre - target_xyxy[..., :2], target_xyxy[..., 2:] - centre],
+                dim=-1,
+            )
             offsets = outward / (size / self.reg_scale + 1e-16) - 0.5 * self.reg_scale
             edges = self.bin_offsets.to(offsets.dtype)
             offsets = offsets.clamp(edges[0], edges[-1]).contiguous()
             left = (torch.searchsorted(edges, offsets, right=True) - 1).clamp(0, len(edges) - 2)
-            to_left, to_right = (offsets - edges[left]).abs(), (edges[left + 1] - offsets).abs()
+            to_left = (offsets - edges[left]).abs()
+            to_right = (edges[left + 1] - offsets).abs()
             weight = to_left / (to_left + to_right)
         at = torch.stack([left, left + 1], dim=-1)
         entropy = -log_probabilities.gather(-1, at)
@@ -214,7 +256,11 @@ def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
 
 def _assignment(matches: Matches, like: Tensor) -> Assignment:
     """Return the matches of every output separately; `like (M, B, N, ...)` gives the shape."""
-    target = torch.zeros(like.shape[:3], dtype=torch.int64, device=like.device)
+    target = torch.zeros(
+        like.shape[:3],
+        dtype=torch.int64,
+        device=like.device,
+    )
     matched = like.new_zeros(like.shape[:3])
     where = (matches.layer, matches.image, matches.query)
     target[where] = matches.target

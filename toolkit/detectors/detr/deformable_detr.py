@@ -34,14 +34,18 @@ class DeformableDetr(MatchedDetector):
     """
 
     Options = DeformableDetrOptions
-    config_class, model_class = DeformableDetrConfig, DeformableDetrForObjectDetection
+    config_class = DeformableDetrConfig
+    model_class = DeformableDetrForObjectDetection
     processor_class = DeformableDetrImageProcessor
     entries = {**ENCODER_DECODER, "num_queries": ["num_queries", "two_stage_num_proposals"]}
     map_strides = (8, 16, 32)
     exported_sides = "fixed"  # its maps are cut by their sizes
     max_detections = 100  # of its 300 queries, in the original's evaluation
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
-    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.decoder.class_embed.*": (0, 1, 0)}
+    class_tensors = {
+        "model.class_embed.*": (0, 1, 0),
+        "model.model.decoder.class_embed.*": (0, 1, 0),
+    }
 
     def _entries(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         values = handed_over(options, source_config)
@@ -103,7 +107,11 @@ class DeformableDetr(MatchedDetector):
         return used | {"box_refine": variant, "num_queries": config.num_queries}
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        return FocalCriterion(num_layers, costs, "foreground" if self.model.config.two_stage else None)
+        return FocalCriterion(
+            num_layers,
+            costs,
+            "foreground" if self.model.config.two_stage else None,
+        )
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.

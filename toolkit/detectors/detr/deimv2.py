@@ -38,8 +38,18 @@ class Deimv2(DFine):
     Options = Deimv2Options
     config_class = Deimv2Config
     is_mal = True  # the classification loss: matchability-aware
-    published = {**DFine.published, "decoder_activation_function": "silu", "encoder_has_trailing_conv": False}
-    default_weights = {"loss_mal": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
+    published = {
+        **DFine.published,
+        "decoder_activation_function": "silu",
+        "encoder_has_trailing_conv": False,
+    }
+    default_weights = {
+        "loss_mal": 1.0,
+        "loss_bbox": 5.0,
+        "loss_giou": 2.0,
+        "loss_fgl": 0.15,
+        "loss_ddf": 1.5,
+    }
 
     def __init__(self, class_names: Sequence[str], options: Deimv2Options, *, source_config: Mapping | None = None):
         if options.size not in (None, *SIZES):
@@ -72,7 +82,8 @@ class Deimv2(DFine):
 
 def as_its_program_(model: Deimv2ForObjectDetection) -> None:
     """Make a DEIMv2 of transformers compute the same as DEIMv2's own program with the same weights."""
-    core, config = model.model, model.config
+    core = model.model
+    config = model.config
     core.enc_output = nn.Identity()
     core.decoder.__class__ = _Decoder
     quality = [layer.reg_conf for layer in core.decoder.lqe_layers]
@@ -90,7 +101,8 @@ def as_its_program_(model: Deimv2ForObjectDetection) -> None:
     if not vit.config.apply_layernorm:  # the distilled ViT-Tiny
         vit.norm = nn.Identity()
         for layer in vit.model.layer:
-            layer.layer_scale1, layer.layer_scale2 = nn.Identity(), nn.Identity()
+            layer.layer_scale1 = nn.Identity()
+            layer.layer_scale2 = nn.Identity()
 
 
 def _load_vit(vit: nn.Module, size: str, file: bool | str) -> None:
@@ -119,7 +131,10 @@ class _Decoder(Deimv2Decoder):
         project = weighting_function(self.max_num_bins, self.up, self.reg_scale)
         references = reference_points.sigmoid()
         states = inputs_embeds
-        maps = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
+        maps = {
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+        }
         maps |= {"spatial_shapes": spatial_shapes, "spatial_shapes_list": spatial_shapes_list}
         maps["position_embeddings"] = self.query_pos_head(references).clamp(min=-10, max=10)
         corners = 0
@@ -138,7 +153,8 @@ class _Decoder(Deimv2Decoder):
                 if i == 0:  # the boxes before refinement count as a layer
                     first = [(scores, unrefined)]
                 kept.append((self.lqe_layers[i](scores, corners), boxes, corners, states))
-            references, before = boxes.detach(), states.detach()
+            references = boxes.detach()
+            before = states.detach()
         logits, boxes = zip(*first, *[each[:2] for each in kept], strict=True)
         corners, all_states = zip(*[each[2:] for each in kept], strict=True)
         return Deimv2DecoderOutput(

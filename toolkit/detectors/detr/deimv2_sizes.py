@@ -32,7 +32,11 @@ def size_config(size: str) -> dict[str, Any]:
     lite = size in ("atto", "femto", "pico")
     levels = 3 if size in VITS else 2
     if size in VITS:
-        backbone = vit_entries(*VITS[size][:2], plain=size in "sm", gated=size == "x")
+        backbone = vit_entries(
+            *VITS[size][:2],
+            plain=size in "sm",
+            gated=size == "x",
+        )
         maps = [encoder] * 3
     else:
         backbone = _hgnet(*THIRD_STAGE[size], fourth=size == "n")
@@ -95,7 +99,8 @@ def vit_entries(width: int, ffn: int, *, plain: bool, gated: bool = False) -> di
 
 def _hgnet(kernel: int, width: int, blocks: int, fourth: bool) -> dict[str, Any]:
     stages = slice(4 if fourth else 3)
-    widths, counts = [64, 256, width, 1024][stages], [1, 1, blocks, 1][stages]
+    widths = [64, 256, width, 1024][stages]
+    counts = [1, 1, blocks, 1][stages]
     return {
         "model_type": "hgnet_v2",
         "stem_channels": [3, 16, 16],

@@ -30,7 +30,9 @@ class Detr(MatchedDetector):
     """`transformers.DetrForObjectDetection`. Settings: see `DetrOptions`."""
 
     Options = DetrOptions
-    config_class, model_class, processor_class = DetrConfig, DetrForObjectDetection, DetrImageProcessor
+    config_class = DetrConfig
+    model_class = DetrForObjectDetection
+    processor_class = DetrImageProcessor
     entries = {
         **ENCODER_DECODER,
         "dilation": ["dilation"],
@@ -96,14 +98,22 @@ class Detr(MatchedDetector):
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return this batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
-        return self.set_loss.denominators(targets, getattr(self.model.config, self.entries["num_queries"][0]))
+        return self.set_loss.denominators(
+            targets,
+            getattr(self.model.config, self.entries["num_queries"][0]),
+        )
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
         """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `DetrCriterion.forward`."""
         return self.set_loss(outputs["logits"], outputs["boxes"], targets, denominators)
 
     def decode(
-        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return one detection per query of the last decoder layer: its most probable class other than no-object (DETR
         `PostProcess`). The order of the queries is kept if there are at most `top_k`. Boxes are not clipped."""
@@ -125,7 +135,13 @@ class Detr(MatchedDetector):
 def decoder_states(detector: MatchedDetector, images: Tensor, sizes: Tensor) -> tuple[Tensor, object]:
     """Return the normalised states `(L, B, Q, D)` of every decoder layer, or of only the last without auxiliary losses,
     and the outputs of transformers' model."""
-    pixels = normalize_images(images, sizes, detector.mean, detector.std, dtype=detector.model.dtype)
+    pixels = normalize_images(
+        images,
+        sizes,
+        detector.mean,
+        detector.std,
+        dtype=detector.model.dtype,
+    )
     mask = pixel_mask(sizes, images.shape[-2:])
     core = detector.model.model
     with precision(detector.training, images.device):

@@ -59,7 +59,10 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
     Crowd regions (`iscrowd` 1) are not objects to be found one by one: DETR drops them when it loads the data.
     """
     sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
-    boxes_xyxy = pad_sequence([t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets], True)
+    boxes_xyxy = pad_sequence(
+        [t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets],
+        True,
+    )
     labels = pad_sequence([t["labels"].to(device, non_blocking=True) for t in targets], True)
     hosts = list(map(on_host, targets))
     is_object = [h["iscrowd"] == 0 if "iscrowd" in h else torch.ones_like(h["labels"], dtype=torch.bool) for h in hosts]
@@ -132,7 +135,10 @@ def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: Matches) -> 
     predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
     target_boxes = targets.boxes_cxcywh[matches.image, matches.target]
     giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(target_boxes))
-    terms = {"loss_bbox": (predicted - target_boxes).abs().sum(-1), "loss_giou": 1 - giou}
+    terms = {
+        "loss_bbox": (predicted - target_boxes).abs().sum(-1),
+        "loss_giou": 1 - giou,
+    }
     by_layer = (len(boxes_cxcywh), len(giou) // len(boxes_cxcywh))
     return {name: values.view(by_layer).sum(1) for name, values in terms.items()}
 
@@ -156,13 +162,18 @@ def matching_metrics(
     """
     num_layers, batch_size = logits.shape[:2]
     main = slice(len(matches.layer) // num_layers * (num_layers - 1), None)
-    image, query, target = matches.image[main], matches.query[main], matches.target[main]
+    image = matches.image[main]
+    query = matches.query[main]
+    target = matches.target[main]
     counted = query < detecting
     wrong = logits[-1, image, query].argmax(-1) != targets.labels[image, target]
     errors = (cardinality - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
     images = torch.full_like(errors[0], batch_size)
     cardinality_errors = {f"cardinality_error{s}": (error, images) for s, error in zip(suffixes, errors, strict=True)}
-    return {"class_error": (100.0 * (wrong & counted).sum(), counted.sum()), **cardinality_errors}
+    return {
+        "class_error": (100.0 * (wrong & counted).sum(), counted.sum()),
+        **cardinality_errors,
+    }
 
 
 class DetrCriterion(nn.Module):
@@ -179,7 +190,11 @@ class DetrCriterion(nn.Module):
     """
 
     def __init__(
-        self, num_classes: int, num_layers: int, eos_coef: float = 0.1, matching_costs: Sequence[float] = (1, 5, 2)
+        self,
+        num_classes: int,
+        num_layers: int,
+        eos_coef: float = 0.1,
+        matching_costs: Sequence[float] = (1, 5, 2),
     ):
         super().__init__()
         self.num_classes = num_classes
@@ -247,7 +262,12 @@ class DetrCriterion(nn.Module):
     def _losses(self, log_probabilities, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
         num_layers = len(log_probabilities)
         device = log_probabilities.device
-        classes = torch.full(log_probabilities.shape[:3], self.num_classes, dtype=torch.int64, device=device)
+        classes = torch.full(
+            log_probabilities.shape[:3],
+            self.num_classes,
+            dtype=torch.int64,
+            device=device,
+        )
         classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
         class_weights = self.class_weights.to(log_probabilities.dtype)
         rows = log_probabilities.flatten(0, 2)

@@ -107,7 +107,8 @@ class FocalCriterion(nn.Module):
         device = outputs["logits"].device
         with torch.autocast(device.type, enabled=False):
             outputs = {name: full_precision(value) for name, value in outputs.items()}
-            logits, boxes = outputs["logits"], outputs["boxes"]
+            logits = outputs["logits"]
+            boxes = outputs["boxes"]
             denominator = denominators["boxes"]
             padded = pad_targets(targets, device, logits.dtype)
             matches = match_focal(logits, boxes, padded, self.matching_costs, groups)
@@ -116,7 +117,10 @@ class FocalCriterion(nn.Module):
             if self.encoder:
                 encoder_targets = padded
                 if self.encoder == "foreground":
-                    encoder_targets = padded._replace(labels=torch.zeros_like(padded.labels), labelled=None)
+                    encoder_targets = padded._replace(
+                        labels=torch.zeros_like(padded.labels),
+                        labelled=None,
+                    )
                 proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
                 assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups)
                 losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common)
@@ -151,7 +155,11 @@ def matched_losses(
 
 @torch.no_grad()
 def match_focal(
-    logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, groups: int = 1
+    logits: Tensor,
+    boxes_cxcywh: Tensor,
+    targets: PaddedTargets,
+    costs: MatchingCosts,
+    groups: int = 1,
 ) -> Matches:
     """Assign every layer's `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
 
@@ -162,7 +170,10 @@ def match_focal(
     logits, boxes_cxcywh = (tensor.flatten(0, 1) for tensor in by_group)  # groups as layers: (L * groups, B, size, ·)
     labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
     matches = match(focal_costs(logits.gather(-1, labels)), boxes_cxcywh, targets, costs)
-    return matches._replace(layer=matches.layer // groups, query=matches.query + matches.layer % groups * size)
+    return matches._replace(
+        layer=matches.layer // groups,
+        query=matches.query + matches.layer % groups * size,
+    )
 
 
 def focal_costs(logits: Tensor) -> Tensor:

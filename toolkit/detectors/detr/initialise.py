@@ -72,7 +72,10 @@ def initialise_rt_detr_(model: PreTrainedModel, backbone: nn.Module) -> None:
         if hasattr(module, "sampling_offsets"):  # deformable attention
             model._init_weights(module)
         elif name.endswith((*ATTENTION, "o_proj")):
-            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if name.endswith(ATTENTION) else 1.0)
+            nn.init.xavier_uniform_(
+                module.weight,
+                gain=math.sqrt(0.5) if name.endswith(ATTENTION) else 1.0,
+            )
             nn.init.zeros_(module.bias)
         elif name.endswith("gateway.gate"):
             nn.init.zeros_(module.weight)

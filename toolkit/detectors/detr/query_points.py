@@ -35,7 +35,8 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
     Raises:
         BadInput: learned position embeddings; heads of fewer than 8 channels.
     """
-    core, config = model.model, model.config
+    core = model.model
+    config = model.config
     queries = core.query_position_embeddings.weight
     heads = config.decoder_attention_heads
     width = queries.shape[1] // heads

@@ -57,7 +57,9 @@ class RfDetr(MatchedDetector):
     """
 
     Options = RfDetrOptions
-    config_class, model_class, processor_class = RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
+    config_class = RfDetrConfig
+    model_class = RfDetrForObjectDetection
+    processor_class = RfDetrImageProcessor
     entries = {
         "d_model": ["d_model"],
         "decoder_layers": ["decoder_layers"],
@@ -68,7 +70,10 @@ class RfDetr(MatchedDetector):
     # transformers: 4 points, which is RF-DETR large of 2025, and 1e-5 for the projector's norms
     published = {"decoder_n_points": 2, "layer_norm_eps": 1e-6}
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
-    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.enc_out_class_embed.*": (0, 1, 0)}
+    class_tensors = {
+        "model.class_embed.*": (0, 1, 0),
+        "model.model.enc_out_class_embed.*": (0, 1, 0),
+    }
     fixed_size = True
 
     def _entries(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
@@ -79,7 +84,10 @@ class RfDetr(MatchedDetector):
         entries = to_entries(values, self.entries)
         heads = values.get("heads")
         if heads is not None:
-            entries |= {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
+            entries |= {
+                "decoder_self_attention_heads": heads,
+                "decoder_cross_attention_heads": 2 * heads,
+            }
         return entries | {"backbone_config": _backbone_entry(source_config, values.get("encoder_layers"), size)}
 
     def _initialise(self, options: RfDetrOptions, source_config: Mapping | None) -> None:
@@ -105,13 +113,20 @@ class RfDetr(MatchedDetector):
         vit.embeddings.__class__ = _Embeddings
         patch = config.backbone_config.patch_size
         if options.pretrained_backbone:
-            load_timm_weights(vit, options.pretrained_backbone, config.backbone_config.image_size // patch)
+            load_timm_weights(
+                vit,
+                options.pretrained_backbone,
+                config.backbone_config.image_size // patch,
+            )
         self.stride = patch * config.backbone_config.num_windows
         heads = config.decoder_self_attention_heads
         in_proportion = config.decoder_cross_attention_heads == 2 * heads
         built = (patch, config.backbone_config.num_windows, config.backbone_config.image_size)
         depths = config.backbone_config.num_hidden_layers
-        size = next((name for name, ((p, w, _, side), _) in SIZES.items() if (p, w, side) == built), None)
+        size = next(
+            (name for name, ((p, w, _, side), _) in SIZES.items() if (p, w, side) == built),
+            None,
+        )
         if options.given.get("size") not in (None, size):
             raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         return {"heads": heads if in_proportion else None, "encoder_layers": depths, "size": size}
@@ -178,7 +193,8 @@ class _Embeddings(RfDetrDinov2Embeddings):
     def window_partition(self, embeddings: Tensor, height: int, width: int) -> Tensor:
         """Split tokens (B, 1 + patches, D) into (B * windows^2, 1 + patches per window, D), windows of an image in
         rows."""
-        windows, patch = self.config.num_windows, self.config.patch_size
+        windows = self.config.num_windows
+        patch = self.config.patch_size
         rows, columns = (side // patch // windows for side in (height, width))
         patches = embeddings[:, 1:].unflatten(1, (windows, rows, windows, columns)).transpose(2, 3)
         first = embeddings[:, :1].repeat_interleave(windows**2, dim=0)

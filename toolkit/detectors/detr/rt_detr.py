@@ -45,7 +45,8 @@ class RTDetrV2(TransformersDetector):
     """
 
     Options = RTDetrV2Options
-    config_class, processor_class = RTDetrV2Config, RTDetrImageProcessor
+    config_class = RTDetrV2Config
+    processor_class = RTDetrImageProcessor
     entries = {
         **ENCODER_DECODER,
         "d_model": ["d_model", "encoder_hidden_dim"],
@@ -77,14 +78,23 @@ class RTDetrV2(TransformersDetector):
         name = timm_name(config)
         initialise_rt_detr_(self.model, backbone)
         if name is not None:
-            start_backbone(backbone._backbone, config.backbone_config, freeze, options.pretrained_backbone)
+            start_backbone(
+                backbone._backbone,
+                config.backbone_config,
+                freeze,
+                options.pretrained_backbone,
+            )
         used = {"backbone": name, "freeze": freeze, "d_model": _one_width(config)}
         of_imagenet = config.backbone_config.model_type == "dinov3_vit"
         statistics = pixel_statistics(config, options, *(() if of_imagenet else (PLAIN,)))
         self._set_criterion(self._criterion(len(class_names), config, options), statistics, used)
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RTDetrV2Options) -> nn.Module:
-        return RTDetrCriterion(config.decoder_layers, config.num_denoising > 0, config.focal_loss_gamma)
+        return RTDetrCriterion(
+            config.decoder_layers,
+            config.num_denoising > 0,
+            config.focal_loss_gamma,
+        )
 
     def _backbone(self) -> nn.Module:
         return self.model.model.backbone.model
@@ -135,8 +145,14 @@ class RTDetrV2(TransformersDetector):
         return outputs["logits"], outputs["boxes"]
 
     def _layers(self, outputs: Any) -> dict:
-        layers = {"logits": outputs.intermediate_logits, "boxes": outputs.intermediate_reference_points}
-        proposals = {"encoder_logits": outputs.enc_topk_logits, "encoder_boxes": outputs.enc_topk_bboxes}
+        layers = {
+            "logits": outputs.intermediate_logits,
+            "boxes": outputs.intermediate_reference_points,
+        }
+        proposals = {
+            "encoder_logits": outputs.enc_topk_logits,
+            "encoder_boxes": outputs.enc_topk_bboxes,
+        }
         return {**layers, **proposals, "denoising": outputs.denoising_meta_values}
 
     def _check_size(self, height: int, width: int) -> None:
@@ -176,7 +192,11 @@ def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if host is target:
         return {**target, **cut}
     rows = send(rows, target["boxes"].device)
-    return {**target, **{key: target[key][rows] for key in keys}, "on_host": HostTarget({**host, **cut})}
+    return {
+        **target,
+        **{key: target[key][rows] for key in keys},
+        "on_host": HostTarget({**host, **cut}),
+    }
 
 
 def _transformers_targets(targets: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:

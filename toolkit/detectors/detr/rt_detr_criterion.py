@@ -53,7 +53,10 @@ class RTDetrCriterion(nn.Module):
         self.loss_names = tuple(f"{name}{s}" for s in announced for name in ("loss_vfl", "loss_bbox", "loss_giou"))
 
     def forward(
-        self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
+        self,
+        layers: Mapping,
+        targets: Sequence[Mapping[str, Tensor]],
+        denominators: Mapping[str, Tensor | float],
     ) -> dict[str, Tensor]:
         """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
@@ -79,9 +82,18 @@ class RTDetrCriterion(nn.Module):
             predicted = (query_logits, query_boxes, padded, matches, self.query_suffixes)
             losses = matched_losses(*predicted, *common, denominators["boxes"])
             if meta is not None:
-                assigned = denoising_matches(meta, [len(t["labels"]) for t in targets], len(logits), device)
+                assigned = denoising_matches(
+                    meta,
+                    [len(t["labels"]) for t in targets],
+                    len(logits),
+                    device,
+                )
                 predicted = (logits[:, :, :noisy], boxes[:, :, :noisy], padded, assigned, self.denoising_suffixes)
-                losses |= matched_losses(*predicted, *common, denominators["boxes"] * meta["dn_num_group"])
+                losses |= matched_losses(
+                    *predicted,
+                    *common,
+                    denominators["boxes"] * meta["dn_num_group"],
+                )
             return losses
 
 
@@ -92,4 +104,9 @@ def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, dev
     image, target = send(torch.stack([image, torch.cat(repeated)]), device)
     query = torch.cat(list(meta["dn_positive_idx"]))
     layer = torch.arange(num_layers, device=device).repeat_interleave(len(query))
-    return Matches(layer, image.repeat(num_layers), query.repeat(num_layers), target.repeat(num_layers))
+    return Matches(
+        layer,
+        image.repeat(num_layers),
+        query.repeat(num_layers),
+        target.repeat(num_layers),
+    )

@@ -150,7 +150,10 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "share_bbox_head": heads[1] is None or heads[0].equal(heads[1]),
         "spatial_tuning_adapter_inplanes": len(state[ADAPTER]) if vit else 16,
     }
-    size = next((size for size in SIZES if _structure(size_config(size)) == _structure(config)), None)
+    size = next(
+        (size for size in SIZES if _structure(size_config(size)) == _structure(config)),
+        None,
+    )
     config |= {
         "num_queries": SIZES[size][5] if size else 300,
         "reg_scale": float(_constant(state, "reg_scale")),

@@ -65,7 +65,12 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "num_queries": len(state["query_feat.weight"]) // groups,
     }
     resized = dict.fromkeys(("height", "width"), 560 if first else side)
-    return Description("rf_detr", {"source_config": config}, named(len(state["class_embed.bias"])), size=resized)
+    return Description(
+        "rf_detr",
+        {"source_config": config},
+        named(len(state["class_embed.bias"])),
+        size=resized,
+    )
 
 
 RF_DETR = Publisher(

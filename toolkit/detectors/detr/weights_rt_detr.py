@@ -41,7 +41,8 @@ def _transformer(first: str, second: str) -> Pairs:
         f"linear1 {first}, linear2 {second}, self_attn.out_proj self_attn.o_proj, "
         "norm1 self_attn_layer_norm, cross_attn encoder_attn"
     )
-    encoder, decoder = "norm2 final_layer_norm", "norm2 encoder_attn_layer_norm, norm3 final_layer_norm"
+    encoder = "norm2 final_layer_norm"
+    decoder = "norm2 encoder_attn_layer_norm, norm3 final_layer_norm"
     return [
         *pairs(f"{layer}, {encoder}", below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
         *pairs(f"{layer}, {decoder}", below=[("decoder.decoder.layers.*.", "model.model.decoder.layers.*.")]),
@@ -117,7 +118,8 @@ def _resnet_entries(state: Mapping[str, Tensor]) -> dict:
 
 
 def _resnet() -> Pairs:
-    theirs, ours = "backbone.res_layers.*.blocks.*", f"{BODY}.encoder.stages.*.layers.*"
+    theirs = "backbone.res_layers.*.blocks.*"
+    ours = f"{BODY}.encoder.stages.*.layers.*"
     prefixes = [(f"backbone.conv1.conv1_{i + 1}.", f"{BODY}.embedder.embedder.{i}.") for i in range(3)]
     prefixes += [(f"{theirs}.branch2{letter}.", f"{ours}.layer.{i}.") for i, letter in enumerate("abc")]
     prefixes += [(f"{theirs}.short.conv.", f"{ours}.shortcut.1."), (f"{theirs}.short.", f"{ours}.shortcut.")]
@@ -152,7 +154,11 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
         "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
         "freeze_backbone_batch_norms": "backbone.stem.stem1.bn.num_batches_tracked" not in state,
     }
-    return Description("d_fine", {"source_config": config}, named(len(state["decoder.dec_score_head.0.weight"])))
+    return Description(
+        "d_fine",
+        {"source_config": config},
+        named(len(state["decoder.dec_score_head.0.weight"])),
+    )
 
 
 def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:

@@ -16,7 +16,9 @@ IOU = 0.5  # overlap of a match
 
 
 def open_images_metrics(
-    truths: Sequence[Mapping], predictions: Sequence[Mapping], num_predicates: int
+    truths: Sequence[Mapping],
+    predictions: Sequence[Mapping],
+    num_predicates: int,
 ) -> dict[str, float | None]:
     """Return `wmAP_rel` (both boxes overlap), `wmAP_phr` (the union boxes overlap), `micro_R@50`, and `score_wtd`,
     their sum with weights 0.4, 0.4 and 0.2; None without annotated relations.
@@ -30,7 +32,11 @@ def open_images_metrics(
     relations = [np.asarray(truth["relations"], np.int64).reshape(-1, 3) for truth in truths]
     if not sum(map(len, relations)):
         return dict.fromkeys(("wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd"))
-    true = _columns(truths, [rows[:, :2] for rows in relations], [rows[:, 2] for rows in relations])
+    true = _columns(
+        truths,
+        [rows[:, :2] for rows in relations],
+        [rows[:, 2] for rows in relations],
+    )
     found = _predictions(predictions)
     row, relation = _of_same_names(found, true)
     subject, object_ = (iou_plus_one(found["boxes"][row, end], true["boxes"][relation, end]) for end in (0, 1))
@@ -47,7 +53,9 @@ def open_images_metrics(
 
 def _predictions(predictions: Sequence[Mapping]) -> dict[str, np.ndarray]:
     """Return columns of the predictions that count, best first in each image, with `rank` and `score`."""
-    pairs, predicates, scores = [], [], []
+    pairs = []
+    predicates = []
+    scores = []
     for prediction in predictions:
         of_pair, predicate_scores = best_two(prediction)
         ends = np.asarray(prediction["pairs"], np.int64).reshape(-1, 2)
@@ -86,7 +94,9 @@ def _of_same_names(found: Mapping, true: Mapping) -> tuple[np.ndarray, np.ndarra
 def _most_overlapped(row: np.ndarray, relation: np.ndarray, iou: np.ndarray, count: int) -> np.ndarray:
     """Return the (count,) relation that each prediction overlaps most, by more than half; -1: none."""
     order = np.lexsort((relation, -iou, row))
-    row, relation, iou = row[order], relation[order], iou[order]
+    row = row[order]
+    relation = relation[order]
+    iou = iou[order]
     best = np.append(True, row[1:] != row[:-1])[: len(row)] & (iou > IOU)
     found = np.full(count, -1)
     found[row[best]] = relation[best]

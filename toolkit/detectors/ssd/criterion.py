@@ -58,13 +58,21 @@ def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: fl
     """
     boxes = xyxy_to_cxcywh(boxes_xyxy)
     centres = (boxes[..., :2] - anchors_cxcywh[..., :2]) / anchors_cxcywh[..., 2:] / center_variance
-    return torch.cat([centres, (boxes[..., 2:] / anchors_cxcywh[..., 2:]).log() / size_variance], dim=-1)
+    return torch.cat(
+        [centres, (boxes[..., 2:] / anchors_cxcywh[..., 2:]).log() / size_variance],
+        dim=-1,
+    )
 
 
 def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
     """Invert `encode_boxes`: offsets (..., 4) to boxes (..., 4) xyxy, not clipped."""
     centres = offsets[..., :2] * center_variance * anchors_cxcywh[..., 2:] + anchors_cxcywh[..., :2]
-    return cxcywh_to_xyxy(torch.cat([centres, (offsets[..., 2:] * size_variance).exp() * anchors_cxcywh[..., 2:]], -1))
+    return cxcywh_to_xyxy(
+        torch.cat(
+            [centres, (offsets[..., 2:] * size_variance).exp() * anchors_cxcywh[..., 2:]],
+            -1,
+        )
+    )
 
 
 class Objects(NamedTuple):
@@ -161,7 +169,9 @@ def multibox_loss(
     counts = (positive | mine_negatives(-of_background.view_as(labels), labels, ratio)).flatten()
     if not logits.is_cuda:  # a tenth of the rows count; a GPU would be waited for, and takes all
         rows = counts.nonzero()[:, 0]
-        chosen, classes, counts = chosen[rows], classes[rows], counts[rows]
+        chosen = chosen[rows]
+        classes = classes[rows]
+        counts = counts[rows]
         unlabelled = None if unlabelled is None else unlabelled[rows]
     log_probabilities = partial_log_softmax(chosen, classes, unlabelled, 0)
     entropy = F.nll_loss(log_probabilities, classes, reduction="none")
@@ -198,7 +208,13 @@ class SelfWeighting(nn.Module):
         adjusts = self.seen <= self.steps
         sums = torch.where(adjusts, self.sums + of_step.to(self.sums), self.sums)
         due = adjusts & (((self.seen + 1) % self.every == 0) | (self.seen == self.steps))
-        self.weight.copy_(torch.where(due, sums[0] / sums[1], self.weight))
+        self.weight.copy_(
+            torch.where(
+                due,
+                sums[0] / sums[1],
+                self.weight,
+            )
+        )
         self.sums.copy_(sums.masked_fill(due, 1e-7))
         self.seen += adjusts
 
@@ -237,7 +253,11 @@ class SsdCriterion(nn.Module):
 
     def denominators(self, anchors_cxcywh: Tensor, targets: Sequence[Mapping], image_hw: Tensor) -> dict[str, float]:
         """Return the number of positive anchors of the batch, on the CPU; arguments as in `forward`."""
-        labels, _ = match_anchors(anchors_cxcywh, pad_objects(targets, image_hw), self.iou_threshold)
+        labels, _ = match_anchors(
+            anchors_cxcywh,
+            pad_objects(targets, image_hw),
+            self.iou_threshold,
+        )
         return {"positives": float((labels > 0).sum())}
 
     def forward(
@@ -264,7 +284,12 @@ class SsdCriterion(nn.Module):
         target_offsets = encode_boxes(boxes, anchors_cxcywh, *self.variances).to(exact)
         smoothing = self.label_smoothing if self.training else 0.0
         loss_cls, loss_loc = multibox_loss(
-            logits.to(exact), offsets.to(exact), labels, target_offsets, self.negatives_per_positive, smoothing,
+            logits.to(exact),
+            offsets.to(exact),
+            labels,
+            target_offsets,
+            self.negatives_per_positive,
+            smoothing,
             labelled_classes(targets, logits.device),
         )
         if self.training:

@@ -38,7 +38,8 @@ class SSD(Detector):
     Options = SsdOptions
     separable = False  # depthwise separable convolutions in extra levels and heads
     default_weights = {"loss_cls": 1.0, "loss_loc": 1.0}
-    loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
+    loss_names = SsdCriterion.loss_names
+    metric_names = SsdCriterion.metric_names
     divided_by = "positives"
     masks_unlabelled = True
     fixed_size = True
@@ -57,7 +58,10 @@ class SSD(Detector):
         self.clips_anchors = o.clip_anchors
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.backbone, widths = timm_features(
-            o.backbone, strides=backbone_strides, pretrained_backbone=o.pretrained_backbone, norm=o.norm
+            o.backbone,
+            strides=backbone_strides,
+            pretrained_backbone=o.pretrained_backbone,
+            norm=o.norm,
         )
         self.leaves_unused = leaves_stages(self.backbone)
         self.map_widths = tuple(widths)
@@ -69,7 +73,8 @@ class SSD(Detector):
         self.nms_threshold = o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
         default_mean, default_std = image_statistics(o.backbone)
-        self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
+        self.mean = tuple(o.mean or default_mean)
+        self.std = tuple(o.std or default_std)
 
     def resolved_options(self) -> dict:
         return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
@@ -82,7 +87,12 @@ class SSD(Detector):
             self.extra.append(self._extra_level(widths[-1], width, whole=stride == WHOLE_IMAGE))
             widths.append(width)
         self.heads = nn.ModuleList(
-            self._head(width, into, 2 + 2 * len(set(ratios)), whole=stride == WHOLE_IMAGE)
+            self._head(
+                width,
+                into,
+                2 + 2 * len(set(ratios)),
+                whole=stride == WHOLE_IMAGE,
+            )
             for width, into, ratios, stride in zip(widths, o.channels, o.aspect_ratios, o.strides, strict=True)
         )
         last = ("" if isinstance(head, nn.Conv2d) else f".{len(head) - 1}" for head in self.heads)
@@ -95,15 +105,26 @@ class SSD(Detector):
                     nn.init.zeros_(module.bias)
         if o.norm in ("group", "sync"):
             convert = group_norms if o.norm == "group" else convert_sync_batchnorm
-            self.extra, self.heads = convert(self.extra), convert(self.heads)
+            self.extra = convert(self.extra)
+            self.heads = convert(self.heads)
 
     def _extra_level(self, width: int, out_width: int, whole: bool) -> nn.Module:
         """Build a level of half the size, or one that covers the whole image."""
         if whole:
-            return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, out_width, 1), nn.ReLU())
+            return nn.Sequential(
+                nn.AdaptiveAvgPool2d(1),
+                nn.Conv2d(width, out_width, 1),
+                nn.ReLU(),
+            )
         if self.separable:
-            return nn.Sequential(conv(width, width, 3, stride=2, groups=width, act=False), conv(width, out_width, 1))
-        return nn.Sequential(conv(width, out_width // 2, 1), conv(out_width // 2, out_width, 3, stride=2))
+            return nn.Sequential(
+                conv(width, width, 3, stride=2, groups=width, act=False),
+                conv(width, out_width, 1),
+            )
+        return nn.Sequential(
+            conv(width, out_width // 2, 1),
+            conv(out_width // 2, out_width, 3, stride=2),
+        )
 
     def _head(self, width: int, into: int, anchors: int, whole: bool) -> nn.Module:
         """Build the head for offsets and class scores of a level's anchors: (B, anchors * num_outputs, H, W)."""
@@ -139,7 +160,12 @@ class SSD(Detector):
         ]
         outputs = torch.cat(flat, dim=1)
         anchors, image_hw = self.anchors(images.shape[-2:], images.device)
-        return {"logits": outputs[..., 4:], "offsets": outputs[..., :4], "anchors": anchors, "image_hw": image_hw}
+        return {
+            "logits": outputs[..., 4:],
+            "offsets": outputs[..., :4],
+            "anchors": anchors,
+            "image_hw": image_hw,
+        }
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -180,13 +206,20 @@ class SSD(Detector):
 
     def _boxes(self, outputs: Mapping[str, Tensor], sizes_hw: Tensor) -> Tensor:
         """Return boxes (B, A, 4) xyxy of all anchors, not clipped, in images of (B, 2) h, w."""
-        boxes = decode_offsets(outputs["offsets"].float(), outputs["anchors"], *self.multibox.variances)
+        boxes = decode_offsets(
+            outputs["offsets"].float(),
+            outputs["anchors"],
+            *self.multibox.variances,
+        )
         return denormalize_boxes(boxes, sizes_hw)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return this batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
         largest = torch.stack([target["size"] for target in targets]).amax(dim=0).tolist()
-        anchors, image_hw = self.anchors([-(-side // self.stride) * self.stride for side in largest], "cpu")
+        anchors, image_hw = self.anchors(
+            [-(-side // self.stride) * self.stride for side in largest],
+            "cpu",
+        )
         return self.multibox.denominators(anchors, targets, image_hw)
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
@@ -195,7 +228,12 @@ class SSD(Detector):
         return self.multibox(*parts, targets, denominators)
 
     def decode(
-        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes after class-wise suppression, clipped to the original image, best first; scores are above the
         `score_threshold` of the settings. See `Detector.decode`."""
@@ -206,7 +244,12 @@ class SSD(Detector):
         order = scores.flatten(1).sort(dim=1, descending=True).indices
         count = scores.shape[2]
         candidates = scores.where(scores > max(score_threshold, self.score_threshold), 0)
-        turns = class_wise_nms(boxes.unflatten(1, scores.shape[1:]), candidates, self.nms_threshold, order)
+        turns = class_wise_nms(
+            boxes.unflatten(1, scores.shape[1:]),
+            candidates,
+            self.nms_threshold,
+            order,
+        )
         turns, rows = best_rows(turns.flatten(1), top_k)
         return rows_of(boxes, rows), scores.flatten(1).gather(1, rows), (rows // count).where(turns > 0, -1)
 
@@ -256,13 +299,17 @@ class SSD300(SSD):
         self.head = model.head
         self.anchor_generator = model.anchor_generator
         self.clips_anchors = self.anchor_generator.clip
-        self.multibox = SsdCriterion(o.iou_threshold, negatives_per_positive=o.negatives_per_positive)
+        self.multibox = SsdCriterion(
+            o.iou_threshold,
+            negatives_per_positive=o.negatives_per_positive,
+        )
         for name in list(self.multibox.balance._buffers):  # no factor is learned: the names stay torchvision's
             self.multibox.balance._non_persistent_buffers_set.add(name)
         self.score_threshold = o.score_threshold
         self.nms_threshold = o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
-        self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
+        self.mean = tuple(model.transform.image_mean)
+        self.std = tuple(model.transform.image_std)
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def resolved_options(self) -> dict:
@@ -302,7 +349,14 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.numel() == x.shape[1]:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            return F.batch_norm(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                eps=self.eps,
+            )
         return super().forward(x)
 
 

@@ -93,21 +93,27 @@ class YOLOv3(Detector):
         self.nms_threshold = o.nms_threshold
         self.nms_topk = o.nms_topk
         default_mean, default_std = image_statistics(o.backbone)
-        self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
+        self.mean = tuple(o.mean or default_mean)
+        self.std = tuple(o.std or default_std)
         self.register_buffer("anchors", _checked_anchors(o.anchors), persistent=False)
         self.backbone = _timm_backbone(o) if features is None else features
         self.leaves_unused = features is not None or leaves_stages(self.backbone)
         taps = list(self.backbone.feature_info.channels())[::-1]  # strides 32, 16, 8
         channels = self._head_channels = list(o.head_channels or (max(1, c // 2) for c in taps))
         outputs = self.anchors.shape[1] * (5 + self.num_classes)
-        inputs = [taps[0], taps[1] + channels[1], taps[2] + channels[2]]
+        inputs = [
+            taps[0],
+            taps[1] + channels[1],
+            taps[2] + channels[2],
+        ]
         self.blocks = nn.ModuleList(DetectionBlock(i, c) for i, c in zip(inputs, channels, strict=True))
         self.transitions = nn.ModuleList(conv_bn_leaky(channels[i], channels[i + 1], 1) for i in range(2))
         self.predictions = nn.ModuleList(nn.Conv2d(c * 2, outputs, 1) for c in channels)
         self._initialize_heads(o.objectness_prior)
         if o.norm in ("group", "sync"):
             convert = group_norms if o.norm == "group" else convert_sync_batchnorm
-            self.blocks, self.transitions = convert(self.blocks), convert(self.transitions)
+            self.blocks = convert(self.blocks)
+            self.transitions = convert(self.transitions)
 
     def resolved_options(self) -> dict:
         options = super().resolved_options()
@@ -138,7 +144,10 @@ class YOLOv3(Detector):
         x = None
         for i, tap in enumerate(self.backbone(pixels)[::-1]):
             if x is not None:
-                x = torch.cat((interpolate(self.transitions[i - 1](x), scale_factor=2.0, mode="nearest"), tap), dim=1)
+                x = torch.cat(
+                    (interpolate(self.transitions[i - 1](x), scale_factor=2.0, mode="nearest"), tap),
+                    dim=1,
+                )
             x = self.blocks[i].body(tap if x is None else x)
             maps.append(self.predictions[i](self.blocks[i].tip(x)))
         return maps
@@ -177,7 +186,10 @@ class YOLOv3(Detector):
         return {"images": float(len(targets))}
 
     def criterion(
-        self, outputs: Mapping[str, Tensor], targets: Sequence[dict], denominators: Mapping[str, Tensor | float]
+        self,
+        outputs: Mapping[str, Tensor],
+        targets: Sequence[dict],
+        denominators: Mapping[str, Tensor | float],
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Return losses of this micro-batch, sums / denominators["images"], and metrics as (sum, count).
 
@@ -196,17 +208,32 @@ class YOLOv3(Detector):
         losses = {name: loss / denominators["images"] for name, loss in losses.items()}
         wrong = predictions[assigned.image, assigned.index, 5:].argmax(dim=1) != assigned.labels
         iou = box_iou(boxes[assigned.image, assigned.index], assigned.boxes)
-        sums = {"class_error": 100.0 * (wrong & assigned.kept).sum(), "box_iou": iou.where(assigned.kept, 0).sum()}
+        sums = {
+            "class_error": 100.0 * (wrong & assigned.kept).sum(),
+            "box_iou": iou.where(assigned.kept, 0).sum(),
+        }
         return losses, {name: (value, assigned.kept.sum()) for name, value in sums.items()}
 
     def decode(
-        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes after class-wise suppression, best first, clipped to the original image; scores are above the
         `score_threshold` of the settings. See `Detector.decode`."""
         boxes, scores, grid = self._decoded(outputs, sizes)
         minimum = max(score_threshold, self.score_threshold)
-        boxes, scores, labels, keep = class_nms(boxes, scores, grid, self.nms_threshold, self.nms_topk, minimum)
+        boxes, scores, labels, keep = class_nms(
+            boxes,
+            scores,
+            grid,
+            self.nms_threshold,
+            self.nms_topk,
+            minimum,
+        )
         return clip_boxes(resize_boxes(boxes, sizes, orig_sizes), orig_sizes), scores, labels.where(keep, -1)
 
 
@@ -229,7 +256,12 @@ def class_scores(predictions: Tensor) -> Tensor:
 
 
 def class_nms(
-    boxes: Tensor, scores: Tensor, grid: Grid, nms_threshold: float, topk: int, score_threshold: float
+    boxes: Tensor,
+    scores: Tensor,
+    grid: Grid,
+    nms_threshold: float,
+    topk: int,
+    score_threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run GluonCV's box_nms: keep the `topk` best of all classes together, then suppress within each class.
 
@@ -261,7 +293,10 @@ def _class_major_order(grid: Grid, num_classes: int) -> Tensor:
 def _timm_backbone(o: Yolov3Options) -> nn.Module:
     """Build feature maps of strides 8, 16 and 32 of a timm model, with YOLO's leaky ReLUs if the model has such."""
     features, _ = timm_features(
-        o.backbone, strides=STRIDES[::-1], pretrained_backbone=o.pretrained_backbone, norm=o.norm
+        o.backbone,
+        strides=STRIDES[::-1],
+        pretrained_backbone=o.pretrained_backbone,
+        norm=o.norm,
     )
     leaky = [module for module in features.modules() if isinstance(module, nn.LeakyReLU)]
     if leaky and o.pretrained_backbone and o.leaky_slope is None:

@@ -38,7 +38,9 @@ class Grid:
 def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
     """Return the grid of an input of (h, w) pixels, both multiples of 32, for anchors (3, A, 2) in pixels, on their
     device."""
-    cells_xy, strides, anchors_wh = [], [], []
+    cells_xy = []
+    strides = []
+    anchors_wh = []
     for stride, level_anchors in zip(STRIDES, anchors, strict=True):
         height = image_hw[0] // stride
         width = image_hw[1] // stride
@@ -49,7 +51,12 @@ def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
         cells_xy.append(torch.stack((columns, rows.expand_as(columns)), dim=-1).reshape(-1, 2))
         strides.append(anchors.new_full((height * width * per_cell, 1), stride))
         anchors_wh.append(level_anchors.repeat(height * width, 1))
-    return Grid(image_hw, torch.cat(cells_xy), torch.cat(strides), torch.cat(anchors_wh))
+    return Grid(
+        image_hw,
+        torch.cat(cells_xy),
+        torch.cat(strides),
+        torch.cat(anchors_wh),
+    )
 
 
 def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
@@ -110,7 +117,8 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     sizes = boxes[:, 2:] - boxes[:, :2]
     centers = boxes[:, :2] + sizes * 0.5
     best = _shape_iou(sizes, anchors.reshape(-1, 2)).argmax(dim=1)
-    level, anchor = best // per_cell, best % per_cell
+    level = best // per_cell
+    anchor = best % per_cell
     stride = 32 >> level
     height, width = grid.image_hw[0] // stride, grid.image_hw[1] // stride
     # In float64 and in this order, as the original: it decides on which side of a cell border a centre falls.
@@ -156,7 +164,11 @@ def _shape_iou(sizes1_wh: Tensor, sizes2_wh: Tensor) -> Tensor:
 
 @torch.no_grad()
 def objectness_targets(
-    pred_boxes: Tensor, assigned: Assignment, sizes_hw: Tensor, grid: Grid, ignore_iou: float
+    pred_boxes: Tensor,
+    assigned: Assignment,
+    sizes_hw: Tensor,
+    grid: Grid,
+    ignore_iou: float,
 ) -> Tensor:
     """Return the target (B, N) of each prediction: the mixup ratio (1 without mixup) if a box is assigned, else 0 or
     -1.
@@ -245,7 +257,12 @@ def yolov3_losses(
         class_weight = class_weight.where(labelled[assigned.image] | is_class, 0)
     return {
         "loss_obj": bce(logits, positive, weight, reduction="sum"),
-        "loss_center": bce(at_boxes[:, :2], center, ratio_weight.expand_as(center), reduction="sum"),
+        "loss_center": bce(
+            at_boxes[:, :2],
+            center,
+            ratio_weight.expand_as(center),
+            reduction="sum",
+        ),
         "loss_scale": (ratio_weight * (at_boxes[:, 2:4] - assigned.scale).abs()).sum(),
         "loss_cls": bce(at_boxes[:, 5:], classes, class_weight, reduction="sum"),
     }
@@ -265,7 +282,10 @@ def _objectness_and_rows(predictions: Tensor, assigned: Assignment) -> tuple[Ten
 
 
 def kmeans_anchors(
-    sizes_wh: np.ndarray, clusters: int = 9, seed: int = 0, rounds: int = 300
+    sizes_wh: np.ndarray,
+    clusters: int = 9,
+    seed: int = 0,
+    rounds: int = 300,
 ) -> tuple[np.ndarray, float]:
     """Compute anchors by k-means with 1 - IoU of centred boxes as distance (Redmon & Farhadi, YOLO9000, section 2).
 
@@ -284,7 +304,8 @@ def kmeans_anchors(
         anchors = np.vstack((anchors, sizes[generator.choice(len(sizes), p=p)]))
     nearest = None
     for _ in range(rounds):
-        previous, nearest = nearest, shape_iou(sizes, anchors).argmax(axis=1)
+        previous = nearest
+        nearest = shape_iou(sizes, anchors).argmax(axis=1)
         if previous is not None and (nearest == previous).all():
             break
         for k in np.unique(nearest):

@@ -118,7 +118,8 @@ class ConstrainedCrop:
         """Return (constraints, trials, 4) int64 top, left, height, width."""
         u = torch.rand(4, len(self.constraints), self.trials, generator=generator)
         scale = _between(self.min_scale, 1.0, u[0])
-        lowest, highest = scale.square().clamp(min=1 / self.max_aspect), scale.square().reciprocal()
+        lowest = scale.square().clamp(min=1 / self.max_aspect)
+        highest = scale.square().reciprocal()
         aspect = _between(lowest, highest.clamp(max=self.max_aspect), u[1]).sqrt()
         height = (size_hw[0] * scale / aspect).long().clamp(1, size_hw[0])
         width = (size_hw[1] * scale * aspect).long().clamp(1, size_hw[1])
@@ -146,7 +147,11 @@ class Yolov3Transform:
 
 
 def yolov3_transform(
-    *, photometric: bool = False, zoom_out: float = 1.0, iou_crop: bool = False, flip: bool = False
+    *,
+    photometric: bool = False,
+    zoom_out: float = 1.0,
+    iou_crop: bool = False,
+    flip: bool = False,
 ) -> Transform:
     """Build GluonCV's recipe, or the requested part of it (there zoom_out is 4); with zoom_out 1 and nothing else, a
     plain resize."""

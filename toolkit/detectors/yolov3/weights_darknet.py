@@ -36,7 +36,8 @@ def head_layers(classes: int, anchors: int = 3) -> Iterator[tuple[str, str | Non
     for level, width in enumerate((512, 256, 128)):
         if level:
             yield f"transitions.{level - 1}.0", f"transitions.{level - 1}.1", (width, 2 * width, 1, 1)
-        narrow, wide = (width, 2 * width, 1, 1), (2 * width, width, 3, 3)
+        narrow = (width, 2 * width, 1, 1)
+        wide = (2 * width, width, 3, 3)
         first = (width, 3 * width, 1, 1) if level else narrow
         for i, shape in enumerate((first, wide, narrow, wide, narrow)):
             yield f"blocks.{level}.body.{i}.0", f"blocks.{level}.body.{i}.1", shape
@@ -72,7 +73,8 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 
 def classes_of(numbers: int) -> int | None:
     """Return the number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
-    backbone, heads = _size(backbone_layers()), _size(head_layers(0))
+    backbone = _size(backbone_layers())
+    heads = _size(head_layers(0))
     if numbers == backbone:
         return 0
     per_class = _size(head_layers(1)) - heads
@@ -92,7 +94,12 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
             f"model.pretrained {file}: {len(state['darknet'])} numbers do not make a YOLOv3 on Darknet-53; "
             "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 are supported"
         )
-    options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.0] * 3, "std": [1.0] * 3}
+    options = {
+        "backbone": "darknet53",
+        "leaky_slope": 0.1,
+        "mean": [0.0] * 3,
+        "std": [1.0] * 3,
+    }
     return Description("yolov3", options, named(classes) if classes else ["none"])
 
 

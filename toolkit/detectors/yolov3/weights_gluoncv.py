@@ -81,7 +81,12 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 def described(state: Mapping[str, Tensor], file: str) -> Description:
     """Describe the detector that these tensors belong to."""
     rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
-    options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    options = {
+        "backbone": "darknet53",
+        "leaky_slope": 0.1,
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+    }
     return Description("yolov3", options, named(rows))
 
 

@@ -37,9 +37,17 @@ class PairScore(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.first = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, hidden_dim), nn.GELU())
+        self.first = nn.Sequential(
+            nn.LayerNorm(dim),
+            nn.Linear(dim, hidden_dim),
+            nn.GELU(),
+        )
         layers = nn.Linear(hidden_dim, hidden_dim // 2), nn.GELU(), nn.Linear(hidden_dim // 2, hidden_dim // 4)
-        self.last = nn.Sequential(*layers, nn.GELU(), nn.Linear(hidden_dim // 4, 1))
+        self.last = nn.Sequential(
+            *layers,
+            nn.GELU(),
+            nn.Linear(hidden_dim // 4, 1),
+        )
 
     def forward(self, pairs: Tensor, real: Tensor) -> Tensor:
         own, shared = self.first(pairs).float().chunk(2, -1)
@@ -128,7 +136,8 @@ class SquatHead(nn.Module):
         self.shares = {"query": query_share, "e2e": key_share}
         hidden = sizes.hidden_dim
         object_dim = sizes.embed_dim + sizes.roi_dim + hidden
-        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        self.embed_in = class_embedding(sizes)
+        self.embed_out = class_embedding(sizes)
         self.position = position_embedding()
         self.object_in = fc(sizes.object_dim, hidden)
         self.split = fc(object_dim, 2 * hidden)
@@ -152,7 +161,13 @@ class SquatHead(nn.Module):
         real = object_mask(batch.num_pairs, pairs.device)
         scores = {name: score(pairs, real) for name, score in self.scores.items()}
         if len(batch.pairs):
-            pairs = self._updated(batch, pairs, real, scores, self.objects(features).relu().float())
+            pairs = self._updated(
+                batch,
+                pairs,
+                real,
+                scores,
+                self.objects(features).relu().float(),
+            )
         frequency = self.frequency(*labels[batch.pairs].unbind(1))
         relation_logits = self.out(unpad_rows(pairs, batch.num_pairs)) + frequency
         losses = self._losses(batch, scores) if self.training else {}
@@ -161,7 +176,12 @@ class SquatHead(nn.Module):
 
     def _pairs(self, batch: RelationBatch, features: Tensor) -> Tensor:
         numbers = scaled_box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
-        places = self.positions(pair_numbers(numbers[batch.pairs[:, 0]], numbers[batch.pairs[:, 1]]))
+        places = self.positions(
+            pair_numbers(
+                numbers[batch.pairs[:, 0]],
+                numbers[batch.pairs[:, 1]],
+            )
+        )
         pairs = self.join(torch.cat(paired(self.split(features), batch.pairs), 1) * places).relu()
         return pairs if self.union is None else pairs + self.union(batch.union_features)
 
@@ -181,10 +201,17 @@ class SquatHead(nn.Module):
         starts = send(torch.tensor([0, *accumulate(batch.num_objects)]), batch.pairs.device)
         subjects, others = batch.pairs.unbind(1)
         related = batch.related[subjects, others - starts[batch.image[subjects]]].float()
-        pairs, objects = send(torch.tensor([batch.num_pairs, batch.num_objects]), batch.pairs.device)
+        pairs, objects = send(
+            torch.tensor([batch.num_pairs, batch.num_objects]),
+            batch.pairs.device,
+        )
         losses = {}
         for name, each in scores.items():
-            loss = F.binary_cross_entropy_with_logits(unpad_rows(each, batch.num_pairs), related, reduction="none")
+            loss = F.binary_cross_entropy_with_logits(
+                unpad_rows(each, batch.num_pairs),
+                related,
+                reduction="none",
+            )
             loss = of_images(loss, batch.num_pairs) / pairs.clamp(min=1) / len(SCORES)
             losses[f"loss_mask_{name}"] = loss, (objects > 0).to(loss)
         return losses
