@@ -65,7 +65,11 @@ class Line:
 
 
 def write_and_check(
-    trained: OwnDetector, table: DetectionTable | None, out: Path, asked: Asked, say: Callable[[str], None] = print
+    trained: OwnDetector,
+    table: DetectionTable | None,
+    out: Path,
+    asked: Asked,
+    say: Callable[[str], None] = print,
 ) -> tuple[list[Line], dict[str, str]]:
     """Write the files; return a table that compares them with PyTorch, and by name the problems of those that are
     renamed.
@@ -77,7 +81,11 @@ def write_and_check(
     """
     what = {"categories": trained.categories, "size": trained.size, "source": trained.source}
     kept = {"max_detections": trained.max_detections}
-    how = {"top_k": asked.top_k, "score_threshold": asked.score_threshold, "grid_sample": asked.grid_sample}
+    how = {
+        "top_k": asked.top_k,
+        "score_threshold": asked.score_threshold,
+        "grid_sample": asked.grid_sample,
+    }
     of_program = [name for name in ("torch", "onnx") if name in asked.formats or name == "onnx"]
     written, graph = export_detector(trained.detector, out, of_program, **what, **how, **kept)
     about = open_file(written["onnx"])[1]
@@ -99,8 +107,15 @@ def write_and_check(
     for name, path in written.items():
         say(f"comparing {path} with PyTorch")
         run, about = open_file(path, trusted=True)  # written a moment ago
-        ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about), **kept), table)
-        line = Line(path.name, ap, milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases))
+        ap = ap_of(
+            Predictor(path.name, list(about.categories), predict_with(run, about), **kept),
+            table,
+        )
+        line = Line(
+            path.name,
+            ap,
+            milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases),
+        )
         problem = _problem(name, path, graph, images, lines[0].AP, line, asked)
         if problem:
             problems[path.name] = problem
@@ -154,7 +169,13 @@ def write_relations(
     for source, predict in (("PyTorch", own_predict(detector, trained.size)), (path.name, predict_with(run, about))):
         say(f"evaluating the graphs of {source}")
         predictor = Predictor(source, trained.categories, predict, about.predicates)
-        graphs.append({"file": source, **recall_of(predictor, detector, table), "ms": latency(predictor, table)})
+        graphs.append(
+            {
+                "file": source,
+                **recall_of(predictor, detector, table),
+                "ms": latency(predictor, table),
+            }
+        )
     expected, found = (line.get("R@100") for line in graphs)
     if expected is not None and abs(found - expected) > asked.tolerance:
         apart = f"more than {asked.tolerance} apart"
@@ -225,7 +246,15 @@ def lines_as_table(lines: Sequence[Line]) -> str:
         ap = "" if line.AP is None else f"{line.AP:.4f}"
         moved = "" if line.AP_moved is None else f"{line.AP_moved:+.4f}"
         apart = "; ".join(f"batch {size}: {difference}" for size, difference in line.differences.items())
-        rows.append([line.file, ap, moved, *(f"{line.milliseconds[case]:.1f}" for case in cases), apart])
+        rows.append(
+            [
+                line.file,
+                ap,
+                moved,
+                *(f"{line.milliseconds[case]:.1f}" for case in cases),
+                apart,
+            ]
+        )
     return _markdown(rows)
 
 

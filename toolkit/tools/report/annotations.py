@@ -63,7 +63,15 @@ def suspects(matches: Matches) -> list[Suspect]:
             gt = int(m.gt[row])
             if not explained[gt] and not busy[det]:
                 explained[gt] = busy[det] = True
-                result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
+                result.append(
+                    Suspect(
+                        kind,
+                        int(m.found.image_index[det]),
+                        float(m.found.scores[det]),
+                        det,
+                        gt,
+                    )
+                )
 
     pair(on_box & ~m.same_class, "class")
     pair(~m.crowd[m.gt] & (m.iou >= BESIDE) & (m.iou < ON_IT), "place")
@@ -78,9 +86,25 @@ def suspects(matches: Matches) -> list[Suspect]:
     for det in lone:
         gt = moved.get(det, -1)
         kind = "no box" if gt < 0 else "place"
-        result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
+        result.append(
+            Suspect(
+                kind,
+                int(m.found.image_index[det]),
+                float(m.found.scores[det]),
+                det,
+                gt,
+            )
+        )
     for gt in sorted(set(empty) - set(moved.values())):
-        result.append(Suspect("nothing there", int(m.truth.image_index[gt]), float(1 - support[gt]), -1, gt))
+        result.append(
+            Suspect(
+                "nothing there",
+                int(m.truth.image_index[gt]),
+                float(1 - support[gt]),
+                -1,
+                gt,
+            )
+        )
     return sorted(result, key=lambda suspect: (suspect.det < 0, -suspect.strength))
 
 
