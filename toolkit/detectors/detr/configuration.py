@@ -47,13 +47,21 @@ def handed_over(options: DetectorOptions, source_config: Mapping | None) -> dict
 
 def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Convert our options to entries of a transformers config. entries: the entries' names by option name."""
-    return {name: values[option] for option, names in entries.items() if option in values for name in names}
+    result = {}
+    for option, names in entries.items():
+        if option in values:
+            result |= dict.fromkeys(names, values[option])
+    return result
 
 
 def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Convert a transformers config to our options; an option that stands for entries with different values is None."""
-    values = {option: [getattr(config, name) for name in names] for option, names in entries.items()}
-    return {option: entry[0] if entry == entry[:1] * len(entry) else None for option, entry in values.items()}
+    result = {}
+    for option, names in entries.items():
+        values = [getattr(config, name) for name in names]
+        is_one = all(value == values[0] for value in values)
+        result[option] = values[0] if is_one else None
+    return result
 
 
 def detector_config(
@@ -72,8 +80,14 @@ def detector_config(
         )
     inherited = {key: value for key, value in source.items() if key not in REPLACED}
     names = dict(enumerate(class_names))
-    labels = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
-    return config_class(**{**inherited, **entries, **labels, "auxiliary_loss": False})
+    values = {
+        **inherited,
+        **entries,
+        "id2label": names,
+        "label2id": {name: label for label, name in names.items()},
+        "auxiliary_loss": False,
+    }
+    return config_class(**values)
 
 
 def pixel_statistics(
@@ -94,7 +108,9 @@ def pixel_statistics(
 def timm_name(config: PreTrainedConfig) -> str | None:
     """Return the name of the timm backbone in a detector's config; None: no backbone, or one of transformers."""
     backbone = getattr(config, "backbone_config", None)
-    return backbone.backbone if backbone is not None and backbone.model_type == "timm_backbone" else None
+    if backbone is None or backbone.model_type != "timm_backbone":
+        return None
+    return backbone.backbone
 
 
 def backbone_entry(options: BackboneOptions, source_config: Mapping | None, strides: Sequence[int] | None = None):
@@ -252,7 +268,8 @@ def rt_detr_config(
     given = handed_over(options, source)
     entries |= to_entries(given, detector.entries)
     if "d_model" in given:
-        entries["decoder_in_channels"] = [given["d_model"]] * len(entries.get("decoder_in_channels", RT_DETR_STRIDES))
+        levels = len(entries.get("decoder_in_channels", RT_DETR_STRIDES))
+        entries["decoder_in_channels"] = [given["d_model"]] * levels
     # Fixed anchors are those of one size; generated ones are the same there, and right elsewhere.
     entries |= {
         "id2label": dict(enumerate(class_names)),

@@ -45,9 +45,15 @@ class DFine(RTDetrV2):
         return super().forward(images, sizes, targets)
 
     def _layers(self, outputs: Any) -> dict:
-        references = outputs.initial_reference_points[:, 0]  # the same for every layer
-        return super()._layers(outputs) | {"corners": outputs.intermediate_predicted_corners, "references": references}
+        return {
+            **super()._layers(outputs),
+            "corners": outputs.intermediate_predicted_corners,
+            "references": outputs.initial_reference_points[:, 0],  # the same for every layer
+        }
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return this batch's number of boxes, without crowd regions, and of images, from CPU targets."""
-        return {"boxes": float(sum(count_objects(targets))), "images": float(len(targets))}
+        return {
+            "boxes": float(sum(count_objects(targets))),
+            "images": float(len(targets)),
+        }

@@ -61,7 +61,11 @@ def _maybe_dc5(
     no_object: int = 0,
 ) -> Description:
     """Describe a detector; DC5 has the same tensors and is recognised by the name of the file."""
-    options = _sizes(state) | {"dilation": "dc5" in file.lower(), "num_queries": len(state[f"{queries}.weight"])}
+    options = {
+        **_sizes(state),
+        "dilation": "dc5" in file.lower(),
+        "num_queries": len(state[f"{queries}.weight"]),
+    }
     notes = ["the file name decides whether it is a DC5 variant: --model.dilation says otherwise"]
     return Description(
         architecture,
