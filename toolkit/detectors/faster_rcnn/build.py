@@ -73,14 +73,20 @@ class FeaturePyramid(nn.Module):
         self.fpn = FeaturePyramidNetwork(list(in_channels), out_channels, extra, HEAD_NORMS[norm])
 
     def forward(self, pixels: Tensor) -> OrderedDict[str, Tensor]:
-        return self.fpn(OrderedDict((str(i), features) for i, features in enumerate(self.body(pixels))))
+        maps = OrderedDict()
+        for i, features in enumerate(self.body(pixels)):
+            maps[str(i)] = features
+        return self.fpn(maps)
 
 
 class GivenAnchors(AnchorGenerator):
     """Anchors given as boxes, not sizes and ratios. cells: per level x1, y1, x2, y2 in pixels around a position."""
 
     def __init__(self, cells: Sequence[Sequence[Sequence[float]]]):
-        super().__init__(tuple((1.0,) * len(level) for level in cells), ((1.0,),) * len(cells))
+        # Sizes and ratios that make as many anchors at each level; their numbers are not used.
+        sizes = tuple((1.0,) * len(level) for level in cells)
+        ratios = ((1.0,),) * len(cells)
+        super().__init__(sizes, ratios)
         self.cell_anchors = [torch.tensor(level) for level in cells]
 
 
@@ -104,7 +110,8 @@ class WholePixelPool(nn.Module):
         *boxes_on_host,
     ) -> Tensor:
         """See `LevelPool.forward`."""
-        ends = [[moved_ends(part, -1) for part in copy] for copy in (boxes, *boxes_on_host) if copy is not None]
+        copies = [boxes, *(copy for copy in boxes_on_host if copy is not None)]  # on the device, and perhaps on the CPU
+        ends = [[moved_ends(of_image, -1) for of_image in copy] for copy in copies]
         return self.pool(maps, ends[0], image_shapes, *ends[1:])
 
 
@@ -138,8 +145,8 @@ class FasterRCNNOnTimm(FasterRCNN):
             body,
             channels,
             o.fpn_channels,
-            len(o.anchor_sizes) > len(o.strides),
-            o.head_norm,
+            extra_level=len(o.anchor_sizes) > len(o.strides),
+            norm=o.head_norm,
         )
         anchors = AnchorGenerator(
             tuple(map(tuple, o.anchor_sizes)),
@@ -147,13 +154,14 @@ class FasterRCNNOnTimm(FasterRCNN):
         )
         if o.cell_anchors:
             anchors = GivenAnchors(o.cell_anchors)
+        per_position = anchors.num_anchors_per_location()[0]
         levels = [str(i) for i in range(len(o.strides))]
         own_mean, own_std = image_statistics(o.backbone)
         model = faster_rcnn.FasterRCNN(
             pyramid,
             box_head=_box_head(o),
             rpn_anchor_generator=anchors,
-            rpn_head=RPNHead(o.fpn_channels, anchors.num_anchors_per_location()[0], o.rpn_convs),
+            rpn_head=RPNHead(o.fpn_channels, per_position, o.rpn_convs),
             box_roi_pool=MultiScaleRoIAlign(levels, output_size=7, sampling_ratio=2),
             box_predictor=FastRCNNPredictor(o.representation_size, 1 + len(class_names)),
             image_mean=o.mean or own_mean,
@@ -166,7 +174,11 @@ class FasterRCNNOnTimm(FasterRCNN):
             self.roi_heads.box_roi_pool = WholePixelPool(self.roi_heads.box_roi_pool)
 
     def resolved_options(self) -> dict:
-        return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
+        return {
+            **super().resolved_options(),
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
 
 
 class FasterRCNNResNet50(FasterRCNN):
@@ -245,13 +257,19 @@ class FasterRCNNResNet50V2(FasterRCNN):
 
 def torchvision_settings(options: TwoStageOptions) -> dict:
     """Return the settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
-    names = {field.name for field in fields(TwoStageOptions)} - {field.name for field in fields(DetectorOptions)}
+    names = {field.name for field in fields(TwoStageOptions)}
+    names -= {field.name for field in fields(DetectorOptions)}
     names -= OWN_SETTINGS
-    return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(names)}
+    settings = {}
+    for name in sorted(names):
+        keyword = TORCHVISION_NAMES.get(name, name)
+        settings[keyword] = getattr(options, name)
+    return settings
 
 
 def _stride_in_1x1(body: nn.Module, name: str) -> None:
-    blocks = [block for block in body.modules() if isinstance(block, Bottleneck) and block.conv2.stride != (1, 1)]
+    bottlenecks = [module for module in body.modules() if isinstance(module, Bottleneck)]
+    blocks = [block for block in bottlenecks if block.conv2.stride != (1, 1)]
     for block in blocks:
         block.conv1.stride = block.conv2.stride
         block.conv2.stride = (1, 1)
@@ -278,7 +296,10 @@ def _take_resnet50(body: nn.Module, source: bool | str, published: ResNet50_Weig
     wanted = body.state_dict(keep_vars=True)
     if isinstance(source, str):
         weights = read_backbone_file(source)
-        offered = {k: v for k, v in weights.items() if k[:3] != "fc." and not k.endswith("num_batches_tracked")}
+        offered = {}
+        for name, tensor in weights.items():
+            if not name.startswith("fc.") and not name.endswith("num_batches_tracked"):
+                offered[name] = tensor
         load_matching(wanted, offered, "torchvision's resnet50", source)
         return
     try:
@@ -301,9 +322,11 @@ def _check(o: FasterRcnnOptions) -> None:
         )
     if o.head_norm not in HEAD_NORMS:
         problems.append(f"model.head_norm: {o.head_norm!r} is not one of {', '.join(HEAD_NORMS)}.")
-    if not strides or any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
+    doubled = [stride * 2 for stride in strides[:-1]]
+    if not strides or strides[1:] != doubled:
         problems.append(f"model.strides: {strides}; expected strides that double, such as 4, 8, 16, 32.")
-    if len(sizes) - len(strides) not in (0, 1) or len({len(lengths) for lengths in sizes}) != 1:
+    different_lengths = {len(lengths) for lengths in sizes}
+    if len(sizes) - len(strides) not in (0, 1) or len(different_lengths) != 1:
         problems.append(
             f"model.anchor_sizes: {sizes}; expected a list for each of the {len(strides)} strides, or one more, all of "
             "the same length."

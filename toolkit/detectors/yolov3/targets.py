@@ -143,11 +143,7 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     index = (start + row * width + column) * per_cell + anchor
 
     count = len(grid.cells_xy)
-    flat = image * count + index
-    order = torch.arange(len(flat), device=device).masked_fill(crowd, -1)
-    winner = flat.new_full((len(counts) * count,), -1)
-    winner.scatter_reduce_(0, flat, order, "amax")
-    kept = (winner[flat] == order) & ~crowd
+    kept = _not_overwritten(image * count + index, crowd, len(counts) * count)
     image_areas = sizes_hw.to(device, dtype).prod(dim=1)
     return Assignment(
         image=image,
@@ -162,6 +158,14 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
         crowd=crowd,
         counts=counts,
     )
+
+
+def _not_overwritten(places: Tensor, crowd: Tensor, num_places: int) -> Tensor:
+    """Return (T,) bool, False for crowd regions and for boxes whose place (T,) a later box takes."""
+    order = torch.arange(len(places), device=places.device).masked_fill(crowd, -1)
+    winner = places.new_full((num_places,), -1)
+    winner.scatter_reduce_(0, places, order, "amax")
+    return (winner[places] == order) & ~crowd
 
 
 def _joined(targets: Sequence[dict], key: str, default: float, like: Tensor) -> Tensor:
