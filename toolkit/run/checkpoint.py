@@ -65,11 +65,11 @@ class Checkpoint:
     kind: str = "run"
 
     def by_part(self) -> dict[str, dict]:
-        """The state of every part of the run, by its name."""
+        """Return the state of every part of the run by its name."""
         return joined_by_part(self.tensors, self.optimizer, self.state, self.extra)
 
     def of_part(self, name: str) -> dict:
-        """The plain values in the state of one part; empty where it has none."""
+        """Return the plain values in the state of one part; empty where it has none."""
         return self.state["parts"].get(name, {})
 
     @property
@@ -417,7 +417,7 @@ def _load(path: Path, manifest: dict) -> Checkpoint:
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a `checkpoints` folder, if any, and a sentence for each one passed over."""
+    """Return the newest whole checkpoint of a `checkpoints` folder, if any, and a sentence for each one passed over."""
     paths, passed_over = _by_age(Path(folder))
     for path in paths:
         try:
@@ -428,7 +428,8 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def linked(folder: Path, name: str) -> Path | None:
-    """The step folder that the link `name` ("latest" or "best") in `folder` points at; None without such a link."""
+    """Return the step folder that the link `name` ("latest" or "best") in `folder` points at; None without such a link.
+    """
     link = Path(folder) / name
     try:
         target = os.readlink(link) if link.is_symlink() else link.read_text(encoding="utf-8").strip()
@@ -513,7 +514,7 @@ def _step_folders(folder: Path) -> list[Path]:
 
 
 def _by_age(folder: Path) -> tuple[dict[Path, int], list[str]]:
-    """The step folders with a readable manifest and their sequence numbers, newest first; why others are left out."""
+    """Return the step folders with their sequence numbers, newest first, and a sentence for each unreadable one."""
     sequences = {}
     reasons = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -535,7 +536,8 @@ def _bytes_needed(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict |
 
 
 def _os_errno(error: BaseException | None) -> int | None:
-    """The operating system's error number behind `error`: torch and safetensors hide it in a chain or in their text."""
+    """Return the operating system's error number behind `error`, which torch and safetensors hide; None: there is none.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error.errno

@@ -175,7 +175,7 @@ def joined_by_part(
 
 
 def stale(version: object) -> str:
-    """A message if something was written in another format than the current one, else ""."""
+    """Return a message if something was written in another format than the current one, else ""."""
     if version == FORMAT:
         return ""
     return (
@@ -185,14 +185,14 @@ def stale(version: object) -> str:
 
 
 def stale_run(folder: Path) -> str:
-    """A message if all checkpoints of a run folder were written in another format, else ""."""
+    """Return a message if all checkpoints of a run folder were written in another format, else ""."""
     manifests = sorted(folder.glob(f"checkpoints/step_*/{MANIFEST}"))
     faults = [stale(read_json_object(path).get("format", FORMAT)) for path in manifests]
     return f"Run {folder} {faults[-1]}" if faults and all(faults) else ""
 
 
 def well_formed(manifest) -> bool:
-    """Whether a manifest has the structure that the other functions rely on."""
+    """Return whether a manifest has the structure that the other functions rely on."""
     return not any(faults_of(manifest, _MANIFEST, MANIFEST))
 
 
@@ -251,7 +251,7 @@ def _faults_of_state(step: int, state: dict) -> list[str]:
 
 
 def _is_state_of_optimizer(optimizer: object) -> bool:
-    """Whether it has the structure of `optimizer.state_dict()`, on which everything that reads it relies."""
+    """Return whether it has the structure of `optimizer.state_dict()`, on which everything that reads it relies."""
     if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
         return False
     of_parameters = optimizer["state"]
@@ -263,7 +263,7 @@ def _is_state_of_optimizer(optimizer: object) -> bool:
 
 
 def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]) -> list[str]:
-    """One sentence that names the tensors with a NaN or an infinity; none where all are finite.
+    """Return one sentence that names the tensors with a NaN or an infinity; none where all are finite.
 
     infinite: names of tensors of the model that may be infinite, by design, but not NaN.
     """

@@ -209,7 +209,7 @@ def _chosen(groups: Sequence[Group], topics: Sequence[str]) -> list[Group]:
 
 
 def _is_meant(setting: Setting, group: Group, topic: str) -> bool:
-    """Whether a topic is the group, the setting without its group, or a beginning of its whole name."""
+    """Return whether a topic is the group, the setting without its group, or a beginning of its whole name."""
     key = setting.name.partition(".")[2]
     return topic in (group.name, key) or "." in topic and setting.name.startswith(topic)
 

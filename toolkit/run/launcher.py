@@ -57,8 +57,10 @@ class Launch:
 
 
 def find_launch() -> Launch | None:
-    """The `accelerate launch` that started this process, from any distance; None: there is none, or it cannot be seen,
-    as from another container or machine."""
+    """Find the `accelerate launch` that started this process, directly or through other programs.
+
+    None: there is none, or it cannot be seen, as from another container or machine.
+    """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # every launch sets it
         return None
     try:
@@ -204,7 +206,7 @@ class Settled:
 def settle(
     given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
 ) -> Settled:
-    """The first of settings, launcher and resumed run that sets `precision`, and `compile`.
+    """Choose precision, TF32 and compilation: each from the first of settings, launcher and resumed run that sets it.
 
     Args:
         given, launched, began: values of `precision`, `tf32` and `compile`; a missing one, or None, says nothing.

@@ -194,7 +194,7 @@ class Plan:
         self._rates_of_update = self._number_rates()
 
     def _number_rates(self) -> list:
-        """The learning rates that are numbers; those that are tensors may lie on a device, and are not read."""
+        """Return the learning rates that are numbers; those that are tensors may lie on a device, and are not read."""
         rates = [group["lr"] for group in self.schedule.optimizer.param_groups]
         return [rate for rate in rates if not isinstance(rate, Tensor)]
 

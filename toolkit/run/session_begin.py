@@ -58,8 +58,8 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
 
 
 def _settings(s: Any, t: Training) -> tuple[dict, list[Change]]:
-    """The settings in force, with the values that the model really used, and those that a resumed run has otherwise
-    than before."""
+    """Return the settings in force, with the values that the model really used, and the changes since the checkpoint.
+    """
     settings = asdict(s.config)
     left = {*ABOUT_STARTING, "pretrained_backbone"}
     used = t.detector.resolved_options().items()

@@ -196,7 +196,7 @@ def _settle(s: Any, detector: Detector) -> None:
 
 
 def _distillation(s: Any, detector: Detector, table: DetectionTable) -> nn.Module | None:
-    """The losses beside the teacher of `loss.teacher`; None without a teacher."""
+    """Return the losses of distillation from `loss.teacher`; None without a teacher."""
     if s.config.loss.teacher is None:
         return None
     open_teacher = index.tool("teacher")
@@ -227,7 +227,7 @@ def _optimizer(s: Any, detector: Detector, weights: LossWeights, distillation: n
 
 
 def _plan(c: Any, sampler: EpochSampler, optimizer: torch.optim.Optimizer) -> Plan:
-    """The plan of a fresh run with these settings."""
+    """Return the plan of a fresh run with these settings."""
     run = c.run
     optim = c.optim
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)

@@ -48,7 +48,7 @@ def in_words(ended_by: Sequence[str]) -> str:
 
 
 def state_of(error: BaseException) -> str:
-    """The state of a run that this error ends."""
+    """Return the state of a run that this error ends."""
     return next((state for state, kind in STATES.items() if isinstance(error, kind)), "failed")
 
 
@@ -58,7 +58,7 @@ def read_status(folder: Path) -> dict:
 
 
 def true_status(folder: Path, status: dict) -> dict:
-    """The content of `status.json`, but `failed` where it says `running` and the process that wrote it is gone.
+    """Return the content of `status.json`, but `failed` where it says `running` and the process that wrote it is gone.
 
     A process that is killed (SIGKILL, SIGBUS, out of memory) writes no last word, and the kernel releases its lock.
     Where that cannot be known, on another machine, on a disk without locks or without `.lock`, the file is believed.
@@ -69,7 +69,7 @@ def true_status(folder: Path, status: dict) -> dict:
 
 
 def _is_holder_gone(path: Path) -> bool:
-    """Whether nobody holds a lock file that a process of this machine has left behind."""
+    """Return whether nobody holds a lock file that a process of this machine has left behind."""
     if fcntl is None or read_json_object(path).get("host") != socket.gethostname():
         return False
     try:
@@ -118,7 +118,7 @@ def now() -> str:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run has begun in this folder: one that ended as bad input before it logged anything does not count."""
+    """Return whether a run has begun in this folder; one that ended as bad input before it logged anything has not."""
     if not folder.is_dir():
         return folder.exists()
     entries = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")} - {".lock"}
