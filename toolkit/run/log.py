@@ -1,5 +1,6 @@
 """The reports of a run while it trains: metric rows, console lines, progress bar, status, meters and epoch averages."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -103,11 +104,15 @@ class Log:
         images: int,
         noted: Mapping[str, float] = MappingProxyType({}),
         ends_epoch: bool = False,
+        seconds_left: float = math.inf,
     ) -> None:
-        """After an update over `images` images of all ranks: averages, bar, and when it is time a row and a line.
+        """Log an update over `images` images of all ranks: averages, bar, and when it is due a row and a line.
 
-        The first and the last step of an epoch have a row too, as DETR's. noted: what the script noted, which the
-        meters do not have yet.
+        The first and the last step of an epoch have a row too, as DETR's.
+
+        Args:
+            noted: the notes of the script, which the meters do not have yet.
+            seconds_left: upper limit of the time that is left to train.
         """
         has_row = self.has_row(step, total_steps, ends_epoch)
         self.epoch_s += self.timer.step_done(images)
@@ -123,7 +128,10 @@ class Log:
         if has_row:
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
             means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
-            full = {**row, **means, **self.timer.row(total_steps - step)}
+            times = self.timer.row(total_steps - step)
+            if times:
+                times["time/eta_s"] = min(times["time/eta_s"], seconds_left)
+            full = {**row, **means, **times}
             self.write(step, epoch, full)
             self.say(console_line(full, self.meters, progress, console_width()))
             news = self.graphs.news(step)

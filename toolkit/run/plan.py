@@ -208,6 +208,11 @@ class Plan:
         # At a single update without them a schedule of the script's own may have met ours.
         return self._once("own rates", OWN_RATES) if self._steps_without_own_rates == 2 else ""
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that are left of the budget of minutes; infinity without one."""
+        return math.inf if self.budget is None else max(0.0, 60.0 * self.budget.max_minutes - self.budget.elapsed_s)
+
     # ---- length ------------------------------------------------------------------------------------------------------
 
     def note_step(self, step: int, time_s: float) -> list[str]:
