@@ -44,6 +44,9 @@ def import_without(module: str, hidden: str) -> None:
         del sys.modules[hidden]
 
 
+_has_frozen = False  # whether `importing` has frozen the objects of this process's first imports
+
+
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector inside the block.
@@ -67,9 +70,11 @@ def importing() -> Iterator[None]:
     The objects of a process's first imports stay, so the collector leaves them out from then on. Later imports freeze
     nothing: their objects may be in use for a while only.
     """
+    global _has_frozen
     with gc_disabled():
         yield
-        if gc.get_freeze_count() == 0:
+        if not _has_frozen:  # asking `gc` for it would walk through all frozen objects
+            _has_frozen = True
             gc.freeze()
             atexit.register(gc.unfreeze)  # otherwise libraries that count report the uncollected objects as leaked
 
