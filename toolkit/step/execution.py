@@ -265,9 +265,11 @@ def _again(block: nn.Module, backends: Sequence[SDPBackend]) -> Iterator[None]:
 def be_deterministic() -> None:
     """Switch deterministic algorithms on, and print each operation that has none, once, when it is first used.
 
-    On a CPU two runs are bitwise equal without this too; on a GPU it replaces atomic additions (scatter, grid_sample
-    backward).
+    On a CPU two runs are bitwise equal without this too; on a GPU it replaces atomic additions, such as those of
+    scatter. cuBLAS needs workspaces of a fixed size for it, which it reads from the environment at its first product;
+    a value that is set already stays.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     met: set[str] = set()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
