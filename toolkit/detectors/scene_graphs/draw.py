@@ -32,10 +32,10 @@ from toolkit.evaluation.draw import (
 )
 from toolkit.evaluation.predictions import best_first, detections_as_json
 
-LINE = 18  # height in pixels of a line of text below a picture
-RIGHT, WRONG = "#117733", "#D55E00"
-MOST_ARROWS = 12  # of an annotated and a predicted graph beside each other
-INNER = 0.36  # radius of the circle of nodes, as a share of the panel's side
+LINE_HEIGHT_PX = 18  # of a line of text below a picture
+CORRECT_COLOUR, WRONG_COLOUR = "#117733", "#D55E00"
+MAX_ARROWS = 12  # of an annotated and a predicted graph beside each other
+CIRCLE_RADIUS_SHARE = 0.36  # of the circle of nodes, as a share of the panel's side
 
 
 def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
@@ -87,17 +87,17 @@ def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     """Draw the annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
     truth = true_graph(row)
     boxes, labels = (np.asarray(prediction[key]) for key in ("boxes", "labels"))
-    shown = min(max(5, len(truth["relations"])), MOST_ARROWS)
+    shown = min(max(5, len(truth["relations"])), MAX_ARROWS)
     triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
     right = correct_triplets(triplets, boxes, labels, truth)
     picture = fitted(picture_of(table.decode_image(row)), PANEL_SIDE_PX)
     scale = PANEL_SIDE_PX / max(row["width"], row["height"])
     names, predicates = (list(map(drawable, group)) for group in (table.class_names, table.predicates))
-    annotated = truth["relations"][:MOST_ARROWS]
+    annotated = truth["relations"][:MAX_ARROWS]
     black = [TEXT_COLOUR] * len(annotated)
     counts = len(truth["relations"]), len(prediction["pairs"])
     left = _panel(picture, truth["boxes"] * scale, truth["labels"], annotated, black, names, predicates, counts[0])
-    colours = [RIGHT if good else WRONG for good in right]
+    colours = [CORRECT_COLOUR if good else WRONG_COLOUR for good in right]
     scores = [f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]]
     shown = picture, boxes * scale, labels, triplets, colours, names, predicates
     return montage([left, _panel(*shown, counts[1], scores)], 2)
@@ -122,7 +122,8 @@ def _panel(
     named = [f"{i} {names[label] if label >= 0 else 'no class'}" for i, label in enumerate(labels.tolist())]
     used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
     left_out = count > len(triplets)
-    panel = Image.new("RGB", (PANEL_SIDE_PX, picture.height + LINE * (len(triplets) + left_out) + 4), BACKGROUND_COLOUR)
+    height = picture.height + LINE_HEIGHT_PX * (len(triplets) + left_out) + 4
+    panel = Image.new("RGB", (PANEL_SIDE_PX, height), BACKGROUND_COLOUR)
     picture = picture.copy()
     centres = ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
     for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
@@ -132,10 +133,10 @@ def _panel(
     draw = ImageDraw.Draw(panel)
     for line, (subject, object_, predicate) in enumerate(triplets.tolist()):
         words = f"{named[subject]}  {predicates[predicate]}  {named[object_]}  {scores[line] if scores else ''}"
-        draw.text((4, picture.height + 2 + line * LINE), words, fill=colours[line], font=text_font(13))
+        draw.text((4, picture.height + 2 + line * LINE_HEIGHT_PX), words, fill=colours[line], font=text_font(13))
     if left_out:
         words = f"{len(triplets)} of {count} relations are drawn"
-        draw.text((4, picture.height + 2 + len(triplets) * LINE), words, fill=TEXT_COLOUR, font=text_font(13))
+        draw.text((4, picture.height + 2 + len(triplets) * LINE_HEIGHT_PX), words, fill=TEXT_COLOUR, font=text_font(13))
     return panel
 
 
@@ -200,10 +201,11 @@ def _graph(
     if not nodes:
         return panel
     middle = centres[list(nodes)].mean(0)
+    radius = CIRCLE_RADIUS_SHARE * side
     positions = {}
     for index, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
         angle = 2 * math.pi * index / len(nodes) - math.pi
-        positions[number] = (side / 2 + INNER * side * math.cos(angle), side / 2 + INNER * side * math.sin(angle))
+        positions[number] = (side / 2 + radius * math.cos(angle), side / 2 + radius * math.sin(angle))
     for subject, object_, words, colour in arrows:
         draw_arrow(draw, positions[subject], positions[object_], colour, size, words, gap=1.6 * size)
     for number, position in positions.items():
