@@ -30,7 +30,7 @@ from toolkit.data.table import Category, LabelledImages
 from toolkit.models import build_detector, options_class
 from toolkit.models.final import read_categories
 from toolkit.models.weights.pretrained import open_pretrained
-from toolkit.run.checkpoint_content import FORMAT
+from toolkit.run.checkpoint_content import FORMAT_VERSION
 from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import open_run, open_script
@@ -76,7 +76,7 @@ BELOW = {"architecture": "scene_graph", "predicates": ["on"], "mode": "sgdet", "
 def test_a_class_that_a_file_names_is_not_imported(model, ran, tmp_path, capsys):
     final = tmp_path / "final"
     final.mkdir()
-    (final / "config.json").write_text(json.dumps({"format": FORMAT, "model": model, "processor_size": None}))
+    (final / "config.json").write_text(json.dumps({"format": FORMAT_VERSION, "model": model, "processor_size": None}))
     (final / "categories.json").write_text(json.dumps([{"label": 0, "id": 1, "name": "a"}]))
     for opened in (lambda: open_predictor(final), lambda: open_predictor(final, settings={"score_threshold": 0.1}),
                    lambda: open_pretrained(str(final)), lambda: rebuild_detector({"model": model}, ["a"])):  # fmt: skip

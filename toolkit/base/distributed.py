@@ -17,7 +17,7 @@ from toolkit.base.batch import send
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 
 Result = TypeVar("Result")
-IMAGES_AT_ONCE = 1000  # images whose predictions are sent in one message
+IMAGES_PER_MESSAGE = 1000  # images whose predictions are sent in one message
 
 
 class UnannouncedName(BadInput):
@@ -130,9 +130,9 @@ def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, 
     local = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
     rank, world_size = world()
     by_rank = [local] if world_size == 1 else [[] for _ in range(world_size)]
-    for first in range(0, agree_max(len(local)) if world_size > 1 else 0, IMAGES_AT_ONCE):
+    for first in range(0, agree_max(len(local)) if world_size > 1 else 0, IMAGES_PER_MESSAGE):
         parts = [None] * world_size if rank == 0 else None
-        dist.gather_object(local[first : first + IMAGES_AT_ONCE], parts, dst=0)
+        dist.gather_object(local[first : first + IMAGES_PER_MESSAGE], parts, dst=0)
         for predictions, part in zip(by_rank, parts or (), strict=False):
             predictions += part
     gathered: dict[int | str, dict] = {}

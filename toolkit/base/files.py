@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel has scripts/ and configs/ inside the package; in a checkout they stand beside it.
 ROOT = PACKAGE if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
 MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
-MOST_YAML = 1_000_000  # letters and nodes of a YAML file after its aliases are expanded
+MAX_YAML_SIZE = 1_000_000  # letters and nodes of a YAML file after its aliases are expanded
 STALLED_S = 30.0  # seconds of waiting for a disk before a message
 _NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot hold
 
@@ -158,7 +158,7 @@ class _Loader(YamlLoader):
         if not is_alias:
             parts = [p for entry in node.value for p in (entry if isinstance(entry, tuple) else (entry,))]
             self.sizes[node] = 1 + sum(1 if isinstance(p, str) else self.sizes[p] for p in parts)
-        if self.sizes.get(node, math.inf) > MOST_YAML:
+        if self.sizes.get(node, math.inf) > MAX_YAML_SIZE:
             raise yaml.composer.ComposerError(None, None, "it contains itself, or far too much", node.start_mark)
         return node
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.imports import gc_disabled
-from toolkit.evaluation.matches import AREAS, IOUS, Matches
+from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
 
-TWELVE = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
-RECALLS = np.linspace(0.0, 1.0, 101)
+COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_de
     results: for each class AP (A, T, B) by area and IoU, and recall (S, T, B) at each of `max_detections` and then
         for each smaller area.
     """
-    slots = [f"AR{most}" for most in max_detections] + [f"AR{name}" for name in AREAS if name != "all"]
+    slots = [f"AR{most}" for most in max_detections] + [f"AR{name}" for name in AREA_RANGES if name != "all"]
     results = list(results)  # empty without classes; every number is then NaN
-    ap = np.array([of_class[0] for of_class in results]).reshape(-1, len(AREAS), len(IOUS), draws)
-    recall = np.array([of_class[1] for of_class in results]).reshape(-1, len(slots), len(IOUS), draws)
+    ap = np.array([of_class[0] for of_class in results]).reshape(-1, len(AREA_RANGES), len(IOU_THRESHOLDS), draws)
+    recall = np.array([of_class[1] for of_class in results]).reshape(-1, len(slots), len(IOU_THRESHOLDS), draws)
     numbers = {
         "AP": _mean(ap[:, 0], (0, 1)),
         "AP50": _mean(ap[:, 0, 0], (0,)),
         "AP75": _mean(ap[:, 0, 5], (0,)),
-        **{f"AP{name}": _mean(ap[:, a], (0, 1)) for a, name in enumerate(AREAS) if a},
+        **{f"AP{name}": _mean(ap[:, a], (0, 1)) for a, name in enumerate(AREA_RANGES) if a},
         **{name: _mean(recall[:, slot], (0, 1)) for slot, name in enumerate(slots)},
     }
     most = recall[:, len(max_detections) - 1]
@@ -76,13 +76,13 @@ class ByClass:
         self.of_class = np.split(by_label, np.cumsum(np.bincount(labels, minlength=matches.num_classes))[:-1])
         self.near = [np.flatnonzero(candidate[rows] >= 0) for rows in self.of_class]
         self.candidate = [candidate[rows[near]] for rows, near in zip(self.of_class, self.near, strict=True)]
-        self.required = np.stack([~matches.ignored(area) for area in AREAS])
+        self.required = np.stack([~matches.ignored(area) for area in AREA_RANGES])
         of_labels = (matches.truth.labels[required] for required in self.required)
         self.totals = np.stack([np.bincount(labels, minlength=matches.num_classes) for labels in of_labels])
 
     def inside(self, label: int, area: str) -> np.ndarray:
         """Return whether the predictions of a class are in the area range, (rows of the class,) bool."""
-        low, high = AREAS[area]
+        low, high = AREA_RANGES[area]
         area_of = self.matches.found.area[self.of_class[label]]
         return (area_of >= low) & (area_of <= high)
 
@@ -93,8 +93,10 @@ class ByClass:
 
     def undefined(self, draws: int) -> tuple[np.ndarray, np.ndarray]:
         """Return AP (areas, IoUs, B) and recall (as for `summary`) of one class, filled with NaN."""
-        slots = len(self.matches.max_detections) + len(AREAS) - 1
-        return np.full((len(AREAS), len(IOUS), draws), np.nan), np.full((slots, len(IOUS), draws), np.nan)
+        slots = len(self.matches.max_detections) + len(AREA_RANGES) - 1
+        ap = np.full((len(AREA_RANGES), len(IOU_THRESHOLDS), draws), np.nan)
+        recall = np.full((slots, len(IOU_THRESHOLDS), draws), np.nan)
+        return ap, recall
 
 
 def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
@@ -103,12 +105,12 @@ def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
     rows = shared.of_class[label]
     near = shared.near[label]
     candidate = shared.candidate[label]
-    for a, area in enumerate(AREAS):
+    for a, area in enumerate(AREA_RANGES):
         total = shared.totals[a, label]
         if not total:
             continue
         inside = shared.inside(label, area)
-        for t in range(len(IOUS)):
+        for t in range(len(IOU_THRESHOLDS)):
             gt = np.full(len(rows), -1, np.int64)
             gt[near] = m.coco.gt[a, t, candidate]
             right = (gt >= 0) & shared.required[a][gt]
@@ -130,7 +132,7 @@ def exact_average_precision(right: np.ndarray, wrong: np.ndarray, total: int) ->
     false_positives = false_positives[keep].astype(float)
     precision = true_positives / np.maximum(true_positives + false_positives, 1)
     precision = np.maximum.accumulate(precision[::-1])[::-1]
-    at = np.searchsorted(true_positives / total, RECALLS, side="left")
+    at = np.searchsorted(true_positives / total, RECALL_THRESHOLDS, side="left")
     return float(np.append(precision, 0.0)[np.minimum(at, len(precision))].mean())
 
 

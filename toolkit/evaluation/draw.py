@@ -13,13 +13,14 @@ from torch import Tensor
 from toolkit.base.text import JOINERS, escaped, shown
 
 # Okabe & Ito (2008), distinct with every kind of colour vision; without black, plus three of Tol's.
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
-PANEL = 384  # longest side of an image in the grid, in pixels
-LEAST_SCORE = 0.3  # lowest score of predictions in the grid
-BAR = 24
-GAP = 10
-BACKGROUND = "#FFFFFF"
-TEXT = "#222222"
+CLASS_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499")
+CLASS_COLOURS += ("#DDCC77", "#117733")
+PANEL_SIDE_PX = 384  # longest side of an image in the grid, in pixels
+MIN_DRAWN_SCORE = 0.3  # lowest score of predictions in the grid
+CAPTION_HEIGHT_PX = 24
+GAP_PX = 10
+BACKGROUND_COLOUR = "#FFFFFF"
+TEXT_COLOUR = "#222222"
 
 
 @dataclass
@@ -87,7 +88,7 @@ def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: S
     """Write one PNG with a pair of panels per image, two pairs in a row. Returns `path`.
 
     The left panel has the ground truth (crowds dashed), the right one the predictions with a score of at least
-    `LEAST_SCORE`.
+    `MIN_DRAWN_SCORE`.
 
     Args:
         samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {name, boxes (N, 4),
@@ -96,11 +97,11 @@ def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: S
     """
     panels = []
     for image, predictions, truth in samples:
-        strong = predictions["scores"] >= LEAST_SCORE
+        strong = predictions["scores"] >= MIN_DRAWN_SCORE
         kept = {key: predictions[key][strong] for key in ("boxes", "scores", "labels")}
         objects = f"{drawable(truth['name'], 60)}:  {_counted(len(truth['labels']), 'object')}"
         panels.append(_panel(image, truth, class_names, objects))
-        caption = f"{_counted(len(kept['labels']), 'prediction')} ≥ {LEAST_SCORE:g}"
+        caption = f"{_counted(len(kept['labels']), 'prediction')} ≥ {MIN_DRAWN_SCORE:g}"
         panels.append(_panel(image, kept, class_names, caption))
     return save_picture(montage(panels, 2 * min(2, len(samples)) or 1), path)
 
@@ -110,14 +111,14 @@ def _counted(count: int, name: str) -> str:
 
 
 def _panel(image: Tensor, objects: Mapping, class_names: Sequence[str], caption: str) -> Image.Image:
-    """Draw an image with its boxes, as long as `PANEL`, below a line of text."""
-    picture = fitted(picture_of(image), PANEL)
+    """Draw an image with its boxes, as long as `PANEL_SIDE_PX`, below a line of text."""
+    picture = fitted(picture_of(image), PANEL_SIDE_PX)
     draw_marks(picture, marks_of(objects, class_names, image.shape[-2:]), scale=picture.width / image.shape[-1])
-    panel = Image.new("RGB", (picture.width, picture.height + BAR), BACKGROUND)
-    panel.paste(picture, (0, BAR))
+    panel = Image.new("RGB", (picture.width, picture.height + CAPTION_HEIGHT_PX), BACKGROUND_COLOUR)
+    panel.paste(picture, (0, CAPTION_HEIGHT_PX))
     draw = ImageDraw.Draw(panel)
     font = text_font(14)
-    draw.text((2, 2), _shortened(caption, picture.width, draw, font), fill=TEXT, font=font)
+    draw.text((2, 2), _shortened(caption, picture.width, draw, font), fill=TEXT_COLOUR, font=font)
     return panel
 
 
@@ -157,13 +158,13 @@ def fitted(picture: Image.Image, side: int) -> Image.Image:
     return picture.resize([max(1, round(length * scale)) for length in picture.size], Image.Resampling.BICUBIC)
 
 
-def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Image.Image:
+def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP_PX) -> Image.Image:
     """Arrange pictures in a grid of `columns`, `gap` pixels apart and from the edges."""
     rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
     widths = [max(picture.width for picture in pictures[i::columns]) for i in range(min(columns, len(pictures)))]
     heights = [max(picture.height for picture in row) for row in rows]
     lefts, tops = (np.cumsum([gap, *(side + gap for side in sides)]).tolist() for sides in (widths, heights))
-    whole = Image.new("RGB", (max(lefts[-1], 1), max(tops[-1], 1)), BACKGROUND)
+    whole = Image.new("RGB", (max(lefts[-1], 1), max(tops[-1], 1)), BACKGROUND_COLOUR)
     for row, top in zip(rows, tops, strict=False):
         for picture, left in zip(row, lefts, strict=False):
             whole.paste(picture, (left, top))
@@ -190,7 +191,7 @@ def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int
         label = int(objects["labels"][i])
         name = drawable(class_names[label]) if 0 <= label < len(class_names) else f"label {label}?"
         text = name if scores[i] is None else f"{name} {scores[i]:.2f}"
-        marks.append(Mark(boxes[i].tolist(), COLOURS[label % len(COLOURS)], text, bool(crowd[i])))
+        marks.append(Mark(boxes[i].tolist(), CLASS_COLOURS[label % len(CLASS_COLOURS)], text, bool(crowd[i])))
     return marks
 
 

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 Found = dict[str, Tensor]
 MIN_ATTRIBUTE_SCORE = 0.5
-OF_PAIRS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
-VERSION = 1  # of `FILE.about.json`
+PAIR_FIELDS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
+ABOUT_VERSION = 1  # of `FILE.about.json`
 # The predictions of a run's best weights on the validation data, in its report folder.
 PREDICTIONS = "predictions.json"
 _OF_GRAPHS = (
@@ -50,7 +50,7 @@ def best_first(detections: Mapping[str, Tensor]) -> Found:
         position[order] = torch.arange(len(order), device=order.device)
         pairs = position[detections["pairs"]]
         kept = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1])  # the pair of a lone object is a placeholder
-        result |= {"pairs": pairs[kept]} | {key: detections[key][kept] for key in OF_PAIRS[1:] if key in detections}
+        result |= {"pairs": pairs[kept]} | {key: detections[key][kept] for key in PAIR_FIELDS[1:] if key in detections}
     return {key: value.cpu() for key, value in result.items()}
 
 
@@ -195,7 +195,7 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
     data["images_fingerprint"] = images_fingerprint(table, [(str(c.id), c.name) for c in table.categories])
     classes = [{"id": category.id, "name": category.name} for category in table.categories]
-    write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
+    write_json(about_file(path), {"version": ABOUT_VERSION, "made_on": data, "classes": classes, **about})
     return path
 
 

@@ -22,8 +22,8 @@ from toolkit.base.box_ops import intersection_and_union
 
 ROUNDS = 16  # before a check whether they were enough
 USUAL_GROUP = 1024  # boxes, whose pairs fill 4 MB of float32
-LARGEST_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
-PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
+MAX_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
+PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
 class Trust(NamedTuple):
@@ -57,7 +57,7 @@ def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: 
 
 def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tensor:
     _, classes, in_class = scores.shape
-    if classes * in_class**2 > LARGEST_GROUP**2:
+    if classes * in_class**2 > MAX_GROUP**2:
         flat = boxes_xyxy.flatten(1, 2), scores.flatten(1)
         return _best_of_image(*flat, in_class, threshold).view_as(scores)
     ranked, order = scores.flatten(0, 1).sort(dim=1, descending=True, stable=True)
@@ -71,7 +71,7 @@ def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: floa
     trust = _trust.get()
     if trust is None:
         width = int((ranked > 0).sum(1).amax()) if len(ranked) else 0
-        if width > LARGEST_GROUP:  # pairs would fill the memory
+        if width > MAX_GROUP:  # pairs would fill the memory
             return _image_by_image(boxes, scores, in_class, threshold, order)
     else:
         width = trust.width
@@ -127,7 +127,7 @@ def sorted_nms(
     trust = _trust.get()
     later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
     over = []
-    for part in boxes_xyxy.split(max(1, PAIRS_AT_ONCE // max(1, count**2))):
+    for part in boxes_xyxy.split(max(1, PAIRS_PER_CHUNK // max(1, count**2))):
         common, union = intersection_and_union(part[:, :, None], part[:, None])
         over.append((common / union > threshold) & later)
     over = torch.cat(over) if len(valid) else later[None][:0]
@@ -155,7 +155,7 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
     Suppression inside assumes that few boxes and rounds suffice, and the copy shows whether they did. If not, `compute`
     runs again with more of both, and finally with a synchronisation after each round.
     """
-    for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, LARGEST_GROUP)):
+    for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, MAX_GROUP)):
         trust = Trust(rounds, width, [])
         token = _trust.set(trust)
         try:

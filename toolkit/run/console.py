@@ -1,6 +1,6 @@
 """The lines that a run prints while it trains, and its progress bar.
 
-A line has at most as many columns as the terminal, or `WIDTH`: what has no room is left to metrics.jsonl.
+A line has at most as many columns as the terminal, or `DEFAULT_COLUMNS`: what has no room is left to metrics.jsonl.
 """
 
 import math
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from toolkit.base.text import columns
 from toolkit.step.meters import Meters
 
-WIDTH = 120  # columns of a line where the output is no terminal
+DEFAULT_COLUMNS = 120  # columns of a line where the output is no terminal
 WAIT_SHARE = 0.1  # of a step's time, from which on waiting for data is told
 # Names of losses that the console leaves to metrics.jsonl: those of auxiliary layers, and unweighted ones.
 _OTHER_LOSSES = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
@@ -45,7 +45,7 @@ class Progress:
         return f"epoch {self.epoch + 1}  step {self.step}/{self.total_steps}"
 
 
-def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = WIDTH) -> str:
+def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = DEFAULT_COLUMNS) -> str:
     """Format a training row as one line for people, which has at most `width` columns; metrics.jsonl has all of the
     row.
 
@@ -75,7 +75,7 @@ def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = 
     return fit_line(head, terms, tail, width)
 
 
-def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, width: int = WIDTH) -> str:
+def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, width: int = DEFAULT_COLUMNS) -> str:
     """Format the averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out.
     """
     names = [name for name in means if name != "loss" and not _OTHER_LOSSES.search(name)]

@@ -17,7 +17,7 @@ from toolkit.base.text import escaped
 from toolkit.data.table import Category
 from toolkit.run.checkpoint import Checkpoint, resolve_resume
 from toolkit.run.settings_file import (
-    NEEDED,
+    REQUIRED_KEYS,
     OptionsOf,
     checked_settings,
     load_config_dict,
@@ -60,7 +60,7 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
     folder = run_folder_of(path)
     if path == folder:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
-    config = load_config_dict(newest_config(folder), options_of, needed=NEEDED)
+    config = load_config_dict(newest_config(folder), options_of, needed=REQUIRED_KEYS)
     checkpoint, _ = resolve_resume(str(_evaluated_run(folder, path, config)), folder, of_run=True)
     categories = [Category(category["id"], category["name"]) for category in checkpoint.categories]
     return Run(folder, config, checkpoint, categories)

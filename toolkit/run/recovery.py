@@ -18,7 +18,7 @@ from toolkit.run.checkpoint import Checkpoint, newest_valid
 from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.saving import load_weights, save
 from toolkit.run.window import TrainingWindow
-from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
+from toolkit.step.guard import STATE_PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.optim import drop_gradients, gradient_table
 from toolkit.step.schedules import is_time
 
@@ -173,7 +173,7 @@ def state_in_parts(t) -> Iterator[Tensor]:
     longer than the norms of a part."""
     while True:
         state = list(state_of(t, in_window=True))
-        for part in range(PARTS):
+        for part in range(STATE_PARTS):
             yield looks_finite(state, part)
 
 

@@ -23,7 +23,7 @@ from toolkit.run.settings import (
 )
 from toolkit.run.settings_check import as_settings, key_faults, shown, type_faults
 
-CONFIG = "config.yaml"
+CONFIG_FILE = "config.yaml"
 _CONFIG_NAME = re.compile(r"config(?:_(\d+))?\.yaml")
 PRETRAINED_CONFIG = "pretrained_config.json"
 # Settings of a detector that say where it starts and what of it learns, not what it is.
@@ -39,7 +39,7 @@ GROUPS = {
     "hub": HubConfig,
 }
 # Without these a trained detector cannot be used as it was trained; what else an older file lacks has its default.
-NEEDED = {
+REQUIRED_KEYS = {
     "model": ("architecture",),
     "data": ("train", "val", "format", "name", "image_size", "scales", "max_size", "workers", "on_error"),
     "loss": ("weights",),
@@ -67,7 +67,7 @@ def next_config(folder: Path) -> Path:
     """Return the path for the settings of the next start of a run."""
     earlier = config_files(folder)
     last = earlier[-1].stem.partition("_")[2] or "1" if earlier else "0"
-    return Path(folder) / (CONFIG if last == "0" else f"config_{int(last) + 1}.yaml")
+    return Path(folder) / (CONFIG_FILE if last == "0" else f"config_{int(last) + 1}.yaml")
 
 
 def newest_config(folder: Path) -> Path:
@@ -77,7 +77,7 @@ def newest_config(folder: Path) -> Path:
         run = read_settings(path).get("run")
         if not (isinstance(run, dict) and run.get("eval_only")):
             return path
-    return files[0] if files else Path(folder) / CONFIG
+    return files[0] if files else Path(folder) / CONFIG_FILE
 
 
 def read_settings(path: Path) -> dict:
@@ -112,7 +112,7 @@ def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = 
 
     Args:
         path: a `config.yaml`, written by a run, and perhaps edited since.
-        needed: groups of `NEEDED` that must be there, with these keys.
+        needed: groups of `REQUIRED_KEYS` that must be there, with these keys.
 
     Raises:
         BadInput: as `checked_settings`.
@@ -161,7 +161,7 @@ def checked_settings(
         if name not in groups:
             problems.append(f"{where}: it has no group {name}; expected the one that the run wrote")
         elif isinstance(groups[name], dict):
-            left = [f"there is no {name}.{key}" for key in NEEDED[name] if key not in groups[name]]
+            left = [f"there is no {name}.{key}" for key in REQUIRED_KEYS[name] if key not in groups[name]]
             problems += [f"{where}: {fault}; expected the value that the run was trained with" for fault in left]
     try:
         kinds = _kinds(kinds, options_of, groups)

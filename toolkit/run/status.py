@@ -22,7 +22,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 WITHOUT_A_WORD = (
     "its process ended without a word: killed, out of memory, or by a fault of the machine; --run.resume latest goes "
     "on from the last checkpoint"
@@ -63,7 +63,7 @@ def true_status(folder: Path, status: dict) -> dict:
     A process that is killed (SIGKILL, SIGBUS, out of memory) writes no last word, and the kernel releases its lock.
     Where that cannot be known, on another machine, on a disk without locks or without `.lock`, the file is believed.
     """
-    if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK):
+    if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK_FILE):
         return status
     return status | {"state": "failed", "exit_code": EXIT_CODES["failed"], "reason": WITHOUT_A_WORD}
 
@@ -206,7 +206,7 @@ class FolderLock:
         Raises:
             BadInput: another process holds it; names its host, number and start. OSError: no right to write, no space.
         """
-        path = Path(folder) / LOCK
+        path = Path(folder) / LOCK_FILE
         content = path.read_bytes() if path.exists() else None
         path.touch()  # raises where nothing can be written; what `acquire` raises after that is about locks
         # a moment for one that its holder removes just now; `note` says more than a lock of another kind would hold

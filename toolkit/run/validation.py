@@ -18,7 +18,7 @@ from toolkit import index
 from toolkit.base.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.base.errors import Preempted, StoppedByGuard
 from toolkit.data.table import DetectionTable
-from toolkit.evaluation.coco import OF_GRAPHS, crowded_notes, make_evaluator
+from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
@@ -278,7 +278,7 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
 
     Returns the row. Raises Preempted: a signal came; the resumed run evaluates again.
     """
-    of_graphs = {key: getattr(e, key) for key in OF_GRAPHS if hasattr(e, key)}
+    of_graphs = {key: getattr(e, key) for key in GRAPH_EVAL_SETTINGS if hasattr(e, key)}
     evaluator = make_evaluator(t.detector, table, e.backend, **of_graphs)
     predictions = _predict(t, t.detector, loader, e.score_threshold, "test split")
     if predictions.interrupted:

@@ -20,7 +20,7 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
 from toolkit.run.best import Best
-from toolkit.run.folder import ERRORS, note_traceback
+from toolkit.run.folder import ERRORS_FILE, note_traceback
 from toolkit.run.metrics_log import MetricsLog, read_metrics
 
 
@@ -312,7 +312,7 @@ class _Feed:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             warnings.warn(
                 f"The tracker {self.tracker.name} failed and is switched off ({reason}). Training goes on; "
-                f"{self.folder}/metrics.jsonl has every row, {ERRORS} the traceback.",
+                f"{self.folder}/metrics.jsonl has every row, {ERRORS_FILE} the traceback.",
                 stacklevel=4,
             )
 

@@ -13,7 +13,7 @@ from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
-    ALL,
+    UNSPLIT,
     Listing,
     called_first,
     folders_in,
@@ -54,8 +54,8 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     """
     by_year = {year: _splits(year) for year in _data_sets(folder)}
     by_year = {year: splits for year, splits in by_year.items() if splits}
-    if (ALL,) in by_year.values() and len(set(by_year.values())) > 1:
-        kinds = {year: "not split" if splits == (ALL,) else "split" for year, splits in by_year.items()}
+    if (UNSPLIT,) in by_year.values() and len(set(by_year.values())) > 1:
+        kinds = {year: "not split" if splits == (UNSPLIT,) else "split" for year, splits in by_year.items()}
         years = ", ".join(f"{year} ({kind})" for year, kind in kinds.items())
         raise BadInput(f"{folder}: only some of its data sets are split: {years}; choose one of them (data.path)")
     return ordered({split for splits in by_year.values() for split in splits}) or None
@@ -168,7 +168,7 @@ def _annotation_folders(folder: Path) -> dict[str, Path]:
     if named:
         return named
     xml = _annotations(folder)
-    return {ALL: xml} if xml else {}
+    return {UNSPLIT: xml} if xml else {}
 
 
 def _folders_of_splits(folder: Path) -> dict[str, list[Path]]:

@@ -12,8 +12,8 @@ from toolkit.base.files import YamlLoader, folders_below, parse_yaml
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
-    ALL,
     SPLIT_NAMES,
+    UNSPLIT,
     Listing,
     folders_of_splits,
     images_in,
@@ -44,7 +44,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
         named = [split for split in SPLIT_NAMES if _entry(settings, split)]
         return ordered(split for split in named if not _missing_of(folder, settings, split)) or None
     splits = [name for name in SPLIT_NAMES if _plain_folders(folder, name)]
-    return ordered(splits) or ((ALL,) if _plain_folders(folder, ALL) else None)
+    return ordered(splits) or ((UNSPLIT,) if _plain_folders(folder, UNSPLIT) else None)
 
 
 def missing(folder: Path) -> list[str]:
@@ -186,7 +186,7 @@ def _plain_folders(folder: Path, split: str) -> Path | None:
 
 def _all_plain_folders(folder: Path, split: str) -> Iterator[Path]:
     """Yield folders of images with their labels whose names say this split; the first is read."""
-    if split == ALL:
+    if split == UNSPLIT:
         inside = [folder]
         of_images = [folder / "images"]
     else:
@@ -356,7 +356,7 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
             return given, []
         message = f"`nc` is {count!r}, and `names` has {len(given)}; `names` counts"
         return given, [Problem("warning", str(folder), None, None, message)]
-    images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
+    images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, UNSPLIT)]
     label_folders = [labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")]
     listed = _listed_names(folder, label_folders)
     if listed:

@@ -28,8 +28,8 @@ Region = tuple[int, int, int, int]  # top, left, height, width in pixels
 PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: of mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightmost": "leftmost"}
-FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
-UNKNOWN = -1  # predicate that has no name in a mirrored picture
+GLUONCV_FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
+UNKNOWN_PREDICATE = -1  # predicate that has no name in a mirrored picture
 
 
 def pair_hw(size: int | Sequence[int]) -> Size:
@@ -112,7 +112,7 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
 
 
 def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = None) -> Tensor:
-    """Return (P,) int64: the predicate that each becomes in a mirrored picture; `UNKNOWN` if it has no name there.
+    """Return (P,) int64: what each predicate becomes in a mirrored picture; `UNKNOWN_PREDICATE`: it has no name there.
 
     A name that says left or right becomes the one that says the other side; all others stay.
 
@@ -131,7 +131,7 @@ def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = 
     pairs |= {other: name for name, other in pairs.items()}
     rows = {name: row for row, name in enumerate(names)}
     wanted = (pairs.get(name) or re.sub(r"[A-Za-z]+", _other_side, name) for name in names)
-    return torch.tensor([rows.get(name, UNKNOWN) for name in wanted], dtype=torch.int64)
+    return torch.tensor([rows.get(name, UNKNOWN_PREDICATE) for name in wanted], dtype=torch.int64)
 
 
 def _other_side(word: re.Match) -> str:
@@ -159,7 +159,7 @@ def flip(image: Tensor, target: Target) -> Sample:
     if mirrored is not None:
         relations = target["relations"]
         predicates = mirrored[relations[:, 2]]
-        if (predicates == UNKNOWN).any():
+        if (predicates == UNKNOWN_PREDICATE).any():
             return image, target
         target = {**target, "relations": torch.cat([relations[:, :2], predicates[:, None]], dim=1)}
     width = image.shape[-1]
@@ -343,5 +343,5 @@ def centres_in_region(boxes: Tensor, region: tuple[int, int, int, int]) -> Tenso
 
 
 def filled_canvas(size_hw: tuple[int, int]) -> Tensor:
-    """Return a uint8 image (3, H, W) of `FILL_RGB`, channels-last in memory like a decoded image."""
-    return torch.tensor(FILL_RGB, dtype=torch.uint8).repeat(*size_hw, 1).permute(2, 0, 1)
+    """Return a uint8 image (3, H, W) of `GLUONCV_FILL_RGB`, channels-last in memory like a decoded image."""
+    return torch.tensor(GLUONCV_FILL_RGB, dtype=torch.uint8).repeat(*size_hw, 1).permute(2, 0, 1)

@@ -23,10 +23,10 @@ from toolkit.data.transforms.geometry import (
     resize,
 )
 
-SHARES = (0.45, 0.55)  # of the image itself
-OBJECTS = 3  # blended into each image
-SMALLEST_AREA = 100.0  # of such an object, square pixels
-MARGIN = (0.1, 0.25)  # of its sides, blended with it
+OWN_SHARE_RANGE = (0.45, 0.55)  # of the image itself
+BLENDED_OBJECTS = 3  # blended into each image
+MIN_BLENDED_AREA = 100.0  # of such an object, square pixels
+MARGIN_SHARE_RANGE = (0.1, 0.25)  # of its sides, blended with it
 
 
 def draw_mixup_lambda(generator: torch.Generator, alpha: float = 1.5) -> float:
@@ -149,7 +149,7 @@ def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Gene
 
     samples: as `mix_neighbours`. Crowds and objects of less than 100 square pixels are not copied.
     """
-    copied = [(target["area"] >= SMALLEST_AREA) & (target["iscrowd"] == 0) for _, target in samples]
+    copied = [(target["area"] >= MIN_BLENDED_AREA) & (target["iscrowd"] == 0) for _, target in samples]
     rows_of = [mask.nonzero().flatten().tolist() for mask in copied]
     pool = [(*sample, row) for sample, rows in zip(samples, rows_of, strict=True) for row in rows]
     return [_with_objects(sample, pool, share, generator) for sample in samples] if pool else list(samples)
@@ -158,7 +158,7 @@ def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Gene
 def mix_batch(samples: Sequence[Sample], mixup: float, blend: float, generator: torch.Generator) -> list[Sample]:
     """Apply `mix_neighbours` with probability `mixup`, else `blend_objects` with probability `blend`, else nothing."""
     draws = torch.rand(3, generator=generator).tolist()
-    share = SHARES[0] + (SHARES[1] - SHARES[0]) * draws[0]
+    share = OWN_SHARE_RANGE[0] + (OWN_SHARE_RANGE[1] - OWN_SHARE_RANGE[0]) * draws[0]
     if draws[1] < mixup:
         return mix_neighbours(samples, share)
     return blend_objects(samples, share, generator) if draws[2] < blend else list(samples)
@@ -169,7 +169,7 @@ def _with_objects(sample: Sample, pool: Sequence, share: float, generator: torch
     target = sample[1]
     height, width = image.shape[-2:]
     added = [target]
-    for number in torch.randperm(len(pool), generator=generator)[:OBJECTS].tolist():
+    for number in torch.randperm(len(pool), generator=generator)[:BLENDED_OBJECTS].tolist():
         source, of, row = pool[number]
         x1, y1, x2, y2 = of["boxes"][row].int().tolist()
         x2, y2 = min(x2, width), min(y2, height)
@@ -177,7 +177,8 @@ def _with_objects(sample: Sample, pool: Sequence, share: float, generator: torch
         if w < 1 or h < 1:
             continue
         left, top = (draw_int(0, side, generator) for side in (width - w, height - h))
-        margin = MARGIN[0] + (MARGIN[1] - MARGIN[0]) * float(torch.rand((), generator=generator))
+        least, most = MARGIN_SHARE_RANGE
+        margin = least + (most - least) * float(torch.rand((), generator=generator))
         # as far as it lies in both images
         ahead = (w, x1, left), (h, y1, top)
         behind = (w, width - x2, width - left - w), (h, height - y2, height - top - h)

@@ -13,9 +13,9 @@ from toolkit.base.batch import Target
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, keep_boxes, resize
 
-FILL_RGB = (123, 117, 104)  # ImageNet's mean
+SSD_FILL_RGB = (123, 117, 104)  # ImageNet's mean
 MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # a crop draws one of them; 1: no crop
-TRIALS = 40
+CROP_CANDIDATES = 40  # crops drawn for one minimum IoU; the first good one is taken
 MAX_CANVAS_PIXELS = 4096 * 4096  # of `SeenRegion`: 48 MiB, where 4 times the sides of 12 megapixels would take 550
 
 
@@ -104,9 +104,9 @@ def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> 
         min_iou = MIN_IOUS[draw_int(0, len(MIN_IOUS) - 1, generator)]
         if min_iou >= 1:
             break
-        scales, places = torch.rand(2, TRIALS, 2, generator=generator, dtype=torch.float64).unbind(0)
+        scales, places = torch.rand(2, CROP_CANDIDATES, 2, generator=generator, dtype=torch.float64).unbind(0)
         whole = torch.tensor([width, height])
-        sides = (whole * (0.3 + 0.7 * scales)).long()  # (TRIALS, 2) width, height
+        sides = (whole * (0.3 + 0.7 * scales)).long()  # (CROP_CANDIDATES, 2) width, height
         starts = ((whole - sides) * places).long()
         corners = torch.cat([starts, starts + sides], dim=1).float() + torch.tensor([left, top, left, top])
         ratio = sides[:, 0] / sides[:, 1]
@@ -138,7 +138,7 @@ def keep_seen(target: Target, region: Region) -> Target:
 
 
 def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:
-    """Render the region as an image of `size_hw`, `FILL_RGB` where it lies beyond the given one; boxes clipped to it.
+    """Render the region as an image of `size_hw`, `SSD_FILL_RGB` where it lies beyond the given one; clip boxes to it.
 
     The picture begins and ends at whole pixels, and the boxes follow it.
     """
@@ -150,7 +150,7 @@ def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample
     picture, target = resize(*crop(image, target, seen), (out_rows, out_columns))
     if (out_rows, out_columns) == size_hw:
         return picture, target
-    canvas = torch.tensor(FILL_RGB, dtype=torch.uint8).expand(out_height, out_width, 3).clone().permute(2, 0, 1)
+    canvas = torch.tensor(SSD_FILL_RGB, dtype=torch.uint8).expand(out_height, out_width, 3).clone().permute(2, 0, 1)
     canvas[:, y : y + out_rows, x : x + out_columns] = picture
     boxes = target["boxes"] + torch.tensor([x, y, x, y], dtype=torch.float32)
     return canvas, {**target, "boxes": boxes, "size": torch.tensor(size_hw)}

@@ -29,7 +29,7 @@ from toolkit.models.weights.names import pairs, renamed, split_attention
 
 # (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
 # of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid.
-SIZES = {
+RF_DETR_SIZES = {
     "nano": ((16, 2, [3, 6, 9, 12], 384), 2),
     "small": ((16, 2, [3, 6, 9, 12], 512), 3),
     "medium": ((16, 2, [3, 6, 9, 12], 576), 4),
@@ -75,7 +75,7 @@ class RfDetr(MatchedDetector):
         values = handed_over(options, source_config)
         size = values.get("size")
         if source_config is None and "decoder_layers" not in options.given:
-            values["decoder_layers"] = SIZES[size or "base"][1]
+            values["decoder_layers"] = RF_DETR_SIZES[size or "base"][1]
         entries = to_entries(values, self.entries)
         heads = values.get("heads")
         if heads is not None:
@@ -111,7 +111,7 @@ class RfDetr(MatchedDetector):
         in_proportion = config.decoder_cross_attention_heads == 2 * heads
         built = (patch, config.backbone_config.num_windows, config.backbone_config.image_size)
         depths = config.backbone_config.num_hidden_layers
-        size = next((name for name, ((p, w, _, side), _) in SIZES.items() if (p, w, side) == built), None)
+        size = next((name for name, ((p, w, _, side), _) in RF_DETR_SIZES.items() if (p, w, side) == built), None)
         if options.given.get("size") not in (None, size):
             raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         return {"heads": heads if in_proportion else None, "encoder_layers": depths, "size": size}
@@ -222,7 +222,7 @@ def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, s
     """Return the config of DINOv2 small as in this size of RF-DETR, or the source's; other depths give maps at each
     quarter."""
     sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12}
-    published = dict(zip(BACKBONE_KEYS, SIZES[size or "base"][0], strict=True))
+    published = dict(zip(BACKBONE_KEYS, RF_DETR_SIZES[size or "base"][0], strict=True))
     base = {"model_type": "rf_detr_dinov2", **sizes, **published}
     entry = dict((source_config or {}).get("backbone_config") or base)
     if encoder_layers in (None, entry.get("num_hidden_layers")):

@@ -36,7 +36,7 @@ from toolkit.models.detector import Detector
 from toolkit.models.nms import best_rows, class_wise_nms, settled
 from toolkit.step.losses import labelled_classes, unlabelled_columns
 
-SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
+MIN_BOX_SIDE_PX = 1e-2  # side in pixels, torchvision's
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
 
@@ -236,7 +236,7 @@ class FasterRCNN(Detector):
         heads = self.roi_heads
         proposals, classes = scores.shape[1:]
         boxes = clip_boxes(boxes.flatten(1, 2), sizes)
-        large = (boxes[..., 2:] - boxes[..., :2] >= SMALLEST_BOX).all(-1)
+        large = (boxes[..., 2:] - boxes[..., :2] >= MIN_BOX_SIDE_PX).all(-1)
         scores = scores.flatten(1).where(large, 0)
         by_class = scores.where(scores > heads.score_thresh, 0).unflatten(1, (proposals, classes)).transpose(1, 2)
         by_class_boxes = boxes.unflatten(1, (proposals, classes)).transpose(1, 2)

@@ -11,15 +11,15 @@ from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.batch import attribute_targets
-from toolkit.detectors.scene_graphs.matches import COMPACT
+from toolkit.detectors.scene_graphs.matches import COMPACT_FIELDS
 from toolkit.detectors.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.open_images import open_images_metrics
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.matches import Matches, metric_keys
 from toolkit.evaluation.predictions import check_image_ids
 
-TOP = (20, 50, 100)
-OF_ALL = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
+RECALL_AT = (20, 50, 100)
+FURTHER_METRICS = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
 
 
 class SceneGraphEvaluator:
@@ -89,7 +89,7 @@ class SceneGraphEvaluator:
         graphs = [_completed(predictions[image_id], len(self.table.predicates)) for image_id in self.image_ids]
         truths = [self.truth(image_id, predictions[image_id]) for image_id in self.image_ids]
         metrics = evaluate_scene_graphs(
-            truths, graphs, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
+            truths, graphs, self.mode, len(self.table.predicates), self.zero_shot, top=RECALL_AT, protocol=self.protocol
         )
         row = metrics.as_row(self.predicate_keys) | grouped_recall(metrics, self.groups, self.protocol)
         scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
@@ -126,19 +126,19 @@ class SceneGraphEvaluator:
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
         """Return a text: the metrics by K, then the predicates with how often they occur and their recall."""
-        names = [name.partition("@")[0] for name in scores if name.endswith(f"@{TOP[0]}")]
-        rows = [("metric", *(f"@{k}" for k in TOP))]
-        rows += [(name, *(_number(scores[f"{name}@{k}"]) for k in TOP)) for name in names]
+        names = [name.partition("@")[0] for name in scores if name.endswith(f"@{RECALL_AT[0]}")]
+        rows = [("metric", *(f"@{k}" for k in RECALL_AT))]
+        rows += [(name, *(_number(scores[f"{name}@{k}"]) for k in RECALL_AT)) for name in names]
         counts = np.zeros(len(self.table.predicates), np.int64)
         for truth in self._truths.values():
             np.add.at(counts, truth["relations"][:, 2], 1)
-        recalls = [("predicate", "relations", f"mR@{TOP[-1]}")]
+        recalls = [("predicate", "relations", f"mR@{RECALL_AT[-1]}")]
         recalls += [
-            (shown(name, 40), str(count), _number(scores.get(f"mR@{TOP[-1]}/{name}")))
+            (shown(name, 40), str(count), _number(scores.get(f"mR@{RECALL_AT[-1]}/{name}")))
             for name, count in zip(self.predicate_keys, counts, strict=True)
         ]
         lines = [align(rows), "", align(recalls)]
-        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in OF_ALL if name in scores))
+        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in FURTHER_METRICS if name in scores))
         if "attribute_R_precision" in scores:
             lines.append(f"attributes: R-precision {_number(scores['attribute_R_precision'])}")
         if self._boxes is not None:
@@ -218,7 +218,7 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
     graph = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
     pairs = np.asarray(prediction.get("pairs", torch.zeros(0, 2, dtype=torch.int64)))
     if "combinations" in prediction:
-        return graph | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in COMPACT}
+        return graph | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in COMPACT_FIELDS}
     scores = np.asarray(prediction.get("predicate_scores", torch.zeros(0, num_predicates)))
     return graph | {"pairs": pairs, "predicate_scores": scores}
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from toolkit.detectors.scene_graphs.matches import best_two, iou_plus_one, union_boxes
 
-KEPT = 100  # predictions of an image
-LEAST_SCORE = 1e-5  # predictions at or below it are left out
-IOU = 0.5  # overlap of a match
+MAX_PREDICTIONS = 100  # predictions of an image
+MIN_TRIPLET_SCORE = 1e-5  # predictions at or below it are left out
+MATCH_IOU = 0.5  # overlap of a match
 
 
 def open_images_metrics(
@@ -39,7 +39,7 @@ def open_images_metrics(
     counts = np.bincount(true["predicate"], minlength=num_predicates)
     rel, phr = (_weighted_ap(found, _most_overlapped(row, relation, iou, len(found["score"])), counts)
                 for iou in (both, union))  # fmt: skip
-    in_time = (both >= IOU) & (found["rank"][row] < 50)
+    in_time = (both >= MATCH_IOU) & (found["rank"][row] < 50)
     recall = len(np.unique(relation[in_time])) / len(true["predicate"])
     score = 0.4 * rel + 0.4 * phr + 0.2 * recall
     return {"wmAP_rel": rel, "wmAP_phr": phr, "micro_R@50": recall, "score_wtd": score}
@@ -52,8 +52,8 @@ def _predictions(predictions: Sequence[Mapping]) -> dict[str, np.ndarray]:
         of_pair, predicate_scores = best_two(prediction)
         ends = np.asarray(prediction["pairs"], np.int64).reshape(-1, 2)
         values = (np.asarray(prediction["scores"])[ends].prod(1)[:, None] * predicate_scores).ravel()
-        order = np.argsort(-values, kind="stable")[:KEPT]
-        order = order[values[order] > LEAST_SCORE]
+        order = np.argsort(-values, kind="stable")[:MAX_PREDICTIONS]
+        order = order[values[order] > MIN_TRIPLET_SCORE]
         pairs.append(ends[order // max(of_pair.shape[1], 1)])
         predicates.append(of_pair.ravel()[order])
         scores.append(values[order])
@@ -87,7 +87,7 @@ def _most_overlapped(row: np.ndarray, relation: np.ndarray, iou: np.ndarray, cou
     """Return the (count,) relation that each prediction overlaps most, by more than half; -1: none."""
     order = np.lexsort((relation, -iou, row))
     row, relation, iou = row[order], relation[order], iou[order]
-    best = np.append(True, row[1:] != row[:-1])[: len(row)] & (iou > IOU)
+    best = np.append(True, row[1:] != row[:-1])[: len(row)] & (iou > MATCH_IOU)
     found = np.full(count, -1)
     found[row[best]] = relation[best]
     return found

@@ -10,7 +10,7 @@ import numpy as np
 from toolkit.base.boxes import Boxes
 from toolkit.data.decoding import ImageError
 from toolkit.detectors.scene_graphs.draw import graph_tile
-from toolkit.detectors.scene_graphs.evaluator import TOP, given_graph, true_graph
+from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, given_graph, true_graph
 from toolkit.detectors.scene_graphs.matches import best_predicates, boxes_of_objects, iou_plus_one
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 
@@ -68,7 +68,7 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
     truths = [given_graph(graph) or true_graph(table.row(i)) for i, graph in enumerate(graphs)]
     mode = about.get("mode") or _mode(graphs)
     protocol = about.get("protocol", "original")
-    metrics = evaluate_scene_graphs(truths, graphs, mode, len(table.predicates), top=TOP, protocol=protocol)
+    metrics = evaluate_scene_graphs(truths, graphs, mode, len(table.predicates), top=RECALL_AT, protocol=protocol)
     row = {k: v for k, v in metrics.as_row().items() if v is not None}
     row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
     confusions, images = _confusions(truths, graphs, mode, len(table.predicates), protocol)
@@ -93,9 +93,9 @@ def _confusions(truths, graphs, mode: str, predicates: int, protocol: str) -> tu
         relations = truth["relations"]
         if not len(relations):
             continue
-        best = best_predicates(graph, slice(TOP[-1])) if len(graph["pairs"]) else np.zeros(0, np.int64)
+        best = best_predicates(graph, slice(RECALL_AT[-1])) if len(graph["pairs"]) else np.zeros(0, np.int64)
         same = _same(truth, graph, mode, protocol)
-        pairs = graph["pairs"][: TOP[-1]]
+        pairs = graph["pairs"][: RECALL_AT[-1]]
         on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
         right = on_it & (best[:, None] == relations[None, :, 2])
         first = on_it.argmax(axis=0) if len(pairs) else np.zeros(len(relations), np.int64)

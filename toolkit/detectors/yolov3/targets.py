@@ -18,8 +18,8 @@ from toolkit.base.box_ops import widest_float
 
 STRIDES = (32, 16, 8)
 # Pairs of prediction and box compared at once; on a CPU so few that they stay in its cache. Does not change the result.
-PAIRS_AT_ONCE = {"cpu": 2**18}
-PAIRS_AT_ONCE_ELSEWHERE = 2**26
+PAIRS_PER_CHUNK_BY_DEVICE = {"cpu": 2**18}
+PAIRS_PER_CHUNK = 2**26
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tens
     padded = padded.movedim(-1, 0).contiguous()  # (6, B, M)
     planes = pred_boxes.movedim(-1, 0).contiguous()[:, :, None]  # (4, B, 1, N)
     pairs = max(1, padded.shape[2] * pred_boxes.shape[1])
-    images = max(1, PAIRS_AT_ONCE.get(pred_boxes.device.type, PAIRS_AT_ONCE_ELSEWHERE) // pairs)
+    images = max(1, PAIRS_PER_CHUNK_BY_DEVICE.get(pred_boxes.device.type, PAIRS_PER_CHUNK) // pairs)
     chunks = zip(planes.split(images, dim=1), padded[..., None].split(images, dim=1), strict=True)
     return torch.cat([_over_threshold(*pred, *truth) for pred, truth in chunks])
 

@@ -13,7 +13,7 @@ from toolkit.base.batch import pad_rows, rows_of, send, unpad_rows
 from toolkit.base.errors import BadInput
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask, of_images
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
-from toolkit.detectors.scene_graphs.geometry import pair_numbers, scaled_box_numbers
+from toolkit.detectors.scene_graphs.geometry import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.heads.layers import (
     HeadSizes,
     check_mode,
@@ -27,9 +27,8 @@ from toolkit.detectors.scene_graphs.heads.layers import (
 )
 from toolkit.detectors.scene_graphs.heads.prototypes import detector_labels
 
-HEADS = 8  # of attention
-PAIR_NUMBERS = 32
-SCORES = ("query", "e2e", "n2e")  # the names of their losses; nothing is chosen by the last
+ATTENTION_HEADS = 8
+SCORE_NAMES = ("query", "e2e", "n2e")  # the names of their losses; nothing is chosen by the last
 
 
 class PairScore(nn.Module):
@@ -53,7 +52,7 @@ class SelectiveLayer(nn.Module):
     def __init__(self, dim: int, inner_dim: int, dropout: float):
         super().__init__()
         self.among_pairs, self.among_objects, self.to_pairs, self.to_objects = (
-            nn.MultiheadAttention(dim, HEADS, dropout, batch_first=True) for _ in range(4)
+            nn.MultiheadAttention(dim, ATTENTION_HEADS, dropout, batch_first=True) for _ in range(4)
         )
         self.pair_norm, self.object_norm, self.seen_norm, self.out_norm = (nn.LayerNorm(dim) for _ in range(4))
         inner = nn.Linear(dim, inner_dim), nn.ReLU(), nn.Dropout(dropout), nn.Linear(inner_dim, dim)
@@ -98,7 +97,7 @@ class SquatHead(nn.Module):
     """The SQUAT head, which keeps the detector's labels. Its losses beside the cross entropy say which pairs have a
     relation, in either direction: a third of the binary cross entropy of each score."""
 
-    loss_names = ("loss_rel", "loss_refine_obj", *(f"loss_mask_{name}" for name in SCORES))
+    loss_names = ("loss_rel", "loss_refine_obj", *(f"loss_mask_{name}" for name in SCORE_NAMES))
 
     def __init__(
         self,
@@ -132,12 +131,12 @@ class SquatHead(nn.Module):
         self.position = position_embedding()
         self.object_in = fc(sizes.object_dim, hidden)
         self.split = fc(object_dim, 2 * hidden)
-        place = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, 2 * hidden), nn.ReLU()
+        place = xavier_linear(PAIR_GEOMETRY_DIM, hidden), nn.ReLU(), xavier_linear(hidden, 2 * hidden), nn.ReLU()
         self.positions = nn.Sequential(*place)
         self.join = fc(2 * hidden, dim)
         self.objects = fc(object_dim, dim)
         self.union = xavier_linear(sizes.union_dim, dim) if use_union else None
-        self.scores = nn.ModuleDict({name: PairScore(dim, hidden) for name in SCORES})
+        self.scores = nn.ModuleDict({name: PairScore(dim, hidden) for name in SCORE_NAMES})
         self.layers = nn.ModuleList(SelectiveLayer(dim, 2 * hidden, dropout) for _ in range(layers))
         self.out = nn.Linear(dim, sizes.num_predicates)
         self.frequency = FrequencyBias(log_frequency)
@@ -185,7 +184,7 @@ class SquatHead(nn.Module):
         losses = {}
         for name, each in scores.items():
             loss = F.binary_cross_entropy_with_logits(unpad_rows(each, batch.num_pairs), related, reduction="none")
-            loss = of_images(loss, batch.num_pairs) / pairs.clamp(min=1) / len(SCORES)
+            loss = of_images(loss, batch.num_pairs) / pairs.clamp(min=1) / len(SCORE_NAMES)
             losses[f"loss_mask_{name}"] = loss, (objects > 0).to(loss)
         return losses
 
@@ -193,7 +192,10 @@ class SquatHead(nn.Module):
 def _check(sizes: HeadSizes, dim: int, query_share: float, key_share: float) -> None:
     faults = [
         f"{key} is {value}; squat takes multiples of {of}"
-        for key, value, of in (("model.head_options.dim", dim, HEADS), ("model.hidden_dim", sizes.hidden_dim, 4))
+        for key, value, of in (
+            ("model.head_options.dim", dim, ATTENTION_HEADS),
+            ("model.hidden_dim", sizes.hidden_dim, 4),
+        )
         if value % of
     ]
     faults += [
