@@ -119,7 +119,7 @@ def step_time(step_s: float, data_s: float) -> str:
 
 def console_width() -> int:
     """Return the columns of the terminal, or of a line in a file."""
-    return shutil.get_terminal_size((WIDTH, 24)).columns
+    return shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns
 
 
 def training_time_line(elapsed_s: float, steps: int) -> str:

@@ -52,7 +52,10 @@ def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str,
     a number.
     """
     if device.type == "cuda":
-        return *run_on_main(lambda: precision_of_gpu(torch.cuda.get_device_capability(), torch.version.hip)), "this GPU"
+        precision, tf32 = run_on_main(
+            lambda: precision_of_gpu(torch.cuda.get_device_capability(), torch.version.hip)
+        )
+        return precision, tf32, "this GPU"
     if device.type != "cpu":
         return "no", None, "nothing is known of this device"
     if not run_on_main(cpu_computes_in_bf16):
@@ -82,7 +85,9 @@ def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str
     """
     if rocm is not None:
         return "bf16", None
-    return ("bf16", True) if tuple(capability) >= (8, 0) else ("no", None)
+    if tuple(capability) >= (8, 0):
+        return "bf16", True
+    return "no", None
 
 
 @functools.cache
@@ -250,7 +255,10 @@ def _attention_backends() -> list[SDPBackend]:
 @contextlib.contextmanager
 def _again(block: nn.Module, backends: Sequence[SDPBackend]) -> Iterator[None]:
     """Run the second forward of a block inside: the same kernels, and batch norms whose running statistics stay."""
-    norms = [norm for norm in block.modules() if isinstance(norm, BATCH_NORMS) and norm.num_batches_tracked is not None]
+    norms = []
+    for module in block.modules():
+        if isinstance(module, BATCH_NORMS) and module.num_batches_tracked is not None:
+            norms.append(module)
     kept = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0

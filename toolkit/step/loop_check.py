@@ -170,7 +170,10 @@ class LoopCheck:
             )
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        for group in self._optimizer.param_groups:
+            if any(parameter.grad is not None for parameter in group["params"]):
+                return True
+        return False
 
     def refused(self) -> None:
         """End a window that the guard refused, which needs none of the calls of an update."""
@@ -238,7 +241,7 @@ class LoopCheck:
         self._versions = _count_changes(model)
 
     def weights_were_changed(self, model: nn.Module) -> bool:
-        """Whether the weights were changed since `remember_weights`."""
+        """Return whether the weights were changed since `remember_weights`."""
         return self._versions not in (None, _count_changes(model))
 
     def new_others(self) -> list[str]:
