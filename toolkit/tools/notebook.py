@@ -64,7 +64,12 @@ def config_of(script: ModuleType, *settings: object) -> object:
     """Return the Config of a training script with the given settings over its defaults, as from its command line,
     with runs below `runs_folder()`. Raises BadInput as the command line does."""
     words = [str(word) for word in settings]
-    return parse_config(script.Config, words, script.DEFAULT_CONFIG, {"run.output_dir": str(runs_folder())})
+    return parse_config(
+        script.Config,
+        words,
+        script.DEFAULT_CONFIG,
+        {"run.output_dir": str(runs_folder())},
+    )
 
 
 def folder_of(config: object) -> Path:

@@ -23,8 +23,9 @@ def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATT
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
             in_one = name.endswith(fused)
+            gain = math.sqrt(0.5) if in_one else 1.0
             module.reset_parameters()
-            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if in_one else 1.0)
+            nn.init.xavier_uniform_(module.weight, gain=gain)
             if in_one or name.endswith(("o_proj", "out_proj", "output_proj")):
                 nn.init.zeros_(module.bias)
 
@@ -72,14 +73,18 @@ def initialise_rt_detr_(model: PreTrainedModel, backbone: nn.Module) -> None:
         if hasattr(module, "sampling_offsets"):  # deformable attention
             model._init_weights(module)
         elif name.endswith((*ATTENTION_PROJECTIONS, "o_proj")):
-            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if name.endswith(ATTENTION_PROJECTIONS) else 1.0)
+            nn.init.xavier_uniform_(
+                module.weight,
+                gain=math.sqrt(0.5) if name.endswith(ATTENTION_PROJECTIONS) else 1.0,
+            )
             nn.init.zeros_(module.bias)
         elif name.endswith("gateway.gate"):
             nn.init.zeros_(module.weight)
             nn.init.zeros_(module.bias)
-    blocks = (*getattr(core, "encoder_input_proj", ()), *core.decoder_input_proj)
-    projections = [block[0] for block in blocks if isinstance(block, nn.Sequential) and len(block)]
-    for module in (*projections, core.enc_output[0], *core.decoder.query_pos_head.layers):
+    for block in (*getattr(core, "encoder_input_proj", ()), *core.decoder_input_proj):
+        if isinstance(block, nn.Sequential) and len(block):
+            nn.init.xavier_uniform_(block[0].weight)
+    for module in (core.enc_output[0], *core.decoder.query_pos_head.layers):
         nn.init.xavier_uniform_(module.weight)
     for head in (core.enc_score_head, *core.decoder.class_embed):
         start_at_prior_(head)

@@ -59,7 +59,12 @@ class FeaturePyramid(nn.Module):
     """
 
     def __init__(
-        self, body: nn.Module, in_channels: Sequence[int], out_channels: int, extra_level: bool, norm: str = "none"
+        self,
+        body: nn.Module,
+        in_channels: Sequence[int],
+        out_channels: int,
+        extra_level: bool,
+        norm: str = "none",
     ):
         super().__init__()
         self.body = body
@@ -92,7 +97,11 @@ class WholePixelPool(nn.Module):
         pool.map_levels = lambda boxes: mapper([moved_ends(image_boxes, 1) for image_boxes in boxes])
 
     def forward(
-        self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]], *boxes_on_host
+        self,
+        maps: dict[str, Tensor],
+        boxes: list[Tensor],
+        image_shapes: list[tuple[int, int]],
+        *boxes_on_host,
     ) -> Tensor:
         """See `LevelPool.forward`."""
         ends = [[moved_ends(part, -1) for part in copy] for copy in (boxes, *boxes_on_host) if copy is not None]
@@ -115,15 +124,27 @@ class FasterRCNNOnTimm(FasterRCNN):
         _check(o)
         norm = "frozen" if o.freeze != "none" else o.norm
         body, channels = timm_features(
-            o.backbone, strides=o.strides, pretrained_backbone=o.pretrained_backbone, norm=norm
+            o.backbone,
+            strides=o.strides,
+            pretrained_backbone=o.pretrained_backbone,
+            norm=norm,
         )
         if o.freeze == "paper":
             freeze_backbone(body, o.backbone, o.freeze, o.pretrained_backbone)
         if o.stride_in_1x1:
             _stride_in_1x1(body, o.backbone)
         _set_norm_eps(body, o.norm_eps)
-        pyramid = FeaturePyramid(body, channels, o.fpn_channels, len(o.anchor_sizes) > len(o.strides), o.head_norm)
-        anchors = AnchorGenerator(tuple(map(tuple, o.anchor_sizes)), (tuple(o.aspect_ratios),) * len(o.anchor_sizes))
+        pyramid = FeaturePyramid(
+            body,
+            channels,
+            o.fpn_channels,
+            len(o.anchor_sizes) > len(o.strides),
+            o.head_norm,
+        )
+        anchors = AnchorGenerator(
+            tuple(map(tuple, o.anchor_sizes)),
+            (tuple(o.aspect_ratios),) * len(o.anchor_sizes),
+        )
         if o.cell_anchors:
             anchors = GivenAnchors(o.cell_anchors)
         levels = [str(i) for i in range(len(o.strides))]
@@ -164,14 +185,25 @@ class FasterRCNNResNet50(FasterRCNN):
             raise BadInput(f"model.freeze: {options.freeze!r} is not one of paper, norms for fasterrcnn_resnet50_fpn.")
         layers = 3 if options.freeze == "paper" else 5
         backbone = resnet_fpn_backbone(
-            backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d, trainable_layers=layers
+            backbone_name="resnet50",
+            weights=None,
+            norm_layer=FrozenBatchNorm2d,
+            trainable_layers=layers,
         )
         if options.pretrained_backbone:
-            _take_resnet50(backbone.body, options.pretrained_backbone, ResNet50_Weights.IMAGENET1K_V1)
+            _take_resnet50(
+                backbone.body,
+                options.pretrained_backbone,
+                ResNet50_Weights.IMAGENET1K_V1,
+            )
         else:
             wake_frozen_norms(backbone.body)
         _set_norm_eps(backbone.body, options.norm_eps)
-        model = faster_rcnn.FasterRCNN(backbone, 1 + len(class_names), **torchvision_settings(options))
+        model = faster_rcnn.FasterRCNN(
+            backbone,
+            1 + len(class_names),
+            **torchvision_settings(options),
+        )
         super().__init__(model, (4, 8, 16, 32), options)
 
 
@@ -193,7 +225,10 @@ class FasterRCNNResNet50V2(FasterRCNN):
             raise BadInput(f"model.freeze: {freeze!r} is not one of paper, none for fasterrcnn_resnet50_fpn_v2.")
         freeze = freeze or ("paper" if weights else "none")
         model = fasterrcnn_resnet50_fpn_v2(
-            weights=None, weights_backbone=None, num_classes=1 + len(class_names), **torchvision_settings(options)
+            weights=None,
+            weights_backbone=None,
+            num_classes=1 + len(class_names),
+            **torchvision_settings(options),
         )
         body = model.backbone.body
         if weights:

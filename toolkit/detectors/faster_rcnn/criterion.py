@@ -104,7 +104,12 @@ def shares(match: Tensor) -> Tensor:
 
 
 def rpn_losses(
-    logits: Tensor, deltas: Tensor, match: Tensor, targets: Tensor, weights: Tensor, beta: float = 1 / 9
+    logits: Tensor,
+    deltas: Tensor,
+    match: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    beta: float = 1 / 9,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss_objectness` (binary cross-entropy) and `loss_rpn_box_reg` (smooth L1 of positives) as weighted
     float32 sums.

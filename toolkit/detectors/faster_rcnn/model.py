@@ -75,7 +75,8 @@ class FasterRCNN(Detector):
         self.stages = stages
         self.strides = tuple(strides)
         self.rpn.min_size = stages.rpn_min_size
-        self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
+        self.mean = tuple(model.transform.image_mean)
+        self.std = tuple(model.transform.image_std)
         self.map_channels = self.backbone.out_channels  # C, the width of the feature maps
         self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D of the box head
         # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
@@ -95,7 +96,10 @@ class FasterRCNN(Detector):
         return self.roi_heads.box_head
 
     def features(
-        self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
+        self,
+        images: Tensor,
+        sizes: Tensor,
+        targets: Sequence[Mapping] | None = None,
     ) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
         """Return maps (B, C, H, W) by name, and the images' sizes (h, w) without padding, on the host.
 
@@ -152,7 +156,10 @@ class FasterRCNN(Detector):
         return self.from_features(features, images_hw, targets)
 
     def from_features(
-        self, features: Mapping[str, Tensor], images_hw: Sizes, targets: Sequence[Mapping] | None = None
+        self,
+        features: Mapping[str, Tensor],
+        images_hw: Sizes,
+        targets: Sequence[Mapping] | None = None,
     ) -> dict:
         """Run `forward` on maps that `features` has already computed."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
@@ -218,16 +225,29 @@ class FasterRCNN(Detector):
         return self.roi_heads.detections_per_img
 
     def decode(
-        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping,
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image`
         of the settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
         counts = [len(image_boxes) for image_boxes in outputs["boxes"]]
         weights = self.roi_heads.box_coder.weights
-        boxes = decode_boxes(outputs["deltas"][:, 1:], torch.cat(outputs["boxes"])[:, None], weights)
+        boxes = decode_boxes(
+            outputs["deltas"][:, 1:],
+            torch.cat(outputs["boxes"])[:, None],
+            weights,
+        )
         scores = outputs["logits"].softmax(-1)[:, 1:]
         scores = scores.where(scores > score_threshold, 0)
-        boxes, scores, labels = self.best_detections(pad_rows(boxes, counts), pad_rows(scores, counts), sizes)
+        boxes, scores, labels = self.best_detections(
+            pad_rows(boxes, counts),
+            pad_rows(scores, counts),
+            sizes,
+        )
         return resize_boxes(boxes, sizes, orig_sizes), scores, labels
 
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,7 +319,12 @@ class FasterRCNN(Detector):
 
     @torch.no_grad()
     def _proposals(
-        self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
+        self,
+        anchors: Tensor,
+        logits: Tensor,
+        deltas: Tensor,
+        per_level: list[int],
+        images_hw: Sizes,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the proposals (P_i, 4) of each image, and the same on the host."""
         rpn = self.rpn
@@ -310,7 +335,15 @@ class FasterRCNN(Detector):
         counts = {"before": rpn.pre_nms_top_n(), "after": rpn.post_nms_top_n()}
         least = {"min_size": rpn.min_size, "min_score": rpn.score_thresh}
         limits = limits_whwh(images_hw, boxes.device)
-        return best_proposals(boxes, logits, per_level, limits, **counts, threshold=rpn.nms_thresh, **least)
+        return best_proposals(
+            boxes,
+            logits,
+            per_level,
+            limits,
+            **counts,
+            threshold=rpn.nms_thresh,
+            **least,
+        )
 
     def _drawing(self, targets: Sequence[Mapping]) -> Draw:
         """Return a function that draws (sum of counts,) random numbers in [0, 1): in training from each image's own
@@ -322,7 +355,11 @@ class FasterRCNN(Detector):
             if self.training:
                 images = zip(counts, generators, strict=True)
                 return torch.cat([torch.rand(count, device=device, generator=source) for count, source in images])
-            same = torch.rand(max(counts, default=0), device=device, generator=torch.Generator(device).manual_seed(0))
+            same = torch.rand(
+                max(counts, default=0),
+                device=device,
+                generator=torch.Generator(device).manual_seed(0),
+            )
             return torch.cat([same[:count] for count in counts])
 
         return draw
@@ -356,7 +393,12 @@ def of_one_class_each(
         label = label.gather(1, rows)
         per_class = rows_of(per_class, rows)
         chosen = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
-        columns = {"boxes": chosen, "labels": label, "scores": best, "logits": rows_of(pad_rows(logits, counts), rows)}
+        columns = {
+            "boxes": chosen,
+            "labels": label,
+            "scores": best,
+            "logits": rows_of(pad_rows(logits, counts), rows),
+        }
         return [(best > 0).sum(1), chosen], columns | {"boxes_per_class": per_class}
 
     (counts_on_host, boxes_on_host), columns = settled(select)

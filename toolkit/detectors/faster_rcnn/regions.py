@@ -21,10 +21,14 @@ def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -
     dx, dy, dw, dh = (delta / weight for delta, weight in zip(deltas.unbind(-1), weights, strict=True))
     left, top, right, bottom = boxes_xyxy.to(deltas.dtype).unbind(-1)
     width, height = right - left, bottom - top
-    centre_x, centre_y = dx * width + (left + 0.5 * width), dy * height + (top + 0.5 * height)
+    centre_x = dx * width + (left + 0.5 * width)
+    centre_y = dy * height + (top + 0.5 * height)
     half_w = 0.5 * (dw.clamp(max=MAX_DELTA).exp() * width)
     half_h = 0.5 * (dh.clamp(max=MAX_DELTA).exp() * height)
-    return torch.stack((centre_x - half_w, centre_y - half_h, centre_x + half_w, centre_y + half_h), dim=-1)
+    return torch.stack(
+        (centre_x - half_w, centre_y - half_h, centre_x + half_w, centre_y + half_h),
+        dim=-1,
+    )
 
 
 def clip(boxes_xyxy: Tensor, limits_whwh: Tensor) -> Tensor:
@@ -92,9 +96,14 @@ class LevelPool(MultiScaleRoIAlign):
 
     @classmethod
     def of(cls, pool: MultiScaleRoIAlign) -> "LevelPool":
-        scale, level = pool.canonical_scale, pool.canonical_level
+        scale = pool.canonical_scale
+        level = pool.canonical_level
         return cls(
-            pool.featmap_names, pool.output_size, pool.sampling_ratio, canonical_scale=scale, canonical_level=level
+            pool.featmap_names,
+            pool.output_size,
+            pool.sampling_ratio,
+            canonical_scale=scale,
+            canonical_level=level,
         )
 
     def forward(
@@ -123,7 +132,13 @@ class LevelPool(MultiScaleRoIAlign):
         return pooled.index_select(0, back)
 
     def _pool(self, level: Tensor, rois: Tensor, scale: float) -> Tensor:
-        return roi_align(level, rois, self.output_size, spatial_scale=scale, sampling_ratio=self.sampling_ratio)
+        return roi_align(
+            level,
+            rois,
+            self.output_size,
+            spatial_scale=scale,
+            sampling_ratio=self.sampling_ratio,
+        )
 
 
 def _without_nan(boxes: Tensor) -> Tensor:

@@ -47,16 +47,27 @@ class Sampler(NamedTuple):
     @classmethod
     def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
         """Return the settings of torchvision's RPN or RoIHeads, which do not hold the last two arguments."""
-        matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
+        matcher = stage.proposal_matcher
+        sampler = stage.fg_bg_sampler
         thresholds = (matcher.high_threshold, matcher.low_threshold)
         size = sampler.batch_size_per_image
-        return cls(*thresholds, size, sampler.positive_fraction, crowd_overlap, lowest, stage.box_coder.weights)
+        return cls(
+            *thresholds,
+            size,
+            sampler.positive_fraction,
+            crowd_overlap,
+            lowest,
+            stage.box_coder.weights,
+        )
 
 
 def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
     """Pad the targets of a batch, whose tensors are on one device, to at least one column."""
     counts = [len(target["boxes"]) for target in targets]
-    index = padded_rows([(start, count) for start, count in zip(_starts(counts), counts, strict=True)], sum(counts))
+    index = padded_rows(
+        [(start, count) for start, count in zip(_starts(counts), counts, strict=True)],
+        sum(counts),
+    )
     crowd = [on_host(target)["iscrowd"].bool().cpu() for target in targets]
     columns = {"index": index, "is_padding": index == sum(counts)}
     if any(flags.any() for flags in crowd):
@@ -81,15 +92,30 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
         widest = max(truths.counts[part])
         candidates = candidates_xyxy if candidates_xyxy.dim() == 2 else candidates_xyxy[part]
         crowd = None if truths.is_crowd is None else truths.is_crowd[part, :widest]
-        options = {"best_of_each_box": best_of_each_box, "padding": truths.is_padding[part, :widest]}
+        options = {
+            "best_of_each_box": best_of_each_box,
+            "padding": truths.is_padding[part, :widest],
+        }
         options |= {"crowd_overlap": thresholds.crowd_overlap, "lowest": thresholds.lowest}
         boxes = truths.boxes[part, :widest]
-        matches.append(match_boxes(candidates, boxes, crowd, thresholds.high, thresholds.low, **options))
+        matches.append(
+            match_boxes(
+                candidates,
+                boxes,
+                crowd,
+                thresholds.high,
+                thresholds.low,
+                **options,
+            )
+        )
     return torch.cat(matches)
 
 
 def sampled_anchors(
-    anchors_xyxy: Tensor, truths: Truths, settings: Sampler, draw: Draw
+    anchors_xyxy: Tensor,
+    truths: Truths,
+    settings: Sampler,
+    draw: Draw,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the rows (B, K) of the anchors (A, 4) to train, and their `match`, `targets`, `weights`."""
     images = len(truths.counts)
@@ -101,7 +127,10 @@ def sampled_anchors(
 
 
 def sampled_boxes(
-    proposals: Sequence[Tensor], truths: Truths, settings: Sampler, draw: Draw
+    proposals: Sequence[Tensor],
+    truths: Truths,
+    settings: Sampler,
+    draw: Draw,
 ) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
     """Sample from the proposals (P_i, 4) of each image, followed by its objects, image after image.
 
@@ -112,8 +141,17 @@ def sampled_boxes(
     num_proposals = [len(boxes) for boxes in proposals]
     counts = [proposed + objects for proposed, objects in zip(num_proposals, truths.counts, strict=True)]
     sizes = [min(settings.size, count) for count in counts]
-    (layout,) = send_dicts([_layout(num_proposals, truths.counts, counts, sizes)], truths.boxes.device)
-    every = torch.cat([*proposals, truths.boxes.flatten(0, 1), truths.boxes.new_zeros(1, 4)])
+    (layout,) = send_dicts(
+        [_layout(num_proposals, truths.counts, counts, sizes)],
+        truths.boxes.device,
+    )
+    every = torch.cat(
+        [
+            *proposals,
+            truths.boxes.flatten(0, 1),
+            truths.boxes.new_zeros(1, 4),
+        ]
+    )
     boxes = every[layout["boxes"]]  # (B, M, 4)
     match = match_batch(boxes, truths, settings, best_of_each_box=False)
     match = match.masked_fill(layout["padding"], IGNORED)
@@ -159,7 +197,13 @@ def _layout(num_proposals: Sequence[int], objects: Sequence[int], counts: Sequen
     most = min(max([0, *sizes]), boxes.shape[1])
     rows = [torch.arange(i * most, i * most + size) for i, size in enumerate(sizes)]
     starts = torch.tensor(_starts(counts))[:, None]
-    return {"boxes": boxes, "padding": boxes == last, "keys": keys, "rows": torch.cat(rows), "starts": starts}
+    return {
+        "boxes": boxes,
+        "padding": boxes == last,
+        "keys": keys,
+        "rows": torch.cat(rows),
+        "starts": starts,
+    }
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

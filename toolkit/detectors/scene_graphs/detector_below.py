@@ -75,7 +75,10 @@ class DetectorBelow(nn.Module):
         return TwoMLPHead(self.map_channels * 7 * 7, self.representation_size)
 
     def features(
-        self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
+        self,
+        images: Tensor,
+        sizes: Tensor,
+        targets: Sequence[Mapping] | None = None,
     ) -> tuple[SeenMaps, list[tuple[int, int]]]:
         """Return maps and sizes, see `FasterRCNN.features`; the maps also carry the detector's outputs."""
         with kept_maps(self.inner.map_taps()) as tapped:
@@ -155,7 +158,11 @@ def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
 
 
 def _with_missed(
-    detections: Sequence[Mapping], given: Sequence[Tensor], boxes: Tensor, scores: Tensor, top_k: int
+    detections: Sequence[Mapping],
+    given: Sequence[Tensor],
+    boxes: Tensor,
+    scores: Tensor,
+    top_k: int,
 ) -> list[dict[str, object]]:
     """Replace the last detections of each image by the given boxes that no detection overlaps.
 

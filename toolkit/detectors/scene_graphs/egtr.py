@@ -83,7 +83,8 @@ class EgtrHead(nn.Module):
         super().__init__()
         self.query_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
         self.key_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
-        self.subject, self.object = nn.Linear(width, width), nn.Linear(width, width)
+        self.subject = nn.Linear(width, width)
+        self.object = nn.Linear(width, width)
         self.gate = nn.Linear(2 * width, 1)
         self.predicate = _mlp(width, num_predicates)
         self.connectivity = _mlp(width, 1)
@@ -133,7 +134,11 @@ class EgtrHead(nn.Module):
 
 def _mlp(width: int, out: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out)
+        nn.Linear(2 * width, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, out),
     )
 
 
@@ -167,7 +172,10 @@ class EGTR(GraphDetector):
         self.smoothing = o.smoothing
         self.prior_adjustment = o.prior_adjustment
         self.sampling = RelationSampling(
-            o.unrelated_per_relation, o.unmatched_per_relation, o.hardest_unrelated, o.hardest_unmatched
+            o.unrelated_per_relation,
+            o.unmatched_per_relation,
+            o.hardest_unrelated,
+            o.hardest_unmatched,
         )
         with naming_its_options():
             below = build_below(o, PUBLISHED_BELOW, class_names)
@@ -220,7 +228,12 @@ class EGTR(GraphDetector):
         logits, boxes = (output.detach().float() for output in self.detector.last_layer(outputs))
         states = kept.of_last(logits.shape[1])
         predicates, connectivity = self.head(*states, logits.argmax(-1))
-        result = {"logits": logits, "boxes": boxes, "predicates": predicates, "connectivity": connectivity}
+        result = {
+            "logits": logits,
+            "boxes": boxes,
+            "predicates": predicates,
+            "connectivity": connectivity,
+        }
         return result | {"detector": outputs} if self.joint and targets is not None else result
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
@@ -238,12 +251,20 @@ class EGTR(GraphDetector):
         whose pair of queries has a best predicate that is not annotated.
         """
         with torch.autocast(outputs["predicates"].device.type, enabled=False):
-            predicates, connectivity = outputs["predicates"].float(), outputs["connectivity"].float()
-            logits, boxes = outputs["logits"], outputs["boxes"]
+            predicates = outputs["predicates"].float()
+            connectivity = outputs["connectivity"].float()
+            logits = outputs["logits"]
+            boxes = outputs["boxes"]
             padded = pad_targets(targets, logits.device, logits.dtype)
             costs = getattr(self.detector.set_loss, "matching_costs", MATCHING_COSTS)
             matching = match_with_quality(logits, boxes, padded, costs, self.smoothing)
-            sums, error = relation_losses(predicates, connectivity, targets, *matching, self.sampling)
+            sums, error = relation_losses(
+                predicates,
+                connectivity,
+                targets,
+                *matching,
+                self.sampling,
+            )
             losses = {name: value / denominators[self.divided_by[name]] for name, value in sums.items()}
         if "detector" in outputs:
             losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
@@ -251,7 +272,12 @@ class EGTR(GraphDetector):
 
     @torch.no_grad()
     def postprocess(
-        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
+        self,
+        outputs: Mapping,
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
     ) -> list[dict[str, Tensor]]:
         """Return the graph of each image, in pixels of the original image.
 
@@ -268,7 +294,10 @@ class EGTR(GraphDetector):
         for kept, *objects, ends, predicate_scores, best, ranks in zip(*fields, strict=True):
             rows = ranks >= 0
             graph = dict(zip(("boxes", "labels", "scores"), (column[kept] for column in objects), strict=True))
-            graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
+            graph |= {
+                "pairs": (kept.cumsum(0) - 1)[ends[rows]],
+                "predicate_scores": predicate_scores[rows],
+            }
             graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
         return graphs
 
@@ -291,13 +320,29 @@ class EGTR(GraphDetector):
         values, order = largest_first(triplets.masked_fill(~asked, -1.0).flatten(1), top_k)
         boxes = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes)
         count = logits.shape[1]
-        fields = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
-        return [*fields, rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
+        fields = [
+            strong,
+            boxes,
+            labels,
+            scores,
+            torch.stack([order // count, order % count], 2),
+        ]
+        return [
+            *fields,
+            rows_of(relations.flatten(1, 2), order),
+            rows_of(predicates.flatten(1), order),
+            values,
+        ]
 
     def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
         """See `GraphDetector.decode_graph`."""
         outputs = self(images, sizes)
-        _, boxes, labels, scores, pairs, predicate_scores, _, values = self._ranked(outputs, sizes, 0.0, top_k)
+        _, boxes, labels, scores, pairs, predicate_scores, _, values = self._ranked(
+            outputs,
+            sizes,
+            0.0,
+            top_k,
+        )
         return boxes, scores, labels, pairs, predicate_scores, values.clamp(min=0)
 
 

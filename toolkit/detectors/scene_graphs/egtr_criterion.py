@@ -45,7 +45,10 @@ def relations_of(target: Mapping) -> Tensor:
 
 
 def count_entries(
-    target: Mapping, num_queries: int, num_predicates: int, sampling: RelationSampling
+    target: Mapping,
+    num_queries: int,
+    num_predicates: int,
+    sampling: RelationSampling,
 ) -> tuple[int, int, int]:
     """Count annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
 
@@ -61,7 +64,11 @@ def count_entries(
 
 @torch.no_grad()
 def match_with_quality(
-    logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, smoothing: float
+    logits: Tensor,
+    boxes_cxcywh: Tensor,
+    targets: PaddedTargets,
+    costs: MatchingCosts,
+    smoothing: float,
 ) -> tuple[Matches, Tensor]:
     """Return the matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
 

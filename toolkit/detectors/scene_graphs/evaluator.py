@@ -89,14 +89,23 @@ class SceneGraphEvaluator:
         graphs = [_completed(predictions[image_id], len(self.table.predicates)) for image_id in self.image_ids]
         truths = [self.truth(image_id, predictions[image_id]) for image_id in self.image_ids]
         metrics = evaluate_scene_graphs(
-            truths, graphs, self.mode, len(self.table.predicates), self.zero_shot, top=RECALL_AT, protocol=self.protocol
+            truths,
+            graphs,
+            self.mode,
+            len(self.table.predicates),
+            self.zero_shot,
+            top=RECALL_AT,
+            protocol=self.protocol,
         )
         row = metrics.as_row(self.predicate_keys) | grouped_recall(metrics, self.groups, self.protocol)
         scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
         if self.mode in ("sgdet", "phrdet"):
             row |= open_images_metrics(truths, graphs, len(self.table.predicates))
         elif self.table.attributes and all(image_scores is not None for image_scores in scores):
-            row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
+            row["attribute_R_precision"] = attribute_r_precision(
+                [truth["attributes"] for truth in truths],
+                scores,
+            )
         row |= self._recall_of_sets(metrics)
         if self._boxes is not None:
             row |= self._boxes.evaluate(predictions)
@@ -204,7 +213,8 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
 def true_graph(row: Mapping) -> dict[str, np.ndarray]:
     """Return `boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their
     relations; and `attributes (N, A)` if the table has them."""
-    objects, relations = row["objects"], row["relations"]
+    objects = row["objects"]
+    relations = row["relations"]
     keep = objects["iscrowd"] == 0
     triplets = np.stack([relations[key] for key in ("subject", "object", "predicate")], 1)
     triplets = triplets[keep[triplets[:, :2]].all(1)]
@@ -247,7 +257,13 @@ def load_triplets(file: str | Path) -> np.ndarray:
     file = Path(file)
     try:
         if file.suffix == ".csv":
-            rows = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
+            rows = np.loadtxt(
+                file,
+                delimiter=",",
+                skiprows=1,
+                dtype=np.int64,
+                ndmin=2,
+            )
         else:
             rows = torch.load(file, weights_only=True, map_location="cpu").long().numpy()
     except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:

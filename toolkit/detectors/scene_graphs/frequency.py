@@ -38,9 +38,17 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
     for image in images:
         labels = np.asarray(image["labels"])
         rows = np.asarray(image["relations"]).reshape(-1, 3)
-        np.add.at(relations, (labels[rows[:, 0]], labels[rows[:, 1]], rows[:, 2]), 1)
+        np.add.at(
+            relations,
+            (labels[rows[:, 0]], labels[rows[:, 1]], rows[:, 2]),
+            1,
+        )
         pairs = candidate_pairs(np.asarray(image["boxes"]))
-        np.add.at(candidates, (labels[pairs[:, 0]], labels[pairs[:, 1]]), 1)
+        np.add.at(
+            candidates,
+            (labels[pairs[:, 0]], labels[pairs[:, 1]]),
+            1,
+        )
     return relations, candidates
 
 
@@ -105,7 +113,10 @@ class FrequencyBias(nn.Module):
         """Build the table from `log_frequency` (C, C, P)."""
         super().__init__()
         self.num_classes, _, num_predicates = log_frequency.shape
-        self.table = nn.Embedding.from_pretrained(torch.zeros(self.num_classes**2, num_predicates), freeze=False)
+        self.table = nn.Embedding.from_pretrained(
+            torch.zeros(self.num_classes**2, num_predicates),
+            freeze=False,
+        )
         self.start_from(log_frequency)
 
     @torch.no_grad()

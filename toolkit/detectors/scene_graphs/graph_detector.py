@@ -34,10 +34,17 @@ class GraphDetector(Detector):
 
     def _make_counts(self, num_classes: int, num_predicates: int) -> None:
         """Register buffers for the counts of `learn_counts`; they are saved with the weights."""
-        classes, size = num_classes + 1, num_predicates + 1
-        self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
+        classes = num_classes + 1
+        size = num_predicates + 1
+        self.register_buffer(
+            "relation_counts",
+            torch.zeros(classes, classes, size, dtype=torch.int64),
+        )
         self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
-        self.register_buffer("seen_triplets", torch.zeros(num_classes, num_classes, num_predicates, dtype=torch.bool))
+        self.register_buffer(
+            "seen_triplets",
+            torch.zeros(num_classes, num_classes, num_predicates, dtype=torch.bool),
+        )
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
@@ -108,7 +115,8 @@ class GraphDetector(Detector):
     def _build_on(self, below: nn.Module) -> None:
         """Adopt the detector below, with its requirements on images."""
         self.detector = below
-        self.mean, self.std = below.mean, below.std
+        self.mean = below.mean
+        self.std = below.std
         self.stride = below.stride
         self.fixed_size = below.fixed_size
 

@@ -73,7 +73,12 @@ def match_relations(
 def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
     if parts:
         return np.concatenate(parts)
-    widths = {"triplets": (0, 3), "constrained": (0, 2), "unconstrained": (0, 2), "given_pairs": (0, 2)}
+    widths = {
+        "triplets": (0, 3),
+        "constrained": (0, 2),
+        "unconstrained": (0, 2),
+        "given_pairs": (0, 2),
+    }
     return np.zeros(widths.get(name, (0,)), np.int64)
 
 
@@ -135,7 +140,8 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
     if len(values) <= count:
         return np.arange(len(values))
     smallest = np.partition(values, len(values) - count)[-count]
-    above, equal = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
+    above = np.flatnonzero(values > smallest)
+    equal = np.flatnonzero(values == smallest)
     return np.sort(np.concatenate([above, equal[: count - len(above)]]))
 
 
@@ -196,7 +202,10 @@ class _Chunk:
         if one_box_each and not self.union:
             given = [{**truth, "scores": np.ones(len(truth["boxes"]))} for truth in truths if mode == "predcls"]
             graphs = zip(truths, given or predictions, strict=True)
-            self.stands_for = _flat([boxes_of_objects(*both, iou_threshold) for both in graphs], (0,))
+            self.stands_for = _flat(
+                [boxes_of_objects(*both, iou_threshold) for both in graphs],
+                (0,),
+            )
         self.candidates = self._box_matches(0), self._box_matches(1)
 
     def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
@@ -241,7 +250,8 @@ class _Chunk:
         image = self.pair_image[pair]
         right = self._best_predicates(pair) == self.predicates[image, slot]
         right[right] = self._unions_match(pair[right], slot[right])
-        pair, slot = pair[right], slot[right]
+        pair = pair[right]
+        slot = slot[right]
         relation = self.starts[self.pair_image[pair]] + slot + first_relation
         constrained = np.stack([relation, self.rank[pair]], 1)
         given, given_rank = self._annotated_pairs()
@@ -264,7 +274,8 @@ class _Chunk:
         row, slot = self._candidates(self.pairs[pair])
         right = predicate[row] == self.predicates[self.pair_image[pair[row]], slot]
         right[right] = self._unions_match(pair[row[right]], slot[right])
-        row, slot = row[right], slot[right]
+        row = row[right]
+        slot = slot[right]
         return np.stack([self.starts[self.pair_image[pair[row]]] + slot, rank[row]], 1)
 
     def _combinations(self, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -83,11 +83,21 @@ def evaluate_scene_graphs(
     Raises BadInput for an unknown mode or protocol and for predictions that do not fit their image.
     """
     _check(truths, predictions, mode, protocol, num_predicates)
-    matches = match_relations(truths, predictions, mode, iou_threshold, max(top), protocol == "strict")
+    matches = match_relations(
+        truths,
+        predictions,
+        mode,
+        iou_threshold,
+        max(top),
+        protocol == "strict",
+    )
     counts = np.bincount(matches.image, minlength=len(truths))
     evaluated = counts > 0
     if protocol == "original":
-        evaluated &= np.asarray([len(prediction["pairs"]) > 0 for prediction in predictions], dtype=bool)
+        evaluated &= np.asarray(
+            [len(prediction["pairs"]) > 0 for prediction in predictions],
+            dtype=bool,
+        )
     return _measure(matches, evaluated, num_predicates, zero_shot, tuple(top), mode, protocol)
 
 
@@ -115,7 +125,8 @@ def _wrong_scores(prediction: Mapping, num_predicates: int) -> list[str]:
         shape = tuple(prediction["predicate_scores"].shape)
         expected = (pairs, num_predicates)
         return [] if shape == expected else [f"predicate_scores is {shape}; expected {expected}"]
-    rows, predicates = prediction["combinations"], prediction["predicates"]
+    rows = prediction["combinations"]
+    predicates = prediction["predicates"]
     inside = not len(rows) or (rows.min() >= 0 and rows[:, 0].max() < pairs and rows[:, 1].max() < num_predicates)
     if inside and len(predicates) == pairs:
         return []
@@ -133,10 +144,15 @@ def _measure(
 ) -> SceneGraphMetrics:
     images = np.flatnonzero(evaluated)
     counts = np.bincount(matches.image, minlength=len(evaluated))
-    first = {"": matches.first_rank(matches.constrained), "ng": matches.first_rank(matches.unconstrained)}
+    first = {
+        "": matches.first_rank(matches.constrained),
+        "ng": matches.first_rank(matches.unconstrained),
+    }
     unseen = _in_triplets(matches, zero_shot) & evaluated[matches.image]
     seen_images = np.flatnonzero(np.bincount(matches.image[unseen], minlength=len(evaluated)))
-    values, per_image, per_predicate = {}, {}, {}
+    values = {}
+    per_image = {}
+    per_predicate = {}
     tops = (*top, counts[matches.image])  # the last is relative: the number of the image's relations
     for prefix, rank in first.items():
         hits = [rank < k for k in tops]
@@ -160,8 +176,14 @@ def _measure(
     if mode in ("predcls", "sgcls"):
         rank = matches.first_rank(matches.given_pairs)
         hits = np.stack([np.bincount(matches.image[rank < k], minlength=len(evaluated))[images] for k in top])
-        counts = np.broadcast_to(np.bincount(matches.image, minlength=len(evaluated))[images], hits.shape)
-        accuracy = {"accuracy_hits": hits.astype(np.float64), "accuracy_counts": counts.astype(np.float64)}
+        counts = np.broadcast_to(
+            np.bincount(matches.image, minlength=len(evaluated))[images],
+            hits.shape,
+        )
+        accuracy = {
+            "accuracy_hits": hits.astype(np.float64),
+            "accuracy_counts": counts.astype(np.float64),
+        }
         values["A"] = hits.sum(1) / counts.sum(1) if len(images) else np.full(len(top), np.nan)
     return SceneGraphMetrics(
         top=top,
@@ -221,4 +243,9 @@ def _in_triplets(matches: Matches, triplets: np.ndarray | None) -> np.ndarray:
 
 def _harmonic_mean(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     total = a + b
-    return np.divide(2 * a * b, total, out=np.where(np.isnan(total), np.nan, 0.0), where=total > 0)
+    return np.divide(
+        2 * a * b,
+        total,
+        out=np.where(np.isnan(total), np.nan, 0.0),
+        where=total > 0,
+    )

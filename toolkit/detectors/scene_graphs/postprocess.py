@@ -44,7 +44,11 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | i
     for _ in range(most):
         winners.append(scores.max(1))
         best = winners[-1].indices
-        scores = scores.scatter(1, torch.where(struck[image, best], rivals[best], best[:, None]), 0.0)
+        scores = scores.scatter(
+            1,
+            torch.where(struck[image, best], rivals[best], best[:, None]),
+            0.0,
+        )
     values, best = (torch.stack(column, 1) for column in zip(*winners, strict=True))
     labels = best.new_zeros(scores.shape[0], most + 1)  # the last column is for results after all objects were done
     labels = labels.scatter(1, torch.where(values > 0, best // num_classes, most), best % num_classes)[:, :most]
@@ -83,7 +87,10 @@ def _common_length(first: Tensor, last: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rank_triplets(
-    output: RelationOutput, batch: RelationBatch, given_boxes: bool, nms_threshold: float = 0.5
+    output: RelationOutput,
+    batch: RelationBatch,
+    given_boxes: bool,
+    nms_threshold: float = 0.5,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return columns of all objects and of all triplets, image after image, those of an image best first.
 
@@ -111,7 +118,11 @@ def rank_triplets(
     triplet_scores = best * scores[batch.pairs[:, 0]] * scores[batch.pairs[:, 1]]
     order = triplet_scores.sort(descending=True, stable=True).indices
     order = order[image_of_each(batch.num_pairs, order.device)[order].sort(stable=True).indices]
-    triplets = {"pairs": batch.pairs, "predicate_scores": predicate_scores, "predicates": predicates}
+    triplets = {
+        "pairs": batch.pairs,
+        "predicate_scores": predicate_scores,
+        "predicates": predicates,
+    }
     triplets["triplet_scores"] = triplet_scores
     if given_boxes and batch.relation_labels is not None:
         triplets["annotated"] = batch.relation_labels > 0
@@ -120,7 +131,10 @@ def rank_triplets(
 
 
 def shortlist(
-    triplets: dict[str, Tensor], num_pairs: Sequence[int], top_k: int, num_annotated: Sequence[int]
+    triplets: dict[str, Tensor],
+    num_pairs: Sequence[int],
+    top_k: int,
+    num_annotated: Sequence[int],
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Return the `top_k` best triplets of each image, of the `num_pairs` that `rank_triplets` gives, then its annotated
     ones.
@@ -147,7 +161,10 @@ def shortlist(
 
 
 def graphs_on_host(
-    objects: dict[str, Tensor], triplets: dict[str, Tensor], num_objects: Sequence[int], num_triplets: Sequence[int]
+    objects: dict[str, Tensor],
+    triplets: dict[str, Tensor],
+    num_objects: Sequence[int],
+    num_triplets: Sequence[int],
 ) -> list[dict[str, Tensor]]:
     """Return the graph of each image on the CPU with one wait: its rows of the columns of `rank_triplets`, without
     triplets that are not to be kept; `pairs` are rows of the image's own objects."""

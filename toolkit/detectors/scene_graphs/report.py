@@ -68,7 +68,14 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
     truths = [given_graph(graph) or true_graph(table.row(i)) for i, graph in enumerate(graphs)]
     mode = about.get("mode") or _mode(graphs)
     protocol = about.get("protocol", "original")
-    metrics = evaluate_scene_graphs(truths, graphs, mode, len(table.predicates), top=RECALL_AT, protocol=protocol)
+    metrics = evaluate_scene_graphs(
+        truths,
+        graphs,
+        mode,
+        len(table.predicates),
+        top=RECALL_AT,
+        protocol=protocol,
+    )
     row = {k: v for k, v in metrics.as_row().items() if v is not None}
     row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
     confusions, images = _confusions(truths, graphs, mode, len(table.predicates), protocol)
@@ -99,7 +106,11 @@ def _confusions(truths, graphs, mode: str, predicates: int, protocol: str) -> tu
         on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
         right = on_it & (best[:, None] == relations[None, :, 2])
         first = on_it.argmax(axis=0) if len(pairs) else np.zeros(len(relations), np.int64)
-        predicted = np.where(on_it.any(axis=0), best[first] if len(pairs) else 0, predicates)
+        predicted = np.where(
+            on_it.any(axis=0),
+            best[first] if len(pairs) else 0,
+            predicates,
+        )
         predicted = np.where(right.any(axis=0), relations[:, 2], predicted)
         np.add.at(matrix, (relations[:, 2], predicted), 1)
         images[i] = right.any(axis=0).mean()

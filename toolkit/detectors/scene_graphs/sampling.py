@@ -40,7 +40,11 @@ def annotated_graph(target: Mapping) -> dict[str, Tensor]:
 
 
 def given_objects(
-    model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping], truths_on_host: Sequence[Mapping]
+    model: nn.Module,
+    maps: Mapping,
+    images_hw: Sequence,
+    truths: Sequence[Mapping],
+    truths_on_host: Sequence[Mapping],
 ) -> dict:
     """Return fields of a RelationBatch for annotated boxes; in sgcls also the detector's class logits.
 
@@ -57,10 +61,19 @@ def given_objects(
 
 
 def _looked_at(
-    model: nn.Module, maps: Mapping, images_hw: Sequence, boxes: list[Tensor], on_host: list[Tensor]
+    model: nn.Module,
+    maps: Mapping,
+    images_hw: Sequence,
+    boxes: list[Tensor],
+    on_host: list[Tensor],
 ) -> tuple[Tensor, dict]:
     """Return the pooled features of boxes, and the fields of a RelationBatch that every kind of boxes has."""
-    pooled = model.detector.box_pool(dict(maps), _behind(model, boxes), list(images_hw), _behind(model, on_host))
+    pooled = model.detector.box_pool(
+        dict(maps),
+        _behind(model, boxes),
+        list(images_hw),
+        _behind(model, on_host),
+    )
     counts = [len(image_boxes) for image_boxes in boxes]
     features = model.box_features(pooled)
     return pooled, {"boxes_xyxy": torch.cat(boxes), "num_objects": counts, "roi_features": features}
@@ -91,7 +104,11 @@ def detected_objects(
     annotated = None if annotated is None else _behind(model, annotated)
     with eval_mode(model.detector):
         detections = model.detector.detect_with_logits(
-            maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated, outputs=outputs
+            maps,
+            images_hw,
+            top_k=model.detections_per_image,
+            further_boxes=annotated,
+            outputs=outputs,
         )
     boxes = [moved_ends(image["boxes"], -model.last_pixel) for image in detections]
     boxes_on_host = [moved_ends(on_host(image)["boxes"], -model.last_pixel) for image in detections]
@@ -147,7 +164,10 @@ def sampled_pairs(
     matrices = [_matrix(truth, draw) for truth, draw in zip(truths, draws, strict=True)]
     if model.given_boxes:
         images = zip(matrices, draws, strict=True)
-        return join_samples([sample_given_boxes(matrix, **size, generator=draw) for matrix, draw in images], counts)
+        return join_samples(
+            [sample_given_boxes(matrix, **size, generator=draw) for matrix, draw in images],
+            counts,
+        )
     size |= {"fg_iou": model.match_iou, "per_relation": model.pairs_per_relation}
     size["require_overlap"] = model.require_overlap
     samples = []
@@ -173,14 +193,27 @@ def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overl
             labels = matrix[pairs[:, 0], pairs[:, 1]]
         else:
             ends = match_labels(boxes, truth, model.match_iou)[0][pairs]
-            labels = torch.where((ends >= 0).all(1), matrix[ends[:, 0], ends[:, 1]], 0)
-    related = torch.zeros(len(boxes), len(boxes), dtype=torch.bool, device=boxes.device)
+            labels = torch.where(
+                (ends >= 0).all(1),
+                matrix[ends[:, 0], ends[:, 1]],
+                0,
+            )
+    related = torch.zeros(
+        len(boxes),
+        len(boxes),
+        dtype=torch.bool,
+        device=boxes.device,
+    )
     return SampledPairs(pairs, labels, related)
 
 
 def _matrix(truth: Mapping, draw: Generator | None) -> Tensor:
     """Return `relation_matrix` of a graph, whose predicates count from 0."""
-    return relation_matrix(truth["relations"] + torch.tensor([0, 0, 1]), len(truth["boxes"]), generator=draw)
+    return relation_matrix(
+        truth["relations"] + torch.tensor([0, 0, 1]),
+        len(truth["boxes"]),
+        generator=draw,
+    )
 
 
 def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[str, float]:
@@ -204,7 +237,10 @@ def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[st
 
 
 def relation_matrix(
-    relations: Tensor, num_objects: int, one_of_each: bool = True, generator: Generator | None = None
+    relations: Tensor,
+    num_objects: int,
+    one_of_each: bool = True,
+    generator: Generator | None = None,
 ) -> Tensor:
     """Convert (R, 3) subject, object, predicate from 1 -> (n, n) int64 with one predicate per ordered pair, 0 = none.
 
@@ -223,7 +259,11 @@ def relation_matrix(
         first = torch.full((num_objects**2,), len(relations), device=relations.device)
         position = torch.arange(len(relations), device=relations.device)
         first = first.scatter_reduce(0, cell, position, "amin")
-        priority = torch.where((draw > 0.5) | (first[cell] == position), position, -1)
+        priority = torch.where(
+            (draw > 0.5) | (first[cell] == position),
+            position,
+            -1,
+        )
     order = priority.argsort(stable=True)
     last = torch.zeros(num_objects**2, dtype=torch.int64, device=relations.device)
     rank = torch.arange(len(relations), device=relations.device)
@@ -234,7 +274,10 @@ def relation_matrix(
 
 
 def sample_given_boxes(
-    relations: Tensor, batch_size: int = 1024, positive_fraction: float = 0.25, generator: Generator | None = None
+    relations: Tensor,
+    batch_size: int = 1024,
+    positive_fraction: float = 0.25,
+    generator: Generator | None = None,
 ) -> SampledPairs:
     """Sample pairs of one image whose boxes are given (predcls, sgcls).
 

@@ -89,7 +89,11 @@ def _objects(below: nn.Module, outputs: dict, sizes: Tensor, most: int) -> tuple
     logits = logits.unflatten(0, (-1, count))
     scores = logits.softmax(-1)[..., 1:].transpose(1, 2)  # (B, C, N)
     scores = scores.where(scores > below.score_threshold, 0)
-    turns = class_wise_nms(boxes[:, None].expand(-1, scores.shape[1], -1, -1), scores, below.nms_threshold)
+    turns = class_wise_nms(
+        boxes[:, None].expand(-1, scores.shape[1], -1, -1),
+        scores,
+        below.nms_threshold,
+    )
     found, labels = scores.where(turns > 0, 0).max(1)
     found, rows = found.topk(min(most, count), dim=1)
     return rows_of(boxes, rows), labels.gather(1, rows), found, rows_of(logits, rows)

@@ -206,7 +206,8 @@ class _SceneGraphs:
         union = f"{RELATION}union_feature_extractor."
         outputs = [f"{name}.weight" for name in ("ctx_compress", "rel_compress", "context_layer.rel_fc")]
         num_predicates = len(next(predictor[name] for name in outputs if name in predictor)) - 1
-        words, width_of = predictor.get("context_layer.obj_embed1.weight"), predictor.get("post_emb.weight")
+        words = predictor.get("context_layer.obj_embed1.weight")
+        width_of = predictor.get("post_emb.weight")
         hidden = predictor["context_layer.obj_unary.weight"].shape[0] if width_of is None else width_of.shape[1]
         options = {
             "mode": "sgdet",
@@ -219,7 +220,11 @@ class _SceneGraphs:
             "whole_pixels": True,
             "predicates": named_predicates(num_predicates),
             "freeze": "detector",
-            "detector_options": {"architecture": detector.architecture, **detector.options, **DETECTOR_OPTIONS},
+            "detector_options": {
+                "architecture": detector.architecture,
+                **detector.options,
+                **DETECTOR_OPTIONS,
+            },
         }
         note = "the file does not say how it was trained: mode sgdet, unless --model.mode says otherwise"
         notes = [*detector.notes, note]

@@ -69,7 +69,11 @@ def _read(raw: bytes) -> dict[str, Tensor]:
         array = np.frombuffer(raw, DTYPES[kind], count, offset).reshape(shape)
         offset += array.nbytes
         arrays.append(torch.from_numpy(array.copy()))
-    names = [take(f"{take('Q')}s").decode().removeprefix("arg:").removeprefix("aux:") for _ in range(take("Q"))]
+    names = []
+    for _ in range(take("Q")):
+        length = take("Q")
+        name = take(f"{length}s").decode()
+        names.append(name.removeprefix("arg:").removeprefix("aux:"))
     return dict(zip(names, arrays, strict=True))
 
 
@@ -81,7 +85,12 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 def described(state: Mapping[str, Tensor], file: str) -> Description:
     """Describe the detector that these tensors belong to."""
     rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
-    options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    options = {
+        "backbone": "darknet53",
+        "leaky_slope": 0.1,
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+    }
     return Description("yolov3", options, named(rows))
 
 
@@ -92,7 +101,8 @@ def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
         if norm is None:
             yield f"{conv}.bias", f"{_theirs(conv)}.bias"
         else:
-            yield from ((f"{norm}.{ours}", f"{_theirs(norm)}.{leaf}") for ours, leaf in NORM.items())
+            for ours, leaf in NORM.items():
+                yield f"{norm}.{ours}", f"{_theirs(norm)}.{leaf}"
 
 
 def _theirs(name: str) -> str:
@@ -113,6 +123,11 @@ def _theirs(name: str) -> str:
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the publisher's tensors under our names; anchors and offsets are not weights and are left out."""
     classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
-    tensors = {our_name: state[their_name].float() for our_name, their_name in tensor_names(classes)}
-    counted = [name.replace("running_var", "num_batches_tracked") for name in tensors if name.endswith("running_var")]
-    return tensors | {name: torch.zeros((), dtype=torch.int64) for name in counted}
+    tensors = {}
+    for our_name, their_name in tensor_names(classes):
+        tensors[our_name] = state[their_name].float()
+    for name in list(tensors):
+        if name.endswith("running_var"):
+            counter = name.replace("running_var", "num_batches_tracked")
+            tensors[counter] = torch.zeros((), dtype=torch.int64)
+    return tensors

@@ -135,7 +135,12 @@ def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
     """Return the mean of 1 - Pearson's correlation of two maps (B, C, h, w) over images and channels. The
     correlation is over the positions of an image; the second map is resized to the first."""
     if own.shape != taught.shape:
-        taught = interpolate(taught.float(), own.shape[-2:], mode="bilinear", align_corners=False)
+        taught = interpolate(
+            taught.float(),
+            own.shape[-2:],
+            mode="bilinear",
+            align_corners=False,
+        )
     own, taught = (maps.float().flatten(2) for maps in (own, taught))
     own, taught = (maps - maps.mean(2, keepdim=True) for maps in (own, taught))
     lengths = own.square().sum(2) * taught.square().sum(2)
@@ -143,7 +148,9 @@ def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
 
 
 def query_losses(
-    own: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], targets: Sequence[Mapping]
+    own: tuple[Tensor, Tensor],
+    theirs: tuple[Tensor, Tensor],
+    targets: Sequence[Mapping],
 ) -> dict[str, Tensor]:
     """Return the binary cross-entropy of class scores (B, Q, C) and the L1 distance of boxes (B, Q, 4) between the
     queries of both detectors that are matched to the same object. Sums are divided by the number of boxes of
@@ -156,8 +163,15 @@ def query_losses(
     scores, boxes = (part[image, rows[image, target]] for part in own)
     their_scores, their_boxes = (part[image, their_rows[image, target]] for part in theirs)
     count = max(1, sum(len(each["labels"]) for each in targets))
-    classes = binary_cross_entropy(scores.clamp(0, 1), their_scores.clamp(0, 1), reduction="sum")
-    return {"loss_distill_classes": classes / count, "loss_distill_boxes": (boxes - their_boxes).abs().sum() / count}
+    classes = binary_cross_entropy(
+        scores.clamp(0, 1),
+        their_scores.clamp(0, 1),
+        reduction="sum",
+    )
+    return {
+        "loss_distill_classes": classes / count,
+        "loss_distill_boxes": (boxes - their_boxes).abs().sum() / count,
+    }
 
 
 def _scores_and_boxes(detector: Detector, outputs: Mapping) -> tuple[Tensor, Tensor]:
@@ -171,7 +185,12 @@ def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
     from toolkit.detectors.detr.detr_criterion import MatchingCosts, match
 
     labels = padded.labels[:, None].expand(-1, scores.shape[1], -1)
-    found = match(-scores.gather(2, labels)[None], boxes[None], padded, MatchingCosts())
+    found = match(
+        -scores.gather(2, labels)[None],
+        boxes[None],
+        padded,
+        MatchingCosts(),
+    )
     queries = torch.full_like(padded.labels, -1)
     queries[found.image, found.target] = found.query
     return queries

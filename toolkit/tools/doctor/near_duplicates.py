@@ -86,9 +86,17 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     def read(index: int) -> list[tuple[str, bytes]]:
         return [_digest_and_thumbnail(table.image_source(table.row(index)))]
 
-    results = parallel(read, range(len(table)), "comparing images", None if root is None else waits_for(root))
+    results = parallel(
+        read,
+        range(len(table)),
+        "comparing images",
+        None if root is None else waits_for(root),
+    )
     thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in results), np.uint8)
-    made = ImageSignatures(np.array([digest for digest, _ in results], dtype="S32"), thumbnails.reshape(-1, SIDE, SIDE))
+    made = ImageSignatures(
+        np.array([digest for digest, _ in results], dtype="S32"),
+        thumbnails.reshape(-1, SIDE, SIDE),
+    )
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}-{id(made)}.tmp.npz")
@@ -114,7 +122,11 @@ def _read_signatures(file: Path, count: int) -> ImageSignatures | None:
         return None
     except _OF_DAMAGED_ARCHIVES as error:
         fault = type(error).__name__
-        logger.warning("%s: the cached looks of images are damaged (%s); they are made anew", file, fault)
+        logger.warning(
+            "%s: the cached looks of images are damaged (%s); they are made anew",
+            file,
+            fault,
+        )
         return None
 
 
@@ -124,7 +136,8 @@ def _signatures_in(file: Path, count: int) -> ImageSignatures:
     The members of an `.npz` have checksums, which reading them compares.
     """
     with np.load(file, allow_pickle=False) as saved:
-        digests, thumbnails = saved["digests"], saved["thumbnails"]
+        digests = saved["digests"]
+        thumbnails = saved["thumbnails"]
     is_whole = digests.shape == (count,) and thumbnails.shape == (count, SIDE, SIDE)
     if not is_whole or digests.dtype != np.dtype("S32") or thumbnails.dtype != np.uint8:
         raise ValueError(f"{file}: not the signatures of {count} images")
@@ -217,7 +230,9 @@ def _graph(count: int, pairs: np.ndarray):
 
 
 def hold_out(
-    table: DetectionTable, share: float | Fold, cache_dir: str | Path | None = None
+    table: DetectionTable,
+    share: float | Fold,
+    cache_dir: str | Path | None = None,
 ) -> tuple[DetectionTable, DetectionTable]:
     """Return (rest, about `share` or this fold of a table), cached; images that look alike stay together."""
     is_fold = isinstance(share, Fold)
@@ -358,7 +373,11 @@ def _candidates(thumbnails: np.ndarray, kept: _Pairs) -> Iterator[tuple[np.ndarr
     normed = _normed(thumbnails)
     # two even pictures have no correlation: they are alike when they have the same grey
     even = np.abs(normed).sum(1) == 0
-    grey = np.where(even, thumbnails[:, 0, 0].astype(np.int64), -1 - np.arange(len(thumbnails)))
+    grey = np.where(
+        even,
+        thumbnails[:, 0, 0].astype(np.int64),
+        -1 - np.arange(len(thumbnails)),
+    )
     if len(signs) <= ALL_PAIRS:
         for start in range(0, len(normed), 512):
             here = slice(start, start + 512)
@@ -369,7 +388,8 @@ def _candidates(thumbnails: np.ndarray, kept: _Pairs) -> Iterator[tuple[np.ndarr
         return
     for i, j in _same_parts(signs):
         close = kept.adds(i, j) & (np.bitwise_count(signs[i] ^ signs[j]) <= SIGNS_DIFFER)
-        i, j = i[close], j[close]
+        i = i[close]
+        j = j[close]
         similar = np.einsum("nk,nk->n", normed[i], normed[j]) >= CORRELATION
         similar |= grey[i] == grey[j]
         yield i[similar], j[similar]

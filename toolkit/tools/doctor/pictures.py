@@ -80,15 +80,27 @@ def _boxes(table: DetectionTable) -> np.ndarray:
     """Return (N, 6): centre x, y, width and height in fractions of the image, and the image's width and height in
     pixels."""
     truth = table.boxes()
-    size, low, high = table.sizes_hw()[truth.image_index, ::-1], truth.xyxy[:, :2], truth.xyxy[:, 2:]
+    size = table.sizes_hw()[truth.image_index, ::-1]
+    low = truth.xyxy[:, :2]
+    high = truth.xyxy[:, 2:]
     return np.concatenate([(low + high) / 2 / size, (high - low) / size, size], axis=1)[:MAX_BOXES]
 
 
 def _positions(boxes: np.ndarray, file: Path) -> Path:
     figure = Figure(figsize=(5, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    counts, _, _ = np.histogram2d(boxes[:, 1], boxes[:, 0], bins=32, range=[[0, 1], [0, 1]])
-    shown = axes.imshow(counts, extent=(0, 1, 1, 0), cmap="viridis", aspect="auto")
+    counts, _, _ = np.histogram2d(
+        boxes[:, 1],
+        boxes[:, 0],
+        bins=32,
+        range=[[0, 1], [0, 1]],
+    )
+    shown = axes.imshow(
+        counts,
+        extent=(0, 1, 1, 0),
+        cmap="viridis",
+        aspect="auto",
+    )
     figure.colorbar(shown, label="boxes with their centre here")
     axes.set(xlabel="x, fraction of the width", ylabel="y, fraction of the height")
     figure.savefig(file, dpi=120)
@@ -101,7 +113,13 @@ def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path
     every = np.concatenate(list(values.values()))
     low, high = (every[every > 0].min(), every.max()) if (every > 0).any() else (0.1, 1)
     for split, split_values in values.items():
-        axes.hist(split_values, bins=np.geomspace(low, high * 1.001, 40), histtype="step", density=True, label=split)
+        axes.hist(
+            split_values,
+            bins=np.geomspace(low, high * 1.001, 40),
+            histtype="step",
+            density=True,
+            label=split,
+        )
     axes.set(xlabel=label, ylabel="density of boxes", xscale="log")
     ticks = ticks_of(*axes.get_xlim())
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

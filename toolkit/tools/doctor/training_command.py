@@ -46,7 +46,10 @@ class Choice:
 
 
 def command_for(
-    sources: Sequence[Source], inspection: Inspection, reading: Mapping[str, object], script: str | None
+    sources: Sequence[Source],
+    inspection: Inspection,
+    reading: Mapping[str, object],
+    script: str | None,
 ) -> str:
     """Return the command that trains on these data on this machine, or a sentence that says why there is none.
 
@@ -96,7 +99,10 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
         by_split["train"] = [unnamed.pop(0)]
     if "train" not in by_split:
         return f"no training data: there is only {', '.join(by_split)} (--data.train FILE says what trains)"
-    settings = {"data.train": _listed(by_split["train"]), "data.val": _listed(by_split.get("val", ["0.2"]))}
+    settings = {
+        "data.train": _listed(by_split["train"]),
+        "data.val": _listed(by_split.get("val", ["0.2"])),
+    }
     tests = by_split.get("test", [])
     if tests:
         settings["eval.test_split"] = tests[0]

@@ -71,7 +71,14 @@ def export_detector(
         say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
     program = trace(graph, (height, width), grid_sample)
     about = About(
-        architecture, categories, size, graph.sides, stride, score_threshold, top_k, without_machine(source)
+        architecture,
+        categories,
+        size,
+        graph.sides,
+        stride,
+        score_threshold,
+        top_k,
+        without_machine(source),
     )
     about.max_detections = kept
     folder = Path(folder)
@@ -99,7 +106,12 @@ def export_final(
     images: uint8 (B, 3, H, W), real images on which the files are compared with PyTorch. Raises BadInput as
     `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
     """
-    about = {"categories": categories, "size": size, "source": str(folder), "max_detections": max_detections}
+    about = {
+        "categories": categories,
+        "size": size,
+        "source": str(folder),
+        "max_detections": max_detections,
+    }
     written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
     differences = [f"  {path.name}: {check_outputs(graph, path, images)}" for path in written.values()]

@@ -41,7 +41,11 @@ def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
     with torch.no_grad():
         expected = graph(images)
     outputs = open_file(path, trusted=True)[0](images.numpy())
-    apart = difference(expected, [torch.from_numpy(output) for output in outputs], max(images.shape[-2:]))
+    apart = difference(
+        expected,
+        [torch.from_numpy(output) for output in outputs],
+        max(images.shape[-2:]),
+    )
     if not apart.is_rounding:
         raise RuntimeError(f"{path} does not compute what PyTorch does; {apart}")
     return apart
@@ -63,7 +67,11 @@ def difference(expected, outputs, side: int) -> Difference:
     if not matched.any():
         return Difference(float(not real.any()), 0.0, 0.0)
     apart, of_score = (d.gather(2, nearest.indices[..., None])[..., 0][matched] for d in (apart, of_score))
-    return Difference((matched.sum() / real.sum()).item(), of_score.max().item(), apart.max().item())
+    return Difference(
+        (matched.sum() / real.sum()).item(),
+        of_score.max().item(),
+        apart.max().item(),
+    )
 
 
 def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
@@ -86,7 +94,13 @@ def milliseconds(open_runner: Callable, images: np.ndarray, cases: Sequence[tupl
             run = open_runner()
             some = images[np.arange(batch) % len(images)]
             run(some)
-            seconds = statistics.median(timeit.repeat(lambda run=run, some=some: run(some), number=1, repeat=7))
+            seconds = statistics.median(
+                timeit.repeat(
+                    lambda run=run, some=some: run(some),
+                    number=1,
+                    repeat=7,
+                )
+            )
             found[f"batch {batch}, {count} thread{'s' * (count > 1)}"] = 1e3 * seconds / batch
     finally:
         torch.set_num_threads(threads)

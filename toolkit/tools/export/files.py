@@ -114,7 +114,12 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
         batches = list(calibration)
         # Convolutions and matrix products of transformers, but not of boxes, which need a fraction of a pixel.
         mixed = nncf.QuantizationPreset.MIXED
-        model = nncf.quantize(model, nncf.Dataset(batches), subset_size=len(batches), preset=mixed)
+        model = nncf.quantize(
+            model,
+            nncf.Dataset(batches),
+            subset_size=len(batches),
+            preset=mixed,
+        )
     model.set_rt_info(about.to_text(), [KEY])
     openvino.save_model(model, path, compress_to_fp16=False)
 
@@ -183,7 +188,11 @@ def _check_relations(path: Path, relations: Sequence[np.ndarray], rows: tuple[in
         return
     shapes = [np.shape(column) for column in relations]
     count = shapes[0][1] if len(shapes[0]) > 1 else 0
-    expected = [(rows[0], count, 2), (rows[0], count, len(about.predicates)), (rows[0], count)]
+    expected = [
+        (rows[0], count, 2),
+        (rows[0], count, len(about.predicates)),
+        (rows[0], count),
+    ]
     if shapes != expected or not 0 <= np.min(relations[0], initial=0) <= np.max(relations[0], initial=0) < rows[1]:
         raise BadInput(f"{path}: its relations {shapes} are not {expected} of its {rows[1]} boxes")
 

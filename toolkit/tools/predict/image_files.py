@@ -191,7 +191,10 @@ def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[st
     boxes_of = {}
     for path, of_image in rows.items():
         boxes = torch.tensor([box for box, _ in of_image], dtype=torch.float32).reshape(-1, 4)
-        boxes_of[path] = {"boxes": boxes, "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64)}
+        boxes_of[path] = {
+            "boxes": boxes,
+            "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64),
+        }
     return boxes_of
 
 

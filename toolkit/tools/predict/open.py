@@ -125,7 +125,9 @@ def open_predictor(
 
 
 def open_own_detector(
-    source: str | Path, weights: str | None = None, settings: Mapping = MappingProxyType({})
+    source: str | Path,
+    weights: str | None = None,
+    settings: Mapping = MappingProxyType({}),
 ) -> OwnDetector | None:
     """Open a detector built by this project, as `open_predictor` does. Returns None if `source` can only be a model
     of transformers."""
@@ -140,7 +142,13 @@ def open_own_detector(
         size = processor_size(data["image_size"], data["scales"], data["max_size"])
         detector = load_detector(run, name)
         source = f"{run.checkpoint.path} ({name} weights)"
-        return OwnDetector(source, detector, run.categories, size, evaluated_detections(run.config, detector))
+        return OwnDetector(
+            source,
+            detector,
+            run.categories,
+            size,
+            evaluated_detections(run.config, detector),
+        )
     if weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is not a run folder or checkpoint")
     if kind != "final":
@@ -226,7 +234,10 @@ def _open_published(path: Path, settings: Mapping) -> OwnDetector:
     asked = dict(settings)
     if "mode" in options:  # a scene graph's file does not have it
         options["mode"] = asked.pop("mode", options["mode"])
-    detector = build_detector(**with_inference_settings(options, asked), class_names=source.class_names)
+    detector = build_detector(
+        **with_inference_settings(options, asked),
+        class_names=source.class_names,
+    )
     load_pretrained(detector, source, source.class_names)
     categories = [Category(number + 1, name) for number, name in enumerate(source.class_names)]
     return OwnDetector(str(path), detector.eval(), categories, source.size)
@@ -237,7 +248,10 @@ def _open_published(path: Path, settings: Mapping) -> OwnDetector:
 
 def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
     """Return the run with other settings of its model; see `with_inference_settings`."""
-    return replace(run, config={**run.config, "model": with_inference_settings(run.config["model"], asked)})
+    return replace(
+        run,
+        config={**run.config, "model": with_inference_settings(run.config["model"], asked)},
+    )
 
 
 def load_detector(run: Run, weights: str) -> Detector:

@@ -22,7 +22,11 @@ FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *GRAPH_SUFFIXES)
 
 
 def write_outputs(
-    document: Mapping, detections: LabelledImages, names: Sequence[str], formats: Sequence[str], folder: Path
+    document: Mapping,
+    detections: LabelledImages,
+    names: Sequence[str],
+    formats: Sequence[str],
+    folder: Path,
 ) -> None:
     """Write predictions in every format.
 
@@ -42,7 +46,10 @@ def write_outputs(
         if name == "json":
             write_text_atomic(folder / "predictions.json", _as_text(document))
         elif name == "jsonl":
-            write_text_atomic(folder / "predictions.jsonl", "".join(f"{json.dumps(e)}\n" for e in document["images"]))
+            write_text_atomic(
+                folder / "predictions.jsonl",
+                "".join(f"{json.dumps(e)}\n" for e in document["images"]),
+            )
         elif name == "coco":
             write_coco(detections, folder / "results.json")
             write_data_set(detections, folder / "dataset.json")
@@ -116,8 +123,15 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
     root = images_root(detections)
     names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
     found = clipped(detections).boxes
-    extra = {"scores": None, "ids": np.arange(1, len(found) + 1), "extra": {"score": found.scores}}
-    write_coco(dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)), path)
+    extra = {
+        "scores": None,
+        "ids": np.arange(1, len(found) + 1),
+        "extra": {"score": found.scores},
+    }
+    write_coco(
+        dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)),
+        path,
+    )
 
 
 def clipped(detections: LabelledImages) -> LabelledImages:

@@ -176,14 +176,22 @@ def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
         say(f"{path}: the annotations have changed since these predictions were made; the new ones are used")
     for sentence in read.changed_classes:
         say(f"{path}: {sentence}")
-    return Predicted(table, read.predictions, {"detector": str(path), "data": data} | about, run_folder=folder)
+    return Predicted(
+        table,
+        read.predictions,
+        {"detector": str(path), "data": data} | about,
+        run_folder=folder,
+    )
 
 
 # ---- which data ------------------------------------------------------------------------------------------------------
 
 
 def _data_of(
-    source: str | Path, about: Mapping, options: SplitOptions, say: Say
+    source: str | Path,
+    about: Mapping,
+    options: SplitOptions,
+    say: Say,
 ) -> tuple[Path | None, dict, DetectionTable]:
     """Return the run folder that contains a file or model, if any, the settings of the data to evaluate on, and their
     table: the requested data, those that `about` names, or those of the run.
@@ -227,7 +235,12 @@ def _other_data(options: SplitOptions) -> dict:
     """Return the arguments of `open_split` for data that belong to no run; `val` of a folder if no split is named."""
     key = "name" if options.format in ("hub", "visual_genome", "psg") else "path"
     source = options.split or "val"
-    return {"source": source, key: options.path, "image_dir": options.image_dir, "format": options.format or "auto"}
+    return {
+        "source": source,
+        key: options.path,
+        "image_dir": options.image_dir,
+        "format": options.format or "auto",
+    }
 
 
 def _given(options: SplitOptions) -> dict:

@@ -71,7 +71,10 @@ class Predictor:
         of images."""
         several = isinstance(images, (list, tuple))
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
-        detections = self.predict([as_image(image) for image in (images if several else [images])], minimum)
+        detections = self.predict(
+            [as_image(image) for image in (images if several else [images])],
+            minimum,
+        )
         return detections if several else detections[0]
 
     def as_json(self, detections: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
@@ -135,7 +138,10 @@ def from_report(predictor: Predictor) -> Predictor:
         )
     overall = predictor.recommended_threshold
     minimum = torch.tensor([predictor.thresholds.get(name, overall) for name in predictor.class_names])
-    return _filtered(predictor, lambda detections: detections["scores"] >= minimum[detections["labels"]])
+    return _filtered(
+        predictor,
+        lambda detections: detections["scores"] >= minimum[detections["labels"]],
+    )
 
 
 def smallest_threshold(predictor: Predictor) -> float:
@@ -191,7 +197,13 @@ def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int 
         batch = collate(prepared, detector.stride).to(device)
         given = [batch.targets] if "labels" in batch.targets[0] else []
         outputs = detector(batch.images, batch.sizes, *given)
-        return detector.postprocess(outputs, batch.sizes, sizes_hw.to(device), score_threshold, top_k)
+        return detector.postprocess(
+            outputs,
+            batch.sizes,
+            sizes_hw.to(device),
+            score_threshold,
+            top_k,
+        )
 
     return _loop(partial(resized, size), find)
 
@@ -214,7 +226,11 @@ def predict_with(run: Runner, about: About, top_k: int | None = None):
 
 
 def _relations_among(
-    keep: Tensor, count: int, pairs: Tensor, predicate_scores: Tensor, triplet_scores: Tensor
+    keep: Tensor,
+    count: int,
+    pairs: Tensor,
+    predicate_scores: Tensor,
+    triplet_scores: Tensor,
 ) -> Found:
     """Return the relations of an exported graph between the objects `keep`, rows of its `count` objects."""
     place = torch.full((count,), -1)
@@ -236,7 +252,11 @@ def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
         joined = {key: torch.cat([inputs[key] for _, inputs in prepared]) for key in prepared[0][1]}
         sizes_hw = sizes_hw.to(device)
-        found = processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes_hw)
+        found = processor.post_process_object_detection(
+            model(**joined),
+            score_threshold,
+            target_sizes=sizes_hw,
+        )
         order = (detections["scores"].argsort(descending=True, stable=True)[:top_k] for detections in found)
         return [{key: d[key][rows] for key in d} for d, rows in zip(found, order, strict=True)]
 
@@ -247,7 +267,10 @@ def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Found = NO_BOX
     """Resize an image for a detector, and return it with a target of its boxes, without relations. size: as in
     `input_hw`."""
     count = len(boxes["boxes"])
-    nothing = {"area": torch.zeros(count), "iscrowd": torch.zeros(count, dtype=torch.int64)}
+    nothing = {
+        "area": torch.zeros(count),
+        "iscrowd": torch.zeros(count, dtype=torch.int64),
+    }
     target = boxes | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
     return resize(image, target, input_hw(image.shape[-2:], size))
 
@@ -284,7 +307,13 @@ def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Foun
     Raises:
         BadInput: an image that cannot be read.
     """
-    bar = tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None)
+    bar = tqdm(
+        total=len(table),
+        desc=f"evaluation of {predictor.source}",
+        delay=2,
+        leave=False,
+        disable=None,
+    )
     with bar, ThreadPoolExecutor() as pool:
         for start in range(0, len(table), IMAGES_AT_ONCE):
             rows = map(table.row, range(start, min(start + IMAGES_AT_ONCE, len(table))))

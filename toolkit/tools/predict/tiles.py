@@ -50,10 +50,18 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
             for (x, y), detections in zip(some, predictor.predict(cuts, score_threshold), strict=True):
                 boxes = detections["boxes"]
                 right, bottom = min(width, x + columns), min(height, y + rows)
-                space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)
+                space = torch.cat(
+                    [boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]],
+                    dim=1,
+                )
                 inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders between tiles
                 cut.append(((space <= NEAR * tile) & inner).any(1))
-                parts.append({**detections, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
+                parts.append(
+                    {
+                        **detections,
+                        "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype),
+                    }
+                )
         return merged(parts, nms_iou, torch.cat(cut))
 
     return replace(predictor, predict=predict)
@@ -71,7 +79,10 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
         mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
         for image, detections in zip(images, mirrored, strict=True):
             left, top, right, bottom = detections["boxes"].unbind(1)
-            detections["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
+            detections["boxes"] = torch.stack(
+                [image.shape[-1] - right, top, image.shape[-1] - left, bottom],
+                dim=1,
+            )
         return [_averaged(both, nms_iou) for both in zip(plain, mirrored, strict=True)]
 
     return replace(predictor, predict=predict)
@@ -133,7 +144,11 @@ def _averaged(parts: Sequence[Found], nms_iou: float) -> Found:
     near[torch.arange(len(kept)), kept] = True
     weights = near * joined["scores"]
     boxes = weights @ joined["boxes"] / weights.sum(1, keepdim=True).clamp(min=1e-9)
-    return {"boxes": boxes, "scores": joined["scores"][kept], "labels": joined["labels"][kept]}
+    return {
+        "boxes": boxes,
+        "scores": joined["scores"][kept],
+        "labels": joined["labels"][kept],
+    }
 
 
 def _refuse_graphs(predictor: Predictor, flag: str) -> None:

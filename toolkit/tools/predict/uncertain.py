@@ -23,7 +23,10 @@ CANDIDATES = 3  # times the number of requested images: the most uncertain, amon
 
 
 def most_uncertain(
-    predictor: Predictor, paths: Sequence[Path], count: int, batch_size: int = 8
+    predictor: Predictor,
+    paths: Sequence[Path],
+    count: int,
+    batch_size: int = 8,
 ) -> dict[Path, tuple[float, float]]:
     """Choose the `count` images most worth labelling, and return them in the order of choice, each with its
     `uncertainty`. Unreadable files are left out.

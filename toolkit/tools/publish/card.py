@@ -100,7 +100,10 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     ]
     text = "\n\n".join(filter(None, parts))
     path = folder / "README.md"
-    write_text_atomic(path, f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n")
+    write_text_atomic(
+        path,
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n",
+    )
     return path
 
 
@@ -127,7 +130,10 @@ def best_row(run: Path) -> dict:
 def _index(settings: Mapping, row: Mapping) -> list[dict]:
     data = settings.get("data", {})
     metrics = [{"type": k, "name": name, "value": row[k]} for k, name in SHOWN.items() if row.get(k) is not None]
-    dataset = {"type": str(data.get("name") or data.get("format") or "images"), "name": str(data.get("val"))}
+    dataset = {
+        "type": str(data.get("name") or data.get("format") or "images"),
+        "name": str(data.get("val")),
+    }
     return [{"task": {"type": "object-detection"}, "dataset": dataset, "metrics": metrics}]
 
 

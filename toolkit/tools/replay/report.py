@@ -92,7 +92,13 @@ def investigate(
     broken_ranks = [r for r, where in enumerate(where_by_rank) if where != "unknown"] or [0]
     path = None
     if rank in broken_ranks:
-        report = {**context, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
+        report = {
+            **context,
+            "rank": rank,
+            "reason": guard.reason,
+            "policy": guard.policy,
+            **finding,
+        }
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
         path = write_report(run_folder, report, batches, model.state_dict(), extra, tensors)
     removed = _forget_reports(path) if path else ""
@@ -128,7 +134,11 @@ def write_report(
         folder.mkdir(parents=True)
         for i, batch in enumerate(batches):
             of_batch, rest = _split_batch(batch)
-            save_file(of_batch, folder / f"batch_{i}.safetensors", metadata={"targets": json.dumps(rest)})
+            save_file(
+                of_batch,
+                folder / f"batch_{i}.safetensors",
+                metadata={"targets": json.dumps(rest)},
+            )
         if len(list(nan_folder.glob("step_*/rank*/model.safetensors"))) < MAX_FULL_REPORTS:
             save_file({k: _plain(v) for k, v in state.items()}, folder / "model.safetensors")
             if tensors:
@@ -138,7 +148,10 @@ def write_report(
         (folder / "report.json").write_text(json.dumps(_jsonable(report), indent=1), encoding="utf-8")
         (folder / "report.txt").write_text(_text(report, folder), encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        warnings.warn(f"{folder}: the report of the NaN guard could not be written: {error}", stacklevel=2)
+        warnings.warn(
+            f"{folder}: the report of the NaN guard could not be written: {error}",
+            stacklevel=2,
+        )
         return None
     return folder
 
@@ -201,7 +214,10 @@ def _forget_reports(newest: Path) -> str:
             if not any(folder.parent.iterdir()):
                 folder.parent.rmdir()
         except OSError as error:
-            warnings.warn(f"{folder}: an older report of the NaN guard could not be removed: {error}", stacklevel=2)
+            warnings.warn(
+                f"{folder}: an older report of the NaN guard could not be removed: {error}",
+                stacklevel=2,
+            )
     if not removed:
         return ""
     return f" (removed: {', '.join(removed)}; the first {FIRST_REPORTS} and the newest {NEWEST_REPORTS} are kept)"

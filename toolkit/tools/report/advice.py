@@ -50,8 +50,17 @@ def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
         suggestions = [barely_begun]
     else:
         suggestions = [_too_short(run), _over_fitting(run.rows), _small_objects(judged, data)]
-        suggestions += [_duplicates(judged, model), _confused_classes(judged), _imbalance(judged, data)]
-        suggestions += [_too_few_slots(judged, model), _places(judged), _scores(judged), _annotation(judged)]
+        suggestions += [
+            _duplicates(judged, model),
+            _confused_classes(judged),
+            _imbalance(judged, data),
+        ]
+        suggestions += [
+            _too_few_slots(judged, model),
+            _places(judged),
+            _scores(judged),
+            _annotation(judged),
+        ]
     return [advice for advice in suggestions if advice is not None]
 
 
@@ -180,7 +189,10 @@ def _small_objects(judged, data) -> Advice | None:
 def _scale(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
     if data.get("scales"):
         shorter = sizes_hw.min(axis=1)
-        return np.minimum(data["scales"][-1] / shorter, data.get("max_size", 1333) / sizes_hw.max(axis=1))
+        return np.minimum(
+            data["scales"][-1] / shorter,
+            data.get("max_size", 1333) / sizes_hw.max(axis=1),
+        )
     return np.sqrt(np.prod(np.broadcast_to(data["image_size"], 2)) / sizes_hw.prod(axis=1))
 
 
@@ -254,7 +266,8 @@ def _too_few_slots(judged, model) -> Advice | None:
         )
     if len(crowded) < 2 or queries:
         return None
-    least, most = crowded[0], crowded[-1]
+    least = crowded[0]
+    most = crowded[-1]
     if most.recall_at_any_score > least.recall_at_any_score - 0.2:
         return None
     flags = ", ".join(f"--model.{key}" for key in MORE_BOXES if key in model)

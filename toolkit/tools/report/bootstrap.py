@@ -119,4 +119,9 @@ def _average_precision(true_positives: np.ndarray, wrong: np.ndarray, total: np.
 
 
 def _share(part: np.ndarray, total: np.ndarray) -> np.ndarray:
-    return np.divide(part, total, out=np.full(total.shape, np.nan, np.float64), where=total > 0)
+    return np.divide(
+        part,
+        total,
+        out=np.full(total.shape, np.nan, np.float64),
+        where=total > 0,
+    )

@@ -75,7 +75,12 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
     changed = abs(judged[-1].image_f1 - first.image_f1)
     order = np.argsort(-changed, kind="stable")[:images]
     images_changed = [int(i) for i in order if changed[i] > 0]
-    return Comparison(judged, [d for d in differences if d is not None], images_changed, _seeds(judged))
+    return Comparison(
+        judged,
+        [d for d in differences if d is not None],
+        images_changed,
+        _seeds(judged),
+    )
 
 
 def settings_without_seed(config: Mapping) -> str:
@@ -93,7 +98,10 @@ def difference(base: Judgement, other: Judgement, metric: str) -> Difference | N
     values = base.numbers[metric], other.numbers[metric]
     if None in values:
         return None
-    drawn = interval(other.draws.numbers[metric] - base.draws.numbers[metric], values[1] - values[0])
+    drawn = interval(
+        other.draws.numbers[metric] - base.draws.numbers[metric],
+        values[1] - values[0],
+    )
     return None if drawn is None else Difference(metric, base.name, other.name, values[1] - values[0], *drawn)
 
 
@@ -160,7 +168,11 @@ def differences(c: Comparison) -> str:
     for d in c.differences:
         points = (f"{value * 100:+.2f}" for value in (d.value, d.low, d.high))
         rows.append((d.other, d.metric, *points, "may be chance" if d.chance else NOT_CHANCE))
-    return table([f"against {c.judged[0].name}", "", "difference", "95 % from", "to", ""], rows, text=(0, 1, 5))
+    return table(
+        [f"against {c.judged[0].name}", "", "difference", "95 % from", "to", ""],
+        rows,
+        text=(0, 1, 5),
+    )
 
 
 def seeds(c: Comparison) -> str:
@@ -173,7 +185,8 @@ def seeds(c: Comparison) -> str:
 
 def classes(c: Comparison) -> str:
     """Return a table of the AP of each class, and the paired difference of the last detector to the first."""
-    first, last = c.judged[0], c.judged[-1]
+    first = c.judged[0]
+    last = c.judged[-1]
     rows = []
     for label, name in enumerate(first.matches.class_names):
         value = last.class_ap[label] - first.class_ap[label]
@@ -183,7 +196,13 @@ def classes(c: Comparison) -> str:
         rows.append((name, first.matches.num_truth[label], *(number(j.class_ap[label]) for j in c.judged), *shown))
     changes = np.nan_to_num(last.class_ap - first.class_ap)
     rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MOST_CLASSES]]
-    head = ["class", "boxes", *(j.name for j in c.judged), f"{last.name} less {first.name}, points", "95 %"]
+    head = [
+        "class",
+        "boxes",
+        *(j.name for j in c.judged),
+        f"{last.name} less {first.name}, points",
+        "95 %",
+    ]
     return table(head, rows)
 
 

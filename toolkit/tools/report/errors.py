@@ -79,7 +79,12 @@ def tide_errors(matches: Matches) -> Errors:
 def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     def best(among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         among = among & ~m.crowd[m.gt]
-        return best_pairs(m.det[among], m.gt[among], m.iou[among], len(m.found))
+        return best_pairs(
+            m.det[among],
+            m.gt[among],
+            m.iou[among],
+            len(m.found),
+        )
 
     same, same_gt = best(m.same_class)
     other, other_gt = best(~m.same_class)
@@ -167,7 +172,15 @@ def strata(matches: Matches, threshold: float) -> list[Stratum]:
         for name, inside in groups.items():
             some = rows[inside]
             if len(some):
-                result.append(Stratum(topic, name, len(some), float(above[some].mean()), float(at_any[some].mean())))
+                result.append(
+                    Stratum(
+                        topic,
+                        name,
+                        len(some),
+                        float(above[some].mean()),
+                        float(at_any[some].mean()),
+                    )
+                )
     return result
 
 

@@ -168,7 +168,15 @@ def _readings(detections: Boxes, sizes_hw: np.ndarray):
     formats = {
         "xyxy": detections.xyxy,
         "xywh (left, top, width, height)": np.stack([a, b, a + c, b + d], axis=1),
-        "cxcywh (centre, width, height)": np.stack([a - c / 2, b - d / 2, a + c / 2, b + d / 2], axis=1),
+        "cxcywh (centre, width, height)": np.stack(
+            [
+                a - c / 2,
+                b - d / 2,
+                a + c / 2,
+                b + d / 2,
+            ],
+            axis=1,
+        ),
         "yxyx (y before x)": np.stack([b, a, d, c], axis=1),
     }
     for name, boxes in formats.items():
@@ -198,7 +206,12 @@ def _about_labels(detections: Boxes, truth: Boxes, chosen: np.ndarray) -> list[s
     if same_class > any_class / 2 or not _is_evidence(any_class, 0, detections, truth, chosen):
         return []
     for shift in (-1, 1):
-        moved = _recall(replace(detections, labels=detections.labels + shift), truth, chosen, labels=True)
+        moved = _recall(
+            replace(detections, labels=detections.labels + shift),
+            truth,
+            chosen,
+            labels=True,
+        )
         if moved >= 0.8 * any_class:
             with_class = f"{moved:.0%} of the objects are found with their class, as they are {same_class:.0%}"
             return [f"labels are off by one: with {shift:+d} added {with_class}"]

@@ -36,7 +36,8 @@ def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
-    low, high = np.maximum(np.arange(len(values)) - half, 0), np.minimum(np.arange(len(values)) + half + 1, len(values))
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
     with np.errstate(invalid="ignore"):
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
 
@@ -52,14 +53,31 @@ def training_charts(rows: Sequence[Mapping]) -> dict[str, list[LineChart]]:
             _metrics(rows, "AP on the validation data", ("bbox_AP", "bbox_AP50", "bbox_AP75")),
             _metrics(rows, "AP by size of the object", ("bbox_APs", "bbox_APm", "bbox_APl")),
             _classes(rows, names),
-            _metrics(rows, "Recall of relations", ("R@20", "R@50", "R@100", "mR@20", "mR@50", "mR@100")),
+            _metrics(
+                rows,
+                "Recall of relations",
+                ("R@20", "R@50", "R@100", "mR@20", "mR@50", "mR@100"),
+            ),
         ],
         LOSSES: [
             _term(rows, "loss", "Total loss, weighted"),
-            _terms(rows, "Weighted loss terms" + (", last layer" if len(main) < len(weighted) else ""), main),
-            _terms(rows, "Weighted loss terms, auxiliary layers", [n for n in weighted if n not in main]),
+            _terms(
+                rows,
+                "Weighted loss terms" + (", last layer" if len(main) < len(weighted) else ""),
+                main,
+            ),
+            _terms(
+                rows,
+                "Weighted loss terms, auxiliary layers",
+                [n for n in weighted if n not in main],
+            ),
             _rates(rows, [name for name in names if name.startswith("train/lr/")]),
-            LineChart("Gradient norm before clipping", smooth_lines(rows, "train/grad_norm", "", 0), STEP, log=True),
+            LineChart(
+                "Gradient norm before clipping",
+                smooth_lines(rows, "train/grad_norm", "", 0),
+                STEP,
+                log=True,
+            ),
         ],
     }
     for name in main:
@@ -117,7 +135,15 @@ def _metrics(rows, title: str, keys: Sequence[str]) -> LineChart:
     for i, key in enumerate(keys):
         name = key.removeprefix("bbox_")
         lines.append(Line(name, *series(rows, f"val/{key}"), i, dots=True))
-        lines.append(Line(f"{name}, EMA", *series(rows, f"val/ema/{key}"), i, dashed=True, dots=True))
+        lines.append(
+            Line(
+                f"{name}, EMA",
+                *series(rows, f"val/ema/{key}"),
+                i,
+                dashed=True,
+                dots=True,
+            )
+        )
     return LineChart(title, lines, STEP, y_range=(0, None))
 
 
@@ -131,14 +157,26 @@ def _classes(rows, names: Sequence[str]) -> LineChart:
         chosen = chosen[:5] + chosen[-5:]
     many = " (five best and five worst)" if len(curves) > 10 else ""
     lines = [Line(name, *curves[name], i, dashed=i > 7, dots=True) for i, name in enumerate(chosen)]
-    return LineChart(f"AP by class{', EMA' * ('ema' in prefix)}{many}", lines, STEP, y_range=(0, None))
+    return LineChart(
+        f"AP by class{', EMA' * ('ema' in prefix)}{many}",
+        lines,
+        STEP,
+        y_range=(0, None),
+    )
 
 
 def f1_chart(sweeps: Mapping[str, Sweep], best: Point | None = None) -> LineChart:
     """Return a chart of F1 against score. best: the threshold to mark."""
     lines = [Line(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
     marks = [] if best is None else [(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")]
-    return LineChart("F1 against score, IoU 0.5", lines, "a prediction needs this score", (0, 1), (0, 1), marks=marks)
+    return LineChart(
+        "F1 against score, IoU 0.5",
+        lines,
+        "a prediction needs this score",
+        (0, 1),
+        (0, 1),
+        marks=marks,
+    )
 
 
 def precision_recall_chart(sweeps: Mapping[str, Sweep]) -> LineChart:
@@ -162,8 +200,19 @@ def confusion_chart(matrix: np.ndarray, names: Sequence[str], threshold: float) 
     """Return a chart of a confusion matrix (K + 1, K + 1) of `thresholds.confusion_matrix`, of the K classes
     `names`."""
     title = f"Boxes by class, predictions above {threshold:g}, IoU 0.5"
-    return MatrixChart(title, matrix, [*names, "background"], [*names, "missed"], "annotated", "predicted")
+    return MatrixChart(
+        title,
+        matrix,
+        [*names, "background"],
+        [*names, "missed"],
+        "annotated",
+        "predicted",
+    )
 
 
 def class_ap_chart(ap: Mapping[str, float]) -> BarChart:
-    return BarChart("AP of each class", [(name, value, f"{value:.3f}") for name, value in ap.items()], most=1)
+    return BarChart(
+        "AP of each class",
+        [(name, value, f"{value:.3f}") for name, value in ap.items()],
+        most=1,
+    )

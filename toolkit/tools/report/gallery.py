@@ -57,7 +57,11 @@ class Pictures:
         except (ImageError, OSError):
             self.unreadable += 1
             return ""
-        return self.figure(_drawn(picture_of(pixels), marks, focus), caption, self.link(row))
+        return self.figure(
+            _drawn(picture_of(pixels), marks, focus),
+            caption,
+            self.link(row),
+        )
 
     def figure(self, picture: Image.Image, caption: str, link: str = "") -> str:
         """Return any picture as a `<figure>`, and take its bytes from the budget."""
@@ -95,7 +99,13 @@ class Pictures:
 def _drawn(picture: Image.Image, marks: Sequence[Mark], focus: Sequence[float] | None) -> Image.Image:
     part = (0, 0, *picture.size) if focus is None else _around(focus, picture.size)
     drawn = fitted(picture.crop(part), SIDE)
-    draw_marks(drawn, marks, scale=SIDE / max(part[2] - part[0], part[3] - part[1]), corner=part[:2], size=13)
+    draw_marks(
+        drawn,
+        marks,
+        scale=SIDE / max(part[2] - part[0], part[3] - part[1]),
+        corner=part[:2],
+        size=13,
+    )
     return drawn
 
 
@@ -103,7 +113,8 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
     """Return the box enlarged to twice its size, at least 64 pixels wide, inside the image."""
     x1, y1, x2, y2 = np.nan_to_num(np.asarray(box, dtype=float)).tolist()
     half = max(abs(x2 - x1), abs(y2 - y1), 32.0)
-    cx, cy = min(max((x1 + x2) / 2, 0), size[0]), min(max((y1 + y2) / 2, 0), size[1])
+    cx = min(max((x1 + x2) / 2, 0), size[0])
+    cy = min(max((y1 + y2) / 2, 0), size[1])
     left, top = max(0, int(cx - half)), max(0, int(cy - half))
     return left, top, max(left + 1, min(size[0], int(cx + half))), max(top + 1, min(size[1], int(cy + half)))
 
@@ -212,12 +223,26 @@ def _suspect(judged: Judgement, maker: Pictures, s: Suspect) -> str:
     predicted, annotated = _marks(judged.matches, s)
     names = " predicted {}, annotated {}".format(*_what(judged.matches, s))
     caption = f"{judged.table.image_name(s.image)}: {s.kind};{names}"
-    return maker.of(s.image, annotated + predicted, caption, focus=(predicted or annotated)[0].box)
+    return maker.of(
+        s.image,
+        annotated + predicted,
+        caption,
+        focus=(predicted or annotated)[0].box,
+    )
 
 
 def _predicted(m: Matches, row: int, colour: str) -> Mark:
-    return Mark(m.found.xyxy[row], colour, f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}")
+    return Mark(
+        m.found.xyxy[row],
+        colour,
+        f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}",
+    )
 
 
 def _annotated(m: Matches, row: int) -> Mark:
-    return Mark(m.truth.xyxy[row], TRUTH, m.class_names[m.truth.labels[row]], dashed=True)
+    return Mark(
+        m.truth.xyxy[row],
+        TRUTH,
+        m.class_names[m.truth.labels[row]],
+        dashed=True,
+    )

@@ -95,7 +95,11 @@ def _settings(run: RunFacts) -> list[str]:
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    lines = [
+        head,
+        ["---", *["---:"] * (len(head) - 1)],
+        *rows,
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

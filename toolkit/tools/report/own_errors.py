@@ -66,7 +66,12 @@ def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
     places = np.arange(1, len(rows) + 1)
     enough = np.flatnonzero(expected <= OWN_SHARE * places)
     count = int(places[enough[-1]]) if len(enough) else 0
-    return Doubt(len(rows), count, float(own[:count].sum()), float(own[count:].sum()))
+    return Doubt(
+        len(rows),
+        count,
+        float(own[:count].sum()),
+        float(own[count:].sum()),
+    )
 
 
 def _evidence(m: Matches, suspects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +124,12 @@ def _fit(log_odds: np.ndarray, counts: np.ndarray, with_share: bool) -> _Fit:
         share = float(expit(values[2])) if with_share else 0.0
         wrong = share + (1 - share) * expit(-(slope * log_odds + values[1]))
         wrong = np.clip(wrong, 1e-9, 1 - 1e-9)
-        return _Fit(slope, float(values[1]), share, -float((counts * np.log([1 - wrong, wrong])).sum()))
+        return _Fit(
+            slope,
+            float(values[1]),
+            share,
+            -float((counts * np.log([1 - wrong, wrong])).sum()),
+        )
 
     starts = [[0.0, offset, -4.0] if with_share else [0.0, offset] for offset in (-1.0, 0.0, 1.0)]
     options = {"maxiter": 2000, "xatol": 1e-4, "fatol": 1e-4}

@@ -159,7 +159,13 @@ def confusion(judged: Judgement) -> str:
         f"sums to their number; the last row is predictions where no box is.{note}"
     )
     part = matrix[np.ix_([*chosen, k], [*chosen, k])]
-    shown = svg(figures.confusion_chart(part, [names[i] for i in chosen], judged.threshold))
+    shown = svg(
+        figures.confusion_chart(
+            part,
+            [names[i] for i in chosen],
+            judged.threshold,
+        )
+    )
     pairs = [
         (names[i], names[j], int(wrong[i, j]), f"{wrong[i, j] / max(matrix[i].sum(), 1):.1%}")
         for i, j in zip(*np.unravel_index(np.argsort(-wrong[:k, :k], axis=None)[:10], (k, k)), strict=True)

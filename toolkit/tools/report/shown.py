@@ -78,7 +78,16 @@ def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, gr
     matrix = confusion_matrix(matches, threshold)[np.ix_(places, places)]
     ap = {name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None}
     images = _images(table, matches, pictures)
-    return Shown(names, images, grid, curves, ap, matrix, [names[k] for k in chosen], threshold)
+    return Shown(
+        names,
+        images,
+        grid,
+        curves,
+        ap,
+        matrix,
+        [names[k] for k in chosen],
+        threshold,
+    )
 
 
 def _images(table, matches: Matches, count: int) -> list[ShownImage]:

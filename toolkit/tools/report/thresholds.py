@@ -62,7 +62,13 @@ def sweep(matches: Matches, label: int | None = None) -> Sweep:
     true_positives = right[last].astype(float)
     kept = last + 1.0
     recall = true_positives / total if total else np.full(len(last), np.nan)
-    return Sweep(score[last], true_positives / kept, recall, 2 * true_positives / (kept + total), total)
+    return Sweep(
+        score[last],
+        true_positives / kept,
+        recall,
+        2 * true_positives / (kept + total),
+        total,
+    )
 
 
 def _between(low: float, high: float) -> float:
@@ -127,7 +133,19 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
             matched[gt] = True
     matrix = np.zeros((k + 1, k + 1), np.int64)
     pairs = np.flatnonzero(paired >= 0)
-    np.add.at(matrix, (m.truth.labels[paired[pairs]], m.found.labels[pairs]), 1)
-    np.add.at(matrix, (k, m.found.labels[kept & (paired < 0)]), 1)
-    np.add.at(matrix, (m.truth.labels[~matched & ~m.crowd], k), 1)
+    np.add.at(
+        matrix,
+        (m.truth.labels[paired[pairs]], m.found.labels[pairs]),
+        1,
+    )
+    np.add.at(
+        matrix,
+        (k, m.found.labels[kept & (paired < 0)]),
+        1,
+    )
+    np.add.at(
+        matrix,
+        (m.truth.labels[~matched & ~m.crowd], k),
+        1,
+    )
     return matrix

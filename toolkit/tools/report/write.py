@@ -82,7 +82,11 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
         | {"interval_95": [d.low, d.high], "explained_by_chance": d.chance}
         for d in c.differences
     ]
-    content = {"detectors": list(map(as_json, judged)), "differences": differences, "over_seeds": c.groups}
+    content = {
+        "detectors": list(map(as_json, judged)),
+        "differences": differences,
+        "over_seeds": c.groups,
+    }
     write_json(folder / NUMBERS, replace_nonfinite(content))
     return folder / PAGE
 

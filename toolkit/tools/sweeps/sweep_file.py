@@ -53,7 +53,12 @@ class Sweep:
     def command_of(self, values: Mapping, extra: list[str]) -> list[str]:
         """Return the words that start a trial with these values; `extra` arguments come last and win."""
         arguments = [*(f"--{name}={_word(value)}" for name, value in values.items()), *extra]
-        meant = {"${env}": [], "${interpreter}": [sys.executable], "${program}": [self.program], "${args}": arguments}
+        meant = {
+            "${env}": [],
+            "${interpreter}": [sys.executable],
+            "${program}": [self.program],
+            "${args}": arguments,
+        }
         return [part for word in self.command for part in meant.get(word, [word])]
 
 
@@ -112,7 +117,8 @@ def _parameter(spec: object) -> Parameter:
         return Parameter([spec["value"]])
     if "values" in spec:
         return Parameter(list(spec["values"]))
-    low, high = spec["min"], spec["max"]
+    low = spec["min"]
+    high = spec["max"]
     ints = isinstance(low, int) and isinstance(high, int)
     kind = spec.get("distribution", "int_uniform" if ints else "uniform")
     if kind not in DISTRIBUTIONS[2:]:

@@ -50,7 +50,10 @@ class WandbTracker(Tracker):
             counts = [(len(i.truth_labels), int((i.found_scores > shown.threshold).sum())) for i in shown.images]
             rows = [[str(i.image_id), image, *n] for i, image, n in zip(shown.images, images, counts, strict=True)]
             columns = ["image", "boxes", "annotated", f"found above {shown.threshold:g}"]
-            values |= {"val/predictions": images, "val/images": wandb.Table(columns=columns, data=rows)}
+            values |= {
+                "val/predictions": images,
+                "val/images": wandb.Table(columns=columns, data=rows),
+            }
         self._run.log({"step": step, **values}, step=step)
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
@@ -61,7 +64,11 @@ class WandbTracker(Tracker):
         if self.notes.get("data") == marks:
             return
         metadata = {split: vars(facts) for split, facts in data.items()}
-        artifact = wandb.Artifact(f"data-{data['train'].fingerprint[:16]}", "dataset", metadata=metadata)
+        artifact = wandb.Artifact(
+            f"data-{data['train'].fingerprint[:16]}",
+            "dataset",
+            metadata=metadata,
+        )
         for split, facts in data.items():
             artifact.add_reference(f"data://{facts.fingerprint}/{facts.uri}", name=split)
         if self._run.offline:  # an offline run cannot look up artifacts, and refuses `use_artifact`
@@ -134,7 +141,13 @@ def _image(wandb, shown, class_names: list[str]):
         "predictions": layer(shown.found_boxes, shown.found_labels, shown.found_scores),
     }
     classes = wandb.Classes([{"id": label, "name": name} for label, name in names.items()])
-    return wandb.Image(shown.picture, caption=str(shown.image_id), file_type="jpg", boxes=layers, classes=classes)
+    return wandb.Image(
+        shown.picture,
+        caption=str(shown.image_id),
+        file_type="jpg",
+        boxes=layers,
+        classes=classes,
+    )
 
 
 def _plots(wandb, shown) -> dict:
@@ -146,7 +159,8 @@ def _plots(wandb, shown) -> dict:
         rows = np.unique(np.linspace(0, len(sweep.score) - 1, CURVE_POINTS).astype(int)) if len(sweep.score) else []
         curve += [[name, float(sweep.recall[i]), float(sweep.precision[i])] for i in rows]
         f1 += [[float(sweep.score[i]), float(sweep.f1[i]), name] for i in rows]
-    rows, columns = [*shown.matrix_names, "background"], [*shown.matrix_names, "missed"]
+    rows = [*shown.matrix_names, "background"]
+    columns = [*shown.matrix_names, "missed"]
     confusions = [[a, p, int(shown.matrix[i, j])] for i, a in enumerate(rows) for j, p in enumerate(columns)]
 
     def plot(kind: str, title: str, columns: dict[str, str], data: list):
@@ -160,7 +174,12 @@ def _plots(wandb, shown) -> dict:
     above = f"Confusions above {shown.threshold:g}, IoU 0.5"
     ap = [[name, value] for name, value in shown.ap.items()]
     return {
-        "val/precision_recall": plot("area-under-curve/v0", "Precision against recall, IoU 0.5", of_curve, curve),
+        "val/precision_recall": plot(
+            "area-under-curve/v0",
+            "Precision against recall, IoU 0.5",
+            of_curve,
+            curve,
+        ),
         "val/f1": plot("lineseries/v0", "F1 against score, IoU 0.5", of_f1, f1),
         "val/confusion_matrix": plot("confusion_matrix/v1", above, of_matrix, confusions),
         "val/class_AP": plot("bar/v0", "AP of each class", {"label": "class", "value": "AP"}, ap),

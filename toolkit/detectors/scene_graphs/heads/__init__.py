@@ -41,7 +41,12 @@ def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: T
         return PrototypeHead(mode, sizes, **fast | options)
     if name == "react_pp":
         return ReactPlusPlusHead(mode, sizes, **options)
-    heads = {"motifs": MotifsHead, "vctree": VCTreeHead, "transformer": TransformerHead, "causal": CausalHead}
+    heads = {
+        "motifs": MotifsHead,
+        "vctree": VCTreeHead,
+        "transformer": TransformerHead,
+        "causal": CausalHead,
+    }
     heads |= {"squat": SquatHead}
     if name not in heads:
         raise BadInput(f"relation head is {name!r}; expected one of {', '.join(RELATION_HEADS)}")

@@ -92,7 +92,9 @@ class CausalHead(nn.Module):
         self.fusion = fusion
         self.effect = effect
         self.translates = context == "vtranse"
-        hidden, pooling, num_predicates = sizes.hidden_dim, sizes.pooling_dim, sizes.num_predicates
+        hidden = sizes.hidden_dim
+        pooling = sizes.pooling_dim
+        num_predicates = sizes.num_predicates
         if context == "motifs":
             self.context = MotifsContext(mode, sizes, dropout, nms_threshold, keep_averages=True)
         elif context == "vctree":
@@ -150,7 +152,8 @@ class CausalHead(nn.Module):
         return subject - obj if self.translates else self.join(torch.cat([subject, obj], 1)).relu()
 
     def _fuse(self, visual: Tensor, pair_context: Tensor, frequency: Tensor) -> Tensor:
-        from_context, from_vision = self.context_out(pair_context), self.visual_out(visual)
+        from_context = self.context_out(pair_context)
+        from_vision = self.visual_out(visual)
         if self.gate is None:
             return from_vision + from_context + frequency
         return from_context * (from_vision + frequency + self.gate(pair_context)).sigmoid()
@@ -160,7 +163,10 @@ class CausalHead(nn.Module):
         nothing."""
         branches = {"auxiliary_ctx": self.context_out(pair_context)}
         if self.fusion == "sum":
-            branches |= {"auxiliary_vis": self.visual_out(batch.union_features), "auxiliary_frq": frequency}
+            branches |= {
+                "auxiliary_vis": self.visual_out(batch.union_features),
+                "auxiliary_frq": frequency,
+            }
         labels = batch.relation_labels, batch.num_pairs
         losses = {name: predicate_loss(logits.float(), *labels) for name, logits in branches.items()}
         return losses | tree_losses(related, batch)

@@ -49,7 +49,9 @@ class GatedLayers(nn.Module):
     def __init__(self, in_dim: int, out_dim: int, expansion: float, dropout: float):
         super().__init__()
         width = -(-int(in_dim * expansion) // 8) * 8
-        self.gate, self.value, self.out = linear(in_dim, width), linear(in_dim, width), linear(width, out_dim)
+        self.gate = linear(in_dim, width)
+        self.value = linear(in_dim, width)
+        self.out = linear(width, out_dim)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -82,7 +84,10 @@ class WordAttention(nn.Module):
     def forward(self, rows: Tensor, words: Tensor) -> Tensor:
         layers = zip((self.query, self.key, self.value), (rows, words, words), strict=True)
         parts = (layer(given).unflatten(1, (ATTENTION_HEADS, -1)).transpose(0, 1)[None] for layer, given in layers)
-        found = F.scaled_dot_product_attention(*parts, dropout_p=self.dropout if self.training else 0.0)
+        found = F.scaled_dot_product_attention(
+            *parts,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
         return self.out(found[0].transpose(0, 1).flatten(1))
 
 
@@ -100,7 +105,11 @@ class MovingPrototypes(nn.Module):
         self.register_buffer("counts", torch.zeros(num_predicates))
 
     def forward(self) -> Tensor:
-        return torch.where(self.counts[:, None] > 0, self.means, F.normalize(self.weight.float(), dim=1))
+        return torch.where(
+            self.counts[:, None] > 0,
+            self.means,
+            F.normalize(self.weight.float(), dim=1),
+        )
 
     @torch.no_grad()
     def follow(self, pairs: Tensor, labels: Tensor) -> None:
@@ -108,9 +117,18 @@ class MovingPrototypes(nn.Module):
         found = torch.zeros_like(self.counts).index_add_(0, labels, (labels > 0).to(self.counts))
         sums = torch.zeros_like(self.means).index_add_(0, labels, pairs.to(self.means))
         means = sums / found.clamp(min=1)[:, None]
-        averaged = PROTOTYPE_MOMENTUM * self.means + (1 - PROTOTYPE_MOMENTUM) * means
-        moved = torch.where(self.counts[:, None] > 0, averaged, means)
-        self.means.copy_(torch.where(found[:, None] > 0, F.normalize(moved, dim=1), self.means))
+        moved = torch.where(
+            self.counts[:, None] > 0,
+            PROTOTYPE_MOMENTUM * self.means + (1 - PROTOTYPE_MOMENTUM) * means,
+            means,
+        )
+        self.means.copy_(
+            torch.where(
+                found[:, None] > 0,
+                F.normalize(moved, dim=1),
+                self.means,
+            )
+        )
         self.counts += found > 0
 
 
@@ -139,11 +157,17 @@ class ReactPlusPlusHead(nn.Module):
         self.subject_attention, self.object_attention, self.union_attention = (
             WordAttention(dim, dropout) for _ in range(3)
         )
-        self.seen_norm, self.union_norm = RMSNorm(dim), RMSNorm(dim)
+        self.seen_norm = RMSNorm(dim)
+        self.union_norm = RMSNorm(dim)
         self.subject_mix, self.object_mix, self.pair_mix = (GatedResidual(dim, dropout) for _ in range(3))
         self.union = linear(sizes.union_dim, dim)
         self.union_gate = linear(dim, dim)
-        self.project = nn.Sequential(linear(dim, 2 * dim), RMSNorm(2 * dim), nn.SiLU(), linear(2 * dim, dim))
+        self.project = nn.Sequential(
+            linear(dim, 2 * dim),
+            RMSNorm(2 * dim),
+            nn.SiLU(),
+            linear(2 * dim, dim),
+        )
         self.prototypes = MovingPrototypes(sizes.num_predicates, dim)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 

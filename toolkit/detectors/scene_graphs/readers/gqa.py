@@ -46,7 +46,12 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
             ]
             if relations:
                 boxes = [(labels[box["name"]], [box[side] for side in "xywh"]) for box in kept.values()]
-                image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
+                image = {
+                    "id": name,
+                    "file_name": f"{name}.jpg",
+                    "width": graph["width"],
+                    "height": graph["height"],
+                }
                 add_graph(annotations, image, boxes, relations)
     if problems:
         raise BadInput(dict.fromkeys(problems))

@@ -48,7 +48,12 @@ def read_graphs(
         location = {"cache_file": cache_file, "image_root": sources.resolve()}
         return write_table(**good.columns(), **location, name=name, checked=digests)
 
-    parts = [*(key or [what]), check_images, sources.resolve(), *map(file_digest, files)]
+    parts = [
+        *(key or [what]),
+        check_images,
+        sources.resolve(),
+        *map(file_digest, files),
+    ]
     return cached_table(parts, make, reading, name=name)
 
 
@@ -79,7 +84,14 @@ def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: S
     count = len(boxes)
     to.add_image(image)
     for number, (label, xywh) in enumerate(boxes):
-        to.add({"id": first + number, "image_id": image["id"], "category_id": label, "bbox": xywh})
+        to.add(
+            {
+                "id": first + number,
+                "image_id": image["id"],
+                "category_id": label,
+                "bbox": xywh,
+            }
+        )
     for *positions, predicate in relations:
         ends = [  # an invalid position becomes an unknown id, which the check then quotes
             first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"

@@ -210,16 +210,29 @@ def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSourc
         image_id = images[image]["image_id"]
         problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
         if not any(severity == "error" for severity, _ in faults):
-            rows.append(_row(graphs, position, images[image], drop=split == "train", attributes=bool(attributes)))
+            rows.append(
+                _row(
+                    graphs,
+                    position,
+                    images[image],
+                    drop=split == "train",
+                    attributes=bool(attributes),
+                )
+            )
     listed = {entry["file_name"] for entry in images}
     categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
     return Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
 
 
 def _faults(
-    graphs: Graphs, position: int, num_classes: int, num_predicates: int, num_attributes: int
+    graphs: Graphs,
+    position: int,
+    num_classes: int,
+    num_predicates: int,
+    num_attributes: int,
 ) -> list[tuple[str, str]]:
-    labels, relations = graphs.labels[position], graphs.relations[position]
+    labels = graphs.labels[position]
+    relations = graphs.relations[position]
     faults = []
     wrong = np.setdiff1d(labels, np.arange(1, num_classes + 1))
     if len(wrong):
@@ -238,10 +251,14 @@ def _faults(
 def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: bool) -> dict:
     size_wh = entry["width"], entry["height"]
     boxes = clip_boxes(scale_boxes(graphs.boxes[position], size_wh), size_wh)
-    labels, relations, of_objects = graphs.labels[position], graphs.relations[position], graphs.attributes[position]
+    labels = graphs.labels[position]
+    relations = graphs.relations[position]
+    of_objects = graphs.attributes[position]
     if drop:
         keep, relations = drop_empty(boxes, relations)
-        boxes, labels, of_objects = boxes[keep], labels[keep], of_objects[keep]
+        boxes = boxes[keep]
+        labels = labels[keep]
+        of_objects = of_objects[keep]
     objects = {
         "id": list(range(1, len(boxes) + 1)),
         "bbox": boxes.tolist(),
@@ -308,7 +325,8 @@ def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> Non
     if faults:
         raise BadInput(faults)
     for image in index:
-        first, last = data["img_to_first_box"][image], data["img_to_last_box"][image]
+        first = data["img_to_first_box"][image]
+        last = data["img_to_last_box"][image]
         relations = _relations_of(data, image, first)
         if len(relations) and not (0 <= relations[:, :2].min() and relations[:, :2].max() <= last - first):
             faults.append(f"{path}: image row {image}: a relation names a box outside rows {first} .. {last}")
@@ -336,6 +354,7 @@ def _corners(centre_wh: np.ndarray) -> np.ndarray:
 
 
 def _overlapping(boxes: np.ndarray, relations: np.ndarray) -> np.ndarray:
-    subjects, objects = boxes[relations[:, 0]], boxes[relations[:, 1]]
+    subjects = boxes[relations[:, 0]]
+    objects = boxes[relations[:, 1]]
     wide = np.minimum(subjects[:, 2:], objects[:, 2:]) - np.maximum(subjects[:, :2], objects[:, :2]) + 1
     return (wide > 0).all(1)

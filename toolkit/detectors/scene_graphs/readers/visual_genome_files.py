@@ -32,7 +32,11 @@ def find_files(place: Path) -> tuple[Path, Path, Path]:
     names = [file for file in documents if _holds_names(file)]
     if len(graphs) == 1 and len(names) > 1:
         names = _of_graphs(names, graphs[0])
-    found = {"graphs": graphs, "names": names, "images": [file for file in documents if _lists_images(file)]}
+    found = {
+        "graphs": graphs,
+        "names": names,
+        "images": [file for file in documents if _lists_images(file)],
+    }
     faults = []
     for kind, files in found.items():
         if not files:
