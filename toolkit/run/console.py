@@ -24,7 +24,7 @@ _OTHER_LOSSES = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
 
 @dataclass
 class Progress:
-    """How far a run is: steps done, and of how many.
+    """The progress of a run: steps done, and of how many.
 
     steps_per_epoch: of an epoch with batches of now. recut: steps more that the run would have made with these always.
     """
