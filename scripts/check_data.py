@@ -25,7 +25,7 @@ import yaml
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import parse_yaml
 from toolkit.data.check_files import depth
-from toolkit.data.formats import FORMATS, NAMED, open_dataset, recognise
+from toolkit.data.formats import FORMATS, MAX_UNUSED_NAMED, open_dataset, recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
 from toolkit.tools.arguments import Program, add_data_flag
@@ -51,7 +51,7 @@ def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], li
         else:
             layout = recognise(given, options.format)
             print(layout)
-            if len(layout.unused) > NAMED:
+            if len(layout.unused) > MAX_UNUSED_NAMED:
                 print(f"all {len(layout.unused)} that are not used: {', '.join(layout.unused)}")
             source = Source(given, layout.splits)
             names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]

@@ -48,7 +48,7 @@ from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.draw import draw_found
-from toolkit.detectors.scene_graphs.formats import SUFFIXES, without_graph_constraint
+from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, without_graph_constraint
 from toolkit.evaluation.predictions import joined
 from toolkit.tools.arguments import Program, inference_flags
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
@@ -140,7 +140,7 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
     if arguments.boxes and not predictor.given:
         raise BadInput(f"--boxes {arguments.boxes}: {predictor.source} finds boxes by itself; leave it out")
     flags = ["--all-scores"] * arguments.all_scores
-    flags += [f"--format {name}" for name in arguments.format if name in SUFFIXES]
+    flags += [f"--format {name}" for name in arguments.format if name in GRAPH_SUFFIXES]
     flags += ["--no-graph-constraint"] * arguments.no_graph_constraint
     if flags and not predictor.predicates:
         raise BadInput(f"{flags[0]} is for scene graphs, and {predictor.source} finds none; see scripts/train_sgg.py")

@@ -24,7 +24,7 @@ from timm.layers.pool2d_same import MaxPool2dSame
 from torch.nn.functional import pad
 
 from scripts import export as script
-from toolkit.base import trust
+from toolkit.base import imports
 from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.models import build_detector
@@ -164,7 +164,7 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
 
 def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp_path, monkeypatch):
     files, _ = ssd
-    monkeypatch.setattr(trust, "_all", True)
+    monkeypatch.setattr(imports, "_trusts_all", True)
     detectors("ssd, few layers").save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
     images = [images_of(1, *hw, seed=i)[0] for i, hw in enumerate([(64, 64), (90, 120), (33, 20), (90, 120)])]
     expected = open_predictor(tmp_path).predict(images, 0.0)

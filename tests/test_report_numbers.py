@@ -22,7 +22,7 @@ from toolkit.base.boxes import COLUMNS
 from toolkit.base.errors import BadInput
 from toolkit.evaluation import matches
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
+from toolkit.evaluation.coco_numbers import COCO_METRICS, exact_numbers
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions import about_file, boxes_of, write_predictions
 from toolkit.evaluation.voc import voc_metrics
@@ -48,7 +48,7 @@ def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):
     again = table_of(tmp_path / "b", truth, table.class_names, draw=False)
     expected = exact_numbers(match(predictions_of(again, found), again))
     drawn = weighted_numbers(match(predictions, table), times[:, None].astype(np.float32))
-    for name in TWELVE:  # AR: no interpolation at recalls that rounding moves, no order among equals
+    for name in COCO_METRICS:  # AR: no interpolation at recalls that rounding moves, no order among equals
         tolerance = 1e-6 if name in ("AR1", "AR10", "AR100") else 2e-2
         expected_number = pytest.approx(expected.numbers[name][0], abs=tolerance, nan_ok=True)
         assert drawn.numbers[name][0] == expected_number, name
@@ -485,5 +485,5 @@ def test_a_perfect_detector_an_evaluation_in_training_and_small_blocks(tmp_path,
     expected = voc_metrics(match(predictions, table))
     row = CocoEvaluator(table).evaluate(predictions)
     assert all(row[f"{year}_mAP"] == expected[f"{year}_mAP"] for year in ("voc07", "voc12"))
-    monkeypatch.setattr(matches, "PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr(matches, "PAIRS_PER_CHUNK", 7)
     assert voc_metrics(match(predictions, table)) == expected

@@ -14,7 +14,7 @@ from torchvision.ops import box_iou
 from toolkit.base.box_ops import cxcywh_to_xyxy
 from toolkit.base.distributed import all_reduce, world
 from toolkit.detectors.ssd.criterion import (
-    IGNORED,
+    IGNORED_LABEL,
     Objects,
     SsdCriterion,
     decode_offsets,
@@ -125,7 +125,7 @@ def loop_match(anchors, boxes, crowd, threshold):
         label = best + 1 if best is not None and overlaps[best] >= threshold else 0
         least = threshold * float((anchor[2:] - anchor[:2]).prod())
         if not label and any(crowd[j] and float(common_area(anchor, boxes[j])) >= least for j in range(len(boxes))):
-            label = IGNORED
+            label = IGNORED_LABEL
         labels.append(label)
     for j in real:
         labels[int(torch.stack([iou_plus(anchor, boxes[j]) for anchor in anchors]).argmax())] = j + 1
@@ -156,7 +156,7 @@ def test_decoding_is_the_inverse_of_encoding(box, anchor, variances):
 
 def test_the_hardest_negatives_of_each_image_count():
     labels = torch.zeros(3, 30, dtype=torch.int64)
-    labels[0, [3, 4]], labels[1, :12], labels[2, 20:] = 1, 2, IGNORED
+    labels[0, [3, 4]], labels[1, :12], labels[2, 20:] = 1, 2, IGNORED_LABEL
     loss = torch.rand(3, 30, generator=torch.Generator().manual_seed(0))
     mined = mine_negatives(loss, labels, ratio=3)
     assert mined.sum(1).tolist() == [6, 18, 0]

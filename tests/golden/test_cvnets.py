@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from toolkit.data.batches import windows
 from toolkit.data.sampling import accumulation_at
 from toolkit.detectors.ssd.criterion import (
-    IGNORED,
+    IGNORED_LABEL,
     Objects,
     SelfWeighting,
     SsdCriterion,
@@ -255,7 +255,7 @@ def test_self_weighting(golden):
         parts = [loc_sum * after / positives, cls_sum / positives]
         np.testing.assert_allclose([sum(parts), *parts], data["total_reg_cls"][call], rtol=1e-5)
         before = after
-    assert not bool((labels == IGNORED).any())
+    assert not bool((labels == IGNORED_LABEL).any())
     assert len(set(data["wt_loc_after"].tolist())) > 1
 
 

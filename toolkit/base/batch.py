@@ -1,8 +1,7 @@
 """One micro-batch of images and targets, and the normalisation of its pixels on the device."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -37,33 +36,46 @@ class Batch:
         if device.type == "cpu":
             return Batch(self.images.to(device), self.sizes.to(device), self.targets)
         small = self._small()
-        packed = send(pack(small) if self.packed is None else self.packed, device, non_blocking)
-        sizes, *rest = unpack(packed, small)
-        parts = iter(rest)
-        targets = []
-        for target in self.targets:
-            moved = {k: next(parts) if isinstance(v, Tensor) else v for k, v in target.items()}
-            targets.append(moved | {"on_host": HostTarget(on_host(target))})
-        return Batch(self.images.to(device, non_blocking=non_blocking), sizes, targets)
+        packed = self.packed
+        if packed is None:
+            packed = pack(small)
+        sent = send(packed, device, non_blocking)
+        sizes, *of_targets = unpack(sent, small)
+        targets = _with_tensors(self.targets, of_targets)
+        for target, original in zip(targets, self.targets, strict=True):
+            target["on_host"] = HostTarget(on_host(original))
+        images = self.images.to(device, non_blocking=non_blocking)
+        return Batch(images, sizes, targets)
 
     def pin_memory(self) -> "Batch":
         """Copy everything that goes to a GPU into page-locked memory. The DataLoader calls this."""
-        return Batch(self.images.pin_memory(), self.sizes, self.targets, pack(self._small()).pin_memory())
+        packed = pack(self._small())
+        return Batch(self.images.pin_memory(), self.sizes, self.targets, packed.pin_memory())
 
     def _small(self) -> list[Tensor]:
-        of_targets = (v for target in self.targets for v in target.values() if isinstance(v, Tensor))
-        return [self.sizes, *of_targets]
+        """Return the sizes and the tensors in the targets, in order."""
+        return [self.sizes, *_tensors_in(self.targets)]
 
     def __getstate__(self) -> dict:
         # A worker sends each tensor as a shared-memory file of its own: hundreds per batch with targets, which is slow
         # and runs into the limit of open files. As NumPy arrays the small ones travel inside the message itself.
-        targets = [{name: _as_array(value) for name, value in target.items()} for target in self.targets]
-        return {"images": self.images, "sizes": _as_array(self.sizes), "targets": targets}
+        targets = []
+        for target in self.targets:
+            arrays = {name: _as_array(value) for name, value in target.items()}
+            targets.append(arrays)
+        return {
+            "images": self.images,
+            "sizes": _as_array(self.sizes),
+            "targets": targets,
+        }
 
     def __setstate__(self, state: dict) -> None:
         self.images = state["images"]
         self.sizes = _as_tensor(state["sizes"])
-        self.targets = [{name: _as_tensor(value) for name, value in target.items()} for target in state["targets"]]
+        self.targets = []
+        for arrays in state["targets"]:
+            target = {name: _as_tensor(value) for name, value in arrays.items()}
+            self.targets.append(target)
 
 
 class HostTarget(Mapping):
@@ -87,12 +99,20 @@ class HostTarget(Mapping):
 
 def pixel_mask(sizes: Tensor, hw: tuple[int, int]) -> Tensor:
     """Return a bool mask (B, H, W), True inside each image's `sizes` (B, 2) h, w; on the device of `sizes`."""
-    rows, columns = (torch.arange(side, device=sizes.device) for side in hw)
-    return (rows[:, None] < sizes[:, 0, None, None]) & (columns < sizes[:, 1, None, None])
+    height, width = hw
+    rows = torch.arange(height, device=sizes.device)
+    columns = torch.arange(width, device=sizes.device)
+    above_bottom = rows[:, None] < sizes[:, 0, None, None]  # (B, H, 1)
+    left_of_right = columns < sizes[:, 1, None, None]  # (B, 1, W)
+    return above_bottom & left_of_right
 
 
 def normalize_images(
-    images: Tensor, sizes: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
+    images: Tensor,
+    sizes: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Compute (uint8 / 255 - mean) / std in float32, then set the padding outside `sizes` to zero, the mean.
 
@@ -100,23 +120,34 @@ def normalize_images(
     same range, which a loop may have mixed or moved, give the same numbers, are not modified, and may require
     gradients.
     """
+    padding = ~pixel_mask(sizes, images.shape[-2:])[:, None]  # (B, 1, H, W)
     if images.is_floating_point():
-        planes = zip((images.to(torch.float32) / 255).unbind(1), mean, std, strict=True)
-        normalized = torch.stack([(plane - each_mean) / each_std for plane, each_mean, each_std in planes], 1)
-        return normalized.masked_fill(~pixel_mask(sizes, images.shape[-2:])[:, None], 0).to(dtype)
+        planes = []
+        fractions = images.to(torch.float32) / 255
+        for plane, channel_mean, channel_std in zip(fractions.unbind(1), mean, std, strict=True):
+            planes.append((plane - channel_mean) / channel_std)
+        normalized = torch.stack(planes, 1)
+        return normalized.masked_fill(padding, 0).to(dtype)
     # The planes are made contiguous as bytes, before float32 makes them four times as large.
-    normalized = images.contiguous().to(torch.float32).div_(255)
+    normalized = images.contiguous().to(torch.float32)
+    normalized.div_(255)
     for plane, channel_mean, channel_std in zip(normalized.unbind(1), mean, std, strict=True):
-        plane.sub_(channel_mean).div_(channel_std)  # plain numbers: a tensor of them would make the host wait for a GPU
-    return normalized.masked_fill_(~pixel_mask(sizes, images.shape[-2:])[:, None], 0).to(dtype)
+        # Plain numbers: a tensor of them would make the host wait for a GPU.
+        plane.sub_(channel_mean)
+        plane.div_(channel_std)
+    return normalized.masked_fill_(padding, 0).to(dtype)
 
 
 def _as_array(value: object) -> object:
-    return value.numpy() if isinstance(value, Tensor) and value.device.type == "cpu" else value
+    if isinstance(value, Tensor) and value.device.type == "cpu":
+        return value.numpy()
+    return value
 
 
 def _as_tensor(value: object) -> object:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    return value
 
 
 def on_host(target: Mapping[str, object]) -> Mapping[str, object]:
@@ -126,44 +157,76 @@ def on_host(target: Mapping[str, object]) -> Mapping[str, object]:
 
 def send(values: Tensor, device: torch.device | str, non_blocking: bool = True) -> Tensor:
     """Copy CPU values to `device`, without waiting for the work that is queued there."""
-    if torch.device(device).type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
+    to_gpu = torch.device(device).type == "cuda" and values.device.type == "cpu"
+    if to_gpu and not values.is_pinned():
         values = values.pin_memory()
     return values.to(device, non_blocking=non_blocking)
 
 
 def send_dicts(dicts: Sequence[Mapping[str, object]], device: torch.device | str) -> list[dict[str, object]]:
     """Copy the tensors in the dicts to `device`; CPU tensors go in one asynchronous copy."""
-    tensors = [value for entry in dicts for value in entry.values() if isinstance(value, Tensor)]
-    if torch.device(device).type == "cpu" or not tensors or any(value.device.type != "cpu" for value in tensors):
-        moved = iter([value.to(device) for value in tensors])
+    tensors = _tensors_in(dicts)
+    from_cpu = all(value.device.type == "cpu" for value in tensors)
+    to_cpu = torch.device(device).type == "cpu"
+    if tensors and from_cpu and not to_cpu:
+        sent = send(pack(tensors), device)
+        moved = unpack(sent, tensors)
     else:
-        moved = iter(unpack(send(pack(tensors), device), tensors))
-    return [{k: next(moved) if isinstance(v, Tensor) else v for k, v in entry.items()} for entry in dicts]
+        moved = [value.to(device) for value in tensors]
+    return _with_tensors(dicts, moved)
+
+
+def _tensors_in(dicts: Iterable[Mapping[str, object]]) -> list[Tensor]:
+    """Return the tensors in the dicts, in order."""
+    tensors = []
+    for entry in dicts:
+        tensors += [value for value in entry.values() if isinstance(value, Tensor)]
+    return tensors
+
+
+def _with_tensors(dicts: Iterable[Mapping[str, object]], tensors: Iterable[Tensor]) -> list[dict[str, object]]:
+    """Return copies of the dicts with `tensors` in place of their own, in the order of `_tensors_in`."""
+    following = iter(tensors)
+    copies = []
+    for entry in dicts:
+        copy = dict(entry)
+        for name, value in entry.items():
+            if isinstance(value, Tensor):
+                copy[name] = next(following)
+        copies.append(copy)
+    return copies
 
 
 def sizes_on_host(sizes: Tensor, targets: Sequence[Mapping] | None) -> list[tuple[int, int]]:
     """Return (h, w) of each image without padding; read `sizes` (B, 2) from its device only if targets lack them."""
     if targets and all("size" in target for target in targets):
-        return [tuple(on_host(target)["size"].tolist()) for target in targets]
+        known = [on_host(target)["size"] for target in targets]
+        return [tuple(size_hw.tolist()) for size_hw in known]
     return [(height, width) for height, width in sizes.tolist()]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Pack tensors of one device as consecutive bytes, (N,) uint8: one copy to another device instead of many."""
     spans = _byte_spans(tensors)
-    packed = torch.zeros(spans[-1].stop if spans else 0, dtype=torch.uint8, device=tensors[0].device)
+    size = spans[-1].stop if spans else 0
+    packed = torch.zeros(size, dtype=torch.uint8, device=tensors[0].device)
     for span, tensor in zip(spans, tensors, strict=True):
-        bytes_of = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # also for strides of 0
-        packed[span.start : span.start + len(bytes_of)] = bytes_of
+        # A tensor with strides of 0 counts as contiguous if it has one element, but `view` of bytes refuses it.
+        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+        content = flat.view(torch.uint8)
+        packed[span.start : span.start + len(content)] = content
     return packed
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that `pack` packed, as views of `packed`; `like` gives their dtypes and shapes."""
-    return [
-        packed[span.start : span.start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-        for span, tensor in zip(_byte_spans(like), like, strict=True)
-    ]
+    tensors = []
+    for span, original in zip(_byte_spans(like), like, strict=True):
+        end = span.start + original.numel() * original.element_size()
+        content = packed[span.start : end]
+        flat = content.view(original.dtype)
+        tensors.append(flat.view(original.shape))
+    return tensors
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -175,23 +238,33 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def dicts_to_host(dicts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Copy the tensors (N, ...) in the dicts, which share their keys, to the CPU; see `to_host`."""
-    joined = to_host([torch.cat([entry[name] for entry in dicts]) for name in dicts[0]])
-    counts = {name: [len(entry[name]) for entry in dicts] for name in dicts[0]}
-    columns = {name: column.split(counts[name]) for name, column in zip(dicts[0], joined, strict=True)}
-    return [{name: parts[i] for name, parts in columns.items()} for i in range(len(dicts))]
+    names = list(dicts[0])
+    columns = []  # of each name, the tensors of all dicts
+    for name in names:
+        columns.append([entry[name] for entry in dicts])
+    joined = to_host([torch.cat(column) for column in columns])
+    copies = [{} for _ in dicts]
+    for name, column, on_cpu in zip(names, columns, joined, strict=True):
+        parts = on_cpu.split([len(part) for part in column])
+        for copy, part in zip(copies, parts, strict=True):
+            copy[name] = part
+    return copies
 
 
 def image_of_each(counts: Sequence[int], device: torch.device | str) -> Tensor:
     """Return the image index of each element, (sum(counts),) int64, where image i has counts[i] elements."""
-    return send(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)), device)
+    repeats = torch.tensor(counts, dtype=torch.int64)
+    indices = torch.arange(len(counts)).repeat_interleave(repeats)
+    return send(indices, device)
 
 
 def pad_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
     """Pad the rows (N, ...) of B images, counts[i] each, to (B, M, ...) with zeros, faster than `pad_sequence`."""
-    shape = len(counts), max(counts, default=0), *values.shape[1:]
-    padded = values.new_zeros(shape).flatten(0, 1)
-    padded[_padded_positions(counts, values.device)] = values
-    return padded.view(shape)
+    most = max(counts, default=0)
+    shape = (len(counts), most, *values.shape[1:])
+    flat = values.new_zeros(shape).flatten(0, 1)  # (B * M, ...)
+    flat[_padded_positions(counts, values.device)] = values
+    return flat.view(shape)
 
 
 def unpad_rows(padded: Tensor, counts: Sequence[int]) -> Tensor:
@@ -200,28 +273,50 @@ def unpad_rows(padded: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _padded_positions(counts: Sequence[int], device: torch.device | str) -> Tensor:
-    width = max(counts, default=0)
-    positions = [torch.arange(i * width, i * width + count) for i, count in enumerate(counts)]
-    return send(torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64), device)
+    """Return the row of each of N values in the flat padded rows, (N,) int64.
+
+    Counts of 2, 0 and 3 make rows 3 wide: image 0 has the rows 0 and 1, image 2 the rows 6, 7 and 8.
+    """
+    most = max(counts, default=0)
+    positions = [torch.zeros(0, dtype=torch.int64)]  # for no images
+    for i, count in enumerate(counts):
+        first = i * most
+        positions.append(torch.arange(first, first + count))
+    return send(torch.cat(positions), device)
 
 
 def rows_of(column: Tensor, rows: Tensor) -> Tensor:
     """Gather the rows (B, M) of each image from a column (B, N, ...): (B, M, ...)."""
-    return column[torch.arange(rows.shape[0], device=rows.device)[:, None], rows]
+    images = torch.arange(rows.shape[0], device=rows.device)
+    return column[images[:, None], rows]
 
 
 def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return the first `counts` rows of each column (B, K, ...), one dict per image."""
-    return [{name: column[i, :count] for name, column in columns.items()} for i, count in enumerate(counts)]
+    of_images = []
+    for i, count in enumerate(counts):
+        first = {name: column[i, :count] for name, column in columns.items()}
+        of_images.append(first)
+    return of_images
 
 
 def kept_first(keep: Tensor, *columns: Tensor) -> list[Tensor]:
     """Return the counts (B,) of rows that `keep` (B, K) selects, and each column (B, K, ...) with these rows first."""
-    first = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices  # in their order
-    return [keep.sum(dim=1), *(rows_of(column, first) for column in columns)]
+    ordered = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True)  # stable: the kept rows in their order
+    counts = keep.sum(dim=1)
+    return [counts, *(rows_of(column, ordered.indices) for column in columns)]
 
 
 def _byte_spans(tensors: Sequence[Tensor]) -> list[slice]:
-    """Return the byte ranges of the tensors; each starts at a multiple of 8 bytes, the widest alignment."""
-    ends = list(accumulate(-(-tensor.numel() * tensor.element_size() // 8) * 8 for tensor in tensors))
-    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    """Return the byte ranges of the tensors; each starts at a multiple of 8 bytes, the widest alignment.
+
+    Tensors of 5, 16 and 3 bytes lie at 0:8, 8:24 and 24:32.
+    """
+    spans = []
+    begin = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        end = begin + (size + 7) // 8 * 8
+        spans.append(slice(begin, end))
+        begin = end
+    return spans

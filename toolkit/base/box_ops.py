@@ -12,24 +12,36 @@ from torch import Tensor
 
 def widest_float(device: torch.device) -> torch.dtype:
     """Return float64, or float32 on Apple's MPS, which has no wider one."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
     """Convert boxes `(..., 4)` from centre and size to corners."""
     cx, cy, width, height = boxes_cxcywh.unbind(-1)
-    return torch.stack((cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2), dim=-1)
+    left = cx - width / 2
+    top = cy - height / 2
+    right = cx + width / 2
+    bottom = cy + height / 2
+    return torch.stack((left, top, right, bottom), dim=-1)
 
 
 def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
     """Convert boxes `(..., 4)` from corners to centre and size."""
-    x0, y0, x1, y1 = boxes_xyxy.unbind(-1)
-    return torch.stack(((x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0), dim=-1)
+    left, top, right, bottom = boxes_xyxy.unbind(-1)
+    cx = (left + right) / 2
+    cy = (top + bottom) / 2
+    width = right - left
+    height = bottom - top
+    return torch.stack((cx, cy, width, height), dim=-1)
 
 
 def moved_ends(boxes_xyxy: Tensor, pixels: float) -> Tensor:
     """Move the right and bottom edges of boxes `(..., 4)` by `pixels`."""
-    return torch.cat([boxes_xyxy[..., :2], boxes_xyxy[..., 2:] + pixels], dim=-1)
+    left_top = boxes_xyxy[..., :2]
+    right_bottom = boxes_xyxy[..., 2:] + pixels
+    return torch.cat([left_top, right_bottom], dim=-1)
 
 
 def normalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
@@ -49,17 +61,22 @@ def denormalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
 
 def resize_boxes(boxes: Tensor, sizes_hw: Tensor, new_sizes_hw: Tensor) -> Tensor:
     """Rescale boxes `(..., N, 4)` in pixels from images of `sizes_hw (..., 2)` to the same images at `new_sizes_hw`."""
-    return boxes * _scale(boxes, new_sizes_hw.to(boxes) / sizes_hw.to(boxes))
+    factors_hw = new_sizes_hw.to(boxes) / sizes_hw.to(boxes)
+    return boxes * _scale(boxes, factors_hw)
 
 
 def clip_boxes(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
     """Clip boxes `(..., N, 4)` to the borders of their images of `sizes_hw (..., 2)`."""
-    return boxes_xyxy.clamp(min=0).minimum(_scale(boxes_xyxy, sizes_hw))
+    largest = _scale(boxes_xyxy, sizes_hw)
+    return boxes_xyxy.clamp(min=0).minimum(largest)
 
 
 def _scale(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
-    height, width = sizes_hw.to(device=boxes.device, dtype=boxes.dtype).unbind(-1)
-    return torch.stack((width, height, width, height), dim=-1).unsqueeze(-2)  # (..., 1, 4)
+    """Return width, height, width, height of each image, `(..., 1, 4)`, which broadcasts to its boxes."""
+    sizes_hw = sizes_hw.to(device=boxes.device, dtype=boxes.dtype)
+    height, width = sizes_hw.unbind(-1)
+    scale = torch.stack((width, height, width, height), dim=-1)
+    return scale.unsqueeze(-2)
 
 
 def box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
@@ -68,7 +85,8 @@ def box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     Two boxes without area have IoU 0 (torchvision: NaN), so that padding rows cannot poison a gradient.
     For all pairs use `pairwise_iou`.
     """
-    return _ratio(*intersection_and_union(boxes1_xyxy, boxes2_xyxy))
+    intersection, union = intersection_and_union(boxes1_xyxy, boxes2_xyxy)
+    return _ratio(intersection, union)
 
 
 def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
@@ -83,8 +101,10 @@ def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     left1, top1, right1, bottom1 = planes1
     left2, top2, right2, bottom2 = planes2
     hull_width = torch.maximum(right1, right2) - torch.minimum(left1, left2)
-    hull = hull_width * (torch.maximum(bottom1, bottom2) - torch.minimum(top1, top2))
-    return _ratio(intersection, union) - _ratio(hull - union, hull)
+    hull_height = torch.maximum(bottom1, bottom2) - torch.minimum(top1, top2)
+    hull = hull_width * hull_height
+    iou = _ratio(intersection, union)
+    return iou - _ratio(hull - union, hull)
 
 
 def intersection_and_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,24 +116,31 @@ def _intersection_and_union(planes1: Sequence[Tensor], planes2: Sequence[Tensor]
     # One coordinate at a time: contiguous planes are several times faster than slices [..., :2] of the last axis.
     left1, top1, right1, bottom1 = planes1
     left2, top2, right2, bottom2 = planes2
-    width = (torch.minimum(right1, right2) - torch.maximum(left1, left2)).clamp(min=0)
-    height = (torch.minimum(bottom1, bottom2) - torch.maximum(top1, top2)).clamp(min=0)
-    intersection = width * height
-    union = (right1 - left1) * (bottom1 - top1) + (right2 - left2) * (bottom2 - top2) - intersection
+    width = torch.minimum(right1, right2) - torch.maximum(left1, left2)
+    height = torch.minimum(bottom1, bottom2) - torch.maximum(top1, top2)
+    intersection = width.clamp(min=0) * height.clamp(min=0)
+    area1 = (right1 - left1) * (bottom1 - top1)
+    area2 = (right2 - left2) * (bottom2 - top2)
+    union = area1 + area2 - intersection
     return intersection, union
 
 
 def pairwise_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """Compute the IoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
-    return box_iou(boxes1_xyxy[..., :, None, :], boxes2_xyxy[..., None, :, :])
+    rows = boxes1_xyxy[..., :, None, :]  # (..., N, 1, 4)
+    columns = boxes2_xyxy[..., None, :, :]  # (..., 1, M, 4)
+    return box_iou(rows, columns)
 
 
 def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """Compute the GIoU of all pairs within each leading index: `(..., N, 4)`, `(..., M, 4)` -> `(..., N, M)`."""
-    return generalized_box_iou(boxes1_xyxy[..., :, None, :], boxes2_xyxy[..., None, :, :])
+    rows = boxes1_xyxy[..., :, None, :]  # (..., N, 1, 4)
+    columns = boxes2_xyxy[..., None, :, :]  # (..., 1, M, 4)
+    return generalized_box_iou(rows, columns)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Compute a ratio: 0 with a zero gradient where the denominator is exactly 0; NaN stays NaN."""
     empty = denominator == 0
-    return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
+    quotient = numerator / denominator.masked_fill(empty, 1)
+    return quotient.masked_fill(empty, 0)

@@ -38,7 +38,8 @@ class Boxes:
         xyxy = np.asarray(xyxy, np.float64).reshape(-1, 4)
         labels = np.asarray(labels, np.int64)
         scores = np.asarray(scores, np.float64)
-        area = (xyxy[:, 2:] - xyxy[:, :2]).prod(axis=1)
+        sides = xyxy[:, 2:] - xyxy[:, :2]
+        area = sides.prod(axis=1)
         iscrowd = np.zeros(len(xyxy), bool)
         return cls(offsets_of(counts), xyxy, labels, scores, area, iscrowd)
 
@@ -52,12 +53,15 @@ class Boxes:
     @cached_property
     def image_index(self) -> np.ndarray:
         """The position of each box's image, (N,) int64."""
-        return np.repeat(np.arange(self.num_images), np.diff(self.offsets))
+        counts = np.diff(self.offsets)
+        return np.repeat(np.arange(self.num_images), counts)
 
     @property
     def xywh(self) -> np.ndarray:
         """The boxes as left, top, width, height, (N, 4) float64."""
-        return np.concatenate([self.xyxy[:, :2], self.xyxy[:, 2:] - self.xyxy[:, :2]], axis=1)
+        left_top = self.xyxy[:, :2]
+        sides = self.xyxy[:, 2:] - left_top
+        return np.concatenate([left_top, sides], axis=1)
 
     def __getitem__(self, rows: np.ndarray) -> "Boxes":
         """Select boxes by a mask (N,) or by row numbers; their image indices must be non-decreasing."""
@@ -65,15 +69,19 @@ class Boxes:
 
     def take(self, rows: np.ndarray, images: np.ndarray) -> "Boxes":
         """Select rows and assign them to `images`, image indices in non-decreasing order."""
-        all_columns = {name: getattr(self, name) for name in COLUMNS}
-        columns = {name: None if column is None else column[rows] for name, column in all_columns.items()}
+        columns = {}
+        for name in COLUMNS:
+            column = getattr(self, name)
+            columns[name] = None if column is None else column[rows]
+        extra = {name: column[rows] for name, column in self.extra.items()}
         offsets = np.searchsorted(images, np.arange(self.num_images + 1))
-        return Boxes(offsets, **columns, extra={name: column[rows] for name, column in self.extra.items()})
+        return Boxes(offsets, **columns, extra=extra)
 
     def of_images(self, kept: np.ndarray) -> "Boxes":
         """Keep only the boxes of the images that a mask (I,) selects."""
-        chosen = self[np.repeat(kept, np.diff(self.offsets))]
-        return replace(chosen, offsets=offsets_of(np.diff(self.offsets)[kept]))
+        counts = np.diff(self.offsets)
+        rows = np.repeat(kept, counts)
+        return replace(self[rows], offsets=offsets_of(counts[kept]))
 
     def of_image(self, index: int) -> slice:
         """Return the rows of one image."""
@@ -109,14 +117,26 @@ class Relations:
         return Relations(offsets_of(counts[kept]), self.subject[rows], self.object[rows], self.predicate[rows])
 
     def of_boxes(self, boxes: Boxes, kept: np.ndarray) -> "Relations":
-        """Keep only relations between boxes that a mask (N,) selects, re-indexed; all images stay."""
-        image = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        """Keep only relations between boxes that a mask (N,) selects, re-indexed; all images stay.
+
+        If an image keeps the boxes 0 and 2 of three, its relation (2, 0) becomes (1, 0), and (2, 1) is dropped.
+        """
+        num_images = len(self.offsets) - 1
+        image = np.repeat(np.arange(num_images), np.diff(self.offsets))  # (R,)
+        first = boxes.offsets[image]  # (R,) row of the first box of the relation's image
+        subject_row = first + self.subject
+        object_row = first + self.object
+        both_kept = kept[subject_row] & kept[object_row]
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])  # kept boxes before each
-        first = boxes.offsets[image]
-        rows = kept[first + self.subject] & kept[first + self.object]
-        subject, object_ = (before[first + ends] - before[first] for ends in (self.subject, self.object))
-        counts = np.bincount(image[rows], minlength=len(self.offsets) - 1)
-        return Relations(offsets_of(counts), subject[rows], object_[rows], self.predicate[rows])
+        new_subject = before[subject_row] - before[first]
+        new_object = before[object_row] - before[first]
+        counts = np.bincount(image[both_kept], minlength=num_images)
+        return Relations(
+            offsets_of(counts),
+            new_subject[both_kept],
+            new_object[both_kept],
+            self.predicate[both_kept],
+        )
 
 
 def offsets_of(counts: Sequence[int]) -> np.ndarray:
@@ -126,12 +146,22 @@ def offsets_of(counts: Sequence[int]) -> np.ndarray:
 
 def intersection_area(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> np.ndarray:
     """Compute the intersection area of boxes (..., 4), which broadcast; pixel: 1 if a box is x2 - x1 + 1 wide."""
-    sides = np.minimum(a_xyxy[..., 2:], b_xyxy[..., 2:]) - np.maximum(a_xyxy[..., :2], b_xyxy[..., :2]) + pixel
-    return sides[..., 0].clip(min=0) * sides[..., 1].clip(min=0)
+    left_top = np.maximum(a_xyxy[..., :2], b_xyxy[..., :2])
+    right_bottom = np.minimum(a_xyxy[..., 2:], b_xyxy[..., 2:])
+    sides = right_bottom - left_top + pixel
+    width = sides[..., 0].clip(min=0)
+    height = sides[..., 1].clip(min=0)
+    return width * height
 
 
 def common_and_union(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Compute the areas of intersection and union; their ratio is the IoU."""
     common = intersection_area(a_xyxy, b_xyxy, pixel)
-    a, b = ((box[..., 2] - box[..., 0] + pixel) * (box[..., 3] - box[..., 1] + pixel) for box in (a_xyxy, b_xyxy))
-    return common, a + b - common
+    union = _area(a_xyxy, pixel) + _area(b_xyxy, pixel) - common
+    return common, union
+
+
+def _area(xyxy: np.ndarray, pixel: int) -> np.ndarray:
+    width = xyxy[..., 2] - xyxy[..., 0] + pixel
+    height = xyxy[..., 3] - xyxy[..., 1] + pixel
+    return width * height

@@ -17,7 +17,7 @@ from toolkit.base.batch import send
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 
 Result = TypeVar("Result")
-IMAGES_AT_ONCE = 1000  # images whose predictions are sent in one message
+IMAGES_PER_MESSAGE = 1000  # images whose predictions are sent in one message
 
 
 class UnannouncedName(BadInput):
@@ -80,9 +80,11 @@ def reduce_dict(
             `names`, if the ranks have different keys.
     """
     layout = _common_names(values) if names is None else sorted(set(names))
-    strangers = sorted({*unknown, *(set(values) - set(layout))})
+    unannounced = set(values) - set(layout)
+    strangers = sorted({*unknown, *unannounced})
     # The count of strangers has a slot of its own, so the ranks need no second message to learn of it.
-    vector = stack_scalars([*(values.get(name, 0.0) for name in layout), float(len(strangers))])
+    known = [values.get(name, 0.0) for name in layout]
+    vector = stack_scalars([*known, float(len(strangers))])
     *reduced, stranger_count = all_reduce(vector, op).tolist()
     if stranger_count > 0:
         _raise_unannounced(strangers, layout)
@@ -106,16 +108,20 @@ def _common_names(values: Mapping[str, Any]) -> list[str]:
 
 def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
     """Stack scalars to one float64 vector on the device of the tensors among them; float32 if it has no float64."""
-    device = next((v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), torch.device("cpu"))
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    accelerators = [device for device in devices if device.type != "cpu"]
+    device = accelerators[0] if accelerators else torch.device("cpu")
     dtype = torch.float32 if device.type == "mps" else torch.float64
     scalars: list = list(values)
     kinds: dict[object, list[int]] = {}  # converted one kind at a time: one by one, each would launch a kernel
-    for i, v in enumerate(values):
-        kinds.setdefault((v.dtype, v.device) if isinstance(v, Tensor) else "number", []).append(i)
+    for i, value in enumerate(values):
+        kind = (value.dtype, value.device) if isinstance(value, Tensor) else "number"
+        kinds.setdefault(kind, []).append(i)
     for kind, indices in kinds.items():
         members = [values[i] for i in indices]
-        together = torch.tensor(members, dtype=dtype) if kind == "number" else torch.stack(members).detach()
-        for i, scalar in zip(indices, send(together, device).to(dtype).unbind(), strict=True):
+        together = torch.tensor(members, dtype=dtype) if kind == "number" else torch.stack(members)
+        converted = send(together.detach(), device).to(dtype)
+        for i, scalar in zip(indices, converted.unbind(), strict=True):
             scalars[i] = scalar
     return torch.stack(scalars)
 
@@ -129,15 +135,21 @@ def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, 
     """
     local = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
     rank, world_size = world()
-    by_rank = [local] if world_size == 1 else [[] for _ in range(world_size)]
-    for first in range(0, agree_max(len(local)) if world_size > 1 else 0, IMAGES_AT_ONCE):
+    if world_size == 1:
+        by_rank = [local]
+        most = 0  # nothing is sent
+    else:
+        by_rank = [[] for _ in range(world_size)]
+        most = agree_max(len(local))
+    for first in range(0, most, IMAGES_PER_MESSAGE):
         parts = [None] * world_size if rank == 0 else None
-        dist.gather_object(local[first : first + IMAGES_AT_ONCE], parts, dst=0)
+        dist.gather_object(local[first : first + IMAGES_PER_MESSAGE], parts, dst=0)
         for predictions, part in zip(by_rank, parts or (), strict=False):
             predictions += part
     gathered: dict[int | str, dict] = {}
-    for image_id, prediction in (item for part in by_rank for item in part):
-        gathered.setdefault(image_id, prediction)
+    for predictions in by_rank:
+        for image_id, prediction in predictions:
+            gathered.setdefault(image_id, prediction)
     return gathered
 
 
@@ -195,22 +207,28 @@ def state_from_main(function: Callable[[], Result]) -> Result:
         return function()
     held: list[Any] = []
     run_on_main(lambda: held.append(function()))
-    skeleton = broadcast_object(_mapped(held[0], _TensorSpec.of, Tensor) if rank == 0 else None)
+    own = _mapped(held[0], _TensorSpec.of, Tensor) if rank == 0 else None
+    skeleton = broadcast_object(own)
+    device = _collective_device(torch.device("cpu"))
 
     def arrived(spec: "_TensorSpec") -> Tensor:
-        shared = torch.empty(spec.shape.numel() * spec.dtype.itemsize, dtype=torch.uint8, device=device)
-        if len(shared):
+        size = spec.shape.numel() * spec.dtype.itemsize
+        shared = torch.empty(size, dtype=torch.uint8, device=device)
+        if size:
             dist.broadcast(shared, src=0)
-        return shared.cpu().view(spec.dtype).as_strided(spec.shape, spec.stride)
+        values = shared.cpu().view(spec.dtype)
+        return values.as_strided(spec.shape, spec.stride)
 
     def sent(tensor: Tensor) -> Tensor:
         if tensor.numel():
             dense = torch.empty_like(tensor, device="cpu").copy_(tensor)
-            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).to(device), src=0)
+            flat = dense.as_strided((dense.numel(),), (1,))
+            dist.broadcast(flat.view(torch.uint8).to(device), src=0)
         return tensor
 
-    device = _collective_device(torch.device("cpu"))
-    return _mapped(held[0], sent, Tensor) if rank == 0 else _mapped(skeleton, arrived, _TensorSpec)
+    if rank == 0:
+        return _mapped(held[0], sent, Tensor)
+    return _mapped(skeleton, arrived, _TensorSpec)
 
 
 @dataclass(frozen=True)
@@ -226,7 +244,8 @@ class _TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_TensorSpec":
-        return cls(tensor.shape, torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
+        dense = torch.empty_like(tensor, device="meta")
+        return cls(tensor.shape, dense.stride(), tensor.dtype)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
@@ -238,7 +257,8 @@ def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)([_mapped(item, change, kind) for item in value])
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _mapped(getattr(value, f.name), change, kind) for f in fields(value)})
+        changed = {f.name: _mapped(getattr(value, f.name), change, kind) for f in fields(value)}
+        return replace(value, **changed)
     return value
 
 
@@ -260,7 +280,8 @@ def first_on_each_machine(function: Callable[[], object]) -> None:
             function()
         except Exception as caught:  # noqa: BLE001  the others wait for a message, whatever happened
             error = caught
-    failures = [failure for failure in gather_objects(error and _portable(error)) if failure is not None]
+    of_ranks = gather_objects(error and _portable(error))
+    failures = [failure for failure in of_ranks if failure is not None]
     if error is not None:
         raise error
     if failures:
@@ -270,7 +291,9 @@ def first_on_each_machine(function: Callable[[], object]) -> None:
 def broadcast_buffers(module: torch.nn.Module) -> None:
     """Copy the buffers of rank 0 to every rank (running statistics, which each rank gathers from its own images)."""
     _, world_size = world()
-    for buffer in module.buffers() if world_size > 1 else ():
+    if world_size == 1:
+        return
+    for buffer in module.buffers():
         shared = buffer.detach().to(_collective_device(buffer.device), copy=True)
         dist.broadcast(shared, src=0)
         buffer.copy_(shared)
@@ -291,8 +314,10 @@ def default_device() -> torch.device:
 
     CUDA, Apple's MPS or another accelerator; the CPU if there is none, or if `asked_for_cpu`.
     """
-    accelerator = None if asked_for_cpu() else torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else accelerator
+    cpu = torch.device("cpu")
+    if asked_for_cpu():
+        return cpu
+    return torch.accelerator.current_accelerator(check_available=True) or cpu
 
 
 def _collective_device(device: torch.device) -> torch.device:
@@ -302,17 +327,20 @@ def _collective_device(device: torch.device) -> torch.device:
         return torch.device("cpu")
     if "gloo" in backend and device.type == "cpu":  # one for each kind of device, see `toolkit.run.processes`
         return device
-    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()
+    index = torch.accelerator.current_device_index()
+    return torch.device(accelerator.type, index)
 
 
 def _raise_unannounced(strangers: list[str], layout: list[str]) -> None:
-    problems = [
-        f"rank {rank}: value {name!r} was not announced. In a script: a loss by t.announce({name!r}, weight=1.0, "
-        f'divided_by="images") after t = s.training(...), a metric by t.log.note({name!r}, value). '
-        f"A detector names its own in `loss_names` and `metric_names`: {', '.join(layout)}"
-        for rank, names in enumerate(gather_objects(strangers))
-        for name in names
-    ]
+    problems = []
+    for rank, names in enumerate(gather_objects(strangers)):
+        for name in names:
+            problems.append(
+                f"rank {rank}: value {name!r} was not announced. In a script: a loss by t.announce({name!r}, "
+                f'weight=1.0, divided_by="images") after t = s.training(...), a metric by t.log.note({name!r}, value). '
+                f"A detector names its own in `loss_names` and `metric_names`: {', '.join(layout)}"
+            )
     raise UnannouncedName(problems)
 
 
@@ -327,4 +355,8 @@ def _portable(error: BaseException) -> BaseException:
 
 def _to_cpu(prediction: Mapping[Hashable, Any]) -> dict:
     # clone: a view would send its whole base tensor, the predictions of the batch, once per image
-    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in prediction.items()}
+    on_cpu = dict(prediction)
+    for name, value in prediction.items():
+        if isinstance(value, Tensor):
+            on_cpu[name] = value.detach().cpu().clone()
+    return on_cpu

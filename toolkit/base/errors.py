@@ -77,8 +77,10 @@ def check_environment(environment: Mapping[str, str]) -> None:
         if name in environment and environment[name].lower() not in _TRUE_OR_FALSE
     ]
     for option in environment.get("PYTHONWARNINGS", "").split(","):
-        action, message, _, module = (part.strip() for part in (option + ":::").split(":")[:4])
-        if action and "error".startswith(action) and not (message or module):  # Python accepts the first letters too
+        parts = (option + ":::").split(":")
+        action, message, _, module = (part.strip() for part in parts[:4])
+        is_error = action and "error".startswith(action)  # Python accepts the first letters too
+        if is_error and not (message or module):
             problems.append(
                 f"the environment variable PYTHONWARNINGS has {option.strip()!r}, and each warning of a library would "
                 "end the program; expected default or ignore, a filter of one module, or none"
@@ -89,8 +91,10 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the CPU or a device ran out of memory; torch reports it as a plain RuntimeError."""
-    words = ("can't allocate memory", *_NO_MEMORY, *_NO_DEVICE_MEMORY)
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+    if isinstance(error, MemoryError):
+        return True
+    known = ("can't allocate memory", *_NO_MEMORY, *_NO_DEVICE_MEMORY)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
 def sentence(error: Exception) -> BadInput | None:

@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel has scripts/ and configs/ inside the package; in a checkout they stand beside it.
 ROOT = PACKAGE if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
 MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
-MOST_YAML = 1_000_000  # letters and nodes of a YAML file after its aliases are expanded
+MAX_YAML_SIZE = 1_000_000  # letters and nodes of a YAML file after its aliases are expanded
 STALLED_S = 30.0  # seconds of waiting for a disk before a message
 _NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot hold
 
@@ -29,17 +29,23 @@ _NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot 
 def near_names(path: Path) -> str:
     """Return the end of a message about a missing path: "; did you mean ...?", or a few names in its nearest folder."""
     path = Path(path).expanduser()
-    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
-    name = path.absolute().relative_to(folder).parts[0]
-    given = Path(*path.parts[: len(path.parts) - len(path.absolute().relative_to(folder).parts)])  # as it was given
+    absolute = path.absolute()
+    folder = next(parent for parent in absolute.parents if parent.is_dir())
+    missing = absolute.relative_to(folder).parts
+    name = missing[0]
+    given = Path(*path.parts[: len(path.parts) - len(missing)])  # the folder as it was given
     try:
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:
         return ""
     near = difflib.get_close_matches(name, names, n=3)
     if near:
-        return f"; did you mean {' or '.join(str(given / match) for match in near)}?"
-    return f"; {given}{os.sep} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+        paths = [str(given / match) for match in near]
+        return f"; did you mean {' or '.join(paths)}?"
+    if not names:
+        return ""
+    more = ", ..." if len(names) > 5 else ""
+    return f"; {given}{os.sep} has {', '.join(names[:5])}{more}"
 
 
 def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str]:
@@ -69,8 +75,10 @@ def folders_below(folder: Path) -> list[Path]:
     waiting = [str(folder)]
     while waiting:
         start = waiting.pop(0)
-        if start != str(folder) and (top + os.sep).startswith(os.path.realpath(start).rstrip(os.sep) + os.sep):
-            continue
+        if start != str(folder):
+            target = os.path.realpath(start).rstrip(os.sep) + os.sep
+            if (top + os.sep).startswith(target):  # a link to a folder that contains `folder`
+                continue
         for parent, names, _ in os.walk(start):
             real = os.path.realpath(parent)
             if real in seen:
@@ -156,9 +164,12 @@ class _Loader(YamlLoader):
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         if not is_alias:
-            parts = [p for entry in node.value for p in (entry if isinstance(entry, tuple) else (entry,))]
-            self.sizes[node] = 1 + sum(1 if isinstance(p, str) else self.sizes[p] for p in parts)
-        if self.sizes.get(node, math.inf) > MOST_YAML:
+            size = 1
+            for entry in node.value:  # a letter, a node, or the nodes of a key and its value
+                parts = entry if isinstance(entry, tuple) else (entry,)
+                size += sum(1 if isinstance(part, str) else self.sizes[part] for part in parts)
+            self.sizes[node] = size
+        if self.sizes.get(node, math.inf) > MAX_YAML_SIZE:
             raise yaml.composer.ComposerError(None, None, "it contains itself, or far too much", node.start_mark)
         return node
 
@@ -244,9 +255,10 @@ def encode_json(value, where: str = "value"):
         return value if math.isfinite(value) else {_NONFINITE: repr(value)}
     if isinstance(value, list | tuple):
         return [encode_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and _NONFINITE not in value:
-        return {key: encode_json(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, Mapping):
+        only_texts = all(isinstance(key, str) for key in value)
+        if only_texts and _NONFINITE not in value:
+            return {key: encode_json(item, f"{where}[{key!r}]") for key, item in value.items()}
         raise TypeError(f"{where} has keys other than strings ({list(value)[:5]}), which JSON cannot keep")
     raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot keep")
 
@@ -257,7 +269,9 @@ def decode_json(value):
         if value.keys() == {_NONFINITE}:
             return float(value[_NONFINITE])
         return {key: decode_json(item) for key, item in value.items()}
-    return [decode_json(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [decode_json(item) for item in value]
+    return value
 
 
 @contextmanager
@@ -311,7 +325,9 @@ def _say(text: str) -> None:
 
 def usable_cores() -> int:
     """Return the number of logical cores that this process may use; all cores if it is not known (macOS)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def write_json(path: Path, content: object) -> None:

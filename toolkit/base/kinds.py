@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from toolkit.base.text import shown
 
-LARGEST = 2**53  # of a count: further whole numbers are none of a float
-LARGEST_SEED = 2**64
+MAX_EXACT_INTEGER = 2**53  # every whole number up to it has a float64 of its own
+MAX_SEED = 2**64
 
 
 class Kind(NamedTuple):
@@ -50,17 +50,28 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, float) or _is_whole(value) and abs(value) <= LARGEST
+    if isinstance(value, float):
+        return True
+    return _is_whole(value) and abs(value) <= MAX_EXACT_INTEGER
+
+
+def _is_id(value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    return _is_whole(value) and abs(value) < 2**63
 
 
 def one_of(*values: str) -> Kind:
-    """One of these texts."""
+    """Make the kind of a text that is one of these values."""
     return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
 
 
-def whole(least: int, most: int = LARGEST) -> Kind:
-    """A whole number of a range, its ends included."""
-    return Kind(f"a whole number from {least}", lambda value: _is_whole(value) and least <= value <= most)
+def whole(least: int, most: int = MAX_EXACT_INTEGER) -> Kind:
+    """Make the kind of a whole number in a range, its ends included."""
+    return Kind(
+        f"a whole number from {least}",
+        lambda value: _is_whole(value) and least <= value <= most,
+    )
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
@@ -68,13 +79,14 @@ TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 # of a step -1: there is none yet
 COUNT = whole(0)
 POSITIVE = whole(1)
-STEP = whole(-1)
+STEP_OR_MINUS_ONE = whole(-1)
 NUMBER = Kind("a finite number", lambda value: _is_number(value) and math.isfinite(value))
 DURATION = Kind("a number from 0", lambda value: _is_number(value) and 0 <= value < math.inf)
 FACTOR = Kind("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf)
 ANY_NUMBER = Kind("a number", _is_number)  # of what was measured, which may be NaN
-ID = Kind("a whole number or a text", lambda value: isinstance(value, str) or _is_whole(value) and abs(value) < 2**63)
+ID = Kind("a whole number or a text", _is_id)
 TEXTS = Each(list, TEXT)
+
 
 def faults_of(value: object, expected: Any, file: str, where: str = "") -> Iterator[str]:
     """Yield one sentence for each place of `value` that is not as `expected` says.
@@ -92,9 +104,12 @@ def faults_of(value: object, expected: Any, file: str, where: str = "") -> Itera
         return
     kind = expected.kind if isinstance(expected, Each) else dict
     size = getattr(expected, "size", None)
-    if not isinstance(value, kind) or size is not None and len(value) != size:
+    other_kind = not isinstance(value, kind)
+    if other_kind or size is not None and len(value) != size:
         words = "a mapping" if kind is dict else "a list"
-        yield _other(value, words if size is None else f"{words} of {size}", file, where)
+        if size is not None:
+            words = f"{words} of {size}"
+        yield _other(value, words, file, where)
         return
     if isinstance(expected, Keys):
         for key, of_key in (*expected.needed.items(), *expected.known.items()):
@@ -103,11 +118,12 @@ def faults_of(value: object, expected: Any, file: str, where: str = "") -> Itera
             elif key in expected.needed:
                 yield f"{file} has no {where}.{key}".replace(" .", " ")
         return
-    for key, item in value.items() if kind is dict else enumerate(value):
+    items = value.items() if kind is dict else enumerate(value)
+    for key, item in items:
         yield from faults_of(item, expected.of, file, f"{where}.{shown(key, 40)}")
 
 
 def _other(value: object, words: str, file: str, where: str) -> str:
-    if isinstance(value, int) and abs(value) > LARGEST_SEED:
+    if isinstance(value, int) and abs(value) > MAX_SEED:
         return f"{where} in {file} is a whole number beyond all bounds; expected {words}"
     return f"{where or 'all'} in {file} is {str(value)[:60]!r}; expected {words}"

@@ -41,7 +41,8 @@ def _home() -> Path | None:
 
 def _public_path(text: str, here: Path) -> str:
     path = PureWindowsPath(text) if "\\" in text else Path(text)
-    for folder in dict.fromkeys((here.absolute(), Path(os.path.realpath(here)), ROOT)):
+    folders = (here.absolute(), Path(os.path.realpath(here)), ROOT)
+    for folder in folders:
         if path.is_relative_to(folder):
             return path.relative_to(folder).as_posix()
     home = _home()

@@ -21,14 +21,16 @@ def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
     If it is called before each forward, no generator state has to be saved: a resumed run draws the numbers of the
     uninterrupted one, and the ranks draw different numbers.
     """
-    words = np.random.SeedSequence((seed, step, rank, micro)).generate_state(4, np.uint32)
+    sequence = np.random.SeedSequence((seed, step, rank, micro))
+    words = sequence.generate_state(4, np.uint32)
     torch_seed = int(words[0]) << 32 | int(words[1])
+    python_seed = int(words[2]) << 32 | int(words[3])
     if torch.accelerator.is_available():
         torch.manual_seed(torch_seed)
     else:  # the same for the CPU; torch.manual_seed would take a millisecond to record it for absent accelerators
         torch.default_generator.manual_seed(torch_seed)
     np.random.seed(words[2:])
-    random.seed(int(words[2]) << 32 | int(words[3]))
+    random.seed(python_seed)
 
 
 def seed_images(targets: Iterable[Target], seed: int, step: int) -> None:
@@ -51,5 +53,7 @@ def image_generator(target: Target, what: str, device: torch.device | str = "cpu
     """
     if "draws" not in target:
         return None
-    digest = hashlib.blake2b(f"{target['draws']} {what}".encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+    text = f"{target['draws']} {what}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little")
+    return torch.Generator(device).manual_seed(seed)

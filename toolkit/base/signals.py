@@ -40,8 +40,10 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for number in (getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)):
-                if signal_name(number) != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
+            numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
+            for number in numbers:
+                under_nohup = signal_name(number) == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
+                if not under_nohup:
                     self._previous[number] = signal.signal(number, self._note)
         return self
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 JOINERS = "\u200c\u200d"  # invisible, and part of words and emoji
 RIGHT_TO_LEFT = ("R", "AL", "AN")
-ISOLATE, END_ISOLATE = "\u2068", "\u2069"
+ISOLATE = "\u2068"
+END_ISOLATE = "\u2069"
 MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in r"\`*_{}[]<>()#!|$~&:@."})
 
 
@@ -24,13 +25,17 @@ def escaped(text: object, limit: int = 80) -> str:
     emoji stay.
     """
     text = str(text)
-    cut = len(text) > 8 * limit  # a name of megabytes takes no time
-    head, tail = (text[: 4 * limit], text[-4 * limit :]) if cut else (text, text)
-    head = "".join(map(_visible, head))
-    if not cut and columns(head) <= limit and len(head) <= 3 * limit:
-        return head
-    tail = "".join(map(_visible, tail)) if cut else head
-    return _first(head, limit - limit // 3 - 3) + "..." + _first(tail[::-1], limit // 3)[::-1]
+    if len(text) > 8 * limit:  # a name of megabytes takes no time
+        head = "".join(map(_visible, text[: 4 * limit]))
+        tail = "".join(map(_visible, text[-4 * limit :]))
+    else:
+        head = "".join(map(_visible, text))
+        tail = head
+        if columns(head) <= limit and len(head) <= 3 * limit:
+            return head
+    beginning = _first(head, limit - limit // 3 - 3)
+    ending = _first(tail[::-1], limit // 3)[::-1]
+    return f"{beginning}...{ending}"
 
 
 def in_utf_8(name: str) -> str:
@@ -53,8 +58,11 @@ def in_markdown(text: object, limit: int = 80) -> str:
 def as_code(text: object, limit: int = 80) -> str:
     """Return `shown` text as code in a line of Markdown: every letter is kept, and none is read as markup."""
     text = shown(text, limit)
-    marks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    space = " " if "`" in text or text != text.strip() or not text else ""  # Markdown removes one on each side
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    marks = "`" * (longest + 1)
+    # Markdown removes one space on each side.
+    needs_space = "`" in text or text != text.strip() or not text
+    space = " " if needs_space else ""
     return f"{marks}{space}{text}{space}{marks}"
 
 
@@ -66,7 +74,9 @@ def in_plot(text: object, limit: int = 40) -> str:
 
 def columns(text: str) -> int:
     """Return the number of columns that `text` takes in a terminal: 2 for wide letters, 0 for combining marks."""
-    return len(text) if text.isascii() else sum(map(_width, text))
+    if text.isascii():
+        return len(text)
+    return sum(map(_width, text))
 
 
 class _Lasting:
@@ -119,7 +129,9 @@ def lasting_console() -> Iterator[None]:
 def _visible(letter: str) -> str:
     if letter.isprintable() or letter in JOINERS:
         return letter
-    return " " if unicodedata.category(letter) == "Zs" else letter.encode("unicode_escape").decode()
+    if unicodedata.category(letter) == "Zs":
+        return " "
+    return letter.encode("unicode_escape").decode()
 
 
 def _width(letter: str) -> int:
@@ -140,4 +152,5 @@ def _first(text: str, limit: int) -> str:
 
 def size_text(size_hw: Sequence[int]) -> str:
     """Format a size (h, w) as people write it: 640, or 384 x 640."""
-    return str(size_hw[0]) if size_hw[0] == size_hw[1] else f"{size_hw[0]} x {size_hw[1]}"
+    height, width = size_hw
+    return str(height) if height == width else f"{height} x {width}"

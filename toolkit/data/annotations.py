@@ -15,16 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.base.kinds import MAX_EXACT_INTEGER
 from toolkit.data.image_sources import ImageSources
 
-FLOATS = {float}
-NUMBERS = {int, float}
-MOST = 2**53  # whole numbers below it have a float64
+FLOAT_TYPES = {float}
+NUMBER_TYPES = {int, float}
 NO_ID = -(2**63)
-LARGEST_ID = 2**63 - 1
-NAMED = ("id", "image_id", "category_id")
-TRIPLET = ("subject_id", "object_id", "predicate_id")
-LARGEST_AREA = 3e38  # the table's are float32
+MAX_ID = 2**63 - 1
+REQUIRED_ID_KEYS = ("id", "image_id", "category_id")
+TRIPLET_KEYS = ("subject_id", "object_id", "predicate_id")
+MAX_AREA = 3e38  # the table's are float32
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Annotations:
         self.xywh.extend(flat)
         whole = np.array([kind is int for kind in map(type, flat)]).reshape(-1, 4)
         self.whole.frombytes((whole @ np.array([1, 2, 4, 8], np.uint8)).astype(np.uint8).tobytes())
-        self.area.frombytes(np.where((areas > 0) & (areas < LARGEST_AREA), areas, np.nan).tobytes())
+        self.area.frombytes(np.where((areas > 0) & (areas < MAX_AREA), areas, np.nan).tobytes())
         self.crowd.extend(crowds)
 
     def add(self, entry: object) -> None:
@@ -171,8 +171,8 @@ class Annotations:
         if "attribute_ids" in entry:
             self.attribute_ids[len(self)] = entry["attribute_ids"]
         area = entry.get("area")
-        area = area if type(area) in NUMBERS and 0 < area < LARGEST_AREA else np.nan
-        self.add_box(*(entry[key] for key in NAMED), entry["bbox"], entry.get("iscrowd", 0), area)
+        area = area if type(area) in NUMBER_TYPES and 0 < area < MAX_AREA else np.nan
+        self.add_box(*(entry[key] for key in REQUIRED_ID_KEYS), entry["bbox"], entry.get("iscrowd", 0), area)
 
     def entry(self, number: int) -> object:
         """Return an entry as the file has it, without unused keys."""
@@ -216,13 +216,13 @@ class RelationColumns:
 
     def add(self, entry: object) -> None:
         """Add an entry of `rel_annotations`."""
-        ends = isinstance(entry, dict) and all(_is_number(entry.get(key)) for key in TRIPLET[:2])
+        ends = isinstance(entry, dict) and all(_is_number(entry.get(key)) for key in TRIPLET_KEYS[:2])
         ends = ends and is_id(entry.get("predicate_id"))
         fits = ends and ("id" not in entry or _is_number(entry["id"]))
         if not fits or "image_id" in entry and not is_id(entry["image_id"]):
             self.odd[len(self)] = entry
-            triplet = [entry[key] for key in TRIPLET] if ends else (NO_ID, NO_ID, None)
-            entry = dict(zip(TRIPLET, triplet, strict=True))
+            triplet = [entry[key] for key in TRIPLET_KEYS] if ends else (NO_ID, NO_ID, None)
+            entry = dict(zip(TRIPLET_KEYS, triplet, strict=True))
         self.id.append(entry.get("id", NO_ID))
         self.subject.append(entry["subject_id"])
         self.object.append(entry["object_id"])
@@ -232,7 +232,7 @@ class RelationColumns:
     def add_triplet(self, entry: object) -> None:
         """Add an entry of `relations`: a row [subject id, object id, predicate id]."""
         named = isinstance(entry, list) and len(entry) == 3
-        self.add(dict(zip(TRIPLET, entry, strict=True)) if named else entry)
+        self.add(dict(zip(TRIPLET_KEYS, entry, strict=True)) if named else entry)
 
     def extend(self, other: "RelationColumns") -> None:
         """Append the relations of another instance."""
@@ -244,7 +244,7 @@ class RelationColumns:
         if number in self.odd:
             return self.odd[number]
         predicate_id = self.predicate_ids.values[self.predicate[number]]
-        entry = dict(zip(TRIPLET, (self.subject[number], self.object[number], predicate_id), strict=True))
+        entry = dict(zip(TRIPLET_KEYS, (self.subject[number], self.object[number], predicate_id), strict=True))
         if self.id[number] != NO_ID:
             entry["id"] = self.id[number]
         return entry if self.image[number] < 0 else entry | {"image_id": self.image_ids.values[self.image[number]]}
@@ -264,7 +264,7 @@ def is_unicode(text: str) -> bool:
 
 def _is_number(value: object) -> bool:
     """Return whether a value is a whole number of 64 bits; the smallest one is reserved for "none"."""
-    return type(value) is int and NO_ID < value <= LARGEST_ID
+    return type(value) is int and NO_ID < value <= MAX_ID
 
 
 def _columns(entries: list[dict]) -> tuple | None:
@@ -273,19 +273,21 @@ def _columns(entries: list[dict]) -> tuple | None:
     The columns are ids, image ids, category ids, numbers of the boxes, areas and crowd flags. Raises KeyError,
     TypeError, AttributeError or OverflowError for some entries that do not fit.
     """
-    ids, image_ids, category_ids, boxes = ([entry[key] for entry in entries] for key in (*NAMED, "bbox"))
+    ids, image_ids, category_ids, boxes = ([entry[key] for entry in entries] for key in (*REQUIRED_ID_KEYS, "bbox"))
     crowds = [entry.get("iscrowd", 0) for entry in entries]
     areas = [entry.get("area", math.nan) for entry in entries]
     if any(set(map(type, column)) != {int} for column in (ids, image_ids, category_ids, crowds)):
         return None
-    if min(ids) <= NO_ID or max(ids) > LARGEST_ID or min(crowds) < 0 or max(crowds) > 1:
+    if min(ids) <= NO_ID or max(ids) > MAX_ID or min(crowds) < 0 or max(crowds) > 1:
         return None
     if set(map(type, boxes)) != {list} or set(map(len, boxes)) != {4}:
         return None
     numbers = list(chain.from_iterable(boxes))
-    if not NUMBERS.issuperset(map(type, chain(numbers, areas))) or any("attribute_ids" in entry for entry in entries):
+    if any("attribute_ids" in entry for entry in entries):
         return None
-    if not all(-MOST < value < MOST for value in numbers if type(value) is int):
+    if not NUMBER_TYPES.issuperset(map(type, chain(numbers, areas))):
+        return None
+    if not all(-MAX_EXACT_INTEGER < value < MAX_EXACT_INTEGER for value in numbers if type(value) is int):
         return None
     return ids, image_ids, category_ids, numbers, np.array(areas, np.float64), crowds
 
@@ -300,4 +302,6 @@ def _fits(entry: object) -> bool:
     if not is_id(entry.get("image_id")) or not is_id(entry.get("category_id")):
         return False
     types = set(map(type, bbox))
-    return types == FLOATS or types <= NUMBERS and all(-MOST < value < MOST for value in bbox if type(value) is int)
+    if not types <= NUMBER_TYPES:
+        return False
+    return types == FLOAT_TYPES or all(abs(value) < MAX_EXACT_INTEGER for value in bbox if type(value) is int)

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
-from toolkit.data.annotations import LARGEST_AREA, Annotations, ImageRow, RelationColumns, is_id
+from toolkit.data.annotations import MAX_AREA, Annotations, ImageRow, RelationColumns, is_id
 from toolkit.data.table import Problem
 
 CLIP_TOLERANCE = 0.01  # pixels; COCO rounds coordinates to two places, which alone can put an edge this far outside
-LARGEST_SIDE = 2**31  # pixels
-LARGEST_COORDINATE = 1e15  # pixels; sums and products of such ones stay finite
+MAX_IMAGE_SIDE_PX = 2**31  # pixels
+MAX_COORDINATE_PX = 1e15  # pixels; sums and products of such ones stay finite
 
 
 class AnnotationIndex:
@@ -52,7 +52,8 @@ class AnnotationIndex:
         """Return the position (N,) of each id in `id`; -1 if it is not kept."""
         if not len(self.id):
             return np.full(len(ids), -1)
-        at = np.searchsorted(self.id, ids).clip(max=len(self.id) - 1)
+        at = np.searchsorted(self.id, ids)
+        at = at.clip(max=len(self.id) - 1)
         return np.where(self.id[at] == ids, at, -1)
 
     def at(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -67,12 +68,21 @@ class AnnotationIndex:
             return None
         if id_ in self.dropped:
             return self.dropped[id_], -1
-        at = self.rows_of(np.array([id_]))[0] if fits_int64(id_) else -1
-        return None if at < 0 else (self.images[self.image[at]], int(self.row[at]))
+        if not fits_int64(id_):
+            return None
+        at = self.rows_of(np.array([id_]))[0]
+        if at < 0:
+            return None
+        return self.images[self.image[at]], int(self.row[at])
 
 
 def check_boxes(
-    annotations: Annotations, file: str, rows: Mapping, labels: Mapping, attributes: Mapping, problems: list[Problem]
+    annotations: Annotations,
+    file: str,
+    rows: Mapping,
+    labels: Mapping,
+    attributes: Mapping,
+    problems: list[Problem],
 ) -> tuple[Boxes, AnnotationIndex]:
     """Return the boxes of all images in `rows` (by id), in their order, and the index of the annotations.
 
@@ -91,7 +101,9 @@ def check_boxes(
     times = _times(ids[~odd], a.odd)
     repeated = np.array([id_ for id_ in times if fits_int64(id_)], np.int64)
     suspicious |= odd | (image < 0) | (label < 0) | np.isin(ids, repeated)
-    suspicious[[n for n, of in a.attribute_ids.items() if _attribute_faults({"attribute_ids": of}, attributes)]] = True
+    for number, of_box in a.attribute_ids.items():
+        if _attribute_faults({"attribute_ids": of_box}, attributes):
+            suspicious[number] = True
     area = _areas(a, xyxy)
     crowd = np.array(a.crowd, np.int8) > 0
     kept = np.ones(len(a), bool)
@@ -109,8 +121,8 @@ def check_boxes(
         row = rows.get(image_id) if is_id(image_id) else None
         box_and_area, faults, repairs = _judge(entry, number, row, times, labels, attributes)
         name = row.file_name if row and isinstance(row.file_name, str) else file
-        problems.extend(Problem("error", name, image_id, id_, fault) for fault in faults)
-        problems.extend(Problem("warning", name, image_id, id_, repair) for repair in repairs)
+        problems += [Problem("error", name, image_id, id_, fault) for fault in faults]
+        problems += [Problem("warning", name, image_id, id_, repair) for repair in repairs]
         if faults:
             kept[number] = False
             if isinstance(id_, int):
@@ -123,36 +135,54 @@ def check_boxes(
             ids[number] = id_
             image[number] = position[image_id]
             crowd[number] = entry.get("iscrowd", 0)
-    filled = np.bincount(image[kept], minlength=len(images))
-    emptied = {image_id: n for image_id, n in dropped_per_image.items() if not filled[position[image_id]]}
-    problems.extend(_emptied_image(rows[image_id], image_id, count) for image_id, count in emptied.items())
-    order = np.flatnonzero(kept)[np.argsort(image[kept], kind="stable")]
-    offsets = offsets_of(filled)
-    extra = {"attributes": _attributes(a, order, attributes)} if attributes else {}
-    boxes = Boxes(offsets, xyxy[order], label[order], None, area[order], crowd[order], ids[order], extra)
+    filled = np.bincount(image[kept], minlength=len(images))  # boxes of each image
+    for image_id, count in dropped_per_image.items():
+        if not filled[position[image_id]]:
+            problems.append(_emptied_image(rows[image_id], image_id, count))
+    by_image = np.argsort(image[kept], kind="stable")
+    order = np.flatnonzero(kept)[by_image]
+    boxes = Boxes(
+        offsets_of(filled),
+        xyxy[order],
+        label[order],
+        scores=None,
+        area=area[order],
+        iscrowd=crowd[order],
+        ids=ids[order],
+        extra={"attributes": _attributes(a, order, attributes)} if attributes else {},
+    )
     return boxes, AnnotationIndex(images, boxes, dropped)
 
 
 def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
     """Return the boxes, xyxy, clipped to their images, and a mask of those that `_box` must examine."""
-    sizes = np.array([[row.width, row.height] if has_size(row) else [math.inf] * 2 for row in rows] or [[0, 0]], float)
-    size = sizes[image]
+    sizes = []  # width, height of each image
+    for row in rows:
+        sizes.append([row.width, row.height] if has_size(row) else [math.inf, math.inf])
+    size = np.array(sizes or [[0, 0]], float)[image]  # (N, 2)
     inner = xywh.copy()  # changed in place, to save memory with large files
-    low, high = inner[:, :2], inner[:, 2:]
+    low = inner[:, :2]
+    high = inner[:, 2:]
     with np.errstate(invalid="ignore", over="ignore"):
         high += low
-        suspicious = (low < -CLIP_TOLERANCE).any(axis=1) | (high - size > CLIP_TOLERANCE).any(axis=1)
+        suspicious = (low < -CLIP_TOLERANCE).any(axis=1)
+        suspicious |= (high - size > CLIP_TOLERANCE).any(axis=1)
     np.copyto(low, 0, where=low < 0)
     np.copyto(high, size, where=high > size)
-    suspicious |= ~(np.abs(xywh) < LARGEST_COORDINATE).all(axis=1) | (xywh[:, 2:] <= 0).any(axis=1)
-    return inner, suspicious | (high <= low).any(axis=1)
+    is_moderate = (np.abs(xywh) < MAX_COORDINATE_PX).all(axis=1)
+    suspicious |= ~is_moderate
+    suspicious |= (xywh[:, 2:] <= 0).any(axis=1)
+    suspicious |= (high <= low).any(axis=1)
+    return inner, suspicious
 
 
 def _areas(annotations: Annotations, xyxy: np.ndarray) -> np.ndarray:
     """Return (N,) float64: the annotated areas; those of the boxes if they are missing."""
     area = np.array(annotations.area, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):  # of suspicious ones
-        return np.where(np.isnan(area), (xyxy[:, 2] - xyxy[:, 0]) * (xyxy[:, 3] - xyxy[:, 1]), area)
+        width = xyxy[:, 2] - xyxy[:, 0]
+        height = xyxy[:, 3] - xyxy[:, 1]
+        return np.where(np.isnan(area), width * height, area)
 
 
 def _emptied_image(row: ImageRow, image_id: int | str, count: int) -> Problem:
@@ -165,19 +195,30 @@ def _times(ids: np.ndarray, odd: Mapping[int, object]) -> dict[int, int]:
     """Count the uses of each id that is used more than once, or by an odd entry."""
     given = (entry.get("id") for entry in odd.values() if isinstance(entry, dict))
     of_odd = Counter(id_ for id_ in given if isinstance(id_, int))
+    odd_ids = np.array([id_ for id_ in of_odd if fits_int64(id_)], np.int64)
     unique, times = np.unique(ids, return_counts=True)
-    several = (times > 1) | np.isin(unique, np.array([id_ for id_ in of_odd if fits_int64(id_)], np.int64))
-    return of_odd + Counter(dict(zip(unique[several].tolist(), times[several].tolist(), strict=True)))
+    several = (times > 1) | np.isin(unique, odd_ids)
+    of_others = zip(unique[several].tolist(), times[several].tolist(), strict=True)
+    return of_odd + Counter(dict(of_others))
 
 
 def _judge(
-    entry: Mapping, number: int, row: ImageRow | None, times: Mapping, labels: Mapping, attributes: Mapping
+    entry: Mapping,
+    number: int,
+    row: ImageRow | None,
+    times: Mapping,
+    labels: Mapping,
+    attributes: Mapping,
 ) -> tuple[tuple | None, list[str], list[str]]:
     """Return (box xyxy and its area, faults, repairs) of a suspicious entry, which is usable if it has no faults."""
-    box, faults, repairs = _box(entry.get("bbox"), row) if "bbox" in entry else (None, ["`bbox` missing"], [])
+    missing = (None, ["`bbox` missing"], [])
+    box, faults, repairs = _box(entry["bbox"], row) if "bbox" in entry else missing
     faults += _annotation_faults(entry, number, times, labels, row is not None)
     faults += _attribute_faults(entry, attributes)
-    return None if faults else (box, _area(entry, box, bool(repairs))), faults, repairs
+    if faults:
+        return None, faults, repairs
+    area = _area(entry, box, bool(repairs))
+    return (box, area), faults, repairs
 
 
 def _annotation_faults(entry: Mapping, number: int, times: Mapping, labels: Mapping, has_image: bool) -> list[str]:
@@ -223,10 +264,16 @@ def _attribute_faults(entry: Mapping, attributes: Mapping) -> list[str]:
 def _attributes(annotations: Annotations, order: np.ndarray, attributes: Mapping) -> np.ndarray:
     """Return (N, A) int64 attribute ids from 1 of the boxes in this order, padded with 0 to one length of at least 1.
     """
-    odd = {number: entry for number, entry in annotations.odd.items() if isinstance(entry, dict)}
-    given = annotations.attribute_ids | {number: entry.get("attribute_ids", ()) for number, entry in odd.items()}
-    lists = [list(dict.fromkeys(given.get(number, ()))) for number in order.tolist()]
-    filled = np.zeros((len(lists), max(map(len, lists), default=0) or 1), np.int64)
+    given = dict(annotations.attribute_ids)
+    for number, entry in annotations.odd.items():
+        if isinstance(entry, dict):
+            given[number] = entry.get("attribute_ids", ())
+    lists = []
+    for number in order.tolist():
+        distinct = dict.fromkeys(given.get(number, ()))
+        lists.append(list(distinct))
+    longest = max(map(len, lists), default=0) or 1
+    filled = np.zeros((len(lists), longest), np.int64)
     for row, ids in zip(filled, lists, strict=True):
         row[: len(ids)] = [attributes[id_] + 1 for id_ in ids]
     return filled
@@ -242,24 +289,32 @@ def _box(bbox: object, row: ImageRow | None) -> tuple[tuple[float, ...] | None, 
         return None, [f"bbox {bbox!r} holds something that is not a number"], []
     x, y, w, h = bbox
     # compared, not converted: a number of 400 digits has no float
-    if not all(-LARGEST_COORDINATE < value < LARGEST_COORDINATE for value in bbox):
+    if not all(-MAX_COORDINATE_PX < value < MAX_COORDINATE_PX for value in bbox):
         return None, [f"non-finite coordinate in bbox {list(bbox)}"], []
     if w < 0 or h < 0:
-        return None, [f"negative {'width' if w < 0 else 'height'} in bbox {list(bbox)}"], []
+        side = "width" if w < 0 else "height"
+        return None, [f"negative {side} in bbox {list(bbox)}"], []
     if w == 0 or h == 0:
         return None, [f"zero area: bbox {list(bbox)}"], []
+    right = x + w
+    bottom = y + h
     if row is None or not has_size(row):
-        return (x, y, x + w, y + h), [], []
-    width, height = row.width, row.height
-    if x >= 0 and y >= 0 and x + w <= width and y + h <= height:
-        return (x, y, x + w, y + h), [], []
-    x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + w, width), min(y + h, height)
+        return (x, y, right, bottom), [], []
+    width = row.width
+    height = row.height
+    if x >= 0 and y >= 0 and right <= width and bottom <= height:
+        return (x, y, right, bottom), [], []
+    x1 = max(x, 0)
+    y1 = max(y, 0)
+    x2 = min(right, width)
+    y2 = min(bottom, height)
     if x2 <= x1 or y2 <= y1:
         return None, [f"bbox {list(bbox)} lies outside the image of {width} x {height}"], []
-    if max(x1 - x, y1 - y, x + w - x2, y + h - y2) <= CLIP_TOLERANCE:
+    if max(x1 - x, y1 - y, right - x2, bottom - y2) <= CLIP_TOLERANCE:
         return (x1, y1, x2, y2), [], []
     clipped = [x1, y1, x2 - x1, y2 - y1]
-    return (x1, y1, x2, y2), [], [f"bbox {list(bbox)} exceeds the image of {width} x {height}; clipped to {clipped}"]
+    repair = f"bbox {list(bbox)} exceeds the image of {width} x {height}; clipped to {clipped}"
+    return (x1, y1, x2, y2), [], [repair]
 
 
 def has_size(row: ImageRow) -> bool:
@@ -268,19 +323,24 @@ def has_size(row: ImageRow) -> bool:
 
 
 def is_side(value: object) -> bool:
-    """Return whether `value` is a positive whole number of pixels, at most `LARGEST_SIDE`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value <= LARGEST_SIDE and not value % 1
+    """Return whether `value` is a positive whole number of pixels, at most `MAX_IMAGE_SIDE_PX`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= MAX_IMAGE_SIDE_PX and not value % 1
 
 
 def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
     """Return the annotated area (of the mask, in COCO), or the box's if it is missing or was that of the unclipped box.
     """
     area = entry.get("area")
-    usable = isinstance(area, int | float) and not isinstance(area, bool) and 0 < area < LARGEST_AREA
-    if usable and not (clipped and math.isclose(area, entry["bbox"][2] * entry["bbox"][3], rel_tol=1e-6)):
-        return float(area)
-    return float((box[2] - box[0]) * (box[3] - box[1]))
+    x1, y1, x2, y2 = box
+    _, _, width, height = entry["bbox"]  # before it was clipped
+    is_number = isinstance(area, int | float) and not isinstance(area, bool)
+    if is_number and 0 < area < MAX_AREA:
+        of_unclipped = clipped and math.isclose(area, width * height, rel_tol=1e-6)
+        if not of_unclipped:
+            return float(area)
+    return float((x2 - x1) * (y2 - y1))
 
 
 def wrong_id(record: Mapping, key: str) -> str:
@@ -295,7 +355,11 @@ def fits_int64(id_: int | str) -> bool:
 
 
 def check_relations(
-    relations: RelationColumns, file: str, index: AnnotationIndex, predicates: Mapping, problems: list[Problem]
+    relations: RelationColumns,
+    file: str,
+    index: AnnotationIndex,
+    predicates: Mapping,
+    problems: list[Problem],
 ) -> Relations:
     """Return the relations between kept boxes.
 
@@ -310,17 +374,21 @@ def check_relations(
     subject_ids = np.array(r.subject, np.int64)
     object_ids = np.array(r.object, np.int64)
     label = r.predicate_ids.find(predicates)[np.array(r.predicate, np.int32)]
-    stated = r.image_ids.find({id_: at for at, id_ in enumerate(index.images)})
-    stated = np.append(stated, -2)[np.array(r.image, np.int32)]  # -2: the entry names no image
-    ends = np.stack([index.rows_of(subject_ids), index.rows_of(object_ids)])
+    position = {id_: at for at, id_ in enumerate(index.images)}
+    stated = np.append(r.image_ids.find(position), -2)  # -2: the entry names no image
+    stated = stated[np.array(r.image, np.int32)]
+    ends = np.stack([index.rows_of(subject_ids), index.rows_of(object_ids)])  # (2, R) rows of `index`; -1: none
     image = np.append(index.image, -1)[ends]
     row = np.append(index.row, -1)[ends]
     odd = np.zeros(len(r), bool)
     odd[list(r.odd)] = True
-    good = (ends >= 0).all(axis=0) & (label >= 0) & (image[0] == image[1]) & (row[0] != row[1])
-    good &= odd | (stated == -2) | (stated == image[0])
+    has_ends = (ends >= 0).all(axis=0)
+    has_two_boxes = (image[0] == image[1]) & (row[0] != row[1])
+    has_its_image = odd | (stated == -2) | (stated == image[0])
+    good = has_ends & (label >= 0) & has_two_boxes & has_its_image
     triplets = np.stack([subject_ids, object_ids, label])[:, good]
     _, first, group = np.unique(triplets, axis=1, return_index=True, return_inverse=True)
+    # Of the good triplets a, b, a at the numbers 3, 5, 8, first_of is 3, 5, 3.
     first_of = np.full(len(r), -1)
     first_of[good] = np.flatnonzero(good)[first[group.reshape(-1)]]
     suspicious = odd | ~good | (first_of != np.arange(len(r)))
@@ -332,20 +400,30 @@ def check_relations(
         if image_id is None:
             continue
         triplet = (entry["subject_id"], entry["object_id"], entry["predicate_id"])
-        if triplet in seen or 0 <= first_of[number] < number and kept[first_of[number]]:
+        earlier = first_of[number]
+        is_repeated = 0 <= earlier < number and kept[earlier]
+        if triplet in seen or is_repeated:
             message = f"relation {list(triplet)} (subject, object, predicate) is listed again; kept"
             problems.append(Problem("warning", file, image_id, None, message))
         kept[number] = True
         image[:, number], row[:, number] = index.at(triplet[:2])
         label[number] = predicates[triplet[2]]
         seen.add(triplet)
-    order = np.flatnonzero(kept)[np.argsort(image[0][kept], kind="stable")]
-    offsets = offsets_of(np.bincount(image[0][order], minlength=count))
-    return Relations(offsets, row[0][order], row[1][order], label[order])
+    image_of = image[0]  # also of the object
+    subject, object_ = row
+    by_image = np.argsort(image_of[kept], kind="stable")
+    order = np.flatnonzero(kept)[by_image]
+    counts = np.bincount(image_of[order], minlength=count)
+    return Relations(offsets_of(counts), subject[order], object_[order], label[order])
 
 
 def _relation_faults(
-    entry: object, number: int, file: str, index: AnnotationIndex, predicates: Mapping, problems: list[Problem]
+    entry: object,
+    number: int,
+    file: str,
+    index: AnnotationIndex,
+    predicates: Mapping,
+    problems: list[Problem],
 ) -> object:
     """Return the image id of a usable relation; None if it has faults, or lost an end with a dropped box."""
     if not isinstance(entry, dict):
@@ -354,7 +432,10 @@ def _relation_faults(
         return None
     predicate = entry.get("predicate_id")
     ends = {key: index.of(entry.get(key)) for key in ("subject_id", "object_id")}
-    unknown = {key: f"annotation {entry.get(key)!r} does not exist" for key, end in ends.items() if end is None}
+    unknown = {}  # the fault of each key
+    for key, end in ends.items():
+        if end is None:
+            unknown[key] = f"annotation {entry.get(key)!r} does not exist"
     if not is_id(predicate) or predicate not in predicates:
         unknown["predicate_id"] = f"predicate {predicate!r} is not defined"
     faults = [fault if key in entry else f"`{key}` missing" for key, fault in unknown.items()]
@@ -369,5 +450,7 @@ def _relation_faults(
         elif subject >= 0 and object_ >= 0:
             return subject_image
     name = f"relation {entry.get('id', f'entry {number}')}"
-    problems.extend(Problem("error", file, entry.get("image_id"), None, f"{name}: {fault}") for fault in faults)
+    image_id = entry.get("image_id")
+    for fault in faults:
+        problems.append(Problem("error", file, image_id, None, f"{name}: {fault}"))
     return None

@@ -14,15 +14,15 @@ from toolkit.data.annotations import Annotations, ImageRow, is_id, is_unicode, s
 from toolkit.data.box_checks import check_boxes, check_relations, fits_int64, is_side, wrong_id
 from toolkit.data.table import Category, Problem
 
-EVIDENCE = 10  # boxes that must leave their image as they are; fewer may be slips
+MIN_EVIDENCE_BOXES = 10  # boxes that must leave their image as they are; fewer may be slips
 TIMES_BETTER = 10  # boxes that leave their image as they are, for each that does in the other format
-OVERSHOOT = 0.1  # of its own side that a box must be outside to count, and
-PIXELS = 2.0  # at least so many pixels: rounding and padding do not count as evidence
-LARGEST_FRACTION = 1.01  # of boxes in fractions of the image, rounding included
-MOST = 0.99  # of the boxes must be fractions; a few may be slips
-SMALLEST_SIDE = 16  # pixels of an image in which boxes of one pixel are not objects
-LARGEST = 1e9  # pixels; larger values are not numbers of pixels
-NAMES = {
+MIN_OVERSHOOT_SHARE = 0.1  # of its own side that a box must be outside to count, and
+MIN_OVERSHOOT_PX = 2.0  # at least so many pixels: rounding and padding do not count as evidence
+MAX_FRACTION = 1.01  # of boxes in fractions of the image, rounding included
+MIN_SHARE_OF_FRACTIONS = 0.99  # of the boxes must be fractions; a few may be slips
+MIN_IMAGE_SIDE_PX = 16  # pixels of an image in which boxes of one pixel are not objects
+MAX_PLAUSIBLE_PX = 1e9  # pixels; larger values are not numbers of pixels
+BOX_FORMATS = {
     "xyxy": ("corners [x1, y1, x2, y2]", ("x1", "y1", "x2 - x1", "y2 - y1")),
     "cxcywh": ("centre and size [cx, cy, width, height]", ("cx - width / 2", "cy - height / 2", "width", "height")),
     "xywh": ("[x, y, width, height]", ("x", "y", "width", "height")),
@@ -215,21 +215,21 @@ def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow])
         images: by image id; boxes of others do not count.
     """
     boxes, sizes = _readable(annotations, images)
-    large = sizes.min(axis=1, initial=math.inf) >= SMALLEST_SIDE
-    small = large & (np.abs(boxes) <= LARGEST_FRACTION).all(axis=1)
-    if large.sum() >= EVIDENCE and small.sum() >= MOST * large.sum():
+    large = sizes.min(axis=1, initial=math.inf) >= MIN_IMAGE_SIDE_PX
+    small = large & (np.abs(boxes) <= MAX_FRACTION).all(axis=1)
+    if large.sum() >= MIN_EVIDENCE_BOXES and small.sum() >= MIN_SHARE_OF_FRACTIONS * large.sum():
         fractions = boxes[large]
         if (fractions % 1 == 0).all(axis=1).sum() < 0.5 * len(fractions):
             return _fractions(fractions)  # no number exceeds 1, and most are not whole: not objects in pixels
     doubtful = _outside(boxes, "xywh", sizes)
-    if doubtful < EVIDENCE:
+    if doubtful < MIN_EVIDENCE_BOXES:
         return None
     outside = {name: _outside(boxes, name, sizes) for name in ("xyxy", "cxcywh")}
     other = min(outside, key=outside.get)
     wrong = outside[other]
     if wrong * TIMES_BETTER > doubtful:
         return None
-    called, formula = NAMES[other]
+    called, formula = BOX_FORMATS[other]
     return (
         f"the boxes look like {called}, expected [x, y, width, height]: read as such {doubtful} of {len(boxes)} leave "
         f"their image, read as {called} {wrong or 'none'} would; write every bbox as [{', '.join(formula)}], or clip "
@@ -241,8 +241,8 @@ def _fractions(boxes: np.ndarray) -> str:
     one = np.ones((len(boxes), 2))
     outside = {name: _outside(boxes, name, one, 0.01) for name in _READ_AS}
     name = min(_READ_AS, key=outside.get)
-    called, formula = NAMES[name]
-    others = [NAMES[other][0] for other in _READ_AS if other != name and outside[other] == outside[name]]
+    called, formula = BOX_FORMATS[name]
+    others = [BOX_FORMATS[other][0] for other in _READ_AS if other != name and outside[other] == outside[name]]
     called += f" (or {' or '.join(others)}: these boxes cannot tell)" if others else ""
     factors = (f"({part})" if " " in part else part for part in formula)
     written = ", ".join(f"{factor} * {side}" for factor, side in zip(factors, "WHWH", strict=True))
@@ -267,21 +267,23 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
         if kept[number]:
             boxes[number] = [_number(value) for value in bbox]
             sizes[number] = sizes_by_id[image_id]
-    kept &= (np.abs(boxes) < LARGEST).all(axis=1)
+    kept &= (np.abs(boxes) < MAX_PLAUSIBLE_PX).all(axis=1)
     return (boxes, sizes) if kept.all() else (boxes[kept], sizes[kept])
 
 
 def _number(value: object) -> float:
     """Return a value as float; NaN if it is not a number of pixels, which validation reports."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+    plain = (
+        isinstance(value, int | float) and not isinstance(value, bool) and -MAX_PLAUSIBLE_PX < value < MAX_PLAUSIBLE_PX
+    )
     return float(value) if plain else math.nan
 
 
 def _is_size(row: ImageRow) -> bool:
-    return all(isinstance(side, int | float) and 0 < side < LARGEST for side in (row.width, row.height))
+    return all(isinstance(side, int | float) and 0 < side < MAX_PLAUSIBLE_PX for side in (row.width, row.height))
 
 
-def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float = PIXELS) -> int:
+def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float = MIN_OVERSHOOT_PX) -> int:
     """Count the boxes that, read in a format, have no extent or leave their image by more than a slip."""
     low, high = boxes[:, :2], boxes[:, 2:]
     if read_as == "xywh":
@@ -289,5 +291,5 @@ def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float
     elif read_as == "cxcywh":
         low, high = low - high / 2, low + high / 2
     sides = high - low
-    slip = np.maximum(OVERSHOOT * sides, rounding)
+    slip = np.maximum(MIN_OVERSHOOT_SHARE * sides, rounding)
     return int(((sides <= 0) | (low < -slip) | (high > sizes + slip)).any(axis=1).sum())

@@ -3,9 +3,8 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +34,12 @@ def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted:
 
     Raises BadInput: the faults of all sets, classes or image folders that cannot be joined.
     """
-    tables = all_faults(*(partial(open_one, source, path=path) for path, source in sets))
+    calls = [partial(open_one, source, path=path) for path, source in sets]
+    tables = all_faults(*calls)
+    names = _short_names(sets)
+    classes = _joined_classes(tables)
     predicates = _joined_predicates(tables, tables[0].predicates)
-    return _joined(tables, _short_names(sets), _joined_classes(tables), predicates, unlisted, cache_dir)
+    return _joined(tables, names, classes, predicates, unlisted, cache_dir)
 
 
 def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
@@ -47,8 +49,9 @@ def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str,
 
     Raises BadInput: a class that the training data lack.
     """
+    has_same_classes = table.class_names == train.class_names
     has_same_predicates = tuple(table.predicates) == tuple(train.predicates)
-    if not train.sets or (table.class_names == train.class_names and has_same_predicates):
+    if not train.sets or (has_same_classes and has_same_predicates):
         return table
     unknown = [name for name in table.class_names if name not in train.class_names]
     if unknown:
@@ -60,11 +63,16 @@ def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str,
 
 def _short_names(sets: Paired) -> list[str]:
     """Return names that distinguish the sets: their paths without what these have in common at both ends."""
-    full = [Path(str(source)) if folder is None else Path(folder, str(source)) for folder, source in sets]
-    parts = [path.with_suffix("").parts if path.suffix == ".json" else path.parts for path in full]
+    parts = []
+    for folder, source in sets:
+        path = Path(str(source)) if folder is None else Path(folder, str(source))
+        if path.suffix == ".json":
+            path = path.with_suffix("")
+        parts.append(path.parts)
     while len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
         parts = [path[:-1] for path in parts]
-    for length in range(1, max(map(len, parts)) + 1):
+    longest = max(map(len, parts))
+    for length in range(1, longest + 1):
         short = ["/".join(path[-length:]) for path in parts]
         if len(set(short)) == len(short):
             break
@@ -78,23 +86,31 @@ def _joined_classes(tables: Sequence[DetectionTable]) -> tuple[Category, ...]:
     only in case, spaces, "_" and "-".
     """
     ids: dict[str, list] = {}
-    for category in chain.from_iterable(table.categories for table in tables):
-        ids.setdefault(category.name, []).append(category.id)
-    spellings: dict[str, list[str]] = {}
+    for table in tables:
+        for category in table.categories:
+            ids.setdefault(category.name, []).append(category.id)
+    spellings: dict[str, list[str]] = {}  # names that differ only in how they are written
     for name in ids:
-        spellings.setdefault("".join(c for c in name.casefold() if c not in " _-"), []).append(name)
-    together = [set(table.class_names) for table in tables]  # a set that has both spellings means two classes
-    faults = [names for names in spellings.values() if len(names) > 1 and not any(set(names) <= s for s in together)]
+        letters = [letter for letter in name.casefold() if letter not in " _-"]
+        spellings.setdefault("".join(letters), []).append(name)
+    together = [set(table.class_names) for table in tables]
+    faults = []
+    for names in spellings.values():
+        in_one_set = any(set(names) <= of_set for of_set in together)  # such a set means several classes
+        if len(names) > 1 and not in_one_set:
+            faults.append(
+                f"classes {', '.join(map(repr, names))} of these data sets differ only in how they are written: give "
+                "them one name in all sets, since classes are joined by name"
+            )
     if faults:
-        raise BadInput(
-            f"classes {', '.join(map(repr, names))} of these data sets differ only in how they are written: give them "
-            "one name in all sets, since classes are joined by name"
-            for names in faults
-        )
+        raise BadInput(faults)
     chosen = [given[0] for given in ids.values()]
-    agree = all(len(set(given)) == 1 for given in ids.values()) and len(set(chosen)) == len(chosen)
-    agree = agree and len({type(id_) for id_ in chosen}) == 1
-    return tuple(Category(chosen[i] if agree else i + 1, name) for i, name in enumerate(ids))
+    sets_agree = all(len(set(given)) == 1 for given in ids.values())
+    are_unique = len(set(chosen)) == len(chosen)
+    have_one_type = len({type(id_) for id_ in chosen}) == 1
+    if not (sets_agree and are_unique and have_one_type):
+        chosen = range(1, len(ids) + 1)
+    return tuple(Category(id_, name) for id_, name in zip(chosen, ids, strict=True))
 
 
 def _joined_predicates(tables: Sequence[DetectionTable], wanted: Sequence[str]) -> tuple[str, ...]:
@@ -105,76 +121,120 @@ def _joined_predicates(tables: Sequence[DetectionTable], wanted: Sequence[str]) 
 
 
 def _joined(
-    tables, names, categories: tuple[Category, ...], predicates: tuple[str, ...], unlisted: str, cache_dir
+    tables: Sequence[DetectionTable],
+    names: Sequence[str],
+    categories: tuple[Category, ...],
+    predicates: tuple[str, ...],
+    unlisted: str,
+    cache_dir,
 ) -> DetectionTable:
     """Join tables as `open_joined` does; `categories` and `predicates` are matched by name.
 
     Without `predicates` the relations are left out.
     """
     root, files = _root_of(tables, names)
+    class_names = [category.name for category in categories]
     sets = []
     of_images = []
     for table, name in zip(tables, names, strict=True):
-        rows = [[category.name for category in categories].index(known) for known in table.class_names]
+        labels = [class_names.index(known) for known in table.class_names]  # of the table's classes
         of_images.append(table.set_of_image() + len(sets))
-        for one in table.sets or [JoinedSet(name, tuple(range(len(rows))))]:
-            listed = sorted(rows[row] for row in one.classes) if unlisted == "unknown" else range(len(categories))
+        whole = JoinedSet(name, tuple(range(len(labels))))
+        for one in table.sets or [whole]:
+            listed = range(len(categories))
+            if unlisted == "unknown":
+                listed = sorted(labels[row] for row in one.classes)
             sets.append(JoinedSet(one.name, tuple(listed)))
-    about = [table.fingerprint for table in tables], str(root), files, categories, sets, predicates
-    key = hashlib.blake2b(repr(about).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    fingerprints = [table.fingerprint for table in tables]
+    about = (fingerprints, str(root), files, categories, sets, predicates)
+    text = repr(about).encode(errors="surrogateescape")
+    key = hashlib.blake2b(text, digest_size=16).hexdigest()
     cache_file = cache_root(cache_dir) / "tables" / f"{key}-joined.json"
-    if found := open_table(cache_file):
+    found = open_table(cache_file)
+    if found:
         joined = found[0]
     else:
-        rows, boxes = _joined_rows(tables, names, files, [category.name for category in categories])
-        encoded = (table.row(index)["image"] for table in tables for index in range(len(table)))
-        options = {
-            "cache_file": cache_file,
-            "categories": categories,
-            "image_root": root,
-            "sets": sets,
-            "set_of_image": np.concatenate(of_images),
-            "encoded": encoded if root is None else None,
-        }
-        relations = _joined_relations(tables, predicates) if predicates else None
-        joined = write_table(rows, boxes, relations, predicates=predicates, **options)
-    problems = [problem for table in tables for problem in table.problems]
-    most = max(table.max_image_pixels for table in tables)
-    return dataclasses.replace(joined, problems=problems, name=" + ".join(names), max_image_pixels=most)
+        rows, boxes = _joined_rows(tables, names, files, class_names)
+        joined = write_table(
+            rows,
+            boxes,
+            _joined_relations(tables, predicates) if predicates else None,
+            predicates=predicates,
+            cache_file=cache_file,
+            categories=categories,
+            image_root=root,
+            sets=sets,
+            set_of_image=np.concatenate(of_images),
+            encoded=_encoded_images(tables) if root is None else None,
+        )
+    problems = []
+    for table in tables:
+        problems += table.problems
+    return dataclasses.replace(
+        joined,
+        problems=problems,
+        name=" + ".join(names),
+        max_image_pixels=max(table.max_image_pixels for table in tables),
+    )
+
+
+def _encoded_images(tables: Sequence[DetectionTable]) -> Iterator:
+    """Yield the embedded image of each row of all tables."""
+    for table in tables:
+        for index in range(len(table)):
+            yield table.row(index)["image"]
 
 
 def _joined_relations(tables: Sequence[DetectionTable], predicates: Sequence[str]) -> Relations:
     """Return the relations of all tables; their predicates are matched by name with `predicates`."""
     parts = [table.relations() for table in tables]
-    columns = {"subject": [], "object": [], "predicate": []}
+    labels = []
     for table, part in zip(tables, parts, strict=True):
-        number_of = np.array([predicates.index(name) for name in table.predicates], np.int64)
-        columns["subject"].append(part.subject)
-        columns["object"].append(part.object)
-        columns["predicate"].append(number_of[part.predicate])
-    offsets = offsets_of(np.concatenate([np.diff(part.offsets) for part in parts]))
-    return Relations(offsets, **{name: np.concatenate(values) for name, values in columns.items()})
+        label_of = np.array([predicates.index(name) for name in table.predicates], np.int64)
+        labels.append(label_of[part.predicate])
+    return Relations(
+        _joined_offsets(parts),
+        subject=np.concatenate([part.subject for part in parts]),
+        object=np.concatenate([part.object for part in parts]),
+        predicate=np.concatenate(labels),
+    )
 
 
-def _joined_rows(tables, names, files, class_names: Sequence[str]) -> tuple[list[ImageRow], Boxes]:
+def _joined_offsets(parts: Sequence[Boxes | Relations]) -> np.ndarray:
+    counts = [np.diff(part.offsets) for part in parts]
+    return offsets_of(np.concatenate(counts))
+
+
+def _joined_rows(
+    tables: Sequence[DetectionTable],
+    names: Sequence[str],
+    files: Sequence[Sequence[str]],
+    class_names: Sequence[str],
+) -> tuple[list[ImageRow], Boxes]:
+    """Return the images of all tables under their new ids and names, and their boxes with the joined labels."""
     labelled = [table.labelled() for table in tables]
-    image_ids = [row.image_id for part in labelled for row in part.images]
-    unique = len(set(image_ids)) == len(image_ids) and len(set(map(type, image_ids))) == 1
-    rows = [
-        row._replace(image_id=row.image_id if unique else f"{name}:{row.image_id}", file_name=file)
-        for part, name, of_table in zip(labelled, names, files, strict=True)
-        for row, file in zip(part.images, of_table, strict=True)
-    ]
+    image_ids = []
+    for part in labelled:
+        image_ids += [row.image_id for row in part.images]
+    have_one_type = len(set(map(type, image_ids))) == 1
+    keep_ids = have_one_type and len(set(image_ids)) == len(image_ids)
+    rows = []
+    for part, name, of_table in zip(labelled, names, files, strict=True):
+        for row, file in zip(part.images, of_table, strict=True):
+            image_id = row.image_id if keep_ids else f"{name}:{row.image_id}"
+            rows.append(row._replace(image_id=image_id, file_name=file))
     parts = [part.boxes for part in labelled]
     columns = {}
     for column in ("xyxy", "area", "iscrowd", "ids"):
         columns[column] = np.concatenate([getattr(part, column) for part in parts])
     if len(np.unique(columns["ids"])) < len(columns["ids"]):
         columns["ids"] = np.arange(1, len(columns["ids"]) + 1)
-    known = [np.array([class_names.index(name) for name in table.class_names]) for table in tables]
-    labels = np.concatenate([of[part.labels] for of, part in zip(known, parts, strict=True)])
-    offsets = offsets_of(np.concatenate([np.diff(part.offsets) for part in parts]))
-    return rows, Boxes(offsets, labels=labels, scores=None, **columns)
+    labels = []
+    for table, part in zip(tables, parts, strict=True):
+        label_of = np.array([class_names.index(name) for name in table.class_names])
+        labels.append(label_of[part.labels])
+    boxes = Boxes(_joined_offsets(parts), labels=np.concatenate(labels), scores=None, **columns)
+    return rows, boxes
 
 
 def _root_of(
@@ -196,11 +256,15 @@ def _root_of(
         roots = [Path(os.path.abspath(root)) for root in roots]
         if len({root.drive for root in roots}) == 1:
             common = Path(os.path.commonpath(roots))
-            return common, [
-                [(root.relative_to(common) / name).as_posix() for name in of_table]
-                for root, of_table in zip(roots, files, strict=True)
-            ]
-    joined = ImageSources(list(dict.fromkeys(part for root in roots for part in parts_of(root))))
+            names_below = []
+            for root, of_table in zip(roots, files, strict=True):
+                below = root.relative_to(common)
+                names_below.append([(below / name).as_posix() for name in of_table])
+            return common, names_below
+    parts = {}  # each once, in order
+    for root in roots:
+        parts |= dict.fromkeys(parts_of(root))
+    joined = ImageSources(list(parts))
     for root, of_table, name in zip(roots, files, names, strict=True):
         for file in of_table:
             if str(joined / file) != str(root / file):

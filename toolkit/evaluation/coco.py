@@ -58,33 +58,49 @@ class CocoEvaluator:
             BadInput: image ids of predictions and table differ.
         """
         self.matches = match(predictions, self.table)
-        row = pycocotools_numbers(self.matches) if self.backend == "pycocotools" else coco_row(self.matches)
+        compute = pycocotools_numbers if self.backend == "pycocotools" else coco_row
+        row = compute(self.matches)
         voc = voc_metrics(self.matches)
-        row |= {name: voc[name] for name in ("voc07_mAP", "voc12_mAP")}
-        return row | {f"bbox_AP/{name}": coco_row(part)["bbox_AP"] for name, part in self._matches_of_sets()}
+        row["voc07_mAP"] = voc["voc07_mAP"]
+        row["voc12_mAP"] = voc["voc12_mAP"]
+        for name, part in self._matches_of_sets():
+            row[f"bbox_AP/{name}"] = coco_row(part)["bbox_AP"]
+        return row
 
     def _matches_of_sets(self) -> Iterator[tuple[str, Matches]]:
         """Yield the matches in the images of each data set, if the table joins several."""
+        if len(self.table.sets) <= 1:
+            return
         whole = self.matches
         of_image = self.table.set_of_image()
-        for number, name in enumerate(one.name for one in self.table.sets if len(self.table.sets) > 1):
+        for number, one in enumerate(self.table.sets):
             kept = of_image == number
-            boxes = (part.of_images(kept) for part in (whole.truth, whole.found))
-            ids = np.flatnonzero(kept).tolist()
-            yield name, match_boxes(*boxes, ids, whole.class_names, whole.sizes_hw[kept], whole.max_detections)
+            matches = match_boxes(
+                whole.truth.of_images(kept),
+                whole.found.of_images(kept),
+                np.flatnonzero(kept).tolist(),
+                whole.class_names,
+                whole.sizes_hw[kept],
+                whole.max_detections,
+            )
+            yield one.name, matches
 
     def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
         """Format `per_class_table` of the result of `evaluate`, COCO's six AP and its six AR, and why an AP is 0.
 
         step: optimizer steps that the detector was trained for; None: unknown.
         """
-        of_boxes = {name.removeprefix("bbox_"): value for name, value in scores.items() if name.startswith("bbox_")}
         lines = [per_class_table(scores, self.table)]
         for kind in ("AP", "AR"):
-            lines.append("  ".join(f"{name} {_number(of_boxes[name])}" for name in of_boxes if name.startswith(kind)))
+            texts = []
+            for name, value in scores.items():
+                if name.startswith(f"bbox_{kind}"):
+                    texts.append(f"{name.removeprefix('bbox_')} {_number(value)}")
+            lines.append("  ".join(texts))
         if not scores["bbox_AP"]:
             explain_zero_ap = index.tool("explain_zero_ap")
-            lines += [f"AP is 0: {reason}" for reason in explain_zero_ap(predictions, self.table, step)]
+            reasons = explain_zero_ap(predictions, self.table, step)
+            lines += [f"AP is 0: {reason}" for reason in reasons]
         return "\n".join(lines)
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
@@ -94,17 +110,20 @@ class CocoEvaluator:
         return draw_predictions(self.table, predictions, count, path)
 
 
-OF_GRAPHS = ("protocol", "zero_shot", "phrase_detection")  # settings of the group `eval` for scene graphs only
+# Settings of the group `eval` for scene graphs only.
+GRAPH_EVAL_SETTINGS = ("protocol", "zero_shot", "phrase_detection")
 
 
 def make_evaluator(detector, table, backend: str, **settings):
     """Make the evaluator of a detector on a table: that of its own `make_evaluator`, else `CocoEvaluator`.
 
-    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as `OF_GRAPHS`.
-    Raises BadInput as the detector's own `make_evaluator`.
+    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as
+    `GRAPH_EVAL_SETTINGS`. Raises BadInput as the detector's own `make_evaluator`.
     """
     evaluator = detector.make_evaluator(table, backend, **settings)
-    return CocoEvaluator(table, backend) if evaluator is None else evaluator
+    if evaluator is None:
+        return CocoEvaluator(table, backend)
+    return evaluator
 
 
 def coco_row(matches: Matches) -> dict[str, float | None]:
@@ -112,9 +131,10 @@ def coco_row(matches: Matches) -> dict[str, float | None]:
     exact = exact_numbers(matches)
     most = matches.max_detections[-1]
     row = {f"bbox_{name}": _defined(values[0]) for name, values in exact.numbers.items()}
-    of_classes = (exact.of_class[0], exact.half_of_class[0], exact.recall_of_class[0])
-    for name, ap, half, recall in zip(matches.class_names, *of_classes, strict=True):
-        row |= {f"AP/{name}": _defined(ap), f"AP50/{name}": _defined(half), f"AR{most}/{name}": _defined(recall)}
+    for k, name in enumerate(matches.class_names):
+        row[f"AP/{name}"] = _defined(exact.of_class[0, k])
+        row[f"AP50/{name}"] = _defined(exact.half_of_class[0, k])
+        row[f"AR{most}/{name}"] = _defined(exact.recall_of_class[0, k])
     return row
 
 
@@ -137,19 +157,27 @@ def check_ground_truth(table) -> list[str]:
     wanted = truth[~truth.iscrowd]
     if not len(wanted):
         return [f"{name}: no boxes to find in {len(table.rows)} images; every AP will be undefined (null)"]
-    most = int(np.unique(truth.image_index * len(table.categories) + truth.labels, return_counts=True)[1].max())
+    image_and_class = truth.image_index * len(table.categories) + truth.labels
+    _, counts = np.unique(image_and_class, return_counts=True)
+    most = int(counts.max())
     limits = (*MAX_DETECTIONS[:-1], max(MAX_DETECTIONS[-1], most))
-    result = coco_row(match(replace(wanted, scores=np.ones(len(wanted))), table, limits))
+    as_predictions = replace(wanted, scores=np.ones(len(wanted)))
+    result = coco_row(match(as_predictions, table, limits))
     values = {key: result[f"AP/{key}"] for key in class_keys(table)}
-    lost = [f"class {shown(k)!r}: AP {ap:.4f}" for k, ap in values.items() if ap is not None and ap < 1 - 1e-6]
-    faults = lost + _impossible_boxes(truth, table)
+    faults = []
+    for key, ap in values.items():
+        if ap is not None and ap < 1 - 1e-6:
+            faults.append(f"class {shown(key)!r}: AP {ap:.4f}")
+    faults += _impossible_boxes(truth, table)
     if faults:
         failure = f"are not all found (AP {result['bbox_AP']}, expected 1.0)"
         raise BadInput([f"{name}: its own boxes, taken as predictions, {failure}", *faults])
     notes = []
     empty = [shown(key, 40) for key, value in values.items() if value is None]
     if empty:
-        some = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+        some = ", ".join(empty[:5])
+        if len(empty) > 5:
+            some += ", ..."
         undefined = "their AP is undefined (null) and left out of the mean"
         notes.append(f"{name}: no boxes of {len(empty)} of {len(values)} classes ({some}); {undefined}")
     if most > 100:
@@ -167,12 +195,15 @@ def crowded_notes(name: str, table, limits: Mapping[str, int]) -> list[str]:
         return []  # without reading every box
     truth = table.boxes()
     counts = np.bincount(truth.image_index[~truth.iscrowd], minlength=len(table))
-    return [
-        f"warning: {(counts > limit).sum():,} of {len(table):,} {name} images have more objects (up to "
-        f"{counts.max():,}) than {setting} {limit:,}: those beyond it cannot be found; raise it"
-        for setting, limit in limits.items()
-        if (counts > limit).any()
-    ]
+    notes = []
+    for setting, limit in limits.items():
+        crowded = (counts > limit).sum()
+        if crowded:
+            notes.append(
+                f"warning: {crowded:,} of {len(table):,} {name} images have more objects (up to {counts.max():,}) "
+                f"than {setting} {limit:,}: those beyond it cannot be found; raise it"
+            )
+    return notes
 
 
 def _impossible_boxes(truth: Boxes, table) -> list[str]:
@@ -180,35 +211,47 @@ def _impossible_boxes(truth: Boxes, table) -> list[str]:
     ids = table.image_ids().tolist()
     classes = len(table.categories)
     sides = truth.xyxy[:, 2:] - truth.xyxy[:, :2]
-    bad = ~(sides > 0).all(axis=1) | ~(truth.area >= 0) | (truth.labels < 0) | (truth.labels >= classes)
-    return [
-        f"image {ids[truth.image_index[i]]!r}: box {truth.xyxy[i].tolist()} (x1, y1, x2, y2) of class "
-        f"{truth.labels[i]}, area {truth.area[i]:g}; expected x2 > x1, y2 > y1, a class in 0..{classes - 1}, area >= 0"
-        for i in np.flatnonzero(bad)[:10]
-    ]
+    has_sides = (sides > 0).all(axis=1)
+    has_area = truth.area >= 0
+    has_class = (truth.labels >= 0) & (truth.labels < classes)
+    possible = has_sides & has_area & has_class
+    sentences = []
+    for i in np.flatnonzero(~possible)[:10]:
+        image_id = ids[truth.image_index[i]]
+        sentences.append(
+            f"image {image_id!r}: box {truth.xyxy[i].tolist()} (x1, y1, x2, y2) of class {truth.labels[i]}, "
+            f"area {truth.area[i]:g}; expected x2 > x1, y2 > y1, a class in 0..{classes - 1}, area >= 0"
+        )
+    return sentences
 
 
 def per_class_table(result: Mapping, table) -> str:
     """Format a text table, one line a class: images and boxes (without crowds), AP, AP50 and AR; `-`: undefined."""
     truth = table.boxes()
     truth = truth[~truth.iscrowd]
-    rows = [("class", "images", "boxes", "AP", "AP50", "AR100")]
+    metrics = ("AP", "AP50", "AR100")
+    rows = [("class", "images", "boxes", *metrics)]
     for k, name in enumerate(class_keys(table)):
-        images = truth.image_index[truth.labels == k]
-        numbers = (_number(result.get(f"{metric}/{name}")) for metric in ("AP", "AP50", "AR100"))
-        rows.append((shown(name, 40), str(len(np.unique(images))), str(len(images)), *numbers))
-    overall = (_number(result.get(m)) for m in ("bbox_AP", "bbox_AP50", "bbox_AR100"))
-    rows.append(("all", str(len(np.unique(truth.image_index))), str(len(truth)), *overall))
+        images = truth.image_index[truth.labels == k]  # of each box
+        numbers = [_number(result.get(f"{metric}/{name}")) for metric in metrics]
+        counts = (str(len(np.unique(images))), str(len(images)))
+        rows.append((shown(name, 40), *counts, *numbers))
+    numbers = [_number(result.get(f"bbox_{metric}")) for metric in metrics]
+    counts = (str(len(np.unique(truth.image_index))), str(len(truth)))
+    rows.append(("all", *counts, *numbers))
     return align(rows)
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of text as lines with aligned columns: the first to the left, the others to the right."""
-    widths = [max(columns(row[c]) for row in rows) for c in range(len(rows[0]))]
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(columns(text) for text in column))
     lines = []
     for first, *others in rows:  # not ljust and rjust, which count letters, not columns of a terminal
         cells = [first + " " * (widths[0] - columns(first))]
-        cells += [" " * (width - columns(text)) + text for text, width in zip(others, widths[1:], strict=True)]
+        for text, width in zip(others, widths[1:], strict=True):
+            cells.append(" " * (width - columns(text)) + text)
         lines.append("  ".join(cells))
     return "\n".join([lines[0], "-" * columns(lines[0]), *lines[1:]])
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.imports import gc_disabled
-from toolkit.evaluation.matches import AREAS, IOUS, Matches
+from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
 
-TWELVE = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
-RECALLS = np.linspace(0.0, 1.0, 101)
+COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class CocoNumbers:
 def exact_numbers(matches: Matches) -> CocoNumbers:
     """Compute the numbers of the data as they are (B = 1), equal to those of pycocotools to 1e-12."""
     by_class = ByClass(matches)
-    return summary((_one_class(by_class, label) for label in range(matches.num_classes)), 1, matches.max_detections)
+    results = [_one_class(by_class, label) for label in range(matches.num_classes)]
+    return summary(results, 1, matches.max_detections)
 
 
 def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_detections: Sequence[int]) -> CocoNumbers:
@@ -45,19 +46,32 @@ def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_de
     results: for each class AP (A, T, B) by area and IoU, and recall (S, T, B) at each of `max_detections` and then
         for each smaller area.
     """
-    slots = [f"AR{most}" for most in max_detections] + [f"AR{name}" for name in AREAS if name != "all"]
+    slots = [f"AR{most}" for most in max_detections]
+    slots += [f"AR{name}" for name in AREA_RANGES if name != "all"]
     results = list(results)  # empty without classes; every number is then NaN
-    ap = np.array([of_class[0] for of_class in results]).reshape(-1, len(AREAS), len(IOUS), draws)
-    recall = np.array([of_class[1] for of_class in results]).reshape(-1, len(slots), len(IOUS), draws)
+    ap = np.array([of_class[0] for of_class in results])
+    ap = ap.reshape(-1, len(AREA_RANGES), len(IOU_THRESHOLDS), draws)
+    recall = np.array([of_class[1] for of_class in results])
+    recall = recall.reshape(-1, len(slots), len(IOU_THRESHOLDS), draws)
+    whole = ap[:, 0]  # (K, T, B) of boxes of any area
     numbers = {
-        "AP": _mean(ap[:, 0], (0, 1)),
-        "AP50": _mean(ap[:, 0, 0], (0,)),
-        "AP75": _mean(ap[:, 0, 5], (0,)),
-        **{f"AP{name}": _mean(ap[:, a], (0, 1)) for a, name in enumerate(AREAS) if a},
-        **{name: _mean(recall[:, slot], (0, 1)) for slot, name in enumerate(slots)},
+        "AP": _mean(whole, (0, 1)),
+        "AP50": _mean(whole[:, 0], (0,)),
+        "AP75": _mean(whole[:, 5], (0,)),
     }
-    most = recall[:, len(max_detections) - 1]
-    return CocoNumbers(numbers, _mean(ap[:, 0], (1,)).T, ap[:, 0, 0].T, _mean(most, (1,)).T, _mean(ap[:, 0], (0,)))
+    for a, area in enumerate(AREA_RANGES):
+        if a:
+            numbers[f"AP{area}"] = _mean(ap[:, a], (0, 1))
+    for slot, name in enumerate(slots):
+        numbers[name] = _mean(recall[:, slot], (0, 1))
+    of_most = recall[:, len(max_detections) - 1]  # (K, T, B)
+    return CocoNumbers(
+        numbers,
+        of_class=_mean(whole, (1,)).T,
+        half_of_class=whole[:, 0].T,
+        recall_of_class=_mean(of_most, (1,)).T,
+        by_iou=_mean(whole, (0,)),
+    )
 
 
 class ByClass:
@@ -69,52 +83,68 @@ class ByClass:
 
     def __init__(self, matches: Matches):
         self.matches = matches
-        candidate = np.full(len(matches.found), -1, np.int64)
+        classes = matches.num_classes
+        candidate = np.full(len(matches.found), -1, np.int64)  # column of `matches.coco.gt`; -1: none
         candidate[matches.coco.det] = np.arange(len(matches.coco.det))
         labels = matches.found.labels[matches.order]
         by_label = matches.order[np.argsort(labels, kind="stable")]
-        self.of_class = np.split(by_label, np.cumsum(np.bincount(labels, minlength=matches.num_classes))[:-1])
-        self.near = [np.flatnonzero(candidate[rows] >= 0) for rows in self.of_class]
-        self.candidate = [candidate[rows[near]] for rows, near in zip(self.of_class, self.near, strict=True)]
-        self.required = np.stack([~matches.ignored(area) for area in AREAS])
-        of_labels = (matches.truth.labels[required] for required in self.required)
-        self.totals = np.stack([np.bincount(labels, minlength=matches.num_classes) for labels in of_labels])
+        ends = np.cumsum(np.bincount(labels, minlength=classes))
+        self.of_class = np.split(by_label, ends[:-1])
+        self.near = []
+        self.candidate = []
+        for rows in self.of_class:
+            near = np.flatnonzero(candidate[rows] >= 0)
+            self.near.append(near)
+            self.candidate.append(candidate[rows[near]])
+        self.required = np.stack([~matches.ignored(area) for area in AREA_RANGES])  # (A, G)
+        totals = []
+        for required in self.required:
+            of_boxes = matches.truth.labels[required]
+            totals.append(np.bincount(of_boxes, minlength=classes))
+        self.totals = np.stack(totals)  # (A, K)
 
     def inside(self, label: int, area: str) -> np.ndarray:
         """Return whether the predictions of a class are in the area range, (rows of the class,) bool."""
-        low, high = AREAS[area]
+        low, high = AREA_RANGES[area]
         area_of = self.matches.found.area[self.of_class[label]]
         return (area_of >= low) & (area_of <= high)
 
     def tops(self, area: int) -> list[tuple[int, int]]:
         """Return (row of the recalls, predictions of an image and class that count) of an area."""
         most = self.matches.max_detections
-        return [(len(most) - 1 + area, most[-1])] if area else list(enumerate(most))
+        if area == 0:
+            return list(enumerate(most))
+        return [(len(most) - 1 + area, most[-1])]
 
     def undefined(self, draws: int) -> tuple[np.ndarray, np.ndarray]:
         """Return AP (areas, IoUs, B) and recall (as for `summary`) of one class, filled with NaN."""
-        slots = len(self.matches.max_detections) + len(AREAS) - 1
-        return np.full((len(AREAS), len(IOUS), draws), np.nan), np.full((slots, len(IOUS), draws), np.nan)
+        slots = len(self.matches.max_detections) + len(AREA_RANGES) - 1
+        ap = np.full((len(AREA_RANGES), len(IOU_THRESHOLDS), draws), np.nan)
+        recall = np.full((slots, len(IOU_THRESHOLDS), draws), np.nan)
+        return ap, recall
 
 
 def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
+    """Compute AP (A, T, 1) and recall (S, T, 1) of one class, as for `summary`."""
     m = shared.matches
     ap, recall = shared.undefined(1)
     rows = shared.of_class[label]
     near = shared.near[label]
     candidate = shared.candidate[label]
-    for a, area in enumerate(AREAS):
+    rank = m.rank[rows]
+    for a, area in enumerate(AREA_RANGES):
         total = shared.totals[a, label]
         if not total:
             continue
         inside = shared.inside(label, area)
-        for t in range(len(IOUS)):
+        for t in range(len(IOU_THRESHOLDS)):
             gt = np.full(len(rows), -1, np.int64)
             gt[near] = m.coco.gt[a, t, candidate]
             right = (gt >= 0) & shared.required[a][gt]
-            ap[a, t] = exact_average_precision(right, (gt < 0) & inside, total)
+            wrong = (gt < 0) & inside
+            ap[a, t] = exact_average_precision(right, wrong, total)
             for slot, top in shared.tops(a):
-                recall[slot, t] = right[m.rank[rows] < top].sum() / total
+                recall[slot, t] = right[rank < top].sum() / total
     return ap, recall
 
 
@@ -130,15 +160,19 @@ def exact_average_precision(right: np.ndarray, wrong: np.ndarray, total: int) ->
     false_positives = false_positives[keep].astype(float)
     precision = true_positives / np.maximum(true_positives + false_positives, 1)
     precision = np.maximum.accumulate(precision[::-1])[::-1]
-    at = np.searchsorted(true_positives / total, RECALLS, side="left")
-    return float(np.append(precision, 0.0)[np.minimum(at, len(precision))].mean())
+    at = np.searchsorted(true_positives / total, RECALL_THRESHOLDS, side="left")
+    at = np.minimum(at, len(precision))
+    with_end = np.append(precision, 0.0)  # a recall that is not reached has precision 0
+    return float(with_end[at].mean())
 
 
 def _mean(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Compute means over the finite values along `axes`; NaN where there are none."""
     defined = np.isfinite(values)
     count = defined.sum(axis=axes)
     total = np.where(defined, values, 0.0).sum(axis=axes)
-    return np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0)
+    undefined = np.full(count.shape, np.nan)
+    return np.divide(total, count, out=undefined, where=count > 0)
 
 
 def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:
@@ -152,7 +186,9 @@ def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:
         run.params.catIds = list(range(m.num_classes))
         run.evaluate()
         run.accumulate()
-    return _row(np.array(run.eval["precision"]), np.asarray(run.eval["recall"]), run.params, m)
+    precision = np.array(run.eval["precision"])
+    recall = np.asarray(run.eval["recall"])
+    return _row(precision, recall, run.params, m)
 
 
 def _loaded(boxes: Boxes, m: Matches):
@@ -164,16 +200,23 @@ def _loaded(boxes: Boxes, m: Matches):
     from pycocotools.coco import COCO
 
     scores = np.ones(len(boxes)) if boxes.scores is None else boxes.scores
-    columns = (boxes.image_index, boxes.labels, boxes.xywh, boxes.area, boxes.iscrowd.astype(int), scores)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
+    columns = {
+        "image_id": boxes.image_index.tolist(),
+        "category_id": boxes.labels.tolist(),
+        "bbox": boxes.xywh.tolist(),
+        "area": boxes.area.tolist(),
+        "iscrowd": boxes.iscrowd.astype(int).tolist(),
+        "score": scores.tolist(),
+    }
+    annotations = []
+    for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
+        annotation = dict(zip(columns, values, strict=True))
+        annotations.append({"id": number, **annotation})
     coco = COCO()
     coco.dataset = {
         "images": [{"id": i} for i in range(m.num_images)],
         "categories": [{"id": k} for k in range(m.num_classes)],
-        "annotations": [
-            {"id": n, "image_id": i, "category_id": k, "bbox": b, "area": a, "iscrowd": c, "score": s}
-            for n, (i, k, b, a, c, s) in enumerate(rows, start=1)
-        ],
+        "annotations": annotations,
     }
     coco.createIndex()
     return coco
@@ -183,15 +226,20 @@ def _row(precision: np.ndarray, recall: np.ndarray, params, m: Matches) -> dict[
     """Compute the numbers of COCOeval.summarize(), and those of each class; changes `precision` (T, R, K, A, M)."""
     # It adds an epsilon to its denominators, so that one detection out of one is 1 - 2e-16, not 1.
     precision[precision > 1 - 1e-15] = 1
-    half, three_quarters = (int(np.argmin(abs(params.iouThrs - t))) for t in (0.5, 0.75))
+    half = int(np.argmin(abs(params.iouThrs - 0.5)))
+    three_quarters = int(np.argmin(abs(params.iouThrs - 0.75)))
     areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
-    ious = {"": slice(None), "50": half, "75": three_quarters}
     row = {
-        **{f"bbox_AP{name}": _mean_of_defined(precision[at, :, :, 0, -1]) for name, at in ious.items()},
-        **{f"bbox_AP{a}": _mean_of_defined(precision[:, :, :, i, -1]) for a, i in areas.items()},
-        **{f"bbox_AR{n}": _mean_of_defined(recall[:, :, 0, i]) for i, n in enumerate(m.max_detections)},
-        **{f"bbox_AR{a}": _mean_of_defined(recall[:, :, i, -1]) for a, i in areas.items()},
+        "bbox_AP": _mean_of_defined(precision[:, :, :, 0, -1]),
+        "bbox_AP50": _mean_of_defined(precision[half, :, :, 0, -1]),
+        "bbox_AP75": _mean_of_defined(precision[three_quarters, :, :, 0, -1]),
     }
+    for name, area in areas.items():
+        row[f"bbox_AP{name}"] = _mean_of_defined(precision[:, :, :, area, -1])
+    for i, most in enumerate(m.max_detections):
+        row[f"bbox_AR{most}"] = _mean_of_defined(recall[:, :, 0, i])
+    for name, area in areas.items():
+        row[f"bbox_AR{name}"] = _mean_of_defined(recall[:, :, area, -1])
     most = m.max_detections[-1]
     for k, name in enumerate(m.class_names):
         row[f"AP/{name}"] = _mean_of_defined(precision[:, :, k, 0, -1])

@@ -13,13 +13,14 @@ from torch import Tensor
 from toolkit.base.text import JOINERS, escaped, shown
 
 # Okabe & Ito (2008), distinct with every kind of colour vision; without black, plus three of Tol's.
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
-PANEL = 384  # longest side of an image in the grid, in pixels
-LEAST_SCORE = 0.3  # lowest score of predictions in the grid
-BAR = 24
-GAP = 10
-BACKGROUND = "#FFFFFF"
-TEXT = "#222222"
+CLASS_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499")
+CLASS_COLOURS += ("#DDCC77", "#117733")
+PANEL_SIDE_PX = 384  # longest side of an image in the grid, in pixels
+MIN_DRAWN_SCORE = 0.3  # lowest score of predictions in the grid
+CAPTION_HEIGHT_PX = 24
+GAP_PX = 10
+BACKGROUND_COLOUR = "#FFFFFF"
+TEXT_COLOUR = "#222222"
 
 
 @dataclass
@@ -37,7 +38,8 @@ def text_font(size: int) -> ImageFont.FreeTypeFont:
     """Load DejaVu Sans, which comes with matplotlib; Pillow's own has few letters beyond ASCII. `size` in pixels."""
     from matplotlib import font_manager  # half a second, which the start of a run can avoid
 
-    return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
+    file = font_manager.findfont("DejaVu Sans")
+    return ImageFont.truetype(file, size)
 
 
 @functools.cache
@@ -45,7 +47,8 @@ def _letters() -> frozenset[int]:
     """Return the code points of the glyphs in `text_font`."""
     from matplotlib import font_manager, ft2font
 
-    return frozenset(ft2font.FT2Font(font_manager.findfont("DejaVu Sans")).get_charmap())
+    file = font_manager.findfont("DejaVu Sans")
+    return frozenset(ft2font.FT2Font(file).get_charmap())
 
 
 def drawable(text: object, limit: int = 30) -> str:
@@ -54,8 +57,11 @@ def drawable(text: object, limit: int = 30) -> str:
     The empty boxes of missing glyphs would all look alike.
     """
     supported = _letters()
-    names = (c if ord(c) in supported or c in JOINERS else f"<{ord(c):X}>" for c in escaped(text, limit))
-    return shown("".join(names), limit)
+    letters = []
+    for letter in escaped(text, limit):
+        has_glyph = ord(letter) in supported or letter in JOINERS
+        letters.append(letter if has_glyph else f"<{ord(letter):X}>")
+    return shown("".join(letters), limit)
 
 
 def choose_images(table, count: int) -> list[int]:
@@ -63,7 +69,8 @@ def choose_images(table, count: int) -> list[int]:
     candidates = np.flatnonzero(table.num_boxes() > 0)
     if not len(candidates):
         candidates = np.arange(len(table))
-    return candidates[np.linspace(0, len(candidates) - 1, min(count, len(candidates))).astype(int)].tolist()
+    places = np.linspace(0, len(candidates) - 1, min(count, len(candidates)))
+    return candidates[places.astype(int)].tolist()
 
 
 def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Path:
@@ -72,11 +79,14 @@ def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Pat
     for position in choose_images(table, count):
         row = table.row(position)
         objects = row["objects"]
+        boxes = np.array(objects["bbox"], dtype=np.float32)
+        labels = np.array(objects["category"], dtype=np.int64)
+        iscrowd = np.array(objects["iscrowd"], dtype=np.int64)
         truth = {
             "name": table.image_name(position),
-            "boxes": torch.as_tensor(np.array(objects["bbox"], dtype=np.float32)).reshape(-1, 4),
-            "labels": torch.as_tensor(np.array(objects["category"], dtype=np.int64)),
-            "iscrowd": torch.as_tensor(np.array(objects["iscrowd"], dtype=np.int64)),
+            "boxes": torch.as_tensor(boxes).reshape(-1, 4),
+            "labels": torch.as_tensor(labels),
+            "iscrowd": torch.as_tensor(iscrowd),
         }
         image = table.decode_image(row)
         samples.append((image, predictions[row["image_id"]], truth))
@@ -87,7 +97,7 @@ def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: S
     """Write one PNG with a pair of panels per image, two pairs in a row. Returns `path`.
 
     The left panel has the ground truth (crowds dashed), the right one the predictions with a score of at least
-    `LEAST_SCORE`.
+    `MIN_DRAWN_SCORE`.
 
     Args:
         samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {name, boxes (N, 4),
@@ -96,28 +106,33 @@ def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: S
     """
     panels = []
     for image, predictions, truth in samples:
-        strong = predictions["scores"] >= LEAST_SCORE
+        strong = predictions["scores"] >= MIN_DRAWN_SCORE
         kept = {key: predictions[key][strong] for key in ("boxes", "scores", "labels")}
-        objects = f"{drawable(truth['name'], 60)}:  {_counted(len(truth['labels']), 'object')}"
-        panels.append(_panel(image, truth, class_names, objects))
-        caption = f"{_counted(len(kept['labels']), 'prediction')} ≥ {LEAST_SCORE:g}"
+        num_objects = _counted(len(truth["labels"]), "object")
+        caption = f"{drawable(truth['name'], 60)}:  {num_objects}"
+        panels.append(_panel(image, truth, class_names, caption))
+        num_predictions = _counted(len(kept["labels"]), "prediction")
+        caption = f"{num_predictions} ≥ {MIN_DRAWN_SCORE:g}"
         panels.append(_panel(image, kept, class_names, caption))
-    return save_picture(montage(panels, 2 * min(2, len(samples)) or 1), path)
+    columns = 2 * min(2, len(samples)) or 1
+    return save_picture(montage(panels, columns), path)
 
 
 def _counted(count: int, name: str) -> str:
-    return f"{count} {name}{'s' * (count != 1)}"
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def _panel(image: Tensor, objects: Mapping, class_names: Sequence[str], caption: str) -> Image.Image:
-    """Draw an image with its boxes, as long as `PANEL`, below a line of text."""
-    picture = fitted(picture_of(image), PANEL)
-    draw_marks(picture, marks_of(objects, class_names, image.shape[-2:]), scale=picture.width / image.shape[-1])
-    panel = Image.new("RGB", (picture.width, picture.height + BAR), BACKGROUND)
-    panel.paste(picture, (0, BAR))
+    """Draw an image with its boxes, as long as `PANEL_SIDE_PX`, below a line of text."""
+    picture = fitted(picture_of(image), PANEL_SIDE_PX)
+    marks = marks_of(objects, class_names, image.shape[-2:])
+    draw_marks(picture, marks, scale=picture.width / image.shape[-1])
+    panel = Image.new("RGB", (picture.width, picture.height + CAPTION_HEIGHT_PX), BACKGROUND_COLOUR)
+    panel.paste(picture, (0, CAPTION_HEIGHT_PX))
     draw = ImageDraw.Draw(panel)
     font = text_font(14)
-    draw.text((2, 2), _shortened(caption, picture.width, draw, font), fill=TEXT, font=font)
+    text = _shortened(caption, picture.width, draw, font)
+    draw.text((2, 2), text, fill=TEXT_COLOUR, font=font)
     return panel
 
 
@@ -141,33 +156,52 @@ def picture_with_boxes(
     if max(picture.size) < smallest_side:
         picture = fitted(picture, smallest_side)
     marks = marks_of(objects, class_names, image.shape[-2:])
-    scale = max(picture.size) / max(image.shape[-2:])
-    draw_marks(picture, marks, scale=scale, size=max(14, round(max(picture.size) / 50)))
+    longer_side = max(picture.size)
+    scale = longer_side / max(image.shape[-2:])
+    letters = max(14, round(longer_side / 50))  # pixels
+    draw_marks(picture, marks, scale=scale, size=letters)
     return picture
 
 
 def picture_of(image: Tensor) -> Image.Image:
     """Convert uint8 (3, H, W) on any device to a picture."""
-    return Image.fromarray(image.detach().cpu().permute(1, 2, 0).contiguous().numpy())
+    pixels = image.detach().cpu().permute(1, 2, 0)  # (H, W, 3)
+    return Image.fromarray(pixels.contiguous().numpy())
 
 
 def fitted(picture: Image.Image, side: int) -> Image.Image:
     """Resize a picture so that its longer side has `side` pixels."""
     scale = side / max(picture.size)
-    return picture.resize([max(1, round(length * scale)) for length in picture.size], Image.Resampling.BICUBIC)
+    size = [max(1, round(length * scale)) for length in picture.size]
+    return picture.resize(size, Image.Resampling.BICUBIC)
 
 
-def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Image.Image:
+def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP_PX) -> Image.Image:
     """Arrange pictures in a grid of `columns`, `gap` pixels apart and from the edges."""
     rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
-    widths = [max(picture.width for picture in pictures[i::columns]) for i in range(min(columns, len(pictures)))]
-    heights = [max(picture.height for picture in row) for row in rows]
-    lefts, tops = (np.cumsum([gap, *(side + gap for side in sides)]).tolist() for sides in (widths, heights))
-    whole = Image.new("RGB", (max(lefts[-1], 1), max(tops[-1], 1)), BACKGROUND)
+    widths = []
+    for i in range(min(columns, len(pictures))):
+        column = pictures[i::columns]
+        widths.append(max(picture.width for picture in column))
+    heights = []
+    for row in rows:
+        heights.append(max(picture.height for picture in row))
+    lefts = _starts(widths, gap)
+    tops = _starts(heights, gap)
+    size = (max(lefts[-1], 1), max(tops[-1], 1))
+    whole = Image.new("RGB", size, BACKGROUND_COLOUR)
     for row, top in zip(rows, tops, strict=False):
         for picture, left in zip(row, lefts, strict=False):
             whole.paste(picture, (left, top))
     return whole
+
+
+def _starts(lengths: Sequence[int], gap: int) -> list[int]:
+    """Return the start of each length and the end of the last, `gap` apart: [5, 7] and 1 give [1, 7, 15]."""
+    starts = [gap]
+    for length in lengths:
+        starts.append(starts[-1] + length + gap)
+    return starts
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
@@ -180,17 +214,23 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
 
 def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int]) -> list[Mark]:
     """Return marks in the colours of their classes, the best last; `objects` as in `picture_with_boxes`."""
-    objects = {key: objects[key].detach().cpu() for key in ("boxes", "labels", "scores", "iscrowd") if key in objects}
+    columns = ("boxes", "labels", "scores", "iscrowd")
+    objects = {key: objects[key].detach().cpu() for key in columns if key in objects}
     height, width = size_hw
-    boxes = torch.minimum(objects["boxes"].float().nan_to_num(0).clamp(min=0), torch.tensor([width, height] * 2))
+    boxes = objects["boxes"].float().nan_to_num(0).clamp(min=0)
+    boxes = torch.minimum(boxes, torch.tensor([width, height] * 2))
     scores = objects["scores"].tolist() if "scores" in objects else [None] * len(boxes)
     crowd = objects["iscrowd"].tolist() if "iscrowd" in objects else [0] * len(boxes)
+    best_last = sorted(range(len(boxes)), key=lambda i: scores[i] or 0)
     marks = []
-    for i in sorted(range(len(boxes)), key=lambda i: scores[i] or 0):
+    for i in best_last:
         label = int(objects["labels"][i])
-        name = drawable(class_names[label]) if 0 <= label < len(class_names) else f"label {label}?"
-        text = name if scores[i] is None else f"{name} {scores[i]:.2f}"
-        marks.append(Mark(boxes[i].tolist(), COLOURS[label % len(COLOURS)], text, bool(crowd[i])))
+        is_known = 0 <= label < len(class_names)
+        text = drawable(class_names[label]) if is_known else f"label {label}?"
+        if scores[i] is not None:
+            text = f"{text} {scores[i]:.2f}"
+        colour = CLASS_COLOURS[label % len(CLASS_COLOURS)]
+        marks.append(Mark(boxes[i].tolist(), colour, text, bool(crowd[i])))
     return marks
 
 
@@ -214,58 +254,83 @@ def draw_marks(
     edges = np.array([picture.width, picture.height] * 2)
     boxes = []
     for mark in marks:
-        box = (np.nan_to_num(np.asarray(mark.box, dtype=float)) - [*corner, *corner]) * scale
+        in_image = np.nan_to_num(np.asarray(mark.box, dtype=float))
+        corners = (in_image - [*corner, *corner]) * scale
         # A side outside is not visible, one on the edge is.
-        box = np.where(abs(box - edges) < 1, edges - 1, box).clip(-2 * line, edges + 2 * line)
-        x1, y1 = np.minimum(box[:2], box[2:]).tolist()
-        x2, y2 = np.maximum(box[:2], box[2:]).tolist()
-        boxes.append((x1, y1, x2, y2))
+        corners = np.where(abs(corners - edges) < 1, edges - 1, corners)
+        corners = corners.clip(-2 * line, edges + 2 * line)
+        x1, y1 = np.minimum(corners[:2], corners[2:]).tolist()
+        x2, y2 = np.maximum(corners[:2], corners[2:]).tolist()
+        box = (x1, y1, x2, y2)
+        boxes.append(box)
         if mark.dashed:
-            _dashed(draw, boxes[-1], mark.colour, line)
+            _dashed(draw, box, mark.colour, line)
         else:
-            draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="#000000", width=line + 2)  # on any background
-            draw.rectangle(boxes[-1], outline=mark.colour, width=line)
+            frame = (x1 - 1, y1 - 1, x2 + 1, y2 + 1)  # black, visible on any background
+            draw.rectangle(frame, outline="#000000", width=line + 2)
+            draw.rectangle(box, outline=mark.colour, width=line)
     tags: list[tuple] = []
     named = [(mark, box) for mark, box in zip(marks, boxes, strict=True) if mark.text]
     for mark, box in reversed(named):  # the best comes first and gets the best place
         width = draw.textlength(mark.text, font=font) + size // 2
-        tags.append(_place_of_tag(box, width, size + 4, picture.size, tags))
+        tag = _place_of_tag(box, width, size + 4, picture.size, tags)
+        tags.append(tag)
     for tag, (mark, _) in zip(reversed(tags), named, strict=True):
         draw.rectangle(tag, fill=mark.colour)
-        x, y = tag[0] + size // 4, (tag[1] + tag[3]) / 2
-        draw.text((x, y), mark.text, fill=_contrast(mark.colour), font=font, anchor="lm")
+        left, top, _, bottom = tag
+        middle_left = (left + size // 4, (top + bottom) / 2)
+        draw.text(middle_left, mark.text, fill=_contrast(mark.colour), font=font, anchor="lm")
 
 
 def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, tags: list[tuple]) -> tuple:
     """Return (x1, y1, x2, y2) of a tag at a corner of its box, with the least overlap with other tags."""
     x1, y1, x2, y2 = box
-    left, right = x1 - 1, x2 + 2 - width
+    left = x1 - 1
+    right = x2 + 2 - width
+    corners = (
+        (left, y1 - height),  # above the box
+        (left, y2),  # below it
+        (right, y1 - height),
+        (right, y2),
+        (left, y1),  # inside it
+        (right, y2 - height),
+    )
     places = []
-    for x, y in ((left, y1 - height), (left, y2), (right, y1 - height), (right, y2), (left, y1), (right, y2 - height)):
+    for x, y in corners:
         x = max(0, min(x, picture_size[0] - width))
         inside = max(0, min(y, picture_size[1] - height))
         if inside == y or not places:
             places.append((x, inside, x + width, inside + height))
-    return min(places, key=lambda corner: sum(_overlap(corner, other) for other in tags))
+    return min(places, key=lambda place: sum(_overlap(place, other) for other in tags))
 
 
 def _overlap(a: tuple, b: tuple) -> float:
     """Return the common area of two boxes."""
-    return max(0, min(a[2], b[2]) - max(a[0], b[0])) * max(0, min(a[3], b[3]) - max(a[1], b[1]))
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    return max(0, width) * max(0, height)
 
 
 def _dashed(draw: ImageDraw.ImageDraw, box: tuple, colour: str, line: int, dash: int = 8) -> None:
     x1, y1, x2, y2 = box
-    dashes = [(x, y, min(x + dash, x2), y) for x in np.arange(x1, x2, 2 * dash).tolist() for y in (y1, y2)]
-    dashes += [(x, y, x, min(y + dash, y2)) for y in np.arange(y1, y2, 2 * dash).tolist() for x in (x1, x2)]
-    for fill, width in (("#000000", line + 2), (colour, line)):
+    dashes = []
+    for x in np.arange(x1, x2, 2 * dash).tolist():
+        end = min(x + dash, x2)
+        dashes += [(x, y1, end, y1), (x, y2, end, y2)]
+    for y in np.arange(y1, y2, 2 * dash).tolist():
+        end = min(y + dash, y2)
+        dashes += [(x1, y, x1, end), (x2, y, x2, end)]
+    strokes = (("#000000", line + 2), (colour, line))
+    for fill, width in strokes:
         for segment in dashes:
             draw.line(segment, fill=fill, width=width)
 
 
 def _contrast(colour: str) -> str:
+    """Return black or white, whichever is legible on a colour `#RRGGBB`."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#FFFFFF"
+    brightness = 0.299 * red + 0.587 * green + 0.114 * blue
+    return "#000000" if brightness > 120 else "#FFFFFF"
 
 
 def _shortened(text: str, width: int, draw: ImageDraw.ImageDraw, font) -> str:

@@ -15,11 +15,11 @@ from toolkit.base.boxes import Boxes, intersection_area
 from toolkit.base.text import escaped
 from toolkit.evaluation.predictions import boxes_of, usable
 
-IOUS = np.linspace(0.5, 0.95, 10)
-AREAS = {"all": (0.0, 1e10), "s": (0.0, 32.0**2), "m": (32.0**2, 96.0**2), "l": (96.0**2, 1e10)}
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
+AREA_RANGES = {"all": (0.0, 1e10), "s": (0.0, 32.0**2), "m": (32.0**2, 96.0**2), "l": (96.0**2, 1e10)}
 BACKGROUND_IOU = 0.1  # a prediction that overlaps nothing by more lies on the background (Bolya et al. 2020)
 MAX_DETECTIONS = (1, 10, 100)  # of an image and class that count for recall; the last number for precision too
-PAIRS_AT_ONCE = 2**20
+PAIRS_PER_CHUNK = 2**20
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Matches:
 
     def ignored(self, area: str) -> np.ndarray:
         """Return the boxes that need not be found, (G,) bool: crowds, and boxes outside of the area range."""
-        low, high = AREAS[area]
+        low, high = AREA_RANGES[area]
         return self.crowd | (self.truth.area < low) | (self.truth.area > high)
 
     @cached_property
@@ -139,13 +139,27 @@ def match_boxes(
     """Match two sets of boxes of the same images; detections must be finite and have labels of known classes."""
     detections, rank = _best_of_each_class(detections, max_detections[-1])
     order = np.argsort(-detections.scores, kind="stable")
-    overlaps = _overlaps(detections, truth)
-    return Matches(image_ids, class_names, sizes_hw, truth, detections, rank, order, *overlaps, tuple(max_detections))
+    det, gt, iou = _overlaps(detections, truth)
+    return Matches(
+        image_ids,
+        class_names,
+        sizes_hw,
+        truth=truth,
+        found=detections,
+        rank=rank,
+        order=order,
+        det=det,
+        gt=gt,
+        iou=iou,
+        max_detections=tuple(max_detections),
+    )
 
 
 def class_keys(table) -> list[str]:
     """Return class names as used in metric names; a name that several classes share gets the original id added."""
-    return metric_keys([c.name for c in table.categories], [c.id for c in table.categories])
+    names = [category.name for category in table.categories]
+    ids = [category.id for category in table.categories]
+    return metric_keys(names, ids)
 
 
 def metric_keys(names: Sequence[str], ids: Sequence | None = None) -> list[str]:
@@ -171,35 +185,46 @@ def metric_keys(names: Sequence[str], ids: Sequence | None = None) -> list[str]:
 
 
 def _best_of_each_class(detections: Boxes, most: int) -> tuple[Boxes, np.ndarray]:
-    """Sort detections by image, then best first; return them with the rank of each in its image and class."""
-    detections = detections[np.lexsort((-detections.scores, detections.image_index))]
-    group = np.lexsort((detections.labels, detections.image_index))  # stable: best first within image and class
-    key = np.stack([detections.image_index[group], detections.labels[group]])
-    new = np.ones(len(group), bool)
-    new[1:] = (key[:, 1:] != key[:, :-1]).any(axis=0)
-    start = np.maximum.accumulate(np.where(new, np.arange(len(group)), 0))
-    rank = np.empty(len(group), np.int64)
-    rank[group] = np.arange(len(group)) - start
+    """Sort detections by image, then best first; return them with the rank of each in its image and class.
+
+    Labels 3, 5, 3 of one image, best first, have the ranks 0, 0, 1.
+    """
+    best_first = np.lexsort((-detections.scores, detections.image_index))
+    detections = detections[best_first]
+    by_group = np.lexsort((detections.labels, detections.image_index))  # stable: best first within image and class
+    key = np.stack([detections.image_index[by_group], detections.labels[by_group]])  # (2, D)
+    position = np.arange(len(by_group))
+    is_first = np.ones(len(by_group), bool)
+    is_first[1:] = (key[:, 1:] != key[:, :-1]).any(axis=0)
+    start = np.maximum.accumulate(np.where(is_first, position, 0))
+    rank = np.empty(len(by_group), np.int64)
+    rank[by_group] = position - start
     keep = rank < most
     return detections[keep], rank[keep]
 
 
 def paired(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield all pairs of rows that share a group, in blocks of about PAIRS_AT_ONCE, ordered by first, then second row.
+    """Yield all pairs of rows that share a group, in chunks of about PAIRS_PER_CHUNK, by first, then second row.
 
     first_groups, second_groups: (N,), (M,) int64 from 0, the group of each row: its image, or image and class.
+
+    Groups [0, 2] and [2, 0, 2] give the pairs (0, 1), (1, 0) and (1, 2).
     """
-    order = np.argsort(second_groups, kind="stable")
+    order = np.argsort(second_groups, kind="stable")  # second rows by group
     sizes = np.bincount(second_groups, minlength=int(first_groups.max(initial=-1)) + 1)
-    first = (np.cumsum(sizes) - sizes)[first_groups]
-    repeats = sizes[first_groups]
+    starts = np.cumsum(sizes) - sizes  # of each group in `order`
+    first = starts[first_groups]  # (N,) where in `order` the partners of a first row begin
+    repeats = sizes[first_groups]  # (N,) its number of partners
     ends = np.cumsum(repeats)
     start = 0
     while start < len(first_groups):
-        stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + PAIRS_AT_ONCE)))
+        done = ends[start - 1] if start else 0
+        stop = int(np.searchsorted(ends, done + PAIRS_PER_CHUNK))
+        stop = max(stop, start + 1)
         some = repeats[start:stop]
         rows = np.repeat(np.arange(start, start + len(some)), some)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(some) - some, some)
+        before = np.cumsum(some) - some  # pairs of the rows before each
+        within = np.arange(len(rows)) - np.repeat(before, some)
         yield rows, order[first[rows] + within]
         start = stop
 
@@ -219,48 +244,73 @@ def best_pairs(det: np.ndarray, gt: np.ndarray, iou: np.ndarray, size: int) -> t
 
 def _overlaps(detections: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
-    xywh = detections.xywh, truth.xywh
-    corners_found, corners_truth = (np.concatenate([b[:, :2], b[:, :2] + b[:, 2:]], axis=1) for b in xywh)
-    area_found, area_truth = (b[:, 2] * b[:, 3] for b in xywh)
-    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    xywh_found = detections.xywh
+    xywh_truth = truth.xywh
+    corners_found = _corners(xywh_found)
+    corners_truth = _corners(xywh_truth)
+    area_found = xywh_found[:, 2] * xywh_found[:, 3]
+    area_truth = xywh_truth[:, 2] * xywh_truth[:, 3]
+    all_det = [np.zeros(0, np.int64)]
+    all_gt = [np.zeros(0, np.int64)]
+    all_iou = [np.zeros(0)]
     for det, gt in paired(detections.image_index, truth.image_index):
         common = intersection_area(corners_found[det], corners_truth[gt])
         area = area_found[det]
-        union = np.where(truth.iscrowd[gt], area, area + area_truth[gt] - common)  # for a crowd the share that is in it
-        iou = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+        union = area + area_truth[gt] - common
+        whole = np.where(truth.iscrowd[gt], area, union)  # for a crowd the share that is in it
+        iou = np.divide(common, whole, out=np.zeros_like(common), where=whole > 0)
         keep = iou >= BACKGROUND_IOU
-        parts.append((det[keep], gt[keep], iou[keep]))
-    return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+        all_det.append(det[keep])
+        all_gt.append(gt[keep])
+        all_iou.append(iou[keep])
+    return np.concatenate(all_det), np.concatenate(all_gt), np.concatenate(all_iou)
+
+
+def _corners(xywh: np.ndarray) -> np.ndarray:
+    left_top = xywh[:, :2]
+    right_bottom = left_top + xywh[:, 2:]
+    return np.concatenate([left_top, right_bottom], axis=1)
 
 
 def _greedy(m: Matches) -> CocoMatches:
-    near = m.same_class & (m.iou >= IOUS[0])
+    """Match in rounds: in round r the r-th best prediction of every image and class chooses its box.
+
+    Shapes: A areas, T IoU thresholds, C predictions with a near box, G boxes; in one round p pairs of c predictions.
+    """
+    near = m.same_class & (m.iou >= IOU_THRESHOLDS[0])
     det = m.det[near]
     gt = m.gt[near]
     iou = m.iou[near]
     rows, row = np.unique(det, return_inverse=True)
-    shape = (len(AREAS), len(IOUS))
+    shape = (len(AREA_RANGES), len(IOU_THRESHOLDS))
     matched = np.full((*shape, len(rows)), -1, np.int64)
     free = np.ones((*shape, len(m.truth)), bool)
-    required = np.stack([~m.ignored(area) for area in AREAS])[:, None]  # (A, 1, G)
+    required = np.stack([~m.ignored(area) for area in AREA_RANGES])[:, None]  # (A, 1, G)
+    thresholds = np.minimum(IOU_THRESHOLDS, 1 - 1e-10)[:, None]  # (T, 1)
     rounds = m.rank[det]
     order = np.argsort(rounds, kind="stable")
     cuts = np.searchsorted(rounds[order], np.arange(rounds.max(initial=-1) + 2))
     for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
         if start == stop:
             continue
-        now = order[start:stop]
+        now = order[start:stop]  # pairs of this round, those of a prediction side by side
         g = gt[now]
         d = row[now]
-        first = np.flatnonzero(np.diff(d, prepend=-1))
-        allowed = (iou[now] >= np.minimum(IOUS, 1 - 1e-10)[:, None]) & (free[:, :, g] | m.crowd[g])
-        wish = np.where(allowed, iou[now] + 2 * required[:, :, g], -1.0)  # a box that must be found goes first
-        best = np.maximum.reduceat(wish, first, axis=2)
-        segment = np.repeat(np.arange(len(first)), np.diff([*first, len(d)]))
-        position = np.where(wish == best[:, :, segment], np.arange(len(d)), -1)  # the last of equal ones: pycocotools
-        chosen = np.maximum.reduceat(position, first, axis=2)
+        # Predictions [4, 4, 7] have the pairs from first = [0, 2] on; segment = [0, 0, 1].
+        first = np.flatnonzero(np.diff(d, prepend=-1))  # (c,)
+        pairs_of_each = np.diff([*first, len(d)])
+        segment = np.repeat(np.arange(len(first)), pairs_of_each)  # (p,)
+        overlaps = iou[now] >= thresholds  # (T, p)
+        allowed = overlaps & (free[:, :, g] | m.crowd[g])  # (A, T, p)
+        wish = iou[now] + 2 * required[:, :, g]  # a box that must be found goes first
+        wish = np.where(allowed, wish, -1.0)
+        best = np.maximum.reduceat(wish, first, axis=2)  # (A, T, c)
+        is_best = wish == best[:, :, segment]
+        position = np.where(is_best, np.arange(len(d)), -1)
+        chosen = np.maximum.reduceat(position, first, axis=2)  # the last of equal ones: pycocotools
         some = best > 0
         matched[:, :, d[first]] = np.where(some, g[chosen], -1)
         a, t, where = np.nonzero(some)
-        free[a, t, g[chosen[a, t, where]]] = False
+        taken = g[chosen[a, t, where]]
+        free[a, t, taken] = False
     return CocoMatches(rows, matched)

@@ -17,7 +17,7 @@ from toolkit.base.distributed import agree_max, gather_by_image, gather_objects,
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
 
-LITTLE = 10**9  # bytes
+ALWAYS_FITS_BYTES = 10**9  # bytes
 TENSOR_BYTES = 500  # of a tensor beside its values
 
 
@@ -76,27 +76,35 @@ def predict_dataset(
             if len(batch.targets):
                 moved = batch.to(device, non_blocking=True)
                 began = time.perf_counter()
-                # targets: some models return the outputs for their loss only with them
-                outputs = detector(moved.images, moved.sizes, None if loss_weights is None else moved.targets)
-                orig_sizes = torch.stack([t["orig_size"] for t in moved.targets])
+                # Some models return the outputs for their loss only with targets.
+                given = None if loss_weights is None else moved.targets
+                outputs = detector(moved.images, moved.sizes, given)
+                orig_sizes = torch.stack([target["orig_size"] for target in moved.targets])
                 detections = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
+                kept = map(detector.to_keep, dicts_to_host(detections))
+                image_ids = [target["image_id"] for target in batch.targets]
                 is_first = not items
-                detections = map(detector.to_keep, dicts_to_host(detections))
-                items += zip((t["image_id"] for t in batch.targets), detections, strict=True)
-                times.append(1e3 * (time.perf_counter() - began) / len(batch.targets))
-                images = len(loader) * len(batch.targets) * world()[1]
-                text = memory_needed(items, images) if is_first and say is not None else ""
-                if text:
-                    say(f"{description}: {text}")
+                items += zip(image_ids, kept, strict=True)
+                batch_ms = 1e3 * (time.perf_counter() - began)
+                times.append(batch_ms / len(batch.targets))
+                if is_first and say is not None:
+                    images = len(loader) * len(batch.targets) * world()[1]
+                    warning = memory_needed(items, images)
+                    if warning:
+                        say(f"{description}: {warning}")
                 if loss_weights is not None:
-                    sums.add(outputs, moved.targets, detector.denominators(batch.targets))
+                    denominators = detector.denominators(batch.targets)
+                    sums.add(outputs, moved.targets, denominators)
             interrupted = agree_max(stop())
             if interrupted:
                 return Predictions({}, {}, interrupted)
-    losses = {} if loss_weights is None else _weighted(sums.over_all_ranks(), loss_weights, step)
+    losses = {}
+    if loss_weights is not None:
+        losses = _weighted(sums.over_all_ranks(), loss_weights, step)
     handed_over = (items.popleft() for _ in range(len(items)))  # so that no prediction is held twice
+    by_image = gather_by_image(handed_over)
     image_ms = statistics.median(times) if times else math.nan
-    return Predictions(gather_by_image(handed_over), losses, 0, image_ms)
+    return Predictions(by_image, losses, 0, image_ms)
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:
@@ -104,13 +112,18 @@ def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> st
 
     The memory is estimated from `items`. Empty if they need less than LITTLE bytes and a quarter of the free memory.
     """
-    tensors = [value for _, prediction in items for value in prediction.values() if isinstance(value, Tensor)]
-    needed = images / len(items) * sum(TENSOR_BYTES + tensor.numel() * tensor.element_size() for tensor in tensors)
+    of_items = 0  # bytes
+    for _, prediction in items:
+        for value in prediction.values():
+            if isinstance(value, Tensor):
+                of_items += TENSOR_BYTES + value.numel() * value.element_size()
+    needed = images / len(items) * of_items
     free = psutil.virtual_memory().available
-    if needed < min(LITTLE, free / 4):
+    if needed < min(ALWAYS_FITS_BYTES, free / 4):
         return ""
-    remedy = "; raise eval.score_threshold, or evaluate fewer images" if needed > free / 2 else ""
-    memory = f"{needed / 1e9:.1f} GB of the main process, where {free / 1e9:.1f} GB are free{remedy}"
+    memory = f"{needed / 1e9:.1f} GB of the main process, where {free / 1e9:.1f} GB are free"
+    if needed > free / 2:
+        memory += "; raise eval.score_threshold, or evaluate fewer images"
     return f"the predictions of up to {images:,} images will take about {memory}"
 
 
@@ -129,7 +142,9 @@ class LossSums:
     def add(self, outputs, targets: list[dict], denominators: Mapping[str, float]) -> None:
         """Add one batch: outputs of the detector, its targets on the device, its raw denominators."""
         losses, metrics = self.detector.criterion(outputs, targets, self.ones)
-        values = [*losses.values(), *(value for pair in metrics.values() for value in pair)]
+        values = list(losses.values())
+        for total, count in metrics.values():
+            values += [total, count]
         if values:
             names = tuple(losses), tuple(metrics)
             self.sums[names] = self.sums.get(names, 0.0) + stack_scalars(values)
@@ -138,26 +153,35 @@ class LossSums:
 
     def over_all_ranks(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return (losses, metrics) of the dataset; a collective."""
-        values = iter(torch.cat([*self.sums.values()]).tolist() if self.sums else ())  # one host read for all
+        numbers = []
+        if self.sums:
+            numbers = torch.cat([*self.sums.values()]).tolist()  # one host read for all
+        values = iter(numbers)
         sums = {}
         metrics = {}
         counts = {}
-        for losses, with_count in self.sums:
-            sums |= {name: sums.get(name, 0.0) + next(values) for name in losses}
-            for name in with_count:
+        for loss_names, metric_names in self.sums:
+            for name in loss_names:
+                sums[name] = sums.get(name, 0.0) + next(values)
+            for name in metric_names:
                 metrics[name] = metrics.get(name, 0.0) + next(values)
                 counts[name] = counts.get(name, 0.0) + next(values)
         of_ranks = gather_objects((sums, metrics, counts, self.denominators))
         sums, metrics, counts, denominators = map(_added, zip(*of_ranks, strict=True))
-        by = self.detector.divided_by
-        losses = {n: v / max(denominators[by if isinstance(by, str) else by[n]], 1e-12) for n, v in sums.items()}
-        return losses, {name: metrics[name] / count for name, count in counts.items() if count}
+        divided_by = self.detector.divided_by
+        losses = {}
+        for name, value in sums.items():
+            denominator = divided_by if isinstance(divided_by, str) else divided_by[name]
+            losses[name] = value / max(denominators[denominator], 1e-12)
+        means = {name: metrics[name] / count for name, count in counts.items() if count}
+        return losses, means
 
 
 def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     for part in parts:
-        total |= {name: total.get(name, 0.0) + value for name, value in part.items()}
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
     return total
 
 
@@ -165,13 +189,15 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
     losses, metrics = parts
     if not losses:  # a dataset without images
         return metrics
-    weighted = loss_weights({k: torch.tensor(v, dtype=torch.float64) for k, v in losses.items()}, step)
-    return {
-        "loss": float(weighted.total),
-        **{k: float(v) for k, v in weighted.weighted.items() if k in losses},
-        **{f"{k}_unscaled": v for k, v in losses.items()},
-        **metrics,
-    }
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
+    weighted = loss_weights(tensors, step)
+    numbers = {"loss": float(weighted.total)}
+    for name, value in weighted.weighted.items():
+        if name in losses:
+            numbers[name] = float(value)
+    for name, value in losses.items():
+        numbers[f"{name}_unscaled"] = value
+    return {**numbers, **metrics}
 
 
 def _no_bar() -> bool | None:

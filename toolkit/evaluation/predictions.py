@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 Found = dict[str, Tensor]
 MIN_ATTRIBUTE_SCORE = 0.5
-OF_PAIRS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
-VERSION = 1  # of `FILE.about.json`
+PAIR_FIELDS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
+ABOUT_VERSION = 1  # of `FILE.about.json`
 # The predictions of a run's best weights on the validation data, in its report folder.
 PREDICTIONS = "predictions.json"
 _OF_GRAPHS = (
@@ -46,11 +46,16 @@ def best_first(detections: Mapping[str, Tensor]) -> Found:
     of_objects = ("boxes", "scores", "labels", "attribute_scores")
     result = {key: detections[key][order] for key in of_objects if key in detections}
     if "pairs" in detections:
-        position = torch.full_like(detections["labels"], -1)
+        position = torch.full_like(detections["labels"], -1)  # new row of each box; -1: it is left out
         position[order] = torch.arange(len(order), device=order.device)
         pairs = position[detections["pairs"]]
-        kept = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1])  # the pair of a lone object is a placeholder
-        result |= {"pairs": pairs[kept]} | {key: detections[key][kept] for key in OF_PAIRS[1:] if key in detections}
+        has_both = (pairs >= 0).all(1)
+        is_placeholder = pairs[:, 0] == pairs[:, 1]  # the pair of a lone object
+        kept = has_both & ~is_placeholder
+        result["pairs"] = pairs[kept]
+        for key in PAIR_FIELDS[1:]:
+            if key in detections:
+                result[key] = detections[key][kept]
     return {key: value.cpu() for key, value in result.items()}
 
 
@@ -61,11 +66,16 @@ def detections_as_json(detections: Found, categories: Sequence[Category], attrib
     with `attributes`, if the model predicts any, the names with scores above 0.5.
     """
     entries = []
-    columns = (detections[key].tolist() for key in ("boxes", "scores", "labels"))
+    columns = [detections[key].tolist() for key in ("boxes", "scores", "labels")]
     for (x1, y1, x2, y2), score, label in zip(*columns, strict=True):
         category = categories[label]
-        bbox = [round(value, 6) for value in (x1, y1, x2 - x1, y2 - y1)]
-        entry = {"category_id": category.id, "category": category.name, "bbox": bbox, "score": round(score, 6)}
+        bbox = (x1, y1, x2 - x1, y2 - y1)
+        entry = {
+            "category_id": category.id,
+            "category": category.name,
+            "bbox": [round(value, 6) for value in bbox],
+            "score": round(score, 6),
+        }
         entries.append(entry)
     if attributes and "attribute_scores" in detections:
         for entry, scores in zip(entries, detections["attribute_scores"].tolist(), strict=True):
@@ -98,12 +108,16 @@ def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
 def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
     """Join the predictions of each image, as above, to columns. Raises BadInput for parts of different length."""
     boxes = [_numpy(of_image["boxes"]).reshape(-1, 4) for of_image in predictions]
-    scores, labels = ([_numpy(of_image[key]).reshape(-1) for of_image in predictions] for key in ("scores", "labels"))
-    uneven = [
-        f"prediction of image {image_id!r}: {len(b)} boxes, {len(s)} scores, {len(c)} labels; expected as many of each"
-        for image_id, b, s, c in zip(image_ids, boxes, scores, labels, strict=True)
-        if not len(b) == len(s) == len(c)
-    ]
+    scores = [_numpy(of_image["scores"]).reshape(-1) for of_image in predictions]
+    labels = [_numpy(of_image["labels"]).reshape(-1) for of_image in predictions]
+    uneven = []
+    for image_id, *parts in zip(image_ids, boxes, scores, labels, strict=True):
+        num_boxes, num_scores, num_labels = map(len, parts)
+        if not num_boxes == num_scores == num_labels:
+            uneven.append(
+                f"prediction of image {image_id!r}: {num_boxes} boxes, {num_scores} scores, {num_labels} labels; "
+                "expected as many of each"
+            )
     if uneven:
         raise BadInput(uneven[:10])
     columns = Boxes.found(
@@ -113,7 +127,10 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
         np.concatenate([np.zeros(0, np.int64), *labels]),
     )
     of_graph = np.array(["pairs" in of_image for of_image in predictions], bool)
-    return columns[(columns.labels != -1) | ~of_graph[columns.image_index]] if of_graph.any() else columns
+    if not of_graph.any():
+        return columns
+    has_class = columns.labels != -1
+    return columns[has_class | ~of_graph[columns.image_index]]
 
 
 def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
@@ -140,21 +157,28 @@ def usable(predictions: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
     """Drop predictions that no metric can use: non-finite numbers and invalid labels. A warning reports them."""
     finite = np.isfinite(predictions.xyxy).all(axis=1) & np.isfinite(predictions.scores)
     labelled = (predictions.labels >= 0) & (predictions.labels < num_classes)
-    faults = {"a box or score that is not finite": finite, f"a label outside 0..{num_classes - 1}": labelled}
+    faults = {
+        "a box or score that is not finite": finite,
+        f"a label outside 0..{num_classes - 1}": labelled,
+    }
     for what, kept in faults.items():
         if not kept.all():
-            images = [image_ids[i] for i in np.unique(predictions.image_index[~kept])]
+            positions = np.unique(predictions.image_index[~kept])
+            images = [image_ids[i] for i in positions]
             log.warning("%d predictions have %s and are left out; images: %s", (~kept).sum(), what, _some(images))
     keep = finite & labelled
     return predictions if keep.all() else predictions[keep]
 
 
 def _some(values: list) -> str:
-    return ", ".join(repr(v) for v in values[:5]) + (", ..." if len(values) > 5 else "")
+    text = ", ".join(repr(value) for value in values[:5])
+    return f"{text}, ..." if len(values) > 5 else text
 
 
 def _numpy(values) -> np.ndarray:
-    return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+    if hasattr(values, "detach"):
+        return values.detach().cpu().numpy()
+    return np.asarray(values)
 
 
 # ---- in a file -------------------------------------------------------------------------------------------------------
@@ -183,19 +207,29 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     image_ids = table.image_ids().tolist()
     boxes = boxes_of(predictions, image_ids)
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_kept = (boxes.labels >= 0) & (boxes.labels < len(table.categories))  # -1: a box of a graph without a class
-    is_kept &= np.isfinite(boxes.xyxy).all(axis=1) & np.isfinite(boxes.scores)
+    has_class = (boxes.labels >= 0) & (boxes.labels < len(table.categories))  # -1: a box of a graph without a class
+    is_finite = np.isfinite(boxes.xyxy).all(axis=1) & np.isfinite(boxes.scores)
     graphs_file = path.with_suffix(".graphs.npz")
     graphs_file.unlink(missing_ok=True)  # of other predictions
     about_file(path).unlink(missing_ok=True)
-    write_text_atomic(path, coco_results(LabelledImages(table.image_rows(), boxes[is_kept], table.categories)))
+    labelled = LabelledImages(table.image_rows(), boxes[has_class & is_finite], table.categories)
+    write_text_atomic(path, coco_results(labelled))
     graphs = _graphs(predictions, image_ids)
     if graphs:
         np.savez_compressed(graphs_file, **graphs)
-    data = {"name": table.name, "fingerprint": table.fingerprint, "images": len(image_ids)}
-    data["images_fingerprint"] = images_fingerprint(table, [(str(c.id), c.name) for c in table.categories])
-    classes = [{"id": category.id, "name": category.name} for category in table.categories]
-    write_json(about_file(path), {"version": VERSION, "made_on": data, "classes": classes, **about})
+    ids_and_names = [(str(category.id), category.name) for category in table.categories]
+    content = {
+        "version": ABOUT_VERSION,
+        "made_on": {
+            "name": table.name,
+            "fingerprint": table.fingerprint,
+            "images": len(image_ids),
+            "images_fingerprint": images_fingerprint(table, ids_and_names),
+        },
+        "classes": [{"id": category.id, "name": category.name} for category in table.categories],
+        **about,
+    }
+    write_json(about_file(path), content)
     return path
 
 
@@ -204,10 +238,15 @@ def coco_results(labelled: LabelledImages) -> str:
     ids = [category.id for category in labelled.categories]
     lines = []
     for row, boxes in labelled.by_image():
-        entries = [
-            {"image_id": row.image_id, "category_id": ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1], "score": score}
-            for label, (x1, y1, x2, y2), score, _ in boxes
-        ]
+        entries = []
+        for label, (x1, y1, x2, y2), score, _ in boxes:
+            entry = {
+                "image_id": row.image_id,
+                "category_id": ids[label],
+                "bbox": [x1, y1, x2 - x1, y2 - y1],
+                "score": score,
+            }
+            entries.append(entry)
         if entries:
             lines.append(json.dumps(entries)[1:-1])
     return "[" + ",\n".join(lines) + "]\n"
@@ -215,21 +254,28 @@ def coco_results(labelled: LabelledImages) -> str:
 
 def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.ndarray]:
     """Return the arrays of scene graph metrics, concatenated, and the rows of each image; {} for boxes alone."""
-    if isinstance(predictions, Boxes) or not any("pairs" in predictions[image_id] for image_id in image_ids):
+    if isinstance(predictions, Boxes):
+        return {}
+    in_order = [predictions[image_id] for image_id in image_ids]
+    if not any("pairs" in of_image for of_image in in_order):
         return {}
     graphs = {}
     for name in _OF_GRAPHS:
-        parts = [np.asarray(predictions[i][name]) if name in predictions[i] else None for i in image_ids]
-        present = [part for part in parts if part is not None]
-        if present:
-            parts = [present[0][:0] if part is None else part for part in parts]
-            graphs |= {name: np.concatenate(parts), f"{name}/rows": np.array([len(part) for part in parts])}
+        present = [np.asarray(of_image[name]) for of_image in in_order if name in of_image]
+        if not present:
+            continue
+        empty = present[0][:0]
+        parts = [np.asarray(of_image.get(name, empty)) for of_image in in_order]
+        graphs[name] = np.concatenate(parts)
+        graphs[f"{name}/rows"] = np.array([len(part) for part in parts])
     return graphs
 
 
 def images_fingerprint(table, classes: Sequence[tuple[str, str]]) -> str:
     """Hash ids, names and sizes of the images, in any order and folder, and the (id, name) of classes."""
-    rows = [(str(row.image_id), PurePosixPath(row.file_name).name) for row in table.image_rows()]
-    sizes = [(row.height, row.width) for row in table.image_rows()]
-    images = sorted(zip(rows, sizes, strict=True))
-    return hashlib.blake2b(json.dumps([images, classes]).encode(), digest_size=16).hexdigest()
+    images = []
+    for row in table.image_rows():
+        id_and_name = (str(row.image_id), PurePosixPath(row.file_name).name)
+        images.append((id_and_name, (row.height, row.width)))
+    text = json.dumps([sorted(images), classes])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

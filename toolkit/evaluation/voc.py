@@ -11,7 +11,8 @@ import numpy as np
 from toolkit.base.boxes import Boxes, common_and_union
 from toolkit.evaluation.matches import Matches, best_pairs, paired
 
-RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000000004, as in the programs of the field
+# With the rounding of `arange`: 0.3 is 0.30000000000000004, as in the programs of the field.
+RECALL_THRESHOLDS_07 = np.arange(0.0, 1.1, 0.1)
 
 
 def voc_metrics(matches: Matches) -> dict[str, float | None]:
@@ -25,24 +26,28 @@ def voc_metrics(matches: Matches) -> dict[str, float | None]:
     truth = matches.truth
     best_box = _most_overlapped(detections, truth, len(names))
     result: dict[str, float | None] = {}
+    is_difficult = np.append(truth.iscrowd, False)  # -1, no box, is the last one
     for label, name in enumerate(names):
         total = int(matches.num_truth[label])
         rows = np.flatnonzero(detections.labels == label)
-        hit = best_box[rows] >= 0
-        first = np.zeros(len(rows), bool)  # first prediction of a box; within an image the best comes first
-        boxes, index = np.unique(best_box[rows[hit]], return_index=True)
-        first[np.flatnonzero(hit)[index]] = True
-        difficult = np.append(truth.iscrowd, False)[best_box[rows]]  # -1, no box, is the last one
+        box = best_box[rows]
+        hits = np.flatnonzero(box >= 0)
+        # The first prediction of each box is right; within an image the best comes first.
+        _, first_hits = np.unique(box[hits], return_index=True)
+        first = np.zeros(len(rows), bool)
+        first[hits[first_hits]] = True
+        difficult = is_difficult[box]
         order = np.argsort(-detections.scores[rows], kind="stable")
         right = (first & ~difficult)[order]
         wrong = (~difficult & ~first)[order]
         result[f"voc07/{name}"] = _average_precision(right, wrong, total, _eleven_points)
         result[f"voc12/{name}"] = _average_precision(right, wrong, total, _all_points)
+    with_boxes = [name for name, total in zip(names, matches.num_truth, strict=True) if total]
     means = {}
     for year in ("voc07", "voc12"):
-        defined = [result[f"{year}/{name}"] for name, total in zip(names, matches.num_truth, strict=True) if total]
+        defined = [result[f"{year}/{name}"] for name in with_boxes]
         means[f"{year}_mAP"] = float(np.mean(defined)) if defined else None
-    return means | result
+    return {**means, **result}
 
 
 def _most_overlapped(detections: Boxes, truth: Boxes, classes: int) -> np.ndarray:
@@ -50,13 +55,26 @@ def _most_overlapped(detections: Boxes, truth: Boxes, classes: int) -> np.ndarra
 
     A prediction without such a box gets -1.
     """
-    groups = [boxes.image_index * classes + boxes.labels for boxes in (detections, truth)]
-    corners = [boxes.xyxy + [0, 0, 1, 1] for boxes in (detections, truth)]  # VOC's boxes end with their last pixel
-    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
-    for det, gt in paired(*groups):
-        iou = np.divide(*common_and_union(corners[0][det], corners[1][gt]))
-        parts.append((det[iou >= 0.5], gt[iou >= 0.5], iou[iou >= 0.5]))
-    return best_pairs(*map(np.concatenate, zip(*parts, strict=True)), len(detections))[1]
+    found_group = detections.image_index * classes + detections.labels
+    truth_group = truth.image_index * classes + truth.labels
+    # VOC's boxes end with their last pixel.
+    found_xyxy = detections.xyxy + [0, 0, 1, 1]
+    truth_xyxy = truth.xyxy + [0, 0, 1, 1]
+    near_det = [np.zeros(0, np.int64)]
+    near_gt = [np.zeros(0, np.int64)]
+    near_iou = [np.zeros(0)]
+    for det, gt in paired(found_group, truth_group):
+        common, union = common_and_union(found_xyxy[det], truth_xyxy[gt])
+        iou = np.divide(common, union)
+        near = iou >= 0.5
+        near_det.append(det[near])
+        near_gt.append(gt[near])
+        near_iou.append(iou[near])
+    det = np.concatenate(near_det)
+    gt = np.concatenate(near_gt)
+    iou = np.concatenate(near_iou)
+    _, best_box = best_pairs(det, gt, iou, len(detections))
+    return best_box
 
 
 def _average_precision(right: np.ndarray, wrong: np.ndarray, total: int, mean) -> float | None:
@@ -64,15 +82,24 @@ def _average_precision(right: np.ndarray, wrong: np.ndarray, total: int, mean) -
         return None
     true_positives = np.cumsum(right)
     seen = true_positives + np.cumsum(wrong)
-    precision = np.divide(true_positives, seen, out=np.zeros(len(seen)), where=seen > 0)
-    return float(mean(true_positives / total, precision))
+    zeros = np.zeros(len(seen))
+    precision = np.divide(true_positives, seen, out=zeros, where=seen > 0)
+    recall = true_positives / total
+    return float(mean(recall, precision))
 
 
 def _eleven_points(recall: np.ndarray, precision: np.ndarray) -> float:
-    return sum(precision[recall >= r].max(initial=0.0) / 11 for r in RECALLS_07)
+    """Return the mean over eleven recalls of the best precision at that recall or more."""
+    mean = 0.0
+    for least in RECALL_THRESHOLDS_07:
+        best = precision[recall >= least].max(initial=0.0)
+        mean += best / 11
+    return mean
 
 
 def _all_points(recall: np.ndarray, precision: np.ndarray) -> float:
+    """Return the area under the precision over the recall, which each better precision at a higher recall raises."""
     recall = np.concatenate([[0.0], recall, [1.0]])
-    best = np.maximum.accumulate(np.concatenate([[0.0], precision, [0.0]])[::-1])[::-1]
+    precision = np.concatenate([[0.0], precision, [0.0]])
+    best = np.maximum.accumulate(precision[::-1])[::-1]
     return float((np.diff(recall) * best[1:]).sum())

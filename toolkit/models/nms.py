@@ -22,8 +22,8 @@ from toolkit.base.box_ops import intersection_and_union
 
 ROUNDS = 16  # before a check whether they were enough
 USUAL_GROUP = 1024  # boxes, whose pairs fill 4 MB of float32
-LARGEST_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
-PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
+MAX_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
+PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
 class Trust(NamedTuple):
@@ -47,22 +47,28 @@ def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: 
     Returns (B, C, N) in the scores' dtype: 0 for suppressed boxes, else higher the better its rank in its image.
     """
     if torch.compiler.is_exporting():
-        keep = nms_keep(boxes_xyxy.flatten(0, 1), scores.flatten(0, 1), threshold).reshape(scores.shape)
-        return scores.where(keep, 0)
+        keep = nms_keep(boxes_xyxy.flatten(0, 1), scores.flatten(0, 1), threshold)  # (B * C, N)
+        return scores.where(keep.reshape(scores.shape), 0)
     if scores.device.type != "cpu":
         return _batch_at_once(boxes_xyxy, scores, threshold)
-    flat = boxes_xyxy.flatten(1, 2), scores.flatten(1)
-    return _image_by_image(*flat, scores.shape[2], threshold, order).view_as(scores)
+    of_image = boxes_xyxy.flatten(1, 2)  # (B, C * N, 4)
+    in_class = scores.shape[2]
+    turns = _image_by_image(of_image, scores.flatten(1), in_class, threshold, order)
+    return turns.view_as(scores)
 
 
 def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tensor:
     _, classes, in_class = scores.shape
-    if classes * in_class**2 > LARGEST_GROUP**2:
-        flat = boxes_xyxy.flatten(1, 2), scores.flatten(1)
-        return _best_of_image(*flat, in_class, threshold).view_as(scores)
+    if classes * in_class**2 > MAX_GROUP**2:
+        of_image = boxes_xyxy.flatten(1, 2)  # (B, C * N, 4)
+        turns = _best_of_image(of_image, scores.flatten(1), in_class, threshold)
+        return turns.view_as(scores)
+    of_class = boxes_xyxy.flatten(0, 1)  # (B * C, N, 4)
     ranked, order = scores.flatten(0, 1).sort(dim=1, descending=True, stable=True)
-    keep = sorted_nms(rows_of(boxes_xyxy.flatten(0, 1), order), ranked > 0, threshold)
-    return torch.zeros_like(ranked).scatter(1, order, ranked.where(keep, 0)).view_as(scores)
+    keep = sorted_nms(rows_of(of_class, order), ranked > 0, threshold)
+    kept = ranked.where(keep, 0)
+    in_rows = torch.zeros_like(ranked).scatter(1, order, kept)  # back in the order of the scores
+    return in_rows.view_as(scores)
 
 
 def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
@@ -70,27 +76,45 @@ def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: floa
     ranked, order = scores.sort(dim=1, descending=True, stable=True)
     trust = _trust.get()
     if trust is None:
-        width = int((ranked > 0).sum(1).amax()) if len(ranked) else 0
-        if width > LARGEST_GROUP:  # pairs would fill the memory
+        counts = (ranked > 0).sum(1)
+        width = int(counts.amax()) if len(ranked) else 0
+        if width > MAX_GROUP:  # pairs would fill the memory
             return _image_by_image(boxes, scores, in_class, threshold, order)
     else:
         width = trust.width
         trust.doubts.append((ranked[:, width:] > 0).any())
     rows = order[:, :width]
     best = ranked[:, :width]
-    keep = sorted_nms(rows_of(boxes, rows), best > 0, threshold, rows // in_class)
-    turns = torch.arange(rows.shape[1], 0, -1, device=rows.device).to(scores).where(keep, 0)
+    labels = rows // in_class
+    keep = sorted_nms(rows_of(boxes, rows), best > 0, threshold, labels)
+    turns = _countdown(rows.shape[1], scores).where(keep, 0)
     return torch.zeros_like(scores).scatter(1, rows, turns)
 
 
-def _image_by_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float, order: Tensor | None) -> Tensor:
+def _image_by_image(
+    boxes: Tensor,
+    scores: Tensor,
+    in_class: int,
+    threshold: float,
+    order: Tensor | None,
+) -> Tensor:
+    """Apply torchvision's loop to boxes (B, C * N, 4); return (B, C * N), the more the better, 0 for suppressed ones.
+
+    Kept rows 5, 2 and 9 of an image, best first, become 3, 2 and 1 there.
+    """
     turns = torch.zeros_like(scores)
     for i, (image_boxes, image_scores) in enumerate(zip(boxes, scores, strict=True)):
         turn = torch.arange(len(image_scores), device=scores.device) if order is None else order[i]
         rows = turn[image_scores[turn] > 0]
-        kept = rows[nms_by_label(image_boxes[rows], image_scores[rows], rows // in_class, threshold)]
-        turns[i, kept] = torch.arange(len(kept), 0, -1, device=turns.device).to(turns)
+        labels = rows // in_class
+        kept = nms_by_label(image_boxes[rows], image_scores[rows], labels, threshold)
+        turns[i, rows[kept]] = _countdown(len(kept), turns)
     return turns
+
+
+def _countdown(count: int, like: Tensor) -> Tensor:
+    """Return count, ..., 2, 1 in the dtype and on the device of `like`."""
+    return torch.arange(count, 0, -1, device=like.device).to(like)
 
 
 def nms_by_label(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
@@ -103,15 +127,22 @@ def nms_by_label(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: 
     kept = []
     for label in labels.unique():
         rows = (labels == label).nonzero()[:, 0]
-        kept.append(rows if len(rows) == 1 else rows[nms(boxes_xyxy[rows], scores[rows], threshold)])
+        if len(rows) > 1:
+            rows = rows[nms(boxes_xyxy[rows], scores[rows], threshold)]
+        kept.append(rows)
     if not kept:
         return labels.new_zeros(0)
     in_order = torch.cat(kept).sort().values
-    return in_order[scores[in_order].sort(descending=True, stable=True).indices]
+    best_first = scores[in_order].sort(descending=True, stable=True).indices
+    return in_order[best_first]
 
 
 def sorted_nms(
-    boxes_xyxy: Tensor, valid: Tensor, threshold: float, labels: Tensor | None = None, classes: int = 1
+    boxes_xyxy: Tensor,
+    valid: Tensor,
+    threshold: float,
+    labels: Tensor | None = None,
+    classes: int = 1,
 ) -> Tensor:
     """Apply NMS by rounds, on every device: (G, K) bool, the kept ones of boxes (G, K, 4), best first in each group.
 
@@ -122,15 +153,18 @@ def sorted_nms(
         of_class = labels[:, None] == torch.arange(classes, device=labels.device)[:, None]  # (G, C, K)
         turns = torch.arange(valid.shape[1], 0, -1, device=valid.device).to(boxes_xyxy)
         turns = turns.where(of_class & valid[:, None], 0)
-        return class_wise_nms(boxes_xyxy[:, None].expand(-1, classes, -1, -1), turns, threshold).any(1)
+        of_classes = boxes_xyxy[:, None].expand(-1, classes, -1, -1)  # (G, C, K, 4)
+        return class_wise_nms(of_classes, turns, threshold).any(1)
     count = valid.shape[1]
     trust = _trust.get()
     later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
-    over = []
-    for part in boxes_xyxy.split(max(1, PAIRS_AT_ONCE // max(1, count**2))):
+    groups_at_once = max(1, PAIRS_PER_CHUNK // max(1, count**2))
+    parts = []
+    for part in boxes_xyxy.split(groups_at_once):
         common, union = intersection_and_union(part[:, :, None], part[:, None])
-        over.append((common / union > threshold) & later)
-    over = torch.cat(over) if len(valid) else later[None][:0]
+        overlaps = common / union > threshold
+        parts.append(overlaps & later)
+    over = torch.cat(parts) if len(valid) else later[None][:0]  # (G, K, K): the row could suppress the column
     if labels is not None:
         over &= labels[:, :, None] == labels[:, None]
     keep = valid
@@ -138,7 +172,8 @@ def sorted_nms(
     while not settled:
         for _ in range(trust.rounds if trust else ROUNDS):
             before = keep
-            keep = valid > (over & keep[:, :, None]).any(1)  # valid and not suppressed, in one kernel
+            suppressed = (over & keep[:, :, None]).any(1)
+            keep = valid > suppressed  # valid and not suppressed, in one kernel
             if keep.device.type == "cpu" and torch.equal(before, keep):
                 break
         unsettled = (before != keep).any()
@@ -155,7 +190,7 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
     Suppression inside assumes that few boxes and rounds suffice, and the copy shows whether they did. If not, `compute`
     runs again with more of both, and finally with a synchronisation after each round.
     """
-    for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, LARGEST_GROUP)):
+    for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, MAX_GROUP)):
         trust = Trust(rounds, width, [])
         token = _trust.set(trust)
         try:
@@ -163,8 +198,10 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
         finally:
             _trust.reset(token)
         values = to_host([*tensors, *trust.doubts])
-        if not any(values[len(tensors) :]):
-            return values[: len(tensors)], rest
+        results = values[: len(tensors)]
+        doubts = values[len(tensors) :]
+        if not any(doubts):
+            return results, rest
     tensors, rest = compute()
     return to_host(tensors), rest
 
@@ -181,7 +218,8 @@ def best_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple[
     if order is None:
         order = torch.arange(scores.shape[1], device=scores.device)
     # Scores are not negative, so their bits sort like them: one top-k of unique integers is also stable.
-    keys = (scores.float().contiguous().view(torch.int32).long() << 32) - order
+    bits = scores.float().contiguous().view(torch.int32)
+    keys = (bits.long() << 32) - order
     rows = keys.topk(min(count, scores.shape[1]), dim=1).indices
     return scores.gather(1, rows), rows
 
@@ -193,7 +231,8 @@ def nms_keep(boxes: Tensor, scores: Tensor, nms_iou: float) -> Tensor:
     Rows of score 0 are not boxes. Groups, such as the classes of an image, are independent.
     """
     keep = scores > 0
-    for group in (keep.sum(1) > 1).nonzero()[:, 0].tolist():
+    groups = (keep.sum(1) > 1).nonzero()[:, 0]
+    for group in groups.tolist():
         rows = keep[group].nonzero()[:, 0]
         left = rows[nms(boxes[group, rows], scores[group, rows], nms_iou)]
         keep[group] = torch.zeros_like(keep[group]).index_fill(0, left, True)

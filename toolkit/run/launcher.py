@@ -28,7 +28,7 @@ OTHER_TRAINERS = {
     "MPI": ("mpirun",),
 }
 _SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
-TYPES = _SHARDED | {"TPU": "TPU", "XLA": "TPU"}  # of `distributed_type` in a settings file
+DISTRIBUTED_TYPES = _SHARDED | {"TPU": "TPU", "XLA": "TPU"}  # of `distributed_type` in a settings file
 SWITCHES = _SHARDED | {"PARALLELISM_CONFIG": "a parallelism config", "SAGEMAKER": "SageMaker"}  # ACCELERATE_USE_...
 TPU_VARIABLES = ("PJRT_DEVICE", "XRT_TPU_CONFIG", "TPU_WORKER_ID")
 INSTEAD = {"gradient_accumulation_steps": "--optim.accumulation_steps", "gradient_clipping": "--optim.max_norm"}
@@ -57,8 +57,10 @@ class Launch:
 
 
 def find_launch() -> Launch | None:
-    """The `accelerate launch` that started this process, from any distance; None: there is none, or it cannot be seen,
-    as from another container or machine."""
+    """Find the `accelerate launch` that started this process, directly or through other programs.
+
+    None: there is none, or it cannot be seen, as from another container or machine.
+    """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # every launch sets it
         return None
     try:
@@ -135,7 +137,7 @@ def _of_launch(launch: Launch) -> Iterator[tuple[str, str]]:
             yield what, f"--{name}"
     if launch.flags.keys() & {"cpu", "multi_gpu"}:
         return
-    if what := TYPES.get(str(launch.settings.get("distributed_type")).upper()):
+    if what := DISTRIBUTED_TYPES.get(str(launch.settings.get("distributed_type")).upper()):
         yield what, f"distributed_type in {launch.file}"
     for name, value in launch.settings.items():
         if value and str(value).lower() not in ("no", "none", "false", "main") and (what := _other(name)):
@@ -204,7 +206,7 @@ class Settled:
 def settle(
     given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
 ) -> Settled:
-    """The first of settings, launcher and resumed run that sets `precision`, and `compile`.
+    """Choose precision, TF32 and compilation: each from the first of settings, launcher and resumed run that sets it.
 
     Args:
         given, launched, began: values of `precision`, `tf32` and `compile`; a missing one, or None, says nothing.

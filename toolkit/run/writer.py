@@ -20,7 +20,7 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
 from toolkit.run.best import Best
-from toolkit.run.folder import ERRORS, note_traceback
+from toolkit.run.folder import ERRORS_FILE, note_traceback
 from toolkit.run.metrics_log import MetricsLog, read_metrics
 
 
@@ -83,17 +83,17 @@ class Tracker:
         raise NotImplementedError  # each tracker has its own
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """The numbers of a row."""
+        """Send the numbers of a row."""
         raise NotImplementedError  # each tracker has its own
 
     def show(self, shown, step: int) -> None:
-        """One evaluation, a `toolkit.tools.report.shown.Shown`."""
+        """Show an evaluation, a `toolkit.tools.report.shown.Shown`."""
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
-        """The data by split, before the first step."""
+        """Note the data by split, before the first step."""
 
     def keep_final(self, final: Path, facts: Mapping) -> None:
-        """The finished detector. facts: its step, metric and value."""
+        """Keep the finished detector. facts: its step, metric and value."""
 
     def close(self, state: str) -> None:
         """Everything was sent. state: "done", "preempted" or "failed"."""
@@ -111,7 +111,7 @@ def flat(config: Mapping, prefix: str = "") -> dict:
 
 
 def tracker_names(asked: str | Sequence[str]) -> list[str]:
-    """The names in `--run.tracker`, each once, "none" left out.
+    """Return the names in `--run.tracker` once each, without "none".
 
     Raises:
         BadInput: one that is not known, or not installed; lists those that are.
@@ -130,12 +130,12 @@ def tracker_names(asked: str | Sequence[str]) -> list[str]:
 
 
 def agent_run_id() -> str | None:
-    """The run id that `wandb agent` gave to this trial of a sweep; None where no agent started this process."""
+    """Return the run id that `wandb agent` gave to this trial of a sweep; None where no agent started this process."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 
 
 def make_tracker(name: str) -> Tracker:
-    """The tracker of that name, not started yet."""
+    """Make the tracker of that name, yet to be started."""
     tracker = index.load(index.TRACKERS.get(name, index.OTHER_TRACKERS))
     return tracker(name)
 
@@ -312,7 +312,7 @@ class _Feed:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             warnings.warn(
                 f"The tracker {self.tracker.name} failed and is switched off ({reason}). Training goes on; "
-                f"{self.folder}/metrics.jsonl has every row, {ERRORS} the traceback.",
+                f"{self.folder}/metrics.jsonl has every row, {ERRORS_FILE} the traceback.",
                 stacklevel=4,
             )
 

@@ -41,8 +41,10 @@ class Ema:
         self._copied: dict[torch.dtype, list[str]] = {}  # by dtype: one kernel cannot copy several
         for name, tensor in zip(self._source, _tensors(self._source, self._source), strict=True):
             may_be_averaged = name in parameters or name in saved and bool(tensor.isfinite().all())
-            averaged = tensor.is_floating_point() and may_be_averaged
-            (self._averaged if averaged else self._copied.setdefault(tensor.dtype, [])).append(name)
+            if tensor.is_floating_point() and may_be_averaged:
+                self._averaged.append(name)
+            else:
+                self._copied.setdefault(tensor.dtype, []).append(name)
 
     @property
     def is_on(self) -> bool:
@@ -58,7 +60,9 @@ class Ema:
         if not self.is_on:
             return
         model = self._model if model is None else model
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.updates) / (10 + self.updates))
         if model is not self._model:
             self._model = model
             self._source = _slots(model)
@@ -74,7 +78,8 @@ class Ema:
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Yield ((kind, name), average) of everything that is averaged; copied tensors are those of the model."""
-        for name, average in zip(self._averaged, _tensors(self._into, self._averaged), strict=True):
+        averages = _tensors(self._into, self._averaged)
+        for name, average in zip(self._averaged, averages, strict=True):
             yield ("moving average of", name), average
 
     def state_dict(self) -> dict:
@@ -93,13 +98,22 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict, str]]:
 
     They are found once: walking through the modules at every update takes longer than averaging them.
     """
+    kinds = {
+        "_parameters": model.named_parameters(),
+        "_buffers": model.named_buffers(),
+    }
     slots = {}
-    for kind, named in (("_parameters", model.named_parameters()), ("_buffers", model.named_buffers())):
+    for kind, named in kinds.items():
         for name, _ in named:
             path, _, key = name.rpartition(".")
-            slots[name] = getattr(model.get_submodule(path), kind), key
+            owner = model.get_submodule(path)
+            slots[name] = (getattr(owner, kind), key)
     return slots
 
 
 def _tensors(slots: Mapping[str, tuple[dict, str]], names: Iterable[str]) -> list[Tensor]:
-    return [slots[name][0][slots[name][1]] for name in names]
+    tensors = []
+    for name in names:
+        owner, key = slots[name]
+        tensors.append(owner[key])
+    return tensors

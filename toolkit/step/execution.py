@@ -24,7 +24,8 @@ from toolkit.base.errors import BadInput
 MOBILE_BLOCKS = {"InvertedResidual", "DepthwiseSeparableConv", "UniversalInvertedResidual", "GhostBottleneck"}
 # Words in the values of ONEDNN_MAX_CPU_ISA that leave oneDNN the instructions for bfloat16.
 ISA_WITH_BF16 = ("DEFAULT", "ALL", "BF16", "FP16", "AMX", "AVX10")
-VARIANTS = 64  # graphs of one block: widths, with and without gradients, image sizes; torch would stop after 8
+# One graph for each width, with and without gradients, and image size; torch would stop after 8.
+MAX_GRAPHS_OF_A_BLOCK = 64
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _NO_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implementation")
 
@@ -51,7 +52,10 @@ def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str,
     a number.
     """
     if device.type == "cuda":
-        return *run_on_main(lambda: precision_of_gpu(torch.cuda.get_device_capability(), torch.version.hip)), "this GPU"
+        precision, tf32 = run_on_main(
+            lambda: precision_of_gpu(torch.cuda.get_device_capability(), torch.version.hip)
+        )
+        return precision, tf32, "this GPU"
     if device.type != "cpu":
         return "no", None, "nothing is known of this device"
     if not run_on_main(cpu_computes_in_bf16):
@@ -81,7 +85,9 @@ def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str
     """
     if rocm is not None:
         return "bf16", None
-    return ("bf16", True) if tuple(capability) >= (8, 0) else ("no", None)
+    if tuple(capability) >= (8, 0):
+        return "bf16", True
+    return "no", None
 
 
 @functools.cache
@@ -148,7 +154,7 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
         raise BadInput(f"optim.compile: torch has no backend {backend!r}; give true, or one of {', '.join(backends)}")
     import torch._inductor.config as inductor  # here: it takes a second
 
-    torch._dynamo.config.recompile_limit = VARIANTS
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS_OF_A_BLOCK
     inductor.fallback_random = True  # dropout draws the same numbers as without compilation
     for block in list(repeated_blocks(module)) or [module]:
         block.compile(backend=backend)
@@ -249,7 +255,10 @@ def _attention_backends() -> list[SDPBackend]:
 @contextlib.contextmanager
 def _again(block: nn.Module, backends: Sequence[SDPBackend]) -> Iterator[None]:
     """Run the second forward of a block inside: the same kernels, and batch norms whose running statistics stay."""
-    norms = [norm for norm in block.modules() if isinstance(norm, BATCH_NORMS) and norm.num_batches_tracked is not None]
+    norms = []
+    for module in block.modules():
+        if isinstance(module, BATCH_NORMS) and module.num_batches_tracked is not None:
+            norms.append(module)
     kept = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0
@@ -265,9 +274,11 @@ def _again(block: nn.Module, backends: Sequence[SDPBackend]) -> Iterator[None]:
 def be_deterministic() -> None:
     """Switch deterministic algorithms on, and print each operation that has none, once, when it is first used.
 
-    On a CPU two runs are bitwise equal without this too; on a GPU it replaces atomic additions (scatter, grid_sample
-    backward).
+    On a CPU two runs are bitwise equal without this too; on a GPU it replaces atomic additions, such as those of
+    scatter. cuBLAS needs workspaces of a fixed size for it, which it reads from the environment at its first product;
+    a value that is set already stays.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     met: set[str] = set()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False

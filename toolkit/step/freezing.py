@@ -38,15 +38,21 @@ def freeze_prefixes(model: nn.Module, prefixes: Sequence[str]) -> list[str]:
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    unknown = [prefix for prefix in prefixes if not prefix or prefix not in modules and prefix not in parameters]
-    if unknown:
-        raise BadInput([f"cannot freeze {p!r}: no such module or parameter; {_nearest(p, modules)}" for p in unknown])
+    problems = []
+    for prefix in prefixes:
+        exists = prefix in modules or prefix in parameters
+        if not prefix or not exists:
+            nearest = _nearest(prefix, modules)
+            problems.append(f"cannot freeze {prefix!r}: no such module or parameter; {nearest}")
+    if problems:
+        raise BadInput(problems)
     for prefix in prefixes:
         if prefix in modules:
             freeze(modules[prefix])
         else:
             parameters[prefix].requires_grad_(False)
-    return [n for n in parameters if any(n == prefix or n.startswith(f"{prefix}.") for prefix in prefixes)]
+    beginnings = tuple(f"{prefix}." for prefix in prefixes)
+    return [name for name in parameters if name in prefixes or name.startswith(beginnings)]
 
 
 def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
@@ -71,14 +77,17 @@ def _nearest(name: str, modules: Iterable[str]) -> str:
     if not parent:
         first, _, rest = name.partition(".")
         last_part = {module: module.rpartition(".")[2] for module in names}
-        similar = difflib.get_close_matches(first, sorted({*last_part.values()} - {""}), n=1, cutoff=0.75)
+        known = sorted(set(last_part.values()) - {""})
+        similar = difflib.get_close_matches(first, known, n=1, cutoff=0.75)
         deeper = _highest([module for module in names if last_part[module] in similar])
-        if deeper and (not rest or f"{deeper}.{rest}" in names):
-            return f"did you mean {deeper}{rest and f'.{rest}'}?"
+        whole = f"{deeper}.{rest}" if rest else deeper
+        if deeper and (not rest or whole in names):
+            return f"did you mean {whole}?"
         if deeper:
-            return f"did you mean a name below {deeper}? {_nearest(f'{deeper}.{rest}', names)}"
+            return f"did you mean a name below {deeper}? {_nearest(whole, names)}"
     beside = [m for m in names if m.startswith(prefix) and m and m.count(".") == depth]
-    return f"{parent or 'the model'} has: {', '.join(sorted(beside)) or 'no modules'}"
+    listed = ", ".join(sorted(beside)) or "no modules"
+    return f"{parent or 'the model'} has: {listed}"
 
 
 def _highest(names: list[str]) -> str:
@@ -112,20 +121,28 @@ class FrozenBatchNorm2d(nn.Module):
     """
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, drop: nn.Module | None = None, act: nn.Module | None = None
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        drop: nn.Module | None = None,
+        act: nn.Module | None = None,
     ):
         super().__init__()
         self.num_features = num_features
         self.eps = eps
-        for name, fill in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
-            self.register_buffer(name, torch.full((num_features,), fill))
+        self.register_buffer("weight", torch.ones(num_features))
+        self.register_buffer("bias", torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
         self.drop = drop or nn.Identity()
         self.act = act or nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.weight * (self.running_var + self.eps).rsqrt()
         shift = self.bias - self.running_mean * scale
-        x = torch.addcmul(shift.to(x.dtype).view(1, -1, 1, 1), x, scale.to(x.dtype).view(1, -1, 1, 1))
+        scale = scale.to(x.dtype).view(1, -1, 1, 1)
+        shift = shift.to(x.dtype).view(1, -1, 1, 1)
+        x = torch.addcmul(shift, x, scale)
         return self.act(self.drop(x))
 
     def extra_repr(self) -> str:
@@ -170,20 +187,31 @@ def set_bn_momentum(module: nn.Module, momentum: float) -> None:
 
 
 def bn_momentum(
-    step: int, total_steps: int, start: float, final: float, warmup_steps: int = 0, shape: str = "cosine"
+    step: int,
+    total_steps: int,
+    start: float,
+    final: float,
+    warmup_steps: int = 0,
+    shape: str = "cosine",
 ) -> float:
     """Return the batch-norm momentum at a step: `start` during the warm-up, then to `final` at `total_steps`.
 
     shape: "cosine" or "linear". As in CVNets' AdjustBatchNormMomentum, it lets the running statistics
     settle.
     """
-    done = min(max((step - warmup_steps) / max(1, total_steps - warmup_steps), 0.0), 1.0)
-    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[shape]
-    return final + (start - final) * left
+    done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    done = min(max(done, 0.0), 1.0)
+    left_by_shape = {
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "linear": 1 - done,
+    }
+    return final + (start - final) * left_by_shape[shape]
 
 
 def _frozen(norm: nn.Module) -> FrozenBatchNorm2d:
-    frozen = FrozenBatchNorm2d(norm.num_features, norm.eps, getattr(norm, "drop", None), getattr(norm, "act", None))
+    drop = getattr(norm, "drop", None)
+    act = getattr(norm, "act", None)
+    frozen = FrozenBatchNorm2d(norm.num_features, norm.eps, drop, act)
     frozen = frozen.to(norm.running_mean.device, norm.running_mean.dtype)
     with torch.no_grad():
         for name in ("weight", "bias", "running_mean", "running_var"):

@@ -4,8 +4,8 @@
 so weights, optimizer state and averages never receive the gradient; only buffers, which the forward pass alone can
 damage (running statistics of a batch norm), have to be restored. A finite gradient can still make an update that
 overflows, so the state that it leaves is checked too: weights, buffers, averages, optimizer state, learning rates. Each
-step checks one of `PARTS` parts of it, in turn, without a host read; all parts are checked before an evaluation, a
-checkpoint or a write to `final/`, and when another check fails.
+step checks one of `STATE_PARTS` parts of it, in turn, without a host read; all parts are checked before an evaluation,
+a checkpoint or a write to `final/`, and when another check fails.
 
 In a loop of your own the one call `NanGuard.check` is enough; see docs/parts.md.
 """
@@ -25,8 +25,8 @@ from toolkit.base.errors import BadInput, StoppedByGuard
 from toolkit.step.optim import gradient_norm
 
 POLICIES = ("stop", "skip", "rollback")
-PARTS = 8  # of the state, of which each step checks one
-LARGEST = torch.finfo(torch.float32).max
+STATE_PARTS = 8  # of the state, of which each step checks one
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 class Action(Enum):
@@ -77,7 +77,10 @@ class NanGuard:
         self.max_rollbacks = max_rollbacks
         self.lr_factor = lr_factor
         self.max_calibrations = max_calibrations
-        self.skips = self.calibrations = self.rollbacks = self.snapshots = 0
+        self.skips = 0
+        self.calibrations = 0
+        self.rollbacks = 0
+        self.snapshots = 0
         self.reason = ""
         self.checked = 0
         self._model: nn.Module | None = None
@@ -87,7 +90,11 @@ class NanGuard:
         self._watched: list[int] = []
 
     def check(
-        self, losses: Mapping[str, float], model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Any = None
+        self,
+        losses: Mapping[str, float],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        accelerator: Any = None,
     ) -> bool:
         """Decide about one update of a plain loop, after the backward pass and before the step.
 
@@ -122,8 +129,14 @@ class NanGuard:
         scaler = getattr(accelerator, "scaler", None)
         if scaler is not None:
             accelerator.unscale_gradients(optimizer)
-        norm = gradient_norm([parameter for group in optimizer.param_groups for parameter in group["params"]])
-        state = reduce_dict({"norm": norm, "buffers": self.buffers_finite()}, ["norm", "buffers"])
+        parameters = []
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+        own = {
+            "norm": gradient_norm(parameters),
+            "buffers": self.buffers_finite(),
+        }
+        state = reduce_dict(own, ["norm", "buffers"])
         scale = None if scaler is None else scaler.get_scale()
         action = self.decide(self.checked, losses, state["norm"], scale, state["buffers"])
         self.checked += 1
@@ -180,10 +193,12 @@ class NanGuard:
             of = " of finite gradients" if gradients_finite else ""
             broken.append(f"the gradient norm{of} is {grad_norm}")
         if not broken:
-            self.skips = self.calibrations = 0
+            self.skips = 0
+            self.calibrations = 0
             return Action.STEP
         self.reason = f"at step {step} {', '.join(broken)}"
-        if scale is not None and not forward_broken and not gradients_finite and scale > 1.0:
+        only_gradients = not forward_broken and not gradients_finite
+        if only_gradients and scale is not None and scale > 1.0:
             self.calibrations += 1
             if self.calibrations <= self.max_calibrations:
                 return Action.CALIBRATE
@@ -213,14 +228,20 @@ class NanGuard:
         it.
         """
         self._model = model
-        named = [(name, m._buffers, key) for name, m in model.named_modules() for key in m._buffers]
-        named = [(name, owner, key) for name, owner, key in named if owner[key] is not None]
-        self._slots = [(owner, key) for _, owner, key in named]
-        self._names = [f"{name}.{key}" if name else key for name, _, key in named]
-        self._copies = [buffer.clone() for buffer in self._live()]
-        self._watched = [
-            i for i, b in enumerate(self._live()) if b.is_floating_point() and b.numel() and bool(b.isfinite().all())
-        ]
+        self._slots = []
+        self._names = []
+        for name, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._slots.append((module._buffers, key))
+                    self._names.append(f"{name}.{key}" if name else key)
+        live = self._live()
+        self._copies = [buffer.clone() for buffer in live]
+        self._watched = []
+        for i, buffer in enumerate(live):
+            has_floats = buffer.is_floating_point() and buffer.numel()
+            if has_floats and bool(buffer.isfinite().all()):
+                self._watched.append(i)
 
     def watched(self, before_window: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Return (name, buffer) of those that must stay finite: as they are, or as at the last `snapshot`."""
@@ -233,7 +254,8 @@ class NanGuard:
         if self._model is not model:
             self.watch(model)
         for i, buffer in enumerate(self._live()):
-            if self._copies[i].shape != buffer.shape or self._copies[i].device != buffer.device:
+            saved = self._copies[i]
+            if saved.shape != buffer.shape or saved.device != buffer.device:
                 self._copies[i] = torch.empty_like(buffer)
         _copy(self._copies, self._live())
 
@@ -252,15 +274,20 @@ class NanGuard:
         watched = [live[i] for i in self._watched]
         if not watched:
             return torch.ones(())
-        # the largest magnitude of all is NaN or infinite when any entry is
-        return torch.nn.utils.get_total_norm(watched, norm_type=math.inf).isfinite().float()
+        # The largest magnitude of all is NaN or infinite when any entry is.
+        largest = torch.nn.utils.get_total_norm(watched, norm_type=math.inf)
+        return largest.isfinite().float()
 
     def _live(self) -> list[Tensor]:
         return [owner[key] for owner, key in self._slots]
 
     def state_dict(self) -> dict:
         """Return the counts as JSON values."""
-        return {"skips": self.skips, "calibrations": self.calibrations, "rollbacks": self.rollbacks}
+        return {
+            "skips": self.skips,
+            "calibrations": self.calibrations,
+            "rollbacks": self.rollbacks,
+        }
 
     def load_state_dict(self, state: Mapping) -> None:
         self.skips = state["skips"]
@@ -270,7 +297,9 @@ class NanGuard:
 
 def boxes_finite(window: Iterable[Batch]) -> bool:
     """Return whether every box of the micro-batches is finite; read on the CPU, where the targets of a window are."""
-    boxes = [target["boxes"].flatten() for batch in window for target in batch.targets if "boxes" in target]
+    boxes = []
+    for batch in window:
+        boxes += [target["boxes"].flatten() for target in batch.targets if "boxes" in target]
     return not boxes or bool(torch.cat(boxes).isfinite().all())
 
 
@@ -280,7 +309,8 @@ def with_finite_boxes(batch: Batch) -> Batch:
     Its window is refused, but each rank has to complete its forward and backward pass, and a detector that computes the
     cell or the level of an infinite box raises an error.
     """
-    return replace(batch, targets=[_with_finite_boxes(target) for target in batch.targets])
+    targets = [_with_finite_boxes(target) for target in batch.targets]
+    return replace(batch, targets=targets)
 
 
 def _with_finite_boxes(target: Target) -> Target:
@@ -325,29 +355,37 @@ def named_state(
         for name, parameter in module.named_parameters():
             names[parameter] = name
             yield (kind, name), parameter
-    yield from ((("buffer", name), buffer) for name, buffer in buffers)
+    for name, buffer in buffers:
+        yield ("buffer", name), buffer
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                yield (f"{key} of", names.get(parameter, "?")), value
+                name = names.get(parameter, "?")
+                yield (f"{key} of", name), value
 
 
 @torch.no_grad()
 def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
-    """Return 1.0 if the norm of one part (of `PARTS`, from 0) of the state is finite, else 0.0; 0-dim, no host read.
+    """Return 1.0 if the norm of one of `STATE_PARTS` parts of the state is finite, else 0.0; 0-dim, no host read.
 
-    0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite` decides. (The largest magnitude would not
-    overflow, but takes fifteen times as long on a CPU.)
+    part: its number, from 0. A returned 0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite`
+    decides. (The largest magnitude would not overflow, but takes fifteen times as long on a CPU.)
     """
-    tensors = [tensor for i, (_, tensor) in enumerate(state) if i % PARTS == part and tensor.numel()]
-    return torch.nn.utils.get_total_norm(tensors).isfinite().float() if tensors else torch.ones(())
+    tensors = []
+    for i, (_, tensor) in enumerate(state):
+        if i % STATE_PARTS == part and tensor.numel():
+            tensors.append(tensor)
+    if not tensors:
+        return torch.ones(())
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.isfinite().float()
 
 
 @torch.no_grad()
 def nonfinite(state: Iterable[tuple[tuple[str, str], Tensor]]) -> list[str]:
     """Return the names of tensors with a NaN or an infinity: "exp_avg_sq of head.weight"; reads them on the host."""
     named = [(kind_and_name, tensor) for kind_and_name, tensor in state if tensor.is_floating_point()]
-    # all norms with one read per device; a finite norm means finite entries
+    # All norms with one read per device; a finite norm means finite entries.
     finite = [torch.linalg.vector_norm(tensor).isfinite() for _, tensor in named]
     by_device: dict[torch.device, list[int]] = {}
     for i, flag in enumerate(finite):
@@ -356,7 +394,12 @@ def nonfinite(state: Iterable[tuple[tuple[str, str], Tensor]]) -> list[str]:
     for indices in by_device.values():
         flags = torch.stack([finite[i] for i in indices]).tolist()
         suspects += [i for i, fine in zip(indices, flags, strict=True) if not fine]
-    return [" ".join(named[i][0]) for i in sorted(suspects) if not bool(named[i][1].isfinite().all())]
+    names = []
+    for i in sorted(suspects):
+        kind_and_name, tensor = named[i]
+        if not bool(tensor.isfinite().all()):  # the norm of finite entries can overflow
+            names.append(" ".join(kind_and_name))
+    return names
 
 
 def unusable_rate(groups: Iterable[dict]) -> str:
@@ -366,6 +409,8 @@ def unusable_rate(groups: Iterable[dict]) -> str:
     """
     for group in groups:
         beta = group["betas"][0] if "betas" in group else 0.0  # Adam divides the rate by 1 - beta1 in its first step
-        if not group["lr"] / (1.0 - beta) * max(1.0, group.get("weight_decay", 0.0)) <= LARGEST:
+        first_rate = group["lr"] / (1.0 - beta)
+        decay = max(1.0, group.get("weight_decay", 0.0))
+        if not first_rate * decay <= MAX_FLOAT32:  # also NaN
             return f"the learning rate of {group.get('name', 'a group')} is {group['lr']:g}, too large for float32"
     return ""

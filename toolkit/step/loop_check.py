@@ -28,16 +28,16 @@ AFTER = {
     "ema": ("t.ema.update()", "the averaged weights would stay the initial ones"),
     "meters": ("t.meters.update(reduced)", "the console would show no losses"),
 }
-LINES = BEFORE | AFTER
-MAY_BE_LEFT_OUT = LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()`, before the windows
+LOOP_LINES = BEFORE | AFTER
+MAY_BE_LEFT_OUT = LOOP_LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()`, before the windows
 
 
 class LoopCheck:
     """A comparison of the calls made in a window with those that it needs. No tensor is read.
 
     Args:
-        counts: returns the counts of actions that their objects count themselves, by the names of `LINES`; a name that
-            is in neither this nor `done` is not checked.
+        counts: returns the counts of actions that their objects count themselves, by the names of `LOOP_LINES`; a name
+            that is in neither this nor `done` is not checked.
 
     Attributes:
         done: the counts of all other actions, increased by their callers.
@@ -47,7 +47,7 @@ class LoopCheck:
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]):
         self._counts = counts
-        self.done = Counter(dict.fromkeys(LINES.keys() - {"meters", "ema"}, 0))
+        self.done = Counter(dict.fromkeys(LOOP_LINES.keys() - {"meters", "ema"}, 0))
         self.left_out: set[str] = set()
         self._start: Mapping[str, int] | None = None  # None: outside a window
         self._step = 0
@@ -88,7 +88,7 @@ class LoopCheck:
         """Allow calls to be left out. Raises BadInput for names that are not among these calls."""
         unknown = [name for name in names if name not in MAY_BE_LEFT_OUT]
         if unknown:
-            choices = ", ".join(name for name in (*LINES, "train") if name in MAY_BE_LEFT_OUT)
+            choices = ", ".join(name for name in (*LOOP_LINES, "train") if name in MAY_BE_LEFT_OUT)
             raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {choices}")
         self.left_out |= set(names)
 
@@ -170,7 +170,10 @@ class LoopCheck:
             )
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        for group in self._optimizer.param_groups:
+            if any(parameter.grad is not None for parameter in group["params"]):
+                return True
+        return False
 
     def refused(self) -> None:
         """End a window that the guard refused, which needs none of the calls of an update."""
@@ -189,7 +192,7 @@ class LoopCheck:
         now = self._now()
         trained = any(now[name] != self._start[name] for name in AFTER if name in now)
         if trained:
-            self._compare(LINES, "the window is over")
+            self._compare(LOOP_LINES, "the window is over")
         self._start = None
         return trained
 
@@ -202,7 +205,7 @@ class LoopCheck:
                 continue
             made = now[name] - start[name]
             right = self.micro_batches if name == "backward" else 1
-            line, without = LINES[name]
+            line, without = LOOP_LINES[name]
             if made < right:
                 times = "" if right == 1 else f" for {right - made} of {right} micro-batches"
                 faults.append(
@@ -238,7 +241,7 @@ class LoopCheck:
         self._versions = _count_changes(model)
 
     def weights_were_changed(self, model: nn.Module) -> bool:
-        """Whether the weights were changed since `remember_weights`."""
+        """Return whether the weights were changed since `remember_weights`."""
         return self._versions not in (None, _count_changes(model))
 
     def new_others(self) -> list[str]:

@@ -76,9 +76,12 @@ class LossWeights(nn.Module):
         _check(owners, given, {**defaults, **given}, weights)
         self._entries = {name: given.get(owner, defaults.get(owner)) for name, owner in owners.items()}
         self._learned = {name: owner for name, owner in owners.items() if self._entries[name] == "learned"}
-        starts = {owner: defaults.get(_owner(owner, defaults) or "", 1.0) for owner in self._learned.values()}
-        initial = {owner: -math.log(start) if start > 0 else 0.0 for owner, start in starts.items()}
-        self.log_variances = nn.ParameterDict({owner: nn.Parameter(torch.tensor(s)) for owner, s in initial.items()})
+        log_variances = {}
+        for owner in self._learned.values():
+            start = defaults.get(_owner(owner, defaults) or "", 1.0)
+            initial = -math.log(start) if start > 0 else 0.0
+            log_variances[owner] = nn.Parameter(torch.tensor(initial))
+        self.log_variances = nn.ParameterDict(log_variances)
         self._cached: tuple[object, Tensor] | None = None
         # The loop of a run sets these for each micro-batch.
         # Further losses, such as distillation: each returns them when called, and has a context manager
@@ -112,7 +115,10 @@ class LossWeights(nn.Module):
     @property
     def row_names(self) -> list[str]:
         """Names of the losses in a row: the total, and every loss weighted and unscaled."""
-        return ["loss", *(f"{name}{suffix}" for name in self.names for suffix in ("", "_unscaled"))]
+        names = ["loss"]
+        for name in self.names:
+            names += [name, f"{name}_unscaled"]
+        return names
 
     def begin_micro_batch(self, step: int, micro_batches: int, shares: Mapping[str, Tensor]) -> None:
         """Set the step and the shares that `forward` uses, in the loop of a run.
@@ -127,7 +133,10 @@ class LossWeights(nn.Module):
         self._shares = shares
 
     def forward(
-        self, losses: Mapping[str, Tensor], step: int | None = None, micro_batches: int | None = None
+        self,
+        losses: Mapping[str, Tensor],
+        step: int | None = None,
+        micro_batches: int | None = None,
     ) -> WeightedLosses:
         """Weigh the scalars in `losses`; an announced loss that is missing counts 0.
 
@@ -166,31 +175,45 @@ class LossWeights(nn.Module):
             raise ValueError(f"none of the announced losses {self.names} came out of the criterion: {list(losses)}")
         device = losses[names[0]].device
         with torch.autocast(device.type, enabled=False):
-            wide = torch.float64 if any(losses[n].dtype == torch.float64 for n in names) else torch.float32
+            has_double = any(losses[name].dtype == torch.float64 for name in names)
+            wide = torch.float64 if has_double else torch.float32
             values = torch.stack([losses[name].to(device, wide) for name in names])
             weighted = values * self._weight_vector(names, step, device, wide)
             total = weighted.sum()
             if self.log_variances:  # evaluation weighs its sums, which are on the host
-                total = total + sum(s.to(device, wide) for s in self.log_variances.values()) / micro_batches
+                log_variances = [s.to(device, wide) for s in self.log_variances.values()]
+                total = total + sum(log_variances) / micro_batches
         return WeightedLosses(
             total,
-            dict(zip(names, weighted.detach().unbind(), strict=True)),
-            dict(zip(names, values.detach().unbind(), strict=True)),
-            sorted(set(losses) - set(self.names)),
+            weighted=dict(zip(names, weighted.detach().unbind(), strict=True)),
+            unweighted=dict(zip(names, values.detach().unbind(), strict=True)),
+            unknown=sorted(set(losses) - set(self.names)),
         )
 
     def values(self, step: int) -> dict[str, float]:
         """Return the weight of every announced loss at an optimizer step (reads the learned ones on the host)."""
-        return {
-            name: math.exp(-self.log_variances[self._learned[name]].item()) if entry == "learned" else _at(entry, step)
-            for name, entry in self._entries.items()
-        }
+        weights = {}
+        for name, entry in self._entries.items():
+            if entry == "learned":
+                log_variance = self.log_variances[self._learned[name]]
+                weights[name] = math.exp(-log_variance.item())
+            else:
+                weights[name] = _at(entry, step)
+        return weights
 
     def parameter_groups(self, lr: float) -> list[dict]:
         """Return the optimizer group of the learned weights, without decay; an empty list without learned weights."""
         learned = dict(self.log_variances.items())
-        group = {"name": "loss_weights", "params": list(learned.values()), "param_names": list(learned)}
-        return [{**group, "lr": lr, "weight_decay": 0.0}] if learned else []
+        if not learned:
+            return []
+        group = {
+            "name": "loss_weights",
+            "params": list(learned.values()),
+            "param_names": list(learned),
+            "lr": lr,
+            "weight_decay": 0.0,
+        }
+        return [group]
 
     def average_gradients(self) -> None:
         """Average the gradients of the learned weights over the ranks; a collective.
@@ -201,15 +224,26 @@ class LossWeights(nn.Module):
         average_gradients(list(self.log_variances.values()))
 
     def _weight_vector(self, names: list[str], step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        constants = tuple(1.0 if self._entries[n] == "learned" else _at(self._entries[n], step) for n in names)
-        key = (constants, device, dtype)
+        """Return the weights of the losses, (len(names),)."""
+        constants = []
+        for name in names:
+            entry = self._entries[name]
+            constants.append(1.0 if entry == "learned" else _at(entry, step))
+        key = (tuple(constants), device, dtype)
         if self._cached is None or self._cached[0] != key:  # copied to the device only when a weight changes
-            self._cached = key, torch.tensor(constants, dtype=dtype).to(device, non_blocking=True)
+            on_device = torch.tensor(constants, dtype=dtype).to(device, non_blocking=True)
+            self._cached = (key, on_device)
         vector = self._cached[1]
         if not self._learned:
             return vector
-        of_name = {n: self.log_variances[self._learned[n]].to(device, dtype) for n in names if n in self._learned}
-        return vector * torch.stack([torch.exp(-of_name[n]) if n in of_name else vector.new_ones(()) for n in names])
+        factors = []
+        for name in names:
+            if name in self._learned:
+                log_variance = self.log_variances[self._learned[name]].to(device, dtype)
+                factors.append(torch.exp(-log_variance))
+            else:
+                factors.append(vector.new_ones(()))
+        return vector * torch.stack(factors)
 
 
 def window_denominators(
@@ -237,15 +271,21 @@ def window_denominators(
     """
     _, world_size = world()
     names = sorted(local[0])
-    counts = torch.tensor([[float(micro[name]) for name in names] for micro in local], dtype=torch.float64)
+    rows = []
+    for micro in local:
+        rows.append([float(micro[name]) for name in names])
+    counts = torch.tensor(rows, dtype=torch.float64)  # (micro-batches, names)
     if mode == "global":
         total = all_reduce(_on(counts.sum(0), device))
-        denominators = (torch.where(total > 0, total, 1.0) / world_size).expand(len(local), -1)
+        positive = torch.where(total > 0, total, 1.0)
+        denominators = (positive / world_size).expand(len(local), -1)
     elif mode == "original":
         local_counts = _on(counts, device)
         means = all_reduce(local_counts, "mean").clamp(min=1.0)
-        is_averaged = _on(torch.tensor([float(name in averaged) for name in names]), device) > 0
-        denominators = torch.where(is_averaged, means, torch.where(local_counts > 0, local_counts, 1.0)) * len(local)
+        positive = torch.where(local_counts > 0, local_counts, 1.0)
+        of_names = torch.tensor([float(name in averaged) for name in names])
+        is_averaged = _on(of_names, device) > 0
+        denominators = torch.where(is_averaged, means, positive) * len(local)
     else:
         raise BadInput(f"loss.denominators is {mode!r}; expected global or original")
     return [dict(zip(names, row.unbind(), strict=True)) for row in denominators.to(dtype)]
@@ -258,7 +298,11 @@ def _on(counts: Tensor, device: torch.device | str) -> Tensor:
 
 def _owner(name: str, keys: Collection[str]) -> str | None:
     """Return the longest key that is `name` or the name of the loss that `name` is a layer of."""
-    owning = [key for key in keys if name == key or name.startswith(key) and _AUXILIARY.fullmatch(name[len(key) :])]
+    owning = []
+    for key in keys:
+        is_layer = name.startswith(key) and _AUXILIARY.fullmatch(name[len(key) :])
+        if name == key or is_layer:
+            owning.append(key)
     return max(owning, key=len, default=None)
 
 
@@ -274,24 +318,30 @@ def _parse(value: Weight) -> float | str | tuple[tuple[float, float], ...] | Non
         except (TypeError, ValueError):
             return None
         steps = [step for step, _ in points]
-        if steps == sorted(set(steps)) and all(math.isfinite(x) for point in points for x in point):
+        are_increasing = steps == sorted(set(steps))
+        are_finite = all(math.isfinite(step) and math.isfinite(weight) for step, weight in points)
+        if are_increasing and are_finite:
             return points
     return None
 
 
 def _check(owners: dict[str, str | None], given: dict, entries: dict, raw: Mapping[str, Weight]) -> None:
     announced = ", ".join(owners)
-    problems = [
-        f"loss.weights.{key}: {raw[key]!r} is not a weight; expected a number, \"learned\", or [[step, value], ...] "
-        "with increasing steps"
-        for key, value in given.items()
-        if value is None
-    ]
+    problems = []
+    for key, value in given.items():
+        if value is None:
+            problems.append(
+                f'loss.weights.{key}: {raw[key]!r} is not a weight; expected a number, "learned", or '
+                "[[step, value], ...] with increasing steps"
+            )
     unweighted = [name for name, owner in owners.items() if owner is None]
     if unweighted:
         given_for = ", ".join(entries)
         problems.append(f"losses without a weight: {', '.join(unweighted)}; weights are given for: {given_for}")
-    unused = [key for key in entries if not any(_owner(name, [key]) for name in owners)]
+    unused = []
+    for key in entries:
+        if not any(_owner(name, [key]) for name in owners):
+            unused.append(key)
     if unused:
         problems.append(f"weights without a loss: {', '.join(unused)}; the model announces: {announced}")
     if problems:
@@ -303,8 +353,9 @@ def _at(entry: float | tuple[tuple[float, float], ...], step: int) -> float:
     if isinstance(entry, float):
         return entry
     after = bisect_right(entry, step, key=lambda point: point[0])
-    if after == 0 or after == len(entry):
-        return entry[max(after - 1, 0)][1]
+    if after in (0, len(entry)):
+        _, weight = entry[max(after - 1, 0)]
+        return weight
     start, low = entry[after - 1]
     end, high = entry[after]
     return low + (high - low) * (step - start) / (end - start)
@@ -319,7 +370,8 @@ def labelled_classes(targets: Sequence[Mapping], device: torch.device) -> Tensor
     """Return the classes that each image labels, (B, C) bool; None: all images label all, and losses are unchanged."""
     if not any("labelled" in target for target in targets):
         return None
-    return torch.stack([target["labelled"].to(device, non_blocking=True) for target in targets])
+    rows = [target["labelled"].to(device, non_blocking=True) for target in targets]
+    return torch.stack(rows)
 
 
 def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: Tensor | None) -> Tensor:

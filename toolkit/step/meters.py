@@ -80,8 +80,13 @@ class SmoothedValue:
 
     def state_dict(self) -> dict:
         """Return a JSON-able and exact state: a Python float survives JSON to the last bit."""
-        window = {"window_size": self.window.maxlen, "window": list(self.window)}
-        return {"fmt": self.fmt, **window, "total": self.total, "count": self.count}
+        return {
+            "fmt": self.fmt,
+            "window_size": self.window.maxlen,
+            "window": list(self.window),
+            "total": self.total,
+            "count": self.count,
+        }
 
     def load_state_dict(self, state: Mapping) -> None:
         self.window = deque(state["window"], maxlen=state["window_size"])
@@ -179,10 +184,13 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         rank, _ = world()
         if rank:
             return
-        place = f"[{number}]" if total is None else f"[{number:{len(str(total))}}/{total}]"
-        parts = [f"{header} {place}".strip()]
-        if total is not None:
-            parts.append(f"eta: {timedelta(seconds=round(timer.eta_s(total - number)))}")
+        if total is None:
+            parts = [f"{header} [{number}]".strip()]
+        else:
+            digits = len(str(total))
+            place = f"[{number:{digits}}/{total}]"
+            left = timedelta(seconds=round(timer.eta_s(total - number)))
+            parts = [f"{header} {place}".strip(), f"eta: {left}"]
         parts += [str(self), f"time: {timer.step_s:.4f}", f"data: {timer.data_s:.4f}"]
         print(self.delimiter.join(filter(None, parts)), flush=True)
 
@@ -195,7 +203,8 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         """Add one value to the meter of each name, as further values of the last update."""
         for name, value in values.items():
             if name not in self:
-                self[name] = SmoothedValue(1, "{value:.2f}") if name == "class_error" else self.new()
+                is_last_value = name == "class_error"  # as in DETR
+                self[name] = SmoothedValue(1, "{value:.2f}") if is_last_value else self.new()
             self[name].update(value)
 
     def smoothed(self, name: str) -> float:
@@ -203,7 +212,9 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         meter = self[name]
         if isinstance(meter, MomentumMeter):
             return meter.mean
-        return meter.value if meter.window.maxlen == 1 else getattr(meter, self.statistic)
+        if meter.window.maxlen == 1:
+            return meter.value
+        return getattr(meter, self.statistic)
 
     def __str__(self) -> str:
         return self.delimiter.join(f"{name}: {meter}" for name, meter in self.items())
@@ -219,7 +230,7 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
             self[name].load_state_dict(meter_state)
 
 
-KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
+METER_KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
 
 
 def make_meters(kind: str, steps_per_epoch: int) -> Meters:
@@ -234,8 +245,8 @@ def make_meters(kind: str, steps_per_epoch: int) -> Meters:
     elif kind.endswith("mean"):
         meters.new = partial(SmoothedValue, fmt="{value:.4f} ({global_avg:.4f})")
         meters.statistic = "global_avg"
-    elif kind not in KINDS:
-        raise BadInput(f"run.meters is {kind!r}; expected one of {', '.join(KINDS)}")
+    elif kind not in METER_KINDS:
+        raise BadInput(f"run.meters is {kind!r}; expected one of {', '.join(METER_KINDS)}")
     return meters
 
 
@@ -282,12 +293,15 @@ class StepTimer:
 
     def __init__(self, window_size: int = 50, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
-        self._data, self._step, self._images = (SmoothedValue(window_size) for _ in range(3))
+        self._data = SmoothedValue(window_size)
+        self._step = SmoothedValue(window_size)
+        self._images = SmoothedValue(window_size)
         self.start()
 
     def start(self) -> None:
         """Start the clock; the time since the last step is not counted."""
-        self._begin = self._ready = self._clock()
+        self._begin = self._clock()
+        self._ready = self._begin
 
     def data_ready(self) -> None:
         """Record that the window of micro-batches has arrived."""
@@ -299,7 +313,8 @@ class StepTimer:
         self._data.update(self._ready - self._begin)
         self._step.update(now - self._begin)
         self._images.update(images)
-        self._begin = self._ready = now
+        self._begin = now
+        self._ready = now
         return self._step.value
 
     @property
@@ -323,12 +338,13 @@ class StepTimer:
 
     def row(self, steps_left: int) -> dict[str, float]:
         """Return the numbers as columns of metrics.jsonl; empty before the first step."""
-        if math.isnan(self.step_s):
+        step_s = self.step_s
+        if math.isnan(step_s):
             return {}
         return {
             "time/data_s": self.data_s,
-            "time/step_s": self.step_s,
-            "time/images_per_s": self._images.avg / self.step_s if self.step_s else math.nan,
+            "time/step_s": step_s,
+            "time/images_per_s": self._images.avg / step_s if step_s else math.nan,
             "time/eta_s": self.eta_s(steps_left),
             "mem/peak_mb": peak_memory_mb(),
         }
@@ -352,9 +368,16 @@ def machine_figures() -> dict[str, float]:
     `machine/<name>/cpu_percent`: the use of all its cores since the last call; `.../memory_percent`: its memory in use
     by any process; `.../peak_mb`: the sum of `peak_memory_mb` over the run's processes there.
     """
-    usage = {"cpu_percent": psutil.cpu_percent(), "memory_percent": psutil.virtual_memory().percent}
+    usage = {
+        "cpu_percent": psutil.cpu_percent(),
+        "memory_percent": psutil.virtual_memory().percent,
+    }
+    own = (platform.node() or "unnamed", usage, peak_memory_mb())
     figures: dict[str, float] = {}
-    for name, busy, peak_mb in gather_objects((platform.node() or "unnamed", usage, peak_memory_mb())):
-        figures = {f"machine/{name}/{key}": value for key, value in busy.items()} | figures  # those of its first rank
-        figures[f"machine/{name}/peak_mb"] = figures.get(f"machine/{name}/peak_mb", 0.0) + peak_mb
+    for name, of_machine, peak_mb in gather_objects(own):
+        machine = f"machine/{name}"
+        for key, value in of_machine.items():
+            figures.setdefault(f"{machine}/{key}", value)  # that of its first rank
+        peak_key = f"{machine}/peak_mb"
+        figures[peak_key] = figures.get(peak_key, 0.0) + peak_mb
     return figures

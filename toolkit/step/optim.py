@@ -1,6 +1,6 @@
 """Parameter groups, their gradients, and the optimizer."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 
 import torch
@@ -51,23 +51,40 @@ def parameter_groups(
             rate or a layer decay without a backbone, no trained parameter.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    of_prefixes = (dict(multipliers or {}), dict.fromkeys(slow_prefixes, slow_factor))
-    _check(model, trained, *of_prefixes, backbone_lr)
-    kinds = _kinds(model, trained, weight_decay, no_decay_on_norm_and_bias, bias_lr_factor, bias_weight_decay)
+    given = dict(multipliers or {})
+    slow = dict.fromkeys(slow_prefixes, slow_factor)
+    _check(model, trained, given, slow, backbone_lr)
+    kinds = _kinds(
+        model,
+        trained,
+        weight_decay,
+        no_decay_on_norm_and_bias,
+        bias_lr_factor,
+        bias_weight_decay,
+    )
     depths = layer_depths(model) if layer_decay != 1.0 else {}
     groups: dict[str, dict] = {}
     for name, parameter in trained:
         in_backbone = backbone_lr is not None and _in_backbone(name)
-        group_name, group_lr = ("backbone", backbone_lr) if in_backbone else ("main", lr)
+        group_name = "backbone" if in_backbone else "main"
+        group_lr = backbone_lr if in_backbone else lr
         kind, kind_factor, decay = kinds[name]
-        traits = [(kind, kind_factor), _of_longest_prefix(name, *of_prefixes)]
+        traits = [(kind, kind_factor), _of_longest_prefix(name, given, slow)]
         if name in depths:
-            traits.append((f"/layer-{depths[name]}", layer_decay ** depths[name]))
+            depth = depths[name]
+            traits.append((f"/layer-{depth}", layer_decay**depth))
         for suffix, factor in traits:
             group_name = group_name + suffix
             group_lr = group_lr * factor
-        group = {"name": group_name, "params": [], "param_names": [], "lr": group_lr, "weight_decay": decay}
-        group = groups.setdefault(group_name, group)
+        if group_name not in groups:
+            groups[group_name] = {
+                "name": group_name,
+                "params": [],
+                "param_names": [],
+                "lr": group_lr,
+                "weight_decay": decay,
+            }
+        group = groups[group_name]
         group["params"].append(parameter)
         group["param_names"].append(name)
     return list(groups.values())
@@ -85,12 +102,14 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     depths = {}
     for prefix, module in model.named_modules():
         cfg = getattr(module, "pretrained_cfg", None)
-        if isinstance(cfg, dict) and "architecture" in cfg:
-            of_name = _timm_depths(cfg["architecture"])
-            for name, _ in module.named_parameters():
-                depth = of_name.get(_spelling(name))
-                if depth is not None:
-                    depths[f"{prefix}.{name}" if prefix else name] = depth
+        if not isinstance(cfg, dict) or "architecture" not in cfg:
+            continue
+        of_name = _timm_depths(cfg["architecture"])
+        for name, _ in module.named_parameters():
+            depth = of_name.get(_spelling(name))
+            if depth is not None:
+                full_name = f"{prefix}.{name}" if prefix else name
+                depths[full_name] = depth
     if not depths:
         raise BadInput("optim.layer_decay: the detector has no timm backbone that names its layers; set it to 1")
     return depths
@@ -104,7 +123,8 @@ def _timm_depths(architecture: str) -> dict[str, int]:
         whole = timm.create_model(architecture)
     if not hasattr(whole, "group_matcher"):
         return {}
-    layers = timm.models.group_parameters(whole, whole.group_matcher(coarse=False), reverse=True)
+    matcher = whole.group_matcher(coarse=False)
+    layers = timm.models.group_parameters(whole, matcher, reverse=True)
     head = max(layers.values())
     return {_spelling(name): head - layer for name, layer in layers.items() if layer < head}
 
@@ -146,7 +166,8 @@ def build_optimizer(
     groups = list(groups)
     betas = tuple(betas)
     if fused is None:
-        fused = {p.device.type for group in groups for p in group["params"]} <= {"cpu", "cuda"} or None
+        devices = {parameter.device.type for parameter in _parameters_of(groups)}
+        fused = devices <= {"cpu", "cuda"} or None
     if name == "adamw":
         return torch.optim.AdamW(groups, betas=betas, fused=fused)
     if name == "muon":
@@ -157,10 +178,17 @@ def build_optimizer(
         sgd = torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, nesterov=nesterov, fused=fused)
         # The fused update allocates these without content, and fills them in its first step: if the scaler of float16
         # skips that step, it continues with arbitrary content of the memory.
-        for parameter in (p for group in sgd.param_groups for p in group["params"] if momentum):
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if momentum:
+            for parameter in _parameters_of(sgd.param_groups):
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
     raise BadInput(f"optim.name is {name!r}; expected adamw, adam, sgd or muon")
+
+
+def _parameters_of(groups: Iterable[dict]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of all groups, in order."""
+    for group in groups:
+        yield from group["params"]
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -173,23 +201,29 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def __init__(self, groups: Sequence[dict], betas: Sequence[float], fused: bool | None, embeddings: Container[int]):
         if not hasattr(torch.optim, "Muon"):
             raise BadInput(f"optim.name muon: torch {torch.__version__} has no Muon; install torch 2.9 or newer")
-        kept = {"/muon": [], "": []}
+        of_muon = []
+        of_adamw = []
         for group in groups:
-            rows = [p.ndim == 2 and id(p) not in embeddings for p in group["params"]]
-            for suffix, wanted in (("/muon", True), ("", False)):
-                part = {key: list(compress(group[key], [row == wanted for row in rows])) for key in _OF_PARAMETERS}
-                kept[suffix] += [{**group, **part, "name": group["name"] + suffix}] if part["params"] else []
-        if not kept["/muon"]:
+            is_matrix = [p.ndim == 2 and id(p) not in embeddings for p in group["params"]]
+            matrices = _selected(group, is_matrix)
+            if matrices["params"]:
+                of_muon.append({**matrices, "name": f"{group['name']}/muon"})
+            others = _selected(group, [not chosen for chosen in is_matrix])
+            if others["params"]:
+                of_adamw.append(others)
+        if not of_muon:
             raise BadInput("optim.name muon: the detector trains no matrices, for which Muon is; choose adamw or sgd")
-        self.parts = {"muon": torch.optim.Muon(kept["/muon"], lr=1e-3, adjust_lr_fn="match_rms_adamw")}
-        if kept[""]:
-            self.parts["adamw"] = torch.optim.AdamW(kept[""], betas=betas, fused=fused)
-        named = [{**group, "rule": rule} for rule, part in self.parts.items() for group in part.param_groups]
-        super().__init__(named, {})
+        self.parts = {"muon": torch.optim.Muon(of_muon, lr=1e-3, adjust_lr_fn="match_rms_adamw")}
+        if of_adamw:
+            self.parts["adamw"] = torch.optim.AdamW(of_adamw, betas=betas, fused=fused)
+        with_rule = []
+        for rule, part in self.parts.items():
+            with_rule += [{**group, "rule": rule} for group in part.param_groups]
+        super().__init__(with_rule, {})
 
     def __getstate__(self) -> dict:
         """Return the state for a copy; torch's own leaves out the parts."""
-        return super().__getstate__() | {"parts": self.parts}
+        return {**super().__getstate__(), "parts": self.parts}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -198,6 +232,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.param_groups = [group for group in self.param_groups if group["rule"] == rule]
             part.state = self.state
             part.step()
+
+
+def _selected(group: dict, chosen: Sequence[bool]) -> dict:
+    """Return the group with the chosen parameters only."""
+    part = dict(group)
+    for key in _OF_PARAMETERS:
+        part[key] = list(compress(group[key], chosen))
+    return part
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
@@ -211,7 +253,8 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
         for name, value in kept.items():
             of_entries = isinstance(value, Tensor) and value.shape == parameter.shape
             if of_entries and value.stride() != parameter.stride():
-                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                in_layout = torch.empty_like(parameter, dtype=value.dtype)
+                kept[name] = in_layout.copy_(value)
 
 
 def gradient_table(
@@ -225,23 +268,32 @@ def gradient_table(
     if not named:
         return "---Total norm 0.00000: no parameter has a gradient---"
     norms = torch.stack([gradient.detach().float().norm() for _, gradient in named])
-    *values, total = torch.cat([norms, norms.norm()[None]]).tolist()
+    total_norm = norms.norm()
+    *values, total = torch.cat([norms, total_norm[None]]).tolist()
     head = f"---Total norm {total:.5f}"
     if max_norm:
-        head += f" clip coef {max_norm / (total + 1e-6):.5f}"
-    rows = sorted(zip(values, named, strict=True), key=lambda row: -row[0])[:top]
-    lines = [f"{name:<50s}: {norm:.5f}, ({gradient.shape})" for norm, (name, gradient) in rows]
-    return "\n".join([f"{head}-----------------", *lines, "-------------------------------"])
+        factor = max_norm / (total + 1e-6)
+        head += f" clip coef {factor:.5f}"
+    largest_first = sorted(zip(values, named, strict=True), key=lambda row: -row[0])
+    lines = [f"{head}-----------------"]
+    for norm, (name, gradient) in largest_first[:top]:
+        lines.append(f"{name:<50s}: {norm:.5f}, ({gradient.shape})")
+    lines.append("-------------------------------")
+    return "\n".join(lines)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the total L2 norm of the gradients, 0-dim on their device; NaN or infinite when any entry is."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def group_norms(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:
     """Return `gradient_norm` of each group of an optimizer as `grad_norm/<name of the group>`."""
-    return {f"grad_norm/{group['name']}": gradient_norm(group["params"]) for group in param_groups}
+    norms = {}
+    for group in param_groups:
+        norms[f"grad_norm/{group['name']}"] = gradient_norm(group["params"])
+    return norms
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -251,10 +303,14 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """
     if not parameters or world()[1] == 1:
         return
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    averaged = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), "mean")
-    for p, gradient in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
-        p.grad = gradient.view_as(p).clone()
+    flat = []
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flat.append(gradient.flatten())
+    averaged = all_reduce(torch.cat(flat), "mean")
+    parts = averaged.split([parameter.numel() for parameter in parameters])
+    for parameter, gradient in zip(parameters, parts, strict=True):
+        parameter.grad = gradient.view_as(parameter).clone()
 
 
 def drop_gradients(model: nn.Module) -> None:
@@ -269,7 +325,8 @@ def is_norm(module: nn.Module) -> bool:
     The classes of norm layers have "Norm" in their names (except in-place ABN). Containers such as timm's ConvNormAct
     have too, but own no parameters themselves: their children do.
     """
-    return any("Norm" in cls.__name__ or cls.__name__ == "InplaceAbn" for cls in type(module).__mro__)
+    names = [cls.__name__ for cls in type(module).__mro__]
+    return any("Norm" in name or name == "InplaceAbn" for name in names)
 
 
 def _norms_and_biases(model: nn.Module) -> set[str]:
@@ -303,7 +360,10 @@ def _kinds(
     apart = bias_lr_factor != 1.0 or bias_weight_decay is not None
     kinds = {}
     for name, parameter in trained:
-        suffix, factor, decay = ("/no_decay", 1.0, 0.0) if name in undecayed else ("", 1.0, weight_decay)
+        is_undecayed = name in undecayed
+        suffix = "/no_decay" if is_undecayed else ""
+        factor = 1.0
+        decay = 0.0 if is_undecayed else weight_decay
         if apart and _is_bias(name, parameter):
             if bias_weight_decay is not None:
                 suffix = ""
@@ -317,7 +377,8 @@ def _kinds(
 def _of_longest_prefix(name: str, *of_prefixes: Mapping[str, float]) -> tuple[str, float]:
     """Return "/<prefix>" and its factor: the longest prefix in the first mapping that has one; "" and 1 if none has."""
     for factors in of_prefixes:
-        prefix = max((p for p in factors if _below(name, p)), key=len, default=None)
+        prefixes = [prefix for prefix in factors if _below(name, prefix)]
+        prefix = max(prefixes, key=len, default=None)
         if prefix:
             return f"/{prefix}", factors[prefix]
     return "", 1.0
@@ -340,18 +401,23 @@ def _check(
 ) -> None:
     names = [name for name, _ in trained]
     every = [name for name, _ in model.named_parameters()]
-    prefixes = sorted({".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)})
-    existing = ", ".join(prefixes)
-    problems = [
-        f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {existing}"
-        for prefix in multipliers
-        if not any(_below(name, prefix) for name in names)
-    ]
-    problems += [
-        f"optim.slow_prefixes: no parameter, trained or frozen, has the prefix {prefix}; some that exist: {existing}"
-        for prefix in slow
-        if not any(_below(name, prefix) for name in every)
-    ]
+    prefixes = set()  # of up to three parts
+    for name in names:
+        parts = name.split(".")
+        prefixes |= {".".join(parts[:depth]) for depth in (1, 2, 3)}
+    existing = ", ".join(sorted(prefixes))
+    problems = []
+    for prefix in multipliers:
+        if not any(_below(name, prefix) for name in names):
+            problems.append(
+                f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {existing}"
+            )
+    for prefix in slow:
+        if not any(_below(name, prefix) for name in every):
+            problems.append(
+                f"optim.slow_prefixes: no parameter, trained or frozen, has the prefix {prefix}; some that exist: "
+                f"{existing}"
+            )
     if backbone_lr is not None and not any(map(_in_backbone, names)):
         problems.append(f"optim.backbone_lr: no trained parameter has a part named backbone; prefixes: {existing}")
     if not trained:

@@ -15,7 +15,7 @@ import torch
 
 from toolkit.base.errors import BadInput
 
-SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
+SCHEDULES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
 
 
 def warm_up(step: int, warmup_steps: int, warmup_factor: float = 0.1, warmup_method: str = "linear") -> float:
@@ -94,7 +94,8 @@ def decay_done(step: int, total_steps: int | None, warmup_steps: int, decayed: S
     if total_steps is None:
         return 0.0
     since, behind = decayed if decayed[0] > warmup_steps else (warmup_steps, 0.0)
-    return min(max(behind + (1.0 - behind) * (step - since) / max(1, total_steps - since), 0.0), 1.0)
+    done = behind + (1.0 - behind) * (step - since) / max(1, total_steps - since)
+    return min(max(done, 0.0), 1.0)
 
 
 def cyclic_factor(
@@ -118,8 +119,11 @@ def cyclic_factor(
     cyclic_steps = cycles * stairs * step_size
     if step < cyclic_steps or total_steps is None:
         return lowest * ((stairs - stair) % stairs + 1)
-    done = min((step - cyclic_steps) / max(1, total_steps - cyclic_steps), 1.0)
-    left = (1.0 + math.cos(math.pi * done)) / 2.0 if last_cycle == "cosine" else 1.0 - done
+    done = (step - cyclic_steps) / max(1, total_steps - cyclic_steps)
+    done = min(done, 1.0)
+    left = 1.0 - done
+    if last_cycle == "cosine":
+        left = (1.0 + math.cos(math.pi * done)) / 2.0
     return final_factor + (lowest - final_factor) * left
 
 
@@ -157,7 +161,9 @@ class GroupRates:
         since, origin, pace = self.clock
         if (since, pace) == (origin, 1.0):
             return step
-        return round(origin + (pace if step > since else 1.0) * (step - since), 6)  # a rollback may go back before it
+        if step <= since:  # a rollback may go back before it
+            pace = 1.0
+        return round(origin + pace * (step - since), 6)
 
     def stretch(self, step: int, pace: float) -> None:
         """Stretch the schedule: from `step` on each step counts as `pace` earlier ones."""
@@ -173,12 +179,14 @@ class GroupRates:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
-                group["lr"] = self._written[i] = lr
+                group["lr"] = lr
+                self._written[i] = lr
 
     @property
     def is_overwritten(self) -> bool:
         """Whether other code has changed the rates since they were set; rates that are tensors are not read."""
-        return any(self.optimizer.param_groups[i]["lr"] != lr for i, lr in self._written.items())
+        groups = self.optimizer.param_groups
+        return any(groups[i]["lr"] != lr for i, lr in self._written.items())
 
     def observe(self, metric: float | None) -> bool:
         """Accept a validation result, which changes nothing here; see `PlateauSchedule`."""
@@ -189,11 +197,17 @@ class GroupRates:
 
     def rates(self) -> dict[str, float]:
         """Return the current learning rate by group name."""
-        return {g.get("name", str(i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
+        rates = {}
+        for i, group in enumerate(self.optimizer.param_groups):
+            name = group.get("name", str(i))
+            rates[name] = float(group["lr"])
+        return rates
 
     def state_dict(self) -> dict:
         """Return a JSON-able state; the initial rates belong to the optimizer's own state (`group["initial_lr"]`)."""
-        return {key: copy.copy(getattr(self, key)) for key in self._STATE} | {"clock": list(self.clock)}
+        state = {key: copy.copy(getattr(self, key)) for key in self._STATE}
+        state["clock"] = list(self.clock)
+        return state
 
     def load_state_dict(self, state: Mapping) -> None:
         """Follow the saved schedule from the next `set` on, whatever this one was made with.
@@ -223,7 +237,11 @@ class Schedule(GroupRates):
     _STATE = ("name", "total_steps", "scale", "options")
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, name: str = "constant", total_steps: int | None = None, **options
+        self,
+        optimizer: torch.optim.Optimizer,
+        name: str = "constant",
+        total_steps: int | None = None,
+        **options,
     ):
         _check(name, options)
         super().__init__(optimizer)
@@ -234,7 +252,8 @@ class Schedule(GroupRates):
 
     def factors(self, step: int) -> tuple[float, ...]:
         """Return one factor: that of the schedule times the scale."""
-        return (self.scale * lr_factor(step, self.name, total_steps=self.total_steps, **self.options),)
+        factor = lr_factor(step, self.name, total_steps=self.total_steps, **self.options)
+        return (self.scale * factor,)
 
     def set_total(self, total_steps: int, step: int = 0) -> None:
         """Set the length of training, or correct it after `step` updates.
@@ -252,8 +271,8 @@ class Schedule(GroupRates):
 
 def _check(name: str, options: Mapping) -> None:
     problems = []
-    if name not in SHAPES:
-        problems.append(f"schedule.name is {name!r}; expected one of {', '.join(SHAPES)}")
+    if name not in SCHEDULES:
+        problems.append(f"schedule.name is {name!r}; expected one of {', '.join(SCHEDULES)}")
     milestones = list(options.get("milestones", ()))
     if milestones != sorted(milestones):
         problems.append(f"schedule.milestones are {milestones}; expected increasing steps")
@@ -303,9 +322,11 @@ class PlateauSchedule(GroupRates):
         unknown = options.keys() - self._DEFAULTS
         if unknown:
             raise TypeError(f"PlateauSchedule has no {', '.join(unknown)}")
-        options = self._DEFAULTS | options
-        least = {name: options[name] for name in ("patience", "max_decays") if options[name] < 1}
-        problems = [f"schedule.{name} is {value}; expected at least 1" for name, value in least.items()]
+        options = {**self._DEFAULTS, **options}
+        problems = []
+        for name in ("patience", "max_decays"):
+            if options[name] < 1:
+                problems.append(f"schedule.{name} is {options[name]}; expected at least 1")
         method = options["warmup_method"]
         if method not in ("linear", "constant"):
             problems.append(f"schedule.warmup_method is {method!r}; expected linear or constant")
@@ -349,8 +370,14 @@ class PlateauSchedule(GroupRates):
     def factors(self, step: int) -> tuple[float, ...]:
         """Return the factors of the warm-up, of the decays so far, and the scale."""
         options = self.options
-        warm = warm_up(step, options["warmup_steps"], options["warmup_start"], options["warmup_method"])
-        return warm, options["gamma"] ** self.decays, self.scale
+        warm = warm_up(
+            step,
+            options["warmup_steps"],
+            options["warmup_start"],
+            options["warmup_method"],
+        )
+        decayed = options["gamma"] ** self.decays
+        return warm, decayed, self.scale
 
 
 def schedule_of_settings(c: Any, optimizer: torch.optim.Optimizer, total_steps: int, per_epoch: int) -> GroupRates:
@@ -358,15 +385,36 @@ def schedule_of_settings(c: Any, optimizer: torch.optim.Optimizer, total_steps: 
 
     total_steps: length of the run. per_epoch: optimizer steps of an epoch, for values given in epochs.
     """
-    shared = {"gamma": c.gamma, "warmup_steps": steps_from(c.warmup_steps, per_epoch), "warmup_method": c.warmup_method}
+    warmup_steps = steps_from(c.warmup_steps, per_epoch)
     if c.name == "plateau":
-        bad = {"patience": c.plateau_patience, "threshold": c.plateau_threshold, "cooldown": c.plateau_cooldown}
-        return PlateauSchedule(optimizer, **shared, **bad, max_decays=c.max_decays, warmup_start=c.warmup_factor)
-    same = ("warmup_factor", "power", "final_factor", "stairs", "cycles", "last_cycle")
-    options = shared | {name: getattr(c, name) for name in same}
-    options["milestones"] = [steps_from(milestone, per_epoch) for milestone in c.milestones]
-    options["step_size"] = steps_from(c.step_size, per_epoch)
-    return Schedule(optimizer, c.name, total_steps, every=per_epoch if c.per == "epoch" else 1, **options)
+        return PlateauSchedule(
+            optimizer,
+            gamma=c.gamma,
+            warmup_steps=warmup_steps,
+            warmup_method=c.warmup_method,
+            warmup_start=c.warmup_factor,
+            patience=c.plateau_patience,
+            threshold=c.plateau_threshold,
+            cooldown=c.plateau_cooldown,
+            max_decays=c.max_decays,
+        )
+    return Schedule(
+        optimizer,
+        c.name,
+        total_steps,
+        every=per_epoch if c.per == "epoch" else 1,
+        gamma=c.gamma,
+        warmup_steps=warmup_steps,
+        warmup_method=c.warmup_method,
+        warmup_factor=c.warmup_factor,
+        power=c.power,
+        final_factor=c.final_factor,
+        stairs=c.stairs,
+        cycles=c.cycles,
+        last_cycle=c.last_cycle,
+        milestones=[steps_from(milestone, per_epoch) for milestone in c.milestones],
+        step_size=steps_from(c.step_size, per_epoch),
+    )
 
 
 def steps_from(value: int | str, steps_per_epoch: int) -> int:

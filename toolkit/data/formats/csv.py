@@ -10,8 +10,8 @@ from typing import NamedTuple
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.formats.annotated import (
-    ALL,
     SPLIT_NAMES,
+    UNSPLIT,
     Listing,
     called_first,
     folders_of_splits,
@@ -60,7 +60,7 @@ class _Row(NamedTuple):
 
     @property
     def split(self) -> str:
-        name = self.values.get("split", ALL)
+        name = self.values.get("split", UNSPLIT)
         return split_of(name) or name
 
     @property
@@ -80,7 +80,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
         if split is None and "split" in _columns_of(path):
             splits.update(row.split for row in _load(path))
         else:
-            splits.add(split or ALL)
+            splits.add(split or UNSPLIT)
     return ordered(splits) or None
 
 
@@ -89,7 +89,9 @@ def unused(folder: Path) -> list[str]:
 
     Their split has another table, or their names do not say a split.
     """
-    return not_among((path for _, path in _candidates(folder)), (path for _, path in _tables(folder)), folder)
+    candidates = [path for _, path in _candidates(folder)]
+    used = [path for _, path in _tables(folder)]
+    return not_among(candidates, used, folder)
 
 
 def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
@@ -103,7 +105,9 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
 
 
 def _as_meant(word: str) -> str:
-    return word[1:] if word.startswith("'") and FORMULA.match(word) else word
+    if word.startswith("'") and FORMULA.match(word):
+        return word[1:]
+    return word
 
 
 def _candidates(folder: Path) -> list[tuple[str | None, Path]]:
@@ -111,10 +115,12 @@ def _candidates(folder: Path) -> list[tuple[str | None, Path]]:
     """
     if folder.is_file():
         return [(None, folder)] if _columns_of(folder) else []
-    tables = [(split_in_name(path.name), path) for path in called_first(folder.glob("*.csv")) if _columns_of(path)]
+    files = called_first(folder.glob("*.csv"))
+    tables = [(split_in_name(path.name), path) for path in files if _columns_of(path)]
     for split, folders in folders_of_splits(folder).items():
-        inside = [path for directory in folders for path in sorted(directory.glob("*.csv"))]
-        tables += [(split, path) for path in inside if _columns_of(path)]
+        for directory in folders:
+            files = sorted(directory.glob("*.csv"))
+            tables += [(split, path) for path in files if _columns_of(path)]
     return tables
 
 
@@ -129,7 +135,9 @@ def _tables(folder: Path) -> list[tuple[str | None, Path]]:
     tables = []
     for split in SPLIT_NAMES:
         of_split = [path for known, path in candidates if known == split]
-        tables += [(split, path) for path in of_split if _unnumbered(path) == _unnumbered(of_split[0])]
+        for path in of_split:
+            if _unnumbered(path) == _unnumbered(of_split[0]):
+                tables.append((split, path))
     unnamed = [path for split, path in candidates if split is None]
     if not tables:
         return [(None, path) for path in unnamed[:1]]
@@ -151,8 +159,11 @@ def _columns_of(path: Path) -> dict[str, int] | None:
     except (OSError, csv.Error):
         return None
     header = [word.strip().lower().replace(" ", "_") for word in first]
-    present = {meaning: [name for name in names if name in header] for meaning, names in COLUMNS.items()}
-    columns = {meaning: header.index(names[0]) for meaning, names in present.items() if names}
+    columns = {}
+    for meaning, names in COLUMNS.items():
+        present = [name for name in names if name in header]
+        if present:
+            columns[meaning] = header.index(present[0])
     if {"image", "label"} <= columns.keys():
         if {"x1", "y1", "x2", "y2"} <= columns.keys():
             return columns
@@ -166,7 +177,8 @@ def _columns_of(path: Path) -> dict[str, int] | None:
             return columns
     numbers = [word.strip() for word in first[1:5]]
     if len(first) == 6 and (not any(numbers) or all(map(_number, numbers))):
-        return {meaning: column for column, meaning in enumerate(HEADERLESS)} | {"headerless": 0}
+        columns = {meaning: column for column, meaning in enumerate(HEADERLESS)}
+        return {**columns, "headerless": 0}
     return None
 
 
@@ -177,7 +189,7 @@ def _dialect(file) -> type[csv.Dialect] | csv.Dialect:
         dialect = csv.Sniffer().sniff(head, ",;\t")
     except csv.Error:
         return csv.excel
-    # overrides what the sniffer concludes from apostrophes in names
+    # The sniffer may have taken apostrophes in names for quotes.
     dialect.quotechar = '"'
     dialect.doublequote = True
     return dialect
@@ -194,7 +206,9 @@ def _number(word: str) -> bool:
 def _side(word: str) -> int | None:
     """Return a side in pixels; None if the word is not such a number, and the image is read instead."""
     side = float(word) if _number(word) else 0.0
-    return int(side) or None if abs(side) < 2**31 else None
+    if not abs(side) < 2**31:  # also NaN
+        return None
+    return int(side) or None
 
 
 def _load(path: Path) -> list[_Row]:
@@ -210,46 +224,65 @@ def _load(path: Path) -> list[_Row]:
     loaded = []
     for number, words in lines:
         words = [_as_meant(word) for word in words]
-        values = {key: words[column].strip() if column < len(words) else "" for key, column in columns.items()}
+        values = {}
+        for meaning, column in columns.items():
+            values[meaning] = words[column].strip() if column < len(words) else ""
         loaded.append(_Row(path, number, words, values))
     return loaded if "headerless" in columns else loaded[1:]
 
 
 def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
     tables = _tables(folder)
-    rows = [(of or row.split, row) for of, path in tables for row in _load(path)]
-    chosen = [row for row_split, row in rows if row_split == split]
+    rows = []
+    chosen = []
+    for split_of_table, path in tables:
+        loaded = _load(path)
+        rows += loaded
+        chosen += [row for row in loaded if (split_of_table or row.split) == split]
     if not chosen:
         raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
-    here = folder.parent if folder.is_file() else folder
-    _write_classes_alike([row for _, row in rows])
+    _write_classes_alike(rows)
     given = [row.values["image"].replace("\\", "/") for row in chosen]
-    named = split_in_name(folder.name) if folder.is_file() else split
-    root = image_dir or _folder_of(given) or _image_root(here, named, chosen[0].path.parent, given)
+    root = image_dir or _folder_of(given)
+    if not root:
+        here = folder.parent if folder.is_file() else folder
+        named = split_in_name(folder.name) if folder.is_file() else split
+        root = _image_root(here, named, chosen[0].path.parent, given)
     names, problems = _names_in(root, chosen)
     sizes = {}
     boxes = []
     shares = _are_fractions(chosen)
     for row in chosen:
         name = names[row.values["image"]]
-        sizes.setdefault(name, [_side(row.values.get(key, "")) for key in ("width", "height")])
+        width = _side(row.values.get("width", ""))
+        height = _side(row.values.get("height", ""))
+        sizes.setdefault(name, (width, height))
         label = row.values["label"]
-        if not any(row.corners):
+        corners = row.corners
+        if not any(corners):
             continue
-        if not all(map(_number, row.corners)) or not label:
+        if not all(map(_number, corners)) or not label:
             message = f"{row.path.name}, line {row.line}: {','.join(row.words)[:80]!r}; expected 4 numbers and a label"
             problems.append(Problem("error", name, None, None, message))
             continue
-        x1, y1, x2, y2 = map(float, row.corners)
-        if "x1" not in row.values:
-            x2, y2 = x1 + x2, y1 + y2
+        x1, y1, x2, y2 = map(float, corners)
+        if "x1" not in row.values:  # width and height
+            x2 = x1 + x2
+            y2 = y1 + y2
         ignored = row.values.get("ignored", "").lower() in ("1", "true")
         boxes.append((name, label, (x1, y1, x2, y2), row.path.name, ignored, shares))
     indices = {name: index for index, name in enumerate(sizes)}
     images = [ImageRow(index + 1, name, *sizes[name]) for name, index in indices.items()]
-    classes = sorted_classes({row.values["label"] for _, row in rows} - {""})
-    listed = {row.values["image"] for _, row in rows} | set(images_in(root))
-    listing = Listing(root, images, classes, [path for _, path in tables], listed, problems)
+    labels = {row.values["label"] for row in rows}
+    listed = {row.values["image"] for row in rows} | set(images_in(root))
+    listing = Listing(
+        root,
+        images,
+        sorted_classes(labels - {""}),
+        [path for _, path in tables],
+        listed,
+        problems,
+    )
     for name, *box in sorted(boxes, key=lambda box: indices[box[0]]):
         listing.add(indices[name], *box)
     return listing
@@ -272,7 +305,8 @@ def _folder_of(names: Sequence[str]) -> Path | None:
     """
     if not all(map(os.path.isabs, names)) or not any(map(os.path.isfile, names)):
         return None
-    return Path(os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names]))
+    folders = [os.path.dirname(os.path.abspath(name)) for name in names]
+    return Path(os.path.commonpath(folders))
 
 
 def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str, str], list[Problem]]:
@@ -285,47 +319,63 @@ def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str
         given = row.values["image"]
         if given in names:
             continue
-        path = _below(root, os.path.normpath(given.replace("\\", "/")) if given else given)
-        names[given] = path if is_there(root / path) else _found_name(root, path)
-        folder = first_of.setdefault(names[given], os.path.dirname(path))
-        if folder != os.path.dirname(path):
+        path = os.path.normpath(given.replace("\\", "/")) if given else given
+        path = _below(root, path)
+        name = path if is_there(root / path) else _found_name(root, path)
+        names[given] = name
+        folder = os.path.dirname(path)
+        first_folder = first_of.setdefault(name, folder)
+        if first_folder != folder:
             message = (
-                f"{row.path.name}, line {row.line}: {given} is not there, and {names[given]} was found for an image in "
-                f"{folder or 'no folder'} too; give the folder that the paths are relative to (data.image_dir)"
+                f"{row.path.name}, line {row.line}: {given} is not there, and {name} was found for an image in "
+                f"{first_folder or 'no folder'} too; give the folder that the paths are relative to (data.image_dir)"
             )
-            problems.append(Problem("error", names[given], None, None, message))
+            problems.append(Problem("error", name, None, None, message))
     return names, problems
 
 
 def _below(root: Path | ImageSources, name: str) -> str:
     """Return a path relative to the folder of the images if it is an absolute one of a file in that folder."""
-    if isinstance(root, Path) and os.path.isabs(name) and Path(name).is_relative_to(os.path.abspath(root)):
-        return str(Path(name).relative_to(os.path.abspath(root)))
-    return name
+    if not isinstance(root, Path) or not os.path.isabs(name):
+        return name
+    path = Path(name)
+    top = os.path.abspath(root)
+    return str(path.relative_to(top)) if path.is_relative_to(top) else name
 
 
 def _are_fractions(rows: Sequence[_Row]) -> bool:
     """Return whether all coordinates are from 0 to 1, and not all of them whole."""
-    values = [float(word) for row in rows for word in row.corners if _number(word)]
-    return bool(values) and all(0 <= value <= 1 for value in values) and any(value % 1 for value in values)
+    values = []
+    for row in rows:
+        values += [float(word) for word in row.corners if _number(word)]
+    are_small = all(0 <= value <= 1 for value in values)
+    return bool(values) and are_small and any(value % 1 for value in values)
 
 
 def _found_name(root: Path | ImageSources, name: str) -> str:
     """Return the name with a suffix if the table omits it, or its last parts if its folder does not exist here."""
     parts = name.split("/")
-    stems = (name, *("/".join(parts[-count:]) for count in (3, 2, 1)))
-    names = (stem + suffix for suffix in ("", ".jpg", ".jpeg", ".png") for stem in stems)
-    return next((candidate for candidate in names if not os.path.isabs(candidate) and is_there(root / candidate)), name)
+    stems = [name]
+    stems += ["/".join(parts[-count:]) for count in (3, 2, 1)]
+    for suffix in ("", ".jpg", ".jpeg", ".png"):
+        for stem in stems:
+            candidate = stem + suffix
+            if not os.path.isabs(candidate) and is_there(root / candidate):
+                return candidate
+    return name
 
 
 def _image_root(folder: Path, split: str | None, beside: Path, names: Sequence[str]) -> Path:
+    """Find the folder of the images, which has one of the first 20 names."""
     bases = list(dict.fromkeys((beside, folder)))
     candidates = [base / tail for base in bases for tail in IMAGE_FOLDERS]
-    of_split = folders_of_splits(*bases, *(base / "images" for base in bases)).get(split, [])
-    candidates += [inner for directory in of_split for inner in (directory, directory / "images")]
+    inside = [base / "images" for base in bases]
+    for directory in folders_of_splits(*bases, *inside).get(split, []):
+        candidates += [directory, directory / "images"]
     for candidate in candidates:
-        resolved = (_found_name(candidate, name) for name in names[:20])
-        if any((candidate / name).is_file() for name in resolved if not os.path.isabs(name)):
-            return candidate
+        for name in names[:20]:
+            found = _found_name(candidate, name)
+            if not os.path.isabs(found) and (candidate / found).is_file():
+                return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
     raise BadInput(f"{folder}: no image folder found for {names[0]!r}; tried {tried}; set it with --data.image_dir")

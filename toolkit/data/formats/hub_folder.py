@@ -16,7 +16,9 @@ TITLE = "datasets"
 def recognise(folder: Path) -> tuple[str, ...] | None:
     """Return the names of the splits of a local `datasets` folder; None if it is not one."""
     names = _names(folder)
-    return ordered(split_of(name) or name for name in names) if names else None
+    if not names:
+        return None
+    return ordered(split_of(name) or name for name in names)
 
 
 def unused(folder: Path) -> list[str]:
@@ -28,7 +30,9 @@ def unused(folder: Path) -> list[str]:
 def _own_name(names: list[str], split: str) -> str:
     """Return the folder's name of a split; of several names the split's own, then the first."""
     alike = [name for name in names if name == split or split_of(name) == split]
-    return split if split in alike or not alike else alike[0]
+    if split in alike or not alike:
+        return split
+    return alike[0]
 
 
 def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
@@ -47,9 +51,10 @@ def _names(folder: Path) -> list[str]:
         return [str(split) for split in splits] if isinstance(splits, list) else []
     if (folder / "state.json").exists():
         return [str(read_json(folder / "state.json").get("_split") or "train")]
-    directories = [folder, folder / "data", *(folder / name for names in SPLIT_NAMES.values() for name in names)]
-    patterns = ("*.parquet", "metadata.jsonl", "*.arrow")
-    if not any(any(directory.glob(pattern)) for directory in directories for pattern in patterns):
+    directories = [folder, folder / "data"]
+    for names in SPLIT_NAMES.values():
+        directories += [folder / name for name in names]
+    if not any(map(_has_data_files, directories)):
         return []
     import datasets
     from datasets.exceptions import DatasetsError
@@ -58,3 +63,8 @@ def _names(folder: Path) -> list[str]:
         return list(datasets.get_dataset_split_names(str(folder)))
     except (OSError, ValueError, RuntimeError, DatasetsError):
         return []
+
+
+def _has_data_files(folder: Path) -> bool:
+    patterns = ("*.parquet", "metadata.jsonl", "*.arrow")
+    return any(any(folder.glob(pattern)) for pattern in patterns)

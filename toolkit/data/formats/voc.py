@@ -13,7 +13,7 @@ from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
-    ALL,
+    UNSPLIT,
     Listing,
     called_first,
     folders_in,
@@ -52,20 +52,28 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
     Raises BadInput: some of several years are split and some are not.
     """
-    by_year = {year: _splits(year) for year in _data_sets(folder)}
-    by_year = {year: splits for year, splits in by_year.items() if splits}
-    if (ALL,) in by_year.values() and len(set(by_year.values())) > 1:
-        kinds = {year: "not split" if splits == (ALL,) else "split" for year, splits in by_year.items()}
-        years = ", ".join(f"{year} ({kind})" for year, kind in kinds.items())
+    by_year = {}
+    for year in _data_sets(folder):
+        splits = _splits(year)
+        if splits:
+            by_year[year] = splits
+    if (UNSPLIT,) in by_year.values() and len(set(by_year.values())) > 1:
+        kinds = []
+        for year, splits in by_year.items():
+            kind = "not split" if splits == (UNSPLIT,) else "split"
+            kinds.append(f"{year} ({kind})")
+        years = ", ".join(kinds)
         raise BadInput(f"{folder}: only some of its data sets are split: {years}; choose one of them (data.path)")
-    return ordered({split for splits in by_year.values() for split in splits}) or None
+    return ordered(set().union(*by_year.values())) or None
 
 
 def together(folder: Path) -> str:
     """Describe which years below `folder` are read as one data set; "" if there is only one."""
     years = [year for year in _data_sets(folder) if _splits(year)]
+    if len(years) <= 1:
+        return ""
     names = ", ".join(str(year.relative_to(folder)) for year in years)
-    return f", {names} together (data.path chooses one)" if len(years) > 1 else ""
+    return f", {names} together (data.path chooses one)"
 
 
 def folders_with_annotations(folder: Path) -> list[Path]:
@@ -74,7 +82,8 @@ def folders_with_annotations(folder: Path) -> list[Path]:
     level = [folder]
     for _ in range(5):
         matches += [directory for directory in level if _has_xml(directory)]
-        level = [inner for directory in level for inner in folders_in(directory)][:1000]
+        below = chain.from_iterable(map(folders_in, level))
+        level = list(below)[:1000]
     return matches
 
 
@@ -83,7 +92,7 @@ def unused(folder: Path) -> list[str]:
     names = []
     for data_set in _data_sets(folder):
         lists = [path for path in _lists(data_set) if not _is_of_class(path)]
-        inner = [entry for entries in _folders_of_splits(data_set).values() for entry in entries]
+        inner = chain.from_iterable(_folders_of_splits(data_set).values())
         annotated = [entry for entry in inner if _annotations(entry)]
         used = [*_image_sets(data_set).values(), *_annotation_folders(data_set).values()]
         names += not_among([*lists, *annotated], used, folder)
@@ -109,8 +118,10 @@ def _data_sets(folder: Path) -> list[Path]:
     inner = [directory for directory in folders_in(folder) if directory.name.startswith("VOC")]
     if not inner or _has_xml(folder / "Annotations"):
         return [folder]
-    years = [year for directory in inner for year in _data_sets(directory)]
-    return [year for year in years if _splits(year)] or [folder]
+    years = []
+    for directory in inner:
+        years += [year for year in _data_sets(directory) if _splits(year)]
+    return years or [folder]
 
 
 def _has_xml(folder: Path) -> bool:
@@ -143,7 +154,8 @@ def _annotations(folder: Path) -> Path | None:
         if _has_xml(folder / name):
             return folder / name
     for name in ("Annotations", "annotations"):
-        if any(map(_has_xml, dict.fromkeys(path.parent for path in _xml_below(folder / name)))):
+        with_files = dict.fromkeys(path.parent for path in _xml_below(folder / name))
+        if any(map(_has_xml, with_files)):
             return folder / name
     unnamed = [directory for directory in folders_in(folder) if split_in_name(directory.name) is None]
     others = [directory for directory in unnamed if _has_xml(directory)]
@@ -168,7 +180,7 @@ def _annotation_folders(folder: Path) -> dict[str, Path]:
     if named:
         return named
     xml = _annotations(folder)
-    return {ALL: xml} if xml else {}
+    return {UNSPLIT: xml} if xml else {}
 
 
 def _folders_of_splits(folder: Path) -> dict[str, list[Path]]:
@@ -206,19 +218,30 @@ def _is_of_class(path: Path) -> bool:
 def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | ImageSources | None) -> Listing:
     """List a split of all data sets that have it; the classes are those of all of them."""
     xml_folders = {data_set: _annotation_folders(data_set) for data_set in data_sets}
-    folders = dict.fromkeys(chain.from_iterable(by_split.values() for by_split in xml_folders.values()))
-    parsed = {directory: _parse_all(directory) for directory in folders}
-    everything = chain.from_iterable(files.values() for files in parsed.values())
-    names = {name for image in everything if isinstance(image, _Parsed) for name, *_ in image.boxes}
-    class_files = [directory / name for directory in dict.fromkeys((folder, *data_sets)) for name in CLASS_FILES]
-    class_files = [file for file in class_files if file.is_file()]
+    parsed: dict[Path, dict[str, _Parsed | str]] = {}
+    names = set()  # of the classes
+    for by_split in xml_folders.values():
+        for directory in by_split.values():
+            if directory in parsed:
+                continue
+            parsed[directory] = _parse_all(directory)
+            for image in parsed[directory].values():
+                if isinstance(image, _Parsed):
+                    names |= {name for name, *_ in image.boxes}
+    class_files = []
+    for directory in dict.fromkeys((folder, *data_sets)):
+        files = [directory / name for name in CLASS_FILES]
+        class_files += [file for file in files if file.is_file()]
     classes, problems = _classes(class_files, names)
-    having = [(data_set, by_split[split]) for data_set, by_split in xml_folders.items() if split in by_split]
-    parts = (_part(data_set, split, xml_folder, parsed, image_dir) for data_set, xml_folder in having)
-    roots, parts_images, watched, listed, more = zip(*parts, strict=True)
-    images = list(chain(*parts_images))
+    parts = []
+    for data_set, by_split in xml_folders.items():
+        if split in by_split:
+            parts.append(_part(data_set, split, by_split[split], parsed, image_dir))
+    roots, images_of_parts, watched, listed, more = zip(*parts, strict=True)
+    root = roots[0] if len(roots) == 1 else image_dir or open_sources(roots)
+    images = list(chain(*images_of_parts))
     listing = Listing(
-        roots[0] if len(roots) == 1 else image_dir or open_sources(roots),
+        root,
         [ImageRow(number, *image[:3]) for number, image in enumerate(images, start=1)],
         classes,
         [*parsed, *_folders_of(parsed), *class_files, *chain(*watched)],
@@ -233,11 +256,19 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
 
 def _folders_of(parsed: Mapping[Path, dict]) -> list[Path]:
     """Return the subfolders of folders of XML files that have XML files too."""
-    inner = [folder / os.path.dirname(stem) for folder, entries in parsed.items() for stem in entries]
-    return [folder for folder in dict.fromkeys(inner) if folder not in parsed]
+    inner = {}  # each once, in order
+    for folder, entries in parsed.items():
+        inner |= dict.fromkeys(folder / os.path.dirname(stem) for stem in entries)
+    return [folder for folder in inner if folder not in parsed]
 
 
-def _part(folder: Path, split: str, xml_folder: Path, parsed: dict, image_dir: Path | ImageSources | None) -> tuple:
+def _part(
+    folder: Path,
+    split: str,
+    xml_folder: Path,
+    parsed: dict,
+    image_dir: Path | ImageSources | None,
+) -> tuple:
     """Return (root of the images, images, watched, listed, problems) of the split of one data set.
 
     xml_folder: of its XML files. parsed: the content of the files of all these folders.
@@ -263,8 +294,12 @@ def _part(folder: Path, split: str, xml_folder: Path, parsed: dict, image_dir: P
             problems.append(Problem("error", f"{stem}.xml", None, None, message))
             continue
         images.append(image._replace(file_name=name))
-    watched = [*watched_of(root), *([sets[split]] if sets else [])]
-    return root, images, watched, present if sets else set(), problems  # the other lists have the rest
+    watched = list(watched_of(root))
+    listed = set()
+    if sets:
+        watched.append(sets[split])
+        listed = present  # the other lists have the rest
+    return root, images, watched, listed, problems
 
 
 def _image_of(stem: str, file_name: str, present: Set[str], stems_of: Mapping[str, str]) -> str:
@@ -287,7 +322,8 @@ def _chosen(entries: dict, file: Path, folder_name: str, split: str) -> tuple[di
     """Return the entries that a list of stems names, and a problem for each that is missing."""
     chosen = {}
     problems = []
-    for line in filter(None, map(str.strip, file.read_text(encoding="utf-8-sig").splitlines())):
+    lines = file.read_text(encoding="utf-8-sig").splitlines()
+    for line in filter(None, map(str.strip, lines)):
         stem = line if line in entries else line.rsplit(None, 1)[0]  # the lists of a class have 1 or -1 behind
         if stem in entries:
             chosen[stem] = entries[stem]
@@ -332,8 +368,10 @@ def _side(root: ElementTree.Element, tag: str) -> int | None:
 
 def _parse(path: Path) -> _Parsed:
     root = ElementTree.parse(path).getroot()
-    width, height = (_side(root, tag) for tag in ("width", "height"))
-    lowered = 1.0 if (root.findtext("source/database") or "").startswith("The VOC") else 0.0
+    width = _side(root, "width")
+    height = _side(root, "height")
+    database = root.findtext("source/database") or ""
+    lowered = 1.0 if database.startswith("The VOC") else 0.0
     boxes = []
     for number, entry in enumerate(root.iter("object"), start=1):
         name = entry.findtext("name")
@@ -345,10 +383,13 @@ def _parse(path: Path) -> _Parsed:
         except (TypeError, ValueError) as error:
             expected = "expected numbers in <bndbox> xmin, ymin, xmax, ymax"
             raise ValueError(f"object {number} ({name}): {expected}; found {corners}") from error
-        ignored = (entry.findtext("difficult") or "0").strip() in ("1", "true", "True")
-        boxes.append((name.strip(), (x1 - lowered, y1 - lowered, x2, y2), path.name, ignored))
-    name = (root.findtext("filename") or "").strip().replace("\\", "/").rsplit("/", 1)[-1]
-    return _Parsed(name or path.stem, width or None, height or None, boxes)
+        difficult = (entry.findtext("difficult") or "0").strip()
+        ignored = difficult in ("1", "true", "True")
+        xyxy = (x1 - lowered, y1 - lowered, x2, y2)
+        boxes.append((name.strip(), xyxy, path.name, ignored))
+    file_name = (root.findtext("filename") or "").strip()
+    file_name = file_name.replace("\\", "/").rsplit("/", 1)[-1]
+    return _Parsed(file_name or path.stem, width or None, height or None, boxes)
 
 
 def _image_root(folder: Path, xml_folder: Path, split: str, folders: Sequence[str]) -> Path:
@@ -356,9 +397,13 @@ def _image_root(folder: Path, xml_folder: Path, split: str, folders: Sequence[st
 
     folders: its subfolders in which images may lie.
     """
-    near = [xml_folder, xml_folder.parent] if xml_folder.parent != folder.parent else [xml_folder]
-    candidates = [at / name for at in near for name in (*IMAGE_FOLDERS, f"images/{split}", f"images/{xml_folder.name}")]
-    candidates += [folder / "images" / xml_folder.name, folder / "JPEGImages" / xml_folder.name]
+    near = [xml_folder]
+    if xml_folder.parent != folder.parent:
+        near.append(xml_folder.parent)
+    names = (*IMAGE_FOLDERS, f"images/{split}", f"images/{xml_folder.name}")
+    candidates = [at / name for at in near for name in names]
+    candidates.append(folder / "images" / xml_folder.name)
+    candidates.append(folder / "JPEGImages" / xml_folder.name)
     for candidate in candidates:
         if any(image_names(candidate, folders)):
             return candidate
@@ -374,8 +419,8 @@ def _classes(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]],
         lines = file.read_text(encoding="utf-8-sig").splitlines()
         if file.name == "labelmap.txt":  # CVAT's: "name:colour:parts:actions", with a comment
             lines = [line.split(":")[0] for line in lines if not line.lstrip().startswith("#")]
-        listed = [name for name in dict.fromkeys(map(str.strip, lines)) if name]
-        listed = [name for name in listed if name in names or name not in NO_OBJECT]
+        distinct = dict.fromkeys(map(str.strip, lines))
+        listed = [name for name in distinct if name and (name in names or name not in NO_OBJECT)]
         if names <= set(listed):
             return list(enumerate(listed, start=1)), problems
         missing = ", ".join(sorted(names - set(listed))[:10])

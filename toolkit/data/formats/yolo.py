@@ -12,8 +12,8 @@ from toolkit.base.files import YamlLoader, folders_below, parse_yaml
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
-    ALL,
     SPLIT_NAMES,
+    UNSPLIT,
     Listing,
     folders_of_splits,
     images_in,
@@ -42,9 +42,12 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     _, settings = settings_of(folder)
     if settings:
         named = [split for split in SPLIT_NAMES if _entry(settings, split)]
-        return ordered(split for split in named if not _missing_of(folder, settings, split)) or None
-    splits = [name for name in SPLIT_NAMES if _plain_folders(folder, name)]
-    return ordered(splits) or ((ALL,) if _plain_folders(folder, ALL) else None)
+        present = [split for split in named if not _missing_of(folder, settings, split)]
+        return ordered(present) or None
+    splits = [split for split in SPLIT_NAMES if _plain_folders(folder, split)]
+    if splits:
+        return ordered(splits)
+    return (UNSPLIT,) if _plain_folders(folder, UNSPLIT) else None
 
 
 def missing(folder: Path) -> list[str]:
@@ -53,8 +56,12 @@ def missing(folder: Path) -> list[str]:
     They may exist on another computer.
     """
     file, settings = settings_of(folder)
-    gone = {split: _missing_of(folder, settings, split) for split in SPLIT_NAMES if _entry(settings, split)}
-    return [f"{split} ({file.name} names {', '.join(map(str, paths))})" for split, paths in gone.items() if paths]
+    texts = []
+    for split in SPLIT_NAMES:
+        paths = _missing_of(folder, settings, split) if _entry(settings, split) else []
+        if paths:
+            texts.append(f"{split} ({file.name} names {', '.join(map(str, paths))})")
+    return texts
 
 
 def _missing_of(folder: Path, settings: dict, split: str) -> list[Path]:
@@ -64,14 +71,18 @@ def _missing_of(folder: Path, settings: dict, split: str) -> list[Path]:
 def unused(folder: Path) -> list[str]:
     """Return the names of the image folders that look like a split and are not read: the YAML file names others."""
     _, settings = settings_of(folder)
-    if settings:
-        splits = [split for split in SPLIT_NAMES if _entry(settings, split)]
-        used = [path for split in splits for path in _located(folder, settings, split)]
-    else:
-        used = [path for path in (_plain_folders(folder, split) for split in SPLIT_NAMES) if path]
+    used = []
+    for split in SPLIT_NAMES:
+        if not settings:
+            plain = _plain_folders(folder, split)
+            used += [plain] if plain else []
+        elif _entry(settings, split):
+            used += _located(folder, settings, split)
     if not used or any(path.is_file() for path in used):  # a list has images of any folder
         return []
-    candidates = [path for split in SPLIT_NAMES for path in _all_plain_folders(folder, split)]
+    candidates = []
+    for split in SPLIT_NAMES:
+        candidates += _all_plain_folders(folder, split)
     return not_among(candidates, used, folder)
 
 
@@ -80,8 +91,9 @@ def labels_alone(folder: Path) -> Path | None:
     labels = folder / LABEL_FOLDER
     if labels.is_dir() and any(map(_is_label_folder, folders_below(labels))):
         return labels
-    is_named_so = folder.name == LABEL_FOLDER and any(map(_is_label_folder, folders_below(folder)))
-    return folder if is_named_so or _is_label_folder(folder) else None
+    if folder.name == LABEL_FOLDER and any(map(_is_label_folder, folders_below(folder))):
+        return folder
+    return folder if _is_label_folder(folder) else None
 
 
 def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
@@ -101,14 +113,18 @@ def settings_of(folder: Path) -> tuple[Path | None, dict]:
             content = _load_yaml(path.read_text(encoding="utf-8-sig"))
         except (yaml.YAMLError, UnicodeDecodeError):
             continue  # reported by `_unread`
-        if isinstance(content, dict) and "names" in content and ("train" in content or "val" in content):
+        if not isinstance(content, dict) or "names" not in content:
+            continue
+        if "train" in content or "val" in content:
             return path, content
     return None, {}
 
 
 def _yaml_files(folder: Path) -> list[Path]:
     """Return the YAML files of a folder, data.yaml first."""
-    paths = (*folder.glob("*.yaml"), *folder.glob("*.yml")) if folder.is_dir() else ()
+    if not folder.is_dir():
+        return []
+    paths = (*folder.glob("*.yaml"), *folder.glob("*.yml"))
     return sorted(paths, key=lambda path: (path.stem != "data", path.name))
 
 
@@ -121,7 +137,8 @@ def _unread(folder: Path) -> list[Problem]:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             if path.stem == "data":
                 reason = " ".join(str(error).split())
-                problems.append(Problem("error", path.name, None, None, f"cannot be read as YAML in UTF-8: {reason}"))
+                message = f"cannot be read as YAML in UTF-8: {reason}"
+                problems.append(Problem("error", path.name, None, None, message))
     return problems
 
 
@@ -146,20 +163,31 @@ def _load_yaml(text: str) -> object:
 
 
 def _entry(settings: dict, split: str):
-    return next((settings[name] for name in SPLIT_NAMES.get(split, ()) if settings.get(name)), None)
+    """Return the entry of a split under the first of its names that has one; None if there is none."""
+    for name in SPLIT_NAMES.get(split, ()):
+        if settings.get(name):
+            return settings[name]
+    return None
 
 
 def _located(folder: Path, settings: dict, split: str) -> list[Path]:
     """Return folders and lists of a split. Paths are relative to `path`, or, as some exports have it, wrong by a `../`.
     """
     entry = _entry(settings, split)
+    texts = entry if isinstance(entry, list) else [entry]
+    bases = [folder / str(settings.get("path") or ""), folder]
     paths = []
-    for text in entry if isinstance(entry, list) else [entry]:
+    for text in texts:
         text = str(text).replace("\\", "/")
-        bases = [folder / str(settings.get("path") or ""), folder]
-        tails = [text, text.removeprefix("../"), str(Path(text) / "images"), *_ends(text)]
+        tails = [
+            text,
+            text.removeprefix("../"),
+            str(Path(text) / "images"),
+            *_ends(text),
+        ]
         candidates = [base / tail for base in bases for tail in tails]
-        paths.append(next((path for path in candidates if path.exists() and _is_of_split(path)), folder / text))
+        found = (path for path in candidates if path.exists() and _is_of_split(path))
+        paths.append(next(found, folder / text))
     return paths
 
 
@@ -169,7 +197,8 @@ def _ends(path: str) -> list[str]:
     Not `images` of `valid/images`, which would be all images.
     """
     parts = Path(path).parts
-    counts = (3, 2) if len(parts) > 1 and split_of(parts[-2]) else (3, 2, 1)
+    in_split = len(parts) > 1 and split_of(parts[-2])
+    counts = (3, 2) if in_split else (3, 2, 1)
     return ["/".join(parts[-count:]) for count in counts]
 
 
@@ -186,14 +215,16 @@ def _plain_folders(folder: Path, split: str) -> Path | None:
 
 def _all_plain_folders(folder: Path, split: str) -> Iterator[Path]:
     """Yield folders of images with their labels whose names say this split; the first is read."""
-    if split == ALL:
+    if split == UNSPLIT:
         inside = [folder]
         of_images = [folder / "images"]
     else:
         inside = folders_of_splits(folder).get(split, [])
         of_images = folders_of_splits(folder / "images").get(split, [])
     pairs = [(directory / "images", directory / LABEL_FOLDER) for directory in inside]
-    pairs += [(images, folder / LABEL_FOLDER / images.relative_to(folder / "images")) for images in of_images]
+    for images in of_images:
+        below = images.relative_to(folder / "images")
+        pairs.append((images, folder / LABEL_FOLDER / below))
     pairs += [(directory, directory) for directory in inside]
     for images, labels in pairs:
         if images_in(images) and _is_label_folder(labels):
@@ -205,9 +236,12 @@ def _is_label_folder(folder: Path) -> bool:
     """
     if not folder.is_dir():
         return False
-    with_text = (path for path in sorted(folder.glob("*.txt")) if path.name not in CLASS_FILES and path.stat().st_size)
+    files = (path for path in sorted(folder.glob("*.txt")) if path.name not in CLASS_FILES)
+    with_text = (path for path in files if path.stat().st_size)
     for path in itertools.islice(with_text, 50):
-        words = path.read_text(encoding="utf-8-sig", errors="replace").split("\n", 1)[0].split()
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        first_line = text.split("\n", 1)[0]
+        words = first_line.split()
         if len(words) >= 5 and all(map(is_number, words)) and float(words[0]) % 1 == 0:
             return True
     return False
@@ -222,9 +256,11 @@ def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Pat
     plain = None if settings else _plain_folders(folder, split)
     if plain or _entry(settings, split):
         sources = [plain] if plain else _located(folder, settings, split)
-        if image_dir and not any(source.resolve().is_relative_to(image_dir.resolve()) for source in sources):
-            named = ", ".join(map(str, sources))
-            raise BadInput(f"{image_dir}: the images of {split} are in {named}; leave data.image_dir out")
+        if image_dir:
+            root = image_dir.resolve()
+            if not any(source.resolve().is_relative_to(root) for source in sources):
+                named = ", ".join(map(str, sources))
+                raise BadInput(f"{image_dir}: the images of {split} are in {named}; leave data.image_dir out")
         return sources, None
     if image_dir is None:
         gone = f"; not there: {', '.join(missing(folder))}" if settings else ""
@@ -245,8 +281,9 @@ def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Pat
             continue
         if not source.is_dir():
             raise BadInput(f"{source}: no such folder, which {file.name} names for {split}")
-        inner = source / "images" if not images_in(source) and images_in(source / "images") else source
-        for at in folders_below(inner):
+        has_inner = not images_in(source) and images_in(source / "images")
+        top = source / "images" if has_inner else source
+        for at in folders_below(top):
             files += [at / name for name in images_in(at)]
             watched.append(at)
     return files, watched, settings
@@ -254,18 +291,22 @@ def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Pat
 
 def _listed(line: str, file: Path, folder: Path) -> Path:
     """Find an image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
-    candidates = [base / tail for tail in (line, *_ends(line)) for base in (file.parent, folder)]
+    candidates = []
+    for tail in (line, *_ends(line)):
+        candidates += [file.parent / tail, folder / tail]
     return next((path for path in candidates if path.is_file()), candidates[0])
 
 
 def _labels_of(image: Path) -> list[Path]:
     """Return the paths at which the text file of an image may lie."""
-    parts = list(image.with_suffix(".txt").parts)
-    candidates = []
+    beside = image.with_suffix(".txt")
+    candidates = [beside, image.parent / LABEL_FOLDER / beside.name]
+    parts = list(beside.parts)
     if "images" in parts:
-        at = len(parts) - 1 - parts[::-1].index("images")
-        candidates.append(Path(*parts[:at], LABEL_FOLDER, *parts[at + 1 :]))
-    return [*candidates, image.with_suffix(".txt"), image.parent / LABEL_FOLDER / image.with_suffix(".txt").name]
+        last = len(parts) - 1 - parts[::-1].index("images")
+        swapped = Path(*parts[:last], LABEL_FOLDER, *parts[last + 1 :])
+        candidates.insert(0, swapped)
+    return candidates
 
 
 def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
@@ -284,27 +325,39 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
         by_image = [[(alone / image.relative_to(root)).with_suffix(".txt")] for image in files]
     else:
         by_image = [_labels_of(image) for image in files]
-    labels = [next((path for path in paths if path.is_file()), None) for paths in by_image]
+    labels = []
+    label_folders = set()  # also where there are no labels yet
+    for paths in by_image:
+        labels.append(next((path for path in paths if path.is_file()), None))
+        label_folders |= {path.parent for path in paths}
 
     def load(path: Path | None) -> list:
-        return [(path, path.read_text(encoding="utf-8-sig", errors="replace").splitlines())] if path else []
+        if path is None:
+            return []
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        return [(path, text.splitlines())]
 
     lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
     names, problems = _names(folder, settings, lines)
-    problems += [] if settings else _unread(folder)
+    if not settings:
+        problems += _unread(folder)
     rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
-    images = [ImageRow(number, os.path.relpath(file, root), None, None) for number, file in enumerate(files, start=1)]
+    images = []
+    for number, file in enumerate(files, start=1):
+        images.append(ImageRow(number, os.path.relpath(file, root), None, None))
     boxes = []
     first_of: dict[Path, str] = {}  # the image that a file of labels was read for
     for index, path in enumerate(labels):
-        if path and first_of.setdefault(path, images[index].file_name) != images[index].file_name:
+        image_name = images[index].file_name
+        if path and first_of.setdefault(path, image_name) != image_name:
             message = f"{path.name} is the file of labels of {first_of[path]} too; give the images different names"
-            problems.append(Problem("error", images[index].file_name, None, None, message))
+            problems.append(Problem("error", image_name, None, None, message))
             continue
         parsed, faults = _parse_lines(lines.get(path, []), names, rows)
-        problems += [Problem("error", images[index].file_name, None, None, f"{path.name}, {fault}") for fault in faults]
+        for fault in faults:
+            problems.append(Problem("error", image_name, None, None, f"{path.name}, {fault}"))
         boxes += [(index, name, xyxy, path.name) for name, xyxy in parsed]
-    watched += sorted({path.parent for paths in by_image for path in paths})  # also where there are no labels yet
+    watched += sorted(label_folders)
     watched += [folder / "data.yaml", *_class_files(folder)]  # also those that are made later
     listing = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
     for box in boxes:
@@ -341,7 +394,8 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
     given = settings.get("names")
     if isinstance(given, dict):
         try:
-            numbers = range(_count(max(map(int, given), default=-1) + 1, folder))
+            highest = max(map(int, given), default=-1)
+            numbers = range(_count(highest + 1, folder))
             given = [given.get(i, given.get(str(i), f"class {i}")) for i in numbers]
         except (TypeError, ValueError, OverflowError) as error:
             raise BadInput(f"{folder}: `names` of the YAML file: expected numbers from 0 with names") from error
@@ -356,20 +410,35 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
             return given, []
         message = f"`nc` is {count!r}, and `names` has {len(given)}; `names` counts"
         return given, [Problem("warning", str(folder), None, None, message)]
-    images = [_plain_folders(folder, split) for split in (*SPLIT_NAMES, ALL)]
-    label_folders = [labels.parent for directory in images if directory for labels in _labels_of(directory / "x.jpg")]
+    label_folders = []
+    for split in (*SPLIT_NAMES, UNSPLIT):
+        images = _plain_folders(folder, split)
+        if images:
+            label_folders += [labels.parent for labels in _labels_of(images / "x.jpg")]
+    label_folders = list(dict.fromkeys(label_folders))
     listed = _listed_names(folder, label_folders)
     if listed:
         return listed, []
-    everywhere = [path for at in dict.fromkeys(label_folders) for path in sorted(at.glob("*.txt"))]
-    unread = (path for path in everywhere if path not in lines and path.name not in CLASS_FILES)
-    others = (path.read_text(encoding="utf-8-sig", errors="replace").splitlines() for path in unread)
-    words_of = (line.split() for content in (*lines.values(), *others) for line in content)
-    firsts = {words[0] for words in words_of if len(words) >= 5}
-    classes = (float(word) for word in firsts if is_number(word))
-    highest = int(max((label for label in classes if label % 1 == 0 and 0 <= label < 1e18), default=0))
+    highest = _highest_class(lines, label_folders)
     note = Problem("note", str(folder), None, None, "no class names (data.yaml or classes.txt); classes are numbered")
     return [f"class {i}" for i in range(_count(highest + 1, folder))], [note]
+
+
+def _highest_class(lines: dict[Path, list[str]], label_folders: Sequence[Path]) -> int:
+    """Return the highest class in the label files, those of other splits too; 0 without any."""
+    contents = list(lines.values())
+    for at in label_folders:
+        for path in sorted(at.glob("*.txt")):
+            if path not in lines and path.name not in CLASS_FILES:
+                text = path.read_text(encoding="utf-8-sig", errors="replace")
+                contents.append(text.splitlines())
+    firsts = set()
+    for content in contents:
+        words_of = (line.split() for line in content)
+        firsts |= {words[0] for words in words_of if len(words) >= 5}
+    numbers = [float(word) for word in firsts if is_number(word)]
+    classes = [number for number in numbers if number % 1 == 0 and 0 <= number < 1e18]
+    return int(max(classes, default=0))
 
 
 def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
@@ -378,8 +447,10 @@ def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
         names = _lines_of(file) if file.is_file() else []
         if names:
             return names
-    of_splits = [directory / name for directory in dict.fromkeys(label_folders) for name in CLASS_FILES]
-    by_file = {file: _lines_of(file) for file in of_splits if file.is_file()}
+    by_file = {}
+    for directory in label_folders:
+        files = [directory / name for name in CLASS_FILES]
+        by_file |= {file: _lines_of(file) for file in files if file.is_file()}
     if len(set(map(tuple, by_file.values()))) > 1:
         named = "; ".join(f"{file}: {', '.join(names[:10])}" for file, names in by_file.items())
         raise BadInput(f"{folder}: its splits list different classes ({named}); expected the same in the same order")
@@ -388,7 +459,9 @@ def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
 
 def _class_files(folder: Path) -> list[Path]:
     """Return the paths at which a text file with the class names of a data set may lie."""
-    return [directory / name for directory in (folder, folder / LABEL_FOLDER) for name in CLASS_FILES]
+    files = [folder / name for name in CLASS_FILES]
+    files += [folder / LABEL_FOLDER / name for name in CLASS_FILES]
+    return files
 
 
 def _lines_of(file: Path) -> list[str]:

@@ -6,6 +6,7 @@ wrong guess would give other boxes without a warning.
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 UNSAID = object()  # `kpt_shape` if data.yaml does not mention it
 VISIBILITY = (0, 1, 2)  # of key points: not labelled, hidden, visible
@@ -36,7 +37,7 @@ class Rows:
         all_end_in_track = True
         some_end_in_track = False
         poses = _Poses()
-        for line in (line for lines in files for line in lines):
+        for line in chain.from_iterable(files):
             if line.count(" ") + line.count("\t") < 5:  # a box, as most are
                 continue
             numbers = numbers_of(line)[1:]
@@ -130,7 +131,8 @@ class _Poses:
     def add(self, numbers: Sequence[float]) -> None:
         """Add the numbers of one line."""
         count = len(numbers)
-        self._are_sure[count] = self._are_sure.get(count, True) and _are_points(numbers[4:], 3, numbers, VISIBILITY)
+        were_sure = self._are_sure.get(count, True)
+        self._are_sure[count] = were_sure and _are_points(numbers[4:], 3, numbers, VISIBILITY)
         self._all_may_be = self._all_may_be and _may_be_pose(numbers)
 
     def counts(self) -> set[int]:
@@ -162,13 +164,21 @@ def _are_points(numbers: Sequence[float], step: int, box: Sequence[float], visib
     if not numbers or len(numbers) % step:
         return False
     third = numbers[2::3] if step == 3 else ()
-    if not all(flag in visibility if visibility else 0 <= flag <= 1 or flag == 2 for flag in third):
+    if visibility:
+        are_flags = all(flag in visibility for flag in third)
+    else:
+        are_flags = all(0 <= flag <= 1 or flag == 2 for flag in third)
+    if not are_flags:
         return False
     left, top, right, bottom = _corners(box)
     points = zip(numbers[0::step], numbers[1::step], strict=True)
     labelled = [(x, y) for x, y in points if (x, y) != (0, 0)]
-    is_in_box = [left - 0.02 <= x <= right + 0.02 and top - 0.02 <= y <= bottom + 0.02 for x, y in labelled]
-    return bool(labelled) and all(is_in_box)
+    for x, y in labelled:
+        in_columns = left - 0.02 <= x <= right + 0.02
+        in_rows = top - 0.02 <= y <= bottom + 0.02
+        if not (in_columns and in_rows):
+            return False
+    return bool(labelled)
 
 
 def _may_end_in_track(numbers: Sequence[float]) -> bool:
@@ -201,7 +211,11 @@ def _box_or_polygon(numbers: Sequence[float]) -> tuple[float, float, float, floa
 def _corners(numbers: Sequence[float]) -> tuple[float, float, float, float]:
     """Return the corners of a box that is given by centre and size."""
     cx, cy, width, height = numbers[:4]
-    return cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2
+    left = cx - width / 2
+    top = cy - height / 2
+    right = cx + width / 2
+    bottom = cy + height / 2
+    return left, top, right, bottom
 
 
 def _is_inside(xyxy: Sequence[float]) -> bool:
@@ -211,13 +225,17 @@ def _is_inside(xyxy: Sequence[float]) -> bool:
 
 def _around(numbers: Sequence[float]) -> tuple[float, float, float, float]:
     """Return the box around a polygon."""
-    return min(numbers[0::2]), min(numbers[1::2]), max(numbers[0::2]), max(numbers[1::2])
+    xs = numbers[0::2]
+    ys = numbers[1::2]
+    return min(xs), min(ys), max(xs), max(ys)
 
 
 def numbers_of(line: str) -> list[float]:
     """Parse the numbers of a line, the class first; empty if one of its words is not a number."""
     words = line.split()
-    return list(map(float, words)) if all(map(is_number, words)) else []
+    if not all(map(is_number, words)):
+        return []
+    return list(map(float, words))
 
 
 def is_number(word: str) -> bool:

@@ -28,8 +28,8 @@ Region = tuple[int, int, int, int]  # top, left, height, width in pixels
 PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: of mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightmost": "leftmost"}
-FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
-UNKNOWN = -1  # predicate that has no name in a mirrored picture
+GLUONCV_FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
+UNKNOWN_PREDICATE = -1  # predicate that has no name in a mirrored picture
 
 
 def pair_hw(size: int | Sequence[int]) -> Size:
@@ -51,7 +51,8 @@ def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None
     """
     height, width = size_hw
     if max_longer is not None:
-        low, high = float(min(height, width)), float(max(height, width))
+        low = float(min(height, width))
+        high = float(max(height, width))
         if high / low * shorter > max_longer:
             shorter = max(1, round(max_longer * low / high))
     if min(height, width) == shorter:
@@ -68,26 +69,37 @@ def keep_boxes(target: Target, keep: Tensor) -> Target:
     """Keep only the boxes where `keep` (N,) bool; relations that lose an end are dropped, the others are re-indexed."""
     if bool(keep.all()):
         return target
-    target = {**target, **{name: target[name][keep] for name in PER_BOX_FIELDS if name in target}}
+    target = dict(target)
+    for name in PER_BOX_FIELDS:
+        if name in target:
+            target[name] = target[name][keep]
     if "relations" in target:
+        # Where the boxes 0 and 2 of three stay, new_index is [0, 0, 1] and the relation (2, 0) becomes (1, 0).
         new_index = keep.cumsum(0) - 1
         relations = target["relations"]
-        relations = relations[keep[relations[:, :2]].all(1)]
-        target["relations"] = torch.cat([new_index[relations[:, :2]], relations[:, 2:]], dim=1)
+        both_ends_kept = keep[relations[:, :2]].all(1)
+        relations = relations[both_ends_kept]
+        ends = new_index[relations[:, :2]]
+        target["relations"] = torch.cat([ends, relations[:, 2:]], dim=1)
     return target
 
 
 def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
     """Scale boxes and areas from an image of `old_hw` to one of `new_hw`, and set `size`."""
-    y, x = new_hw[0] / old_hw[0], new_hw[1] / old_hw[1]
-    boxes = target["boxes"] * torch.tensor([x, y, x, y])
-    area = target["area"] * (x * y)
-    return {**target, "boxes": boxes, "area": area, "size": torch.tensor(new_hw)}
+    y = new_hw[0] / old_hw[0]
+    x = new_hw[1] / old_hw[1]
+    return {
+        **target,
+        "boxes": target["boxes"] * torch.tensor([x, y, x, y]),
+        "area": target["area"] * (x * y),
+        "size": torch.tensor(new_hw),
+    }
 
 
 def clipped(boxes: Tensor, height: int, width: int) -> Tensor:
     """Clip (N, 4) float32 xyxy boxes to an image of this size."""
-    return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=torch.float32))
+    largest = torch.tensor([width, height, width, height], dtype=torch.float32)
+    return boxes.clamp(min=0).minimum(largest)
 
 
 def recheck_boxes(image: Tensor, target: Target) -> Target:
@@ -98,21 +110,23 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
     different lengths, or a `size` that is not the image's.
     """
     size_hw = tuple(image.shape[-2:])
+    target_hw = tuple(target["size"].tolist())
     boxes = target["boxes"]
     lengths = {name: len(target[name]) for name in PER_BOX_FIELDS if name in target}
-    if tuple(target["size"].tolist()) != size_hw or len(set(lengths.values())) > 1:
+    if target_hw != size_hw or len(set(lengths.values())) > 1:
         raise ValueError(
             f"image id {target['image_id']}: the transform returned an image of {size_hw} with a target of size "
-            f"{tuple(target['size'].tolist())} and {lengths}; it must keep them in step"
+            f"{target_hw} and {lengths}; it must keep them in step"
         )
     if not bool(boxes.isfinite().all()):
         raise ValueError(f"image id {target['image_id']}: the transform returned non-finite boxes {boxes.tolist()}")
     boxes = clipped(boxes, *size_hw)
-    return keep_boxes({**target, "boxes": boxes}, (boxes[:, 2:] > boxes[:, :2]).all(1))
+    has_sides = (boxes[:, 2:] > boxes[:, :2]).all(1)
+    return keep_boxes({**target, "boxes": boxes}, has_sides)
 
 
 def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = None) -> Tensor:
-    """Return (P,) int64: the predicate that each becomes in a mirrored picture; `UNKNOWN` if it has no name there.
+    """Return (P,) int64: what each predicate becomes in a mirrored picture; `UNKNOWN_PREDICATE`: it has no name there.
 
     A name that says left or right becomes the one that says the other side; all others stay.
 
@@ -128,10 +142,13 @@ def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = 
     if strange:
         words = f"{', '.join(strange)}: not predicates of the data, which has {', '.join(names)}"
         raise BadInput(f"data.mirrored_predicates: {words}")
-    pairs |= {other: name for name, other in pairs.items()}
-    rows = {name: row for row, name in enumerate(names)}
-    wanted = (pairs.get(name) or re.sub(r"[A-Za-z]+", _other_side, name) for name in names)
-    return torch.tensor([rows.get(name, UNKNOWN) for name in wanted], dtype=torch.int64)
+    both_ways = {**pairs, **{other: name for name, other in pairs.items()}}
+    label_of = {name: label for label, name in enumerate(names)}
+    labels = []
+    for name in names:
+        mirrored = both_ways.get(name) or re.sub(r"[A-Za-z]+", _other_side, name)
+        labels.append(label_of.get(mirrored, UNKNOWN_PREDICATE))
+    return torch.tensor(labels, dtype=torch.int64)
 
 
 def _other_side(word: re.Match) -> str:
@@ -159,9 +176,10 @@ def flip(image: Tensor, target: Target) -> Sample:
     if mirrored is not None:
         relations = target["relations"]
         predicates = mirrored[relations[:, 2]]
-        if (predicates == UNKNOWN).any():
+        if (predicates == UNKNOWN_PREDICATE).any():
             return image, target
-        target = {**target, "relations": torch.cat([relations[:, :2], predicates[:, None]], dim=1)}
+        relations = torch.cat([relations[:, :2], predicates[:, None]], dim=1)
+        target = {**target, "relations": relations}
     width = image.shape[-1]
     x_min, y_min, x_max, y_max = target["boxes"].unbind(1)
     boxes = torch.stack([width - x_max, y_min, width - x_min, y_max], dim=1)
@@ -175,11 +193,18 @@ def crop(image: Tensor, target: Target, region: Region) -> Sample:
     clipped box's, also for boxes that the crop does not cut.
     """
     top, left, height, width = region
-    boxes = target["boxes"] - torch.tensor([left, top, left, top], dtype=torch.float32)
-    boxes = clipped(boxes, height, width)
+    shift = torch.tensor([left, top, left, top], dtype=torch.float32)
+    boxes = clipped(target["boxes"] - shift, height, width)
     sides = boxes[:, 2:] - boxes[:, :2]
-    target = {**target, "boxes": boxes, "area": sides.prod(1), "size": torch.tensor((height, width))}
-    return image[:, top : top + height, left : left + width], keep_boxes(target, (sides > 0).all(1))
+    has_sides = (sides > 0).all(1)
+    target = {
+        **target,
+        "boxes": boxes,
+        "area": sides.prod(1),
+        "size": torch.tensor((height, width)),
+    }
+    cropped = image[:, top : top + height, left : left + width]
+    return cropped, keep_boxes(target, has_sides)
 
 
 # ---- transforms ------------------------------------------------------------------------------------------------------
@@ -209,7 +234,8 @@ class RandomChoice:
     branches: Sequence[Transform]
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
-        return self.branches[draw_int(0, len(self.branches) - 1, generator)](image, target, generator)
+        chosen = draw_int(0, len(self.branches) - 1, generator)
+        return self.branches[chosen](image, target, generator)
 
 
 @dataclass(frozen=True)
@@ -238,7 +264,8 @@ class ResizeShorter:
         return shorter_side_size(size_hw, scale, self.max_longer)
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
-        return resize(image, target, self.draw(tuple(image.shape[-2:]), generator))
+        size_hw = self.draw(tuple(image.shape[-2:]), generator)
+        return resize(image, target, size_hw)
 
 
 @dataclass(frozen=True)
@@ -253,9 +280,14 @@ class ThenResize:
     size_hw: Size | None = None
 
     def __call__(
-        self, image: Tensor, target: Target, generator: torch.Generator, size_hw: Size | None = None
+        self,
+        image: Tensor,
+        target: Target,
+        generator: torch.Generator,
+        size_hw: Size | None = None,
     ) -> Sample:
-        image, target = resize(*self.before(image, target, generator), size_hw or self.size_hw)
+        image, target = self.before(image, target, generator)
+        image, target = resize(image, target, size_hw or self.size_hw)
         return self.after(image, target, generator)
 
 
@@ -276,7 +308,8 @@ class RandomSizeCrop:
         return top, left, crop_height, crop_width
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
-        return crop(image, target, self.draw(tuple(image.shape[-2:]), generator))
+        region = self.draw(tuple(image.shape[-2:]), generator)
+        return crop(image, target, region)
 
 
 @dataclass(frozen=True)
@@ -299,16 +332,19 @@ class ResizeCropResize:
         out_hw = self.last.draw((height, width), generator)
         top, height = _source_span(top, height, middle_hw[0], source_hw[0])
         left, width = _source_span(left, width, middle_hw[1], source_hw[1])
-        return resize(*crop(image, target, (top, left, height, width)), out_hw)
+        image, target = crop(image, target, (top, left, height, width))
+        return resize(image, target, out_hw)
 
 
 def _source_span(start: int, length: int, middle: int, source: int) -> tuple[int, int]:
     """Map a span of a side `middle` pixels long to whole pixels of the `source` side; return (start, length).
 
-    The length is at least one.
+    The length is at least one. The pixels 50 to 80 of a side of 100 are the pixels 25 to 40 of one of 50: (25, 15).
     """
-    first = min(round(start * source / middle), source - 1)
-    return first, max(round((start + length) * source / middle) - first, 1)
+    first = round(start * source / middle)
+    first = min(first, source - 1)
+    last = round((start + length) * source / middle)
+    return first, max(last - first, 1)
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -323,8 +359,13 @@ def detr_train_transform(
 ) -> Transform:
     """Make DETR's training recipe: flip, then a resize, or a resize, a crop and a resize (`make_coco_transforms`)."""
     multi_scale = ResizeShorter(tuple(scales), max_longer)
-    cropped = ResizeCropResize(ResizeShorter(tuple(first_scales)), RandomSizeCrop(*crop_sizes), multi_scale)
-    return Compose((RandomFlip(flip_probability), RandomChoice((multi_scale, cropped))))
+    cropped = ResizeCropResize(
+        first=ResizeShorter(tuple(first_scales)),
+        size_crop=RandomSizeCrop(*crop_sizes),
+        last=multi_scale,
+    )
+    resized = RandomChoice((multi_scale, cropped))
+    return Compose((RandomFlip(flip_probability), resized))
 
 
 def exact_transform(size: int | Sequence[int]) -> Transform:
@@ -338,10 +379,15 @@ def centres_in_region(boxes: Tensor, region: tuple[int, int, int, int]) -> Tenso
     region: top, left, height and width in pixels.
     """
     top, left, height, width = region
-    x, y = ((boxes[:, :2] + boxes[:, 2:]) / 2).unbind(1)
-    return (x >= left) & (x <= left + width) & (y >= top) & (y <= top + height)
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    x, y = centres.unbind(1)
+    in_columns = (x >= left) & (x <= left + width)
+    in_rows = (y >= top) & (y <= top + height)
+    return in_columns & in_rows
 
 
 def filled_canvas(size_hw: tuple[int, int]) -> Tensor:
-    """Return a uint8 image (3, H, W) of `FILL_RGB`, channels-last in memory like a decoded image."""
-    return torch.tensor(FILL_RGB, dtype=torch.uint8).repeat(*size_hw, 1).permute(2, 0, 1)
+    """Return a uint8 image (3, H, W) of `GLUONCV_FILL_RGB`, channels-last in memory like a decoded image."""
+    colour = torch.tensor(GLUONCV_FILL_RGB, dtype=torch.uint8)
+    canvas = colour.repeat(*size_hw, 1)  # (H, W, 3)
+    return canvas.permute(2, 0, 1)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from toolkit.base.batch import Target
 from toolkit.data.transforms.geometry import (
@@ -23,16 +24,17 @@ from toolkit.data.transforms.geometry import (
     resize,
 )
 
-SHARES = (0.45, 0.55)  # of the image itself
-OBJECTS = 3  # blended into each image
-SMALLEST_AREA = 100.0  # of such an object, square pixels
-MARGIN = (0.1, 0.25)  # of its sides, blended with it
+OWN_SHARE_RANGE = (0.45, 0.55)  # of the image itself
+BLENDED_OBJECTS = 3  # blended into each image
+MIN_BLENDED_AREA = 100.0  # of such an object, square pixels
+MARGIN_SHARE_RANGE = (0.1, 0.25)  # of its sides, blended with it
 
 
 def draw_mixup_lambda(generator: torch.Generator, alpha: float = 1.5) -> float:
     """Draw the first image's share from Beta(alpha, alpha), a function of the generator's state."""
     seed = torch.randint(2**63 - 1, (), generator=generator).item()
-    return float(np.random.default_rng(seed).beta(alpha, alpha))
+    share = np.random.default_rng(seed).beta(alpha, alpha)
+    return float(share)
 
 
 def mixup(first: Sample, second: Sample, lam: float) -> Sample:
@@ -46,38 +48,46 @@ def mixup(first: Sample, second: Sample, lam: float) -> Sample:
     share of the image that each box comes from, also where it is 0. image_id is the first's.
     """
     lam = min(max(float(lam), 0.0), 1.0)
-    (image1, target1), (image2, target2) = first, second
+    image1, target1 = first
+    image2, target2 = second
+    num1 = len(target1["labels"])
+    num2 = len(target2["labels"])
     if lam >= 1:
-        return image1, target1 | {"mixup": torch.ones(len(target1["labels"]))}
-    height, width = (max(image1.shape[i], image2.shape[i]) for i in (1, 2))
-    canvas = torch.zeros(3, height, width)
-    canvas[:, : image1.shape[1], : image1.shape[2]] = image1.float() * lam
-    canvas[:, : image2.shape[1], : image2.shape[2]] += image2.float() * (1 - lam)
-    weights = [torch.full((len(t["labels"]),), w) for t, w in ((target1, lam), (target2, 1 - lam))]
-    joined = join_targets((target1, target2), (height, width)) | {"mixup": torch.cat(weights)}
+        return image1, {**target1, "mixup": torch.ones(num1)}
+    _, height1, width1 = image1.shape
+    _, height2, width2 = image2.shape
+    size_hw = (max(height1, height2), max(width1, width2))
+    canvas = torch.zeros(3, *size_hw)
+    canvas[:, :height1, :width1] = image1.float() * lam
+    canvas[:, :height2, :width2] += image2.float() * (1 - lam)
+    joined = join_targets((target1, target2), size_hw)
+    joined["mixup"] = torch.cat([torch.full((num1,), lam), torch.full((num2,), 1 - lam)])
     return canvas.to(torch.uint8), joined
 
 
 def join_targets(targets: Sequence[Target], size_hw: Size | None = None) -> Target:
-    """Join targets: one with the boxes and relations of all, in order.
+    """Join targets to one with the boxes and relations of all, in order.
 
     Everything else is the first's, except the sizes if one is given, and `labelled`: the classes that all of them
     label.
     """
     joined = dict(targets[0])
     if size_hw is not None:
-        joined |= {"orig_size": torch.tensor(size_hw), "size": torch.tensor(size_hw)}
+        joined["orig_size"] = torch.tensor(size_hw)
+        joined["size"] = torch.tensor(size_hw)
     for name in PER_BOX_FIELDS:
         if all(name in target for target in targets):
             joined[name] = torch.cat([target[name] for target in targets])
     if "labelled" in joined:
-        joined["labelled"] = torch.stack([target["labelled"] for target in targets]).all(0)
+        of_targets = torch.stack([target["labelled"] for target in targets])
+        joined["labelled"] = of_targets.all(0)
     if all("relations" in target for target in targets):
         relations = []
-        first = 0
-        for target in targets:  # subject and object are rows of the boxes
-            relations.append(target["relations"] + torch.tensor([first, first, 0]))
-            first += len(target["labels"])
+        before = 0  # boxes of earlier targets
+        for target in targets:
+            shift = torch.tensor([before, before, 0])  # subject and object are rows of the boxes
+            relations.append(target["relations"] + shift)
+            before += len(target["labels"])
         joined["relations"] = torch.cat(relations)
     return joined
 
@@ -95,39 +105,55 @@ def mosaic(samples: Sequence[Sample], size_hw: Size, point_yx: tuple[int, int]) 
     is the first's.
     """
     canvas = filled_canvas(size_hw)
+    canvas_height, canvas_width = size_hw
+    point_y, point_x = point_yx
     parts = []
     for quadrant, (image, target) in enumerate(samples):
-        fitted = _fitted_size(tuple(image.shape[-2:]), size_hw)
-        image, target = resize(image, target, fitted)
-        below, right = divmod(quadrant, 2)
+        fitted_hw = _fitted_size(tuple(image.shape[-2:]), size_hw)
+        image, target = resize(image, target, fitted_hw)
+        is_below = quadrant in (2, 3)
+        is_right = quadrant in (1, 3)
         # Rows and columns of the image that its quadrant has room for: the last ones above and left of the point.
-        height, top = _span(fitted[0], point_yx[0], size_hw[0], bool(below))
-        width, left = _span(fitted[1], point_yx[1], size_hw[1], bool(right))
+        height, top = _span(fitted_hw[0], point_y, canvas_height, is_below)
+        width, left = _span(fitted_hw[1], point_x, canvas_width, is_right)
         region = (top, left, height, width)
-        image, target = crop(image, keep_boxes(target, centres_in_region(target["boxes"], region)), region)
-        y, x = point_yx[0] - (0 if below else height), point_yx[1] - (0 if right else width)
+        target = keep_boxes(target, centres_in_region(target["boxes"], region))
+        image, target = crop(image, target, region)
+        y = point_y if is_below else point_y - height
+        x = point_x if is_right else point_x - width
         canvas[:, y : y + height, x : x + width] = image
-        parts.append({**target, "boxes": target["boxes"] + torch.tensor([x, y, x, y], dtype=torch.float32)})
+        shift = torch.tensor([x, y, x, y], dtype=torch.float32)
+        parts.append({**target, "boxes": target["boxes"] + shift})
     return canvas, join_targets(parts, size_hw)
 
 
 def draw_point(size_hw: Size, generator: torch.Generator) -> tuple[int, int]:
     """Draw row and column in the middle half of each side."""
-    down, right = (0.25 + 0.5 * torch.rand(2, generator=generator)).tolist()
-    return int(size_hw[0] * down), int(size_hw[1] * right)
+    height, width = size_hw
+    shares = 0.25 + 0.5 * torch.rand(2, generator=generator)
+    down, right = shares.tolist()
+    return int(height * down), int(width * right)
 
 
 def _fitted_size(image_hw: Size, into_hw: Size) -> tuple[int, int]:
     """Return the largest size of the same aspect that fits."""
     scale = min(into_hw[0] / image_hw[0], into_hw[1] / image_hw[1])
-    return tuple(max(1, min(into_hw[i], round(image_hw[i] * scale))) for i in range(2))
+    fitted = []
+    for side, most in zip(image_hw, into_hw, strict=True):
+        scaled = min(most, round(side * scale))
+        fitted.append(max(1, scaled))
+    return tuple(fitted)
 
 
 def _span(length: int, point: int, side: int, after: bool) -> tuple[int, int]:
     """Return (length, start) of the rows of an image that fit after the point, or of its last rows that fit before it.
+
+    On a side of 100 with the point at 30, an image of 50 rows has (50, 0) after the point, and (30, 20) before it.
     """
-    room = min(length, side - point if after else point)
-    return room, 0 if after else length - room
+    if after:
+        return min(length, side - point), 0
+    fitting = min(length, point)
+    return fitting, length - fitting
 
 
 def mix_neighbours(samples: Sequence[Sample], share: float) -> list[Sample]:
@@ -136,9 +162,12 @@ def mix_neighbours(samples: Sequence[Sample], share: float) -> list[Sample]:
     samples: uint8 images (3, H, W) of one size, after all other transforms, and their targets.
     """
     mixed = []
-    for (image, target), (other, more) in zip(samples, [samples[-1], *samples[:-1]], strict=True):
-        pixels = image.float().mul_(share).add_(other.float(), alpha=1 - share)
-        mixed.append((pixels.round_().to(torch.uint8), join_targets((target, more))))
+    previous = [samples[-1], *samples[:-1]]
+    for (image, target), (other_image, other_target) in zip(samples, previous, strict=True):
+        pixels = image.float().mul_(share)
+        pixels.add_(other_image.float(), alpha=1 - share)
+        joined = join_targets((target, other_target))
+        mixed.append((pixels.round_().to(torch.uint8), joined))
     return mixed
 
 
@@ -147,45 +176,67 @@ def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Gene
 
     A pixel becomes `1 - share` of the object's and `share` of the image's. Objects behind them keep their boxes.
 
-    samples: as `mix_neighbours`. Crowds and objects of less than 100 square pixels are not copied.
+    samples: as for `mix_neighbours`. Crowds and objects of less than 100 square pixels are not copied.
     """
-    copied = [(target["area"] >= SMALLEST_AREA) & (target["iscrowd"] == 0) for _, target in samples]
-    rows_of = [mask.nonzero().flatten().tolist() for mask in copied]
-    pool = [(*sample, row) for sample, rows in zip(samples, rows_of, strict=True) for row in rows]
-    return [_with_objects(sample, pool, share, generator) for sample in samples] if pool else list(samples)
+    pool = []
+    for image, target in samples:
+        can_be_copied = (target["area"] >= MIN_BLENDED_AREA) & (target["iscrowd"] == 0)
+        rows = can_be_copied.nonzero().flatten()
+        pool += [(image, target, row) for row in rows.tolist()]
+    if not pool:
+        return list(samples)
+    return [_with_objects(sample, pool, share, generator) for sample in samples]
 
 
 def mix_batch(samples: Sequence[Sample], mixup: float, blend: float, generator: torch.Generator) -> list[Sample]:
     """Apply `mix_neighbours` with probability `mixup`, else `blend_objects` with probability `blend`, else nothing."""
     draws = torch.rand(3, generator=generator).tolist()
-    share = SHARES[0] + (SHARES[1] - SHARES[0]) * draws[0]
+    share = OWN_SHARE_RANGE[0] + (OWN_SHARE_RANGE[1] - OWN_SHARE_RANGE[0]) * draws[0]
     if draws[1] < mixup:
         return mix_neighbours(samples, share)
-    return blend_objects(samples, share, generator) if draws[2] < blend else list(samples)
+    if draws[2] < blend:
+        return blend_objects(samples, share, generator)
+    return list(samples)
 
 
-def _with_objects(sample: Sample, pool: Sequence, share: float, generator: torch.Generator) -> Sample:
+def _with_objects(
+    sample: Sample,
+    pool: Sequence[tuple[Tensor, Target, int]],
+    share: float,
+    generator: torch.Generator,
+) -> Sample:
+    """Blend objects of the pool, (image, target, row) of each, into a copy of the sample."""
     image = sample[0].clone()
-    target = sample[1]
     height, width = image.shape[-2:]
-    added = [target]
-    for number in torch.randperm(len(pool), generator=generator)[:OBJECTS].tolist():
-        source, of, row = pool[number]
-        x1, y1, x2, y2 = of["boxes"][row].int().tolist()
-        x2, y2 = min(x2, width), min(y2, height)
-        w, h = x2 - x1, y2 - y1
+    added = [sample[1]]
+    chosen = torch.randperm(len(pool), generator=generator)[:BLENDED_OBJECTS]
+    for number in chosen.tolist():
+        source, source_target, row = pool[number]
+        x1, y1, x2, y2 = source_target["boxes"][row].int().tolist()
+        x2 = min(x2, width)
+        y2 = min(y2, height)
+        w = x2 - x1
+        h = y2 - y1
         if w < 1 or h < 1:
             continue
-        left, top = (draw_int(0, side, generator) for side in (width - w, height - h))
-        margin = MARGIN[0] + (MARGIN[1] - MARGIN[0]) * float(torch.rand((), generator=generator))
-        # as far as it lies in both images
-        ahead = (w, x1, left), (h, y1, top)
-        behind = (w, width - x2, width - left - w), (h, height - y2, height - top - h)
-        before, after = ([min(int(side * margin), *rooms) for side, *rooms in sides] for sides in (ahead, behind))
-        patch = source[:, y1 - before[1] : y2 + after[1], x1 - before[0] : x2 + after[0]].float()
-        destination = image[:, top - before[1] : top + h + after[1], left - before[0] : left + w + after[0]]
-        destination.copy_((destination.float() * share + patch * (1 - share)).round())
-        added.append(_one(of, row, [left, top, left + w, top + h]))
+        left = draw_int(0, width - w, generator)
+        top = draw_int(0, height - h, generator)
+        right = left + w
+        bottom = top + h
+        drawn = float(torch.rand((), generator=generator))
+        margin = MARGIN_SHARE_RANGE[0] + (MARGIN_SHARE_RANGE[1] - MARGIN_SHARE_RANGE[0]) * drawn
+        margin_x = int(w * margin)
+        margin_y = int(h * margin)
+        # The margins, as far as they lie in both images.
+        on_left = min(margin_x, x1, left)
+        on_top = min(margin_y, y1, top)
+        on_right = min(margin_x, width - x2, width - right)
+        below = min(margin_y, height - y2, height - bottom)
+        patch = source[:, y1 - on_top : y2 + below, x1 - on_left : x2 + on_right].float()
+        destination = image[:, top - on_top : bottom + below, left - on_left : right + on_right]
+        blended = destination.float() * share + patch * (1 - share)
+        destination.copy_(blended.round())
+        added.append(_one(source_target, row, [left, top, right, bottom]))
     return image, join_targets(added)
 
 
@@ -193,4 +244,6 @@ def _one(target: Target, row: int, box: list[int]) -> Target:
     """Return one object of a target, moved to `box`, without its relations."""
     columns = {name: target[name][row : row + 1] for name in PER_BOX_FIELDS if name in target}
     columns["boxes"] = torch.tensor([box], dtype=torch.float32)
-    return columns | ({"relations": target["relations"][:0]} if "relations" in target else {})
+    if "relations" in target:
+        columns["relations"] = target["relations"][:0]
+    return columns

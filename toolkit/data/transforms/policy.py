@@ -27,7 +27,7 @@ from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
 NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()
 NOT_HERE += "ConvertImageDtype ConvertBoundingBoxFormat LinearTransformation FiveCrop TenCrop Lambda".split()
 NOT_HERE += ["UniformTemporalSubsample"]
-TRIALS = 8
+NUM_TRIALS = 8  # images that a transform is tried on
 
 
 class Policy:
@@ -46,14 +46,21 @@ class Policy:
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator, *size) -> Sample:
         seed = int(torch.randint(2**63 - 1, (), generator=generator))
-        boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=tuple(image.shape[-2:]))
-        sample = {"image": tv_tensors.Image(image), "boxes": boxes, "labels": torch.arange(len(boxes))}
+        size_hw = tuple(image.shape[-2:])
+        boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size_hw)
+        sample = {
+            "image": tv_tensors.Image(image),
+            "boxes": boxes,
+            "labels": torch.arange(len(boxes)),  # rows of the target's boxes
+        }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for transform in self.transforms:
                 sample = transform(sample)
         image, target = _from_v2(sample, target)
-        return self.then(image, target, generator, *size) if self.then is not None else (image, target)
+        if self.then is None:
+            return image, target
+        return self.then(image, target, generator, *size)
 
     def __repr__(self) -> str:
         return f"Policy({self.transforms})"
@@ -89,22 +96,30 @@ def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None =
 
 def _from_v2(sample: Mapping[str, Tensor], target: Target) -> Sample:
     image = sample["image"].as_subclass(Tensor)
-    left = sample["labels"]
+    left = sample["labels"]  # rows of the boxes that are left
     height, width = image.shape[-2:]
-    boxes = clipped(sample["boxes"].as_subclass(Tensor).to(torch.float32), height, width)
+    boxes = sample["boxes"].as_subclass(Tensor).to(torch.float32)
+    boxes = clipped(boxes, height, width)
     keep = torch.zeros(len(target["boxes"]), dtype=torch.bool)
     keep[left] = True
-    before = (target["boxes"][:, 2:] - target["boxes"][:, :2]).prod(1)
+    before = _box_areas(target["boxes"])
     target = keep_boxes({**target, "size": torch.tensor((height, width))}, keep)
-    after = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-    ratio = after / before[left].clamp(min=1e-6)
+    ratio = _box_areas(boxes) / before[left].clamp(min=1e-6)
     target = {**target, "boxes": boxes, "area": target["area"] * ratio}
-    return image, keep_boxes(target, (boxes[:, 2:] > boxes[:, :2]).all(1))
+    has_sides = (boxes[:, 2:] > boxes[:, :2]).all(1)
+    return image, keep_boxes(target, has_sides)
+
+
+def _box_areas(boxes_xyxy: Tensor) -> Tensor:
+    sides = boxes_xyxy[:, 2:] - boxes_xyxy[:, :2]
+    return sides.prod(1)
 
 
 def _read(path: str) -> Any:
     content = read_yaml(Path(path), f"data.augment {path}")
-    return content["augment"] if isinstance(content, Mapping) and "augment" in content else content
+    if isinstance(content, Mapping) and "augment" in content:
+        return content["augment"]
+    return content
 
 
 def _build(entry: Any) -> v2.Transform:
@@ -115,10 +130,12 @@ def _build(entry: Any) -> v2.Transform:
             raise BadInput(f"{dict(entry)}: expected one name with its arguments")
         name, arguments = next(iter(entry.items()))
         arguments = {} if arguments is None else arguments
-    members = {member: getattr(v2, member) for member in dir(v2)}
-    classes = {member: kind for member, kind in members.items() if inspect.isclass(kind)}
-    classes = {class_name: kind for class_name, kind in classes.items() if issubclass(kind, v2.Transform)}
-    transforms = {class_name: kind for class_name, kind in classes.items() if class_name not in NOT_HERE}
+    transforms = {}
+    for member in dir(v2):
+        kind = getattr(v2, member)
+        is_transform = inspect.isclass(kind) and issubclass(kind, v2.Transform)
+        if is_transform and member not in NOT_HERE:
+            transforms[member] = kind
     if not isinstance(name, str) or name not in transforms:
         near = difflib.get_close_matches(str(name), transforms, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(transforms)}"
@@ -126,22 +143,30 @@ def _build(entry: Any) -> v2.Transform:
     if not isinstance(arguments, Mapping):
         raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
     if "transforms" in arguments:
-        arguments = {**arguments, "transforms": [_build(nested) for nested in arguments["transforms"]]}
+        nested = [_build(inner) for inner in arguments["transforms"]]
+        arguments = {**arguments, "transforms": nested}
     try:
         return transforms[name](**arguments)
     except (TypeError, ValueError, AttributeError) as error:
-        signature = str(inspect.signature(transforms[name].__init__)).replace("(self, ", "(")
+        signature = str(inspect.signature(transforms[name].__init__))
+        signature = signature.replace("(self, ", "(")
         raise BadInput(f"{name}: {error}; its arguments are {signature}") from error
 
 
 def _try(transform: v2.Transform) -> None:
     """Run a transform on small images, with and without boxes."""
-    for seed in range(TRIALS):
+    for seed in range(NUM_TRIALS):
+        generator = torch.Generator().manual_seed(seed)
         boxes = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 44]])[: seed % 3]
-        image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        target = {"boxes": boxes, "labels": torch.arange(len(boxes)), "area": (boxes[:, 2:] - boxes[:, :2]).prod(1)}
+        image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8, generator=generator)
+        target = {
+            "boxes": boxes,
+            "labels": torch.arange(len(boxes)),
+            "area": _box_areas(boxes),
+        }
+        policy = Policy([transform])
         try:
-            out, _ = Policy([transform])(image, target, torch.Generator().manual_seed(seed))
+            out, _ = policy(image, target, generator.manual_seed(seed))
         except (TypeError, ValueError, RuntimeError, NotImplementedError, IndexError, KeyError) as error:
             raise BadInput(f"{transform}: {error}") from error
         if out.dtype != torch.uint8 or out.ndim != 3 or out.shape[0] != 3:

@@ -13,9 +13,9 @@ from toolkit.base.batch import Target
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, keep_boxes, resize
 
-FILL_RGB = (123, 117, 104)  # ImageNet's mean
+SSD_FILL_RGB = (123, 117, 104)  # ImageNet's mean
 MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # a crop draws one of them; 1: no crop
-TRIALS = 40
+CROP_CANDIDATES = 40  # crops drawn for one minimum IoU; the first good one is taken
 MAX_CANVAS_PIXELS = 4096 * 4096  # of `SeenRegion`: 48 MiB, where 4 times the sides of 12 megapixels would take 550
 
 
@@ -36,13 +36,18 @@ class PhotometricDistortion:
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         contrast_first, *chances = torch.rand(5, generator=generator).tolist()
-        factors = torch.rand(4, generator=generator).tolist()
-        steps = [(F.adjust_brightness, self.brightness), (F.adjust_saturation, self.saturation)]
-        steps.append((F.adjust_hue, self.hue))
-        steps.insert(1 if contrast_first < 0.5 else 3, (F.adjust_contrast, self.contrast))
-        for (adjust, (low, high)), chance, factor in zip(steps, chances, factors, strict=True):
+        draws = torch.rand(4, generator=generator).tolist()
+        steps = [
+            (F.adjust_brightness, self.brightness),
+            (F.adjust_saturation, self.saturation),
+            (F.adjust_hue, self.hue),
+        ]
+        position = 1 if contrast_first < 0.5 else 3
+        steps.insert(position, (F.adjust_contrast, self.contrast))
+        for (adjust, (low, high)), chance, drawn in zip(steps, chances, draws, strict=True):
             if chance < self.probability:
-                image = adjust(image, low + (high - low) * factor)
+                factor = low + (high - low) * drawn
+                image = adjust(image, factor)
         return image, target
 
 
@@ -60,19 +65,26 @@ class SeenRegion:
         region, seen = draw_seen(image, target, self.zoom_out, self.iou_crop, generator)
         if region == (0, 0, *image.shape[-2:]):
             return image, seen
-        shrink = max(1.0, (region[2] * region[3] / MAX_CANVAS_PIXELS) ** 0.5)
-        return view(image, seen, region, (max(1, int(region[2] / shrink)), max(1, int(region[3] / shrink))))
+        _, _, height, width = region
+        shrink = max(1.0, (height * width / MAX_CANVAS_PIXELS) ** 0.5)
+        size_hw = (max(1, int(height / shrink)), max(1, int(width / shrink)))
+        return view(image, seen, region, size_hw)
 
 
 def draw_seen(
-    image: Tensor, target: Target, zoom_out: float, iou_crop: bool, generator: torch.Generator
+    image: Tensor,
+    target: Target,
+    zoom_out: float,
+    iou_crop: bool,
+    generator: torch.Generator,
 ) -> tuple[Region, Target]:
     """Draw the region visible after zooming out (above 1) and the crop; drop boxes outside it."""
     region = (0, 0, *image.shape[-2:])
     if zoom_out > 1:
         region = draw_zoom_out(region[2:], zoom_out, generator)
     if iou_crop:
-        region = draw_iou_crop(region, target["boxes"][target["iscrowd"] == 0], generator)
+        boxes = target["boxes"][target["iscrowd"] == 0]
+        region = draw_iou_crop(region, boxes, generator)
         target = keep_seen(target, region)
     return region, target
 
@@ -82,12 +94,16 @@ def draw_zoom_out(size_hw: Size, max_side: float, generator: torch.Generator) ->
 
     max_side: sides of the largest canvas, in sides of the image.
     """
-    chance, side, down, right = torch.rand(4, generator=generator).tolist()
+    chance, drawn, down, right = torch.rand(4, generator=generator).tolist()
     if chance >= 0.5:
         return 0, 0, *size_hw
-    side = 1.0 + (max_side - 1.0) * side
-    height, width = int(size_hw[0] * side), int(size_hw[1] * side)
-    return -int((height - size_hw[0]) * down), -int((width - size_hw[1]) * right), height, width
+    image_height, image_width = size_hw
+    scale = 1.0 + (max_side - 1.0) * drawn
+    height = int(image_height * scale)
+    width = int(image_width * scale)
+    top = -int((height - image_height) * down)
+    left = -int((width - image_width) * right)
+    return top, left, height, width
 
 
 def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> Region:
@@ -104,15 +120,21 @@ def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> 
         min_iou = MIN_IOUS[draw_int(0, len(MIN_IOUS) - 1, generator)]
         if min_iou >= 1:
             break
-        scales, places = torch.rand(2, TRIALS, 2, generator=generator, dtype=torch.float64).unbind(0)
+        draws = torch.rand(2, CROP_CANDIDATES, 2, generator=generator, dtype=torch.float64)
+        scales, places = draws.unbind(0)
         whole = torch.tensor([width, height])
-        sides = (whole * (0.3 + 0.7 * scales)).long()  # (TRIALS, 2) width, height
-        starts = ((whole - sides) * places).long()
-        corners = torch.cat([starts, starts + sides], dim=1).float() + torch.tensor([left, top, left, top])
+        sides = (whole * (0.3 + 0.7 * scales)).long()  # (CROP_CANDIDATES, 2) width, height
+        starts = ((whole - sides) * places).long()  # (CROP_CANDIDATES, 2) x, y in the region
+        corners = torch.cat([starts, starts + sides], dim=1).float()
+        corners = corners + torch.tensor([left, top, left, top])  # in the image
+        inside = centres_strictly_inside(boxes, corners)  # (CROP_CANDIDATES, N)
+        ious = pairwise_iou(corners, boxes).masked_fill(~inside, -1.0)
         ratio = sides[:, 0] / sides[:, 1]
-        inside = centres_strictly_inside(boxes, corners)
-        overlap = pairwise_iou(corners, boxes).masked_fill(~inside, -1.0).amax(dim=1)
-        good = (sides > 0).all(dim=1) & (ratio >= 0.5) & (ratio <= 2.0) & inside.any(dim=1) & (overlap >= min_iou)
+        has_sides = (sides > 0).all(dim=1)
+        has_shape = (ratio >= 0.5) & (ratio <= 2.0)
+        has_box = inside.any(dim=1)
+        overlaps = ious.amax(dim=1) >= min_iou
+        good = has_sides & has_shape & has_box & overlaps
         if bool(good.any()):
             chosen = int(good.int().argmax())  # the first
             x, y = starts[chosen].tolist()
@@ -126,19 +148,23 @@ def centres_strictly_inside(boxes: Tensor, regions_xyxy: Tensor) -> Tensor:
 
     The same as in torchvision's `RandomIoUCrop`; GluonCV counts borders, see `centres_in_region`.
     """
-    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
-    return ((centres > regions_xyxy[:, None, :2]) & (centres < regions_xyxy[:, None, 2:])).all(dim=-1)
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2  # (N, 2)
+    after_start = centres > regions_xyxy[:, None, :2]  # (M, N, 2)
+    before_end = centres < regions_xyxy[:, None, 2:]
+    return (after_start & before_end).all(dim=-1)
 
 
 def keep_seen(target: Target, region: Region) -> Target:
     """Drop boxes whose centre lies outside the region, except crowd boxes: their part inside it stays."""
     top, left, height, width = region
     corners = torch.tensor([[left, top, left + width, top + height]], dtype=torch.float32)
-    return keep_boxes(target, centres_strictly_inside(target["boxes"], corners)[0] | (target["iscrowd"] != 0))
+    inside = centres_strictly_inside(target["boxes"], corners)[0]
+    is_crowd = target["iscrowd"] != 0
+    return keep_boxes(target, inside | is_crowd)
 
 
 def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:
-    """Render the region as an image of `size_hw`, `FILL_RGB` where it lies beyond the given one; boxes clipped to it.
+    """Render the region as an image of `size_hw`, `SSD_FILL_RGB` where it lies beyond the given one; clip boxes to it.
 
     The picture begins and ends at whole pixels, and the boxes follow it.
     """
@@ -147,10 +173,13 @@ def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample
     rows, y, out_rows = _span(top, height, image.shape[-2], out_height)
     columns, x, out_columns = _span(left, width, image.shape[-1], out_width)
     seen = (rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start)
-    picture, target = resize(*crop(image, target, seen), (out_rows, out_columns))
+    picture, target = crop(image, target, seen)
+    picture, target = resize(picture, target, (out_rows, out_columns))
     if (out_rows, out_columns) == size_hw:
         return picture, target
-    canvas = torch.tensor(FILL_RGB, dtype=torch.uint8).expand(out_height, out_width, 3).clone().permute(2, 0, 1)
+    colour = torch.tensor(SSD_FILL_RGB, dtype=torch.uint8)
+    canvas = colour.expand(out_height, out_width, 3).clone()
+    canvas = canvas.permute(2, 0, 1)  # channels-last in memory
     canvas[:, y : y + out_rows, x : x + out_columns] = picture
     boxes = target["boxes"] + torch.tensor([x, y, x, y], dtype=torch.float32)
     return canvas, {**target, "boxes": boxes, "size": torch.tensor(size_hw)}
@@ -159,9 +188,13 @@ def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample
 def _span(start: int, length: int, side: int, out_side: int) -> tuple[slice, int, int]:
     """Cut [start, start + length) to [0, side); return it as a slice, and its start and length in the output.
 
-    The output has `out_side` pixels; the length is at least one.
+    The output has `out_side` pixels; the length is at least one. Of a side of 100, the rows -50 to 150 shown on 40
+    pixels are the slice 0:100 on the pixels 10 to 30: (slice(0, 100), 10, 20).
     """
-    first, last = max(start, 0), min(start + length, side)
-    out_first = min(round((first - start) * out_side / length), out_side - 1)
-    out_last = max(round((last - start) * out_side / length), out_first + 1)
+    first = max(start, 0)
+    last = min(start + length, side)
+    out_first = round((first - start) * out_side / length)
+    out_first = min(out_first, out_side - 1)
+    out_last = round((last - start) * out_side / length)
+    out_last = max(out_last, out_first + 1)
     return slice(first, last), out_first, out_last - out_first

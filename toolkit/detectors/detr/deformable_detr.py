@@ -22,7 +22,7 @@ from toolkit.detectors.detr.initialise import initialise_sampling_, initialise_t
 from toolkit.detectors.detr.options import DeformableDetrOptions
 from toolkit.models.detector import MapTap
 
-VARIANTS = ("none", "iterative", "two_stage")
+BOX_REFINE_CHOICES = ("none", "iterative", "two_stage")
 
 
 class DeformableDetr(MatchedDetector):
@@ -51,8 +51,8 @@ class DeformableDetr(MatchedDetector):
         values = handed_over(options, source_config)
         box_refine = values.get("box_refine")
         d_model = values.get("d_model", 32)
-        if box_refine not in (None, *VARIANTS):
-            raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
+        if box_refine not in (None, *BOX_REFINE_CHOICES):
+            raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(BOX_REFINE_CHOICES)}.")
         if d_model % 32:
             raise BadInput(
                 f"model.d_model: {d_model} is not a multiple of 32, which deformable_detr's group norms need."

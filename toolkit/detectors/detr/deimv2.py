@@ -23,13 +23,13 @@ from transformers.models.deimv2.modeling_deimv2 import (
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import TransformersDetector, inverse_sigmoid
 from toolkit.detectors.detr.d_fine import DFine
-from toolkit.detectors.detr.deimv2_sizes import SIZES, VITS, size_config
+from toolkit.detectors.detr.deimv2_sizes import DEIMV2_SIZES, VITS, size_config
 from toolkit.detectors.detr.options import Deimv2Options
 from toolkit.detectors.detr.weights_deimv2 import vit_names
 from toolkit.models.detector import Detector
 from toolkit.models.weights.backbone_file import load_matching, read_backbone_file
 
-TELLING = ("d_model", "encoder_ffn_dim", "decoder_layers", "feat_strides", "backbone_config")  # of a size
+ENTRIES_OF_A_SIZE = ("d_model", "encoder_ffn_dim", "decoder_layers", "feat_strides", "backbone_config")
 
 
 class Deimv2(DFine):
@@ -52,13 +52,13 @@ class Deimv2(DFine):
     }
 
     def __init__(self, class_names: Sequence[str], options: Deimv2Options, *, source_config: Mapping | None = None):
-        if options.size not in (None, *SIZES):
-            raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(SIZES)}.")
+        if options.size not in (None, *DEIMV2_SIZES):
+            raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(DEIMV2_SIZES)}.")
         if options.size and source_config is None:
             source_config = size_config(options.size)
         elif options.size:
             published = size_config(options.size)
-            if any(source_config.get(name) != published[name] for name in TELLING):
+            if any(source_config.get(name) != published[name] for name in ENTRIES_OF_A_SIZE):
                 raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         own = copy.copy(options)  # with a backbone of its own, whose file timm does not know
         if options.size in VITS:
@@ -80,6 +80,10 @@ class Deimv2(DFine):
         does not have, write one for `load_detector_folder`."""
         kind = Detector if self.original else TransformersDetector
         kind.save_final(self, folder, categories, processor_size)
+
+
+def _entries(config: Mapping) -> dict:
+    return {name: config.get(name) for name in ENTRIES_OF_A_SIZE}
 
 
 def as_its_program_(model: Deimv2ForObjectDetection) -> None:

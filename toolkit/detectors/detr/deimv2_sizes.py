@@ -3,7 +3,7 @@
 from typing import Any
 
 # (widths of encoder and decoder, feed-forward widths of both, decoder layers, expansion, depth, queries)
-SIZES = {
+DEIMV2_SIZES = {
     "atto": ((64, 64), (160, 160), 3, 0.34, 0.5, 100),
     "femto": ((96, 96), (256, 256), 3, 0.34, 0.5, 150),
     "pico": ((112, 112), (320, 320), 3, 0.34, 0.5, 200),
@@ -28,7 +28,7 @@ DEPTHS = {1: 0.34, 2: 0.67, 3: 1.0, 4: 1.37}  # depth by number of blocks
 
 def size_config(size: str) -> dict[str, Any]:
     """Return the config entries of this size, as in a source of weights of this size."""
-    (encoder, decoder), (encoder_ffn, decoder_ffn), layers, expansion, depth, queries = SIZES[size]
+    (encoder, decoder), (encoder_ffn, decoder_ffn), layers, expansion, depth, queries = DEIMV2_SIZES[size]
     lite = size in ("atto", "femto", "pico")
     levels = 3 if size in VITS else 2
     if size in VITS:

@@ -29,7 +29,7 @@ from toolkit.models.weights.names import pairs, renamed, split_attention
 
 # (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
 # of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid.
-SIZES = {
+RF_DETR_SIZES = {
     "nano": ((16, 2, [3, 6, 9, 12], 384), 2),
     "small": ((16, 2, [3, 6, 9, 12], 512), 3),
     "medium": ((16, 2, [3, 6, 9, 12], 576), 4),
@@ -80,7 +80,7 @@ class RfDetr(MatchedDetector):
         values = handed_over(options, source_config)
         size = values.get("size")
         if source_config is None and "decoder_layers" not in options.given:
-            values["decoder_layers"] = SIZES[size or "base"][1]
+            values["decoder_layers"] = RF_DETR_SIZES[size or "base"][1]
         entries = to_entries(values, self.entries)
         heads = values.get("heads")
         if heads is not None:
@@ -243,7 +243,7 @@ def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None
 def _size_of(backbone: PreTrainedConfig) -> str | None:
     """Return the name of the published size that has this backbone; None: another one."""
     built = (backbone.patch_size, backbone.num_windows, backbone.image_size)
-    for name, ((patch_size, windows, _, side), _) in SIZES.items():
+    for name, ((patch_size, windows, _, side), _) in RF_DETR_SIZES.items():
         if built == (patch_size, windows, side):
             return name
     return None
@@ -252,7 +252,7 @@ def _size_of(backbone: PreTrainedConfig) -> str | None:
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
     """Return the config of DINOv2 small as in this size of RF-DETR, or the source's; other depths give maps at each
     quarter."""
-    published, _ = SIZES[size or "base"]
+    published, _ = RF_DETR_SIZES[size or "base"]
     base = {
         "model_type": "rf_detr_dinov2",
         "hidden_size": 384,

@@ -8,8 +8,22 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from toolkit.detectors.detr.deimv2_sizes import DEPTHS, EXPANSIONS, SIZES, common_entries, size_config, vit_entries
-from toolkit.detectors.detr.weights_rt_detr import COPIES, CSP_PLACES, DOWNSAMPLE, HEADS, hgnet_entries, hgnet_names
+from toolkit.detectors.detr.deimv2_sizes import (
+    DEIMV2_SIZES,
+    DEPTHS,
+    EXPANSIONS,
+    common_entries,
+    size_config,
+    vit_entries,
+)
+from toolkit.detectors.detr.weights_rt_detr import (
+    COPIES,
+    CSP_PLACES,
+    DOWNSAMPLE,
+    PROJECTIONS_AND_HEADS,
+    hgnet_entries,
+    hgnet_names,
+)
 from toolkit.models.weights.names import (
     Description,
     Pairs,
@@ -31,7 +45,7 @@ LEFT_OUT = (
 )
 CSP = "cv1 conv1, cv4 conv2, cv2.0 csp_rep1, cv2.1 csp_rep1.conv2, cv3.0 csp_rep2, cv3.1 csp_rep2.conv2"
 PLACES = [*CSP_PLACES, *((f"encoder.{name}.", f"model.model.encoder.{name}.") for name in ("fpn_block", "pan_block"))]
-LAYER = """
+ENCODER_LAYER = """
     linear1 mlp.layers.0, linear2 mlp.layers.1, self_attn.out_proj self_attn.o_proj
     norm1 self_attn_layer_norm, norm2 final_layer_norm
 """
@@ -61,16 +75,16 @@ ADAPTER_NAMES = [
            below=[("backbone.sta.", f"{ENCODER}.spatial_tuning_adapter.")]),
     *pairs(f"backbone.convs.* {ENCODER}.fusion_proj.*.conv, backbone.norms.* {ENCODER}.fusion_proj.*.norm"),
 ]  # fmt: skip
-NAMES = [
+NAME_PAIRS = [
     *[(f"backbone.dinov3.{theirs}", f"{ENCODER}.backbone.{ours}") for theirs, ours in [*VIT, ("norm", "norm")]],
     *ADAPTER_NAMES,
     *hgnet_names(f"{ENCODER}.model"),
     *pairs(CSP, below=PLACES),
     *pairs("cv1 conv1, cv2 conv2", below=DOWNSAMPLE),
-    *pairs(LAYER, below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
+    *pairs(ENCODER_LAYER, below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
     *pairs(DECODER_LAYER, below=[("decoder.decoder.layers.*.", "model.model.decoder.layers.*.")]),
     *pairs(f"encoder.input_proj {ENCODER}.encoder_input_proj, decoder.input_proj model.model.decoder_input_proj"),
-    *pairs(HEADS),
+    *pairs(PROJECTIONS_AND_HEADS),
 ]
 
 
@@ -156,9 +170,9 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "spatial_tuning_adapter_inplanes": len(state[ADAPTER]) if vit else 16,
     }
     structure = _structure(config)
-    size = next((size for size in SIZES if _structure(size_config(size)) == structure), None)
+    size = next((size for size in DEIMV2_SIZES if _structure(size_config(size)) == structure), None)
     config |= {
-        "num_queries": SIZES[size][5] if size else 300,
+        "num_queries": DEIMV2_SIZES[size][5] if size else 300,
         "reg_scale": float(_constant(state, "reg_scale")),
         "up": float(_constant(state, "up")),
         "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
@@ -204,7 +218,7 @@ def _vit(state: Mapping[str, Tensor]) -> dict:
 DEIMV2 = _Deimv2(
     _described,
     ("decoder.decoder.layers.0.swish_ffn.w12.weight",),
-    NAMES,
+    NAME_PAIRS,
     left_out=LEFT_OUT,
     copies=COPIES,
     lite_names=pairs(LITE_ENCODER, below=[("encoder.", "model.model.encoder.")]),

@@ -13,7 +13,7 @@ PROJECTOR = ("backbone.0.projector.stages.0.0", "model.model.backbone.projector.
 ATTENTION = """
     attention.query q_proj, attention.key k_proj, attention.value v_proj, output.dense o_proj
 """
-LAYER = """
+DECODER_LAYER = """
     norm1 self_attn_layer_norm, norm2 cross_attn_layer_norm, norm3 layer_norm, linear1 mlp.fc1, linear2 mlp.fc2
     self_attn.out_proj self_attn.o_proj
 """
@@ -95,7 +95,7 @@ RF_DETR = Publisher(
                 )
             ],
         ),
-        *pairs(LAYER, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
+        *pairs(DECODER_LAYER, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
         *pairs(REST),
     ],
     left_out=r"^_",  # flags of its poses

@@ -18,7 +18,7 @@ COPIES = {"model.class_embed": "model.model.decoder.class_embed", "model.bbox_em
 
 
 # Convolution and norm of a projection have names there and numbers here.
-HEADS = """
+PROJECTIONS_AND_HEADS = """
     encoder.encoder model.model.encoder.aifi
     encoder.input_proj.*.conv model.model.encoder_input_proj.*.0
     encoder.input_proj.*.norm model.model.encoder_input_proj.*.1
@@ -46,7 +46,7 @@ def _transformer(first: str, second: str) -> Pairs:
     return [
         *pairs(f"{layer}, {encoder}", below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
         *pairs(f"{layer}, {decoder}", below=[("decoder.decoder.layers.*.", "model.model.decoder.layers.*.")]),
-        *pairs(HEADS),
+        *pairs(PROJECTIONS_AND_HEADS),
     ]
 
 

@@ -36,7 +36,7 @@ from toolkit.models.detector import Detector
 from toolkit.models.nms import best_rows, class_wise_nms, settled
 from toolkit.step.losses import labelled_classes, unlabelled_columns
 
-SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
+MIN_BOX_SIDE_PX = 1e-2  # side in pixels, torchvision's
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
 
@@ -287,7 +287,7 @@ class FasterRCNN(Detector):
         proposals, classes = scores.shape[1:]
         boxes = clip_boxes(boxes.flatten(1, 2), sizes)  # (B, P * C, 4): all classes of a proposal, then the next one
         sides = boxes[..., 2:] - boxes[..., :2]
-        is_large = (sides >= SMALLEST_BOX).all(-1)
+        is_large = (sides >= MIN_BOX_SIDE_PX).all(-1)
         scores = scores.flatten(1).where(is_large, 0)
         candidates = scores.where(scores > heads.score_thresh, 0)
         by_class = candidates.unflatten(1, (proposals, classes)).transpose(1, 2)  # (B, C, P)

@@ -12,7 +12,7 @@ from torchvision.ops import MultiScaleRoIAlign, roi_align
 from toolkit.base.batch import image_of_each, rows_of, send
 from toolkit.models.nms import settled, sorted_nms
 
-LARGEST_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
+MAX_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
 
 
 def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
@@ -24,8 +24,8 @@ def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -
     height = bottom - top
     x = dx * width + (left + 0.5 * width)
     y = dy * height + (top + 0.5 * height)
-    half_w = 0.5 * (dw.clamp(max=LARGEST_DELTA).exp() * width)
-    half_h = 0.5 * (dh.clamp(max=LARGEST_DELTA).exp() * height)
+    half_w = 0.5 * (dw.clamp(max=MAX_DELTA).exp() * width)
+    half_h = 0.5 * (dh.clamp(max=MAX_DELTA).exp() * height)
     return torch.stack((x - half_w, y - half_h, x + half_w, y + half_h), dim=-1)
 
 

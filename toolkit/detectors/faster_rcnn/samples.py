@@ -15,7 +15,7 @@ from toolkit.base.batch import on_host, send_dicts
 from toolkit.detectors.faster_rcnn.criterion import IGNORED, match_boxes, sample, shares
 
 Draw = Callable[[Sequence[int]], Tensor]  # lengths -> (their sum,) random numbers in [0, 1), of each image in a row
-PAIRS_AT_ONCE = 2**26  # boxes compared with candidates on a device, 256 MB of float32; on a CPU image by image
+PAIRS_PER_CHUNK = 2**26  # boxes compared with candidates on a device, 256 MB of float32; on a CPU image by image
 
 
 class Truths(NamedTuple):
@@ -91,7 +91,7 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
     matches = []
     if candidates_xyxy.device.type != "cpu":
         pairs_of_image = candidates_xyxy.shape[-2] * max(truths.counts, default=0)
-        at_once = max(1, PAIRS_AT_ONCE // max(1, pairs_of_image))
+        at_once = max(1, PAIRS_PER_CHUNK // max(1, pairs_of_image))
     for first in range(0, images, at_once):
         part = slice(first, first + at_once)
         widest = max(truths.counts[part])

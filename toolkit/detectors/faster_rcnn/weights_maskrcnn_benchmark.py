@@ -27,7 +27,7 @@ OTHERS = """
 CLASSIFIER = "roi_heads.box.predictor.cls_score.weight"
 PIXEL_MEAN = (122.7717, 115.9465, 102.9801)  # red, green, blue, from 0 to 255
 # What faster_rcnn has no counterpart for: other heads, the anchors, which become an option, and counters.
-HEADS = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
+LEFT_OUT = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
 
 
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
@@ -80,4 +80,4 @@ class _ForBGR(Publisher):
         return weights
 
 
-MASKRCNN_BENCHMARK = _ForBGR(_described, (STEM, CLASSIFIER), [*LEVELS, *pairs(OTHERS)], HEADS)
+MASKRCNN_BENCHMARK = _ForBGR(_described, (STEM, CLASSIFIER), [*LEVELS, *pairs(OTHERS)], LEFT_OUT)

@@ -14,10 +14,10 @@ from toolkit.base.boxes import common_and_union
 from toolkit.detectors.scene_graphs.evaluator import true_graph
 from toolkit.detectors.scene_graphs.formats import MAX_RELATIONS, relations_as_json
 from toolkit.evaluation.draw import (
-    BACKGROUND,
-    COLOURS,
-    PANEL,
-    TEXT,
+    BACKGROUND_COLOUR,
+    CLASS_COLOURS,
+    PANEL_SIDE_PX,
+    TEXT_COLOUR,
     Mark,
     choose_images,
     draw_detections,
@@ -32,10 +32,10 @@ from toolkit.evaluation.draw import (
 )
 from toolkit.evaluation.predictions import best_first, detections_as_json
 
-LINE = 18  # height in pixels of a line of text below a picture
-RIGHT, WRONG = "#117733", "#D55E00"
-MOST_ARROWS = 12  # of an annotated and a predicted graph beside each other
-INNER = 0.36  # radius of the circle of nodes, as a share of the panel's side
+LINE_HEIGHT_PX = 18  # of a line of text below a picture
+CORRECT_COLOUR, WRONG_COLOUR = "#117733", "#D55E00"
+MAX_ARROWS = 12  # of an annotated and a predicted graph beside each other
+CIRCLE_RADIUS_SHARE = 0.36  # of the circle of nodes, as a share of the panel's side
 
 
 def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
@@ -91,14 +91,14 @@ def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     """Draw the annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
     truth = true_graph(row)
     boxes, labels = (np.asarray(prediction[key]) for key in ("boxes", "labels"))
-    shown = min(max(5, len(truth["relations"])), MOST_ARROWS)
+    shown = min(max(5, len(truth["relations"])), MAX_ARROWS)
     triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
     right = correct_triplets(triplets, boxes, labels, truth)
-    picture = fitted(picture_of(table.decode_image(row)), PANEL)
-    scale = PANEL / max(row["width"], row["height"])
+    picture = fitted(picture_of(table.decode_image(row)), PANEL_SIDE_PX)
+    scale = PANEL_SIDE_PX / max(row["width"], row["height"])
     names, predicates = (list(map(drawable, group)) for group in (table.class_names, table.predicates))
-    annotated = truth["relations"][:MOST_ARROWS]
-    black = [TEXT] * len(annotated)
+    annotated = truth["relations"][:MAX_ARROWS]
+    black = [TEXT_COLOUR] * len(annotated)
     counts = len(truth["relations"]), len(prediction["pairs"])
     left = _panel(
         picture,
@@ -110,7 +110,7 @@ def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
         predicates,
         counts[0],
     )
-    colours = [RIGHT if good else WRONG for good in right]
+    colours = [CORRECT_COLOUR if good else WRONG_COLOUR for good in right]
     scores = [f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]]
     shown = picture, boxes * scale, labels, triplets, colours, names, predicates
     return montage([left, _panel(*shown, counts[1], scores)], 2)
@@ -137,20 +137,20 @@ def _panel(
     left_out = count > len(triplets)
     panel = Image.new(
         "RGB",
-        (PANEL, picture.height + LINE * (len(triplets) + left_out) + 4),
-        BACKGROUND,
+        (PANEL_SIDE_PX, picture.height + LINE_HEIGHT_PX * (len(triplets) + left_out) + 4),
+        BACKGROUND_COLOUR,
     )
     picture = picture.copy()
     centres = ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
     for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
         draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
-    draw_marks(picture, [Mark(boxes[i], COLOURS[i % len(COLOURS)], named[i]) for i in used])
+    draw_marks(picture, [Mark(boxes[i], CLASS_COLOURS[i % len(CLASS_COLOURS)], named[i]) for i in used])
     panel.paste(picture, (0, 0))
     draw = ImageDraw.Draw(panel)
     for line, (subject, object_, predicate) in enumerate(triplets.tolist()):
         words = f"{named[subject]}  {predicates[predicate]}  {named[object_]}  {scores[line] if scores else ''}"
         draw.text(
-            (4, picture.height + 2 + line * LINE),
+            (4, picture.height + 2 + line * LINE_HEIGHT_PX),
             words,
             fill=colours[line],
             font=text_font(13),
@@ -158,9 +158,9 @@ def _panel(
     if left_out:
         words = f"{len(triplets)} of {count} relations are drawn"
         draw.text(
-            (4, picture.height + 2 + len(triplets) * LINE),
+            (4, picture.height + 2 + len(triplets) * LINE_HEIGHT_PX),
             words,
-            fill=TEXT,
+            fill=TEXT_COLOUR,
             font=text_font(13),
         )
     return panel
@@ -189,7 +189,10 @@ def draw_found(
     scores = graph["triplet_scores"][kept].tolist()
     kinds = graph["predicates"][kept].tolist()
     labels = graph["labels"].tolist()
-    arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, kinds, strict=True)]
+    colours = [CLASS_COLOURS[p % len(CLASS_COLOURS)] for p in kinds]
+    arrows = [
+        (*pair, drawable(predicates[p]), colour) for pair, p, colour in zip(pairs, kinds, colours, strict=True)
+    ]
     numbered = {"boxes": graph["boxes"], "labels": torch.arange(len(labels))}
     picture = picture_with_boxes(
         image,
@@ -229,23 +232,24 @@ def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> 
 def _graph(nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, left_out: str) -> Image.Image:
     """Draw the relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the
     middle of the image, so that neighbours in the image are neighbours in the graph; `left_out` is written below."""
-    panel = Image.new("RGB", (side, side), BACKGROUND)
+    panel = Image.new("RGB", (side, side), BACKGROUND_COLOUR)
     draw = ImageDraw.Draw(panel)
     size = max(12, round(side / 45))
     draw.text(
         (side / 2, side - size if nodes else side / 2),
         left_out,
-        fill=TEXT,
+        fill=TEXT_COLOUR,
         font=text_font(size),
         anchor="mm",
     )
     if not nodes:
         return panel
     middle = centres[list(nodes)].mean(0)
+    radius = CIRCLE_RADIUS_SHARE * side
     positions = {}
     for index, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
         angle = 2 * math.pi * index / len(nodes) - math.pi
-        positions[number] = (side / 2 + INNER * side * math.cos(angle), side / 2 + INNER * side * math.sin(angle))
+        positions[number] = (side / 2 + radius * math.cos(angle), side / 2 + radius * math.sin(angle))
     for subject, object_, words, colour in arrows:
         draw_arrow(
             draw,
@@ -267,8 +271,8 @@ def _graph(nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, s
         draw.rounded_rectangle(
             box,
             radius=size / 2,
-            fill=COLOURS[number % len(COLOURS)],
-            outline=TEXT,
+            fill=CLASS_COLOURS[number % len(CLASS_COLOURS)],
+            outline=TEXT_COLOUR,
         )
         draw.text(
             position,
@@ -319,4 +323,4 @@ def draw_arrow(
             draw.textbbox(middle, words, font=text_font(size), anchor="mm"),
             fill="#FFFFFF",
         )
-        draw.text(middle, words, fill=TEXT, font=text_font(size), anchor="mm")
+        draw.text(middle, words, fill=TEXT_COLOUR, font=text_font(size), anchor="mm")

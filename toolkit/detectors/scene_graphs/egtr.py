@@ -33,9 +33,9 @@ from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import hold_batch_norms
 
 # Their decoders keep queries and keys apart, have one group of queries, and classify with sigmoids.
-BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
+DETECTORS_BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
 PUBLISHED_BELOW = {"architecture": "deformable_detr", "num_queries": 200}
-SMALLEST_SHARE = 1e-12  # of a predicate that training had not, in the table of frequencies
+MIN_FREQUENCY = 1e-12  # of a predicate that training had not, in the table of frequencies
 
 
 class DecoderStates:
@@ -110,7 +110,7 @@ class EgtrHead(nn.Module):
         """
         if self.log_frequency is not None:
             counts = counts.double()
-            smallest = SMALLEST_SHARE / (counts.sum(2, keepdim=True) + SMALLEST_SHARE)
+            smallest = MIN_FREQUENCY / (counts.sum(2, keepdim=True) + MIN_FREQUENCY)
             self.log_frequency.copy_((counts + smallest).log())
 
     def forward(self, queries: Tensor, keys: Tensor, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ class EGTR(GraphDetector):
         predicates: one name each, in the order of the labels. attributes: ignored; EGTR predicts none.
 
     Raises:
-        BadInput: another detector than one of `BELOW`, wrong options, no predicates; all of them.
+        BadInput: another detector than one of `DETECTORS_BELOW`, wrong options, no predicates; all of them.
     """
 
     Options = EgtrOptions
@@ -398,9 +398,9 @@ def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) -> None:
     faults = []
-    if architecture not in BELOW:
+    if architecture not in DETECTORS_BELOW:
         given = f"model.detector_options: a detector of architecture {architecture!r}"
-        supported = f"the decoder of egtr is that of {', '.join(BELOW)}"
+        supported = f"the decoder of egtr is that of {', '.join(DETECTORS_BELOW)}"
         faults.append(f"{given}; {supported}. train_sgg.py takes any detector with --model.head")
     if o.freeze not in ("detector", "norms", "none"):
         faults.append(f"model.freeze is {o.freeze!r}; expected detector, norms, none")

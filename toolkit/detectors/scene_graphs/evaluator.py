@@ -11,15 +11,15 @@ from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.batch import attribute_targets
-from toolkit.detectors.scene_graphs.matches import COMPACT
+from toolkit.detectors.scene_graphs.matches import COMPACT_FIELDS
 from toolkit.detectors.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.open_images import open_images_metrics
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.matches import Matches, metric_keys
 from toolkit.evaluation.predictions import check_image_ids
 
-TOP = (20, 50, 100)
-OF_ALL = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
+RECALL_AT = (20, 50, 100)
+FURTHER_METRICS = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
 
 
 class SceneGraphEvaluator:
@@ -97,7 +97,7 @@ class SceneGraphEvaluator:
             self.mode,
             num_predicates,
             self.zero_shot,
-            top=TOP,
+            top=RECALL_AT,
             protocol=self.protocol,
         )
         row = metrics.as_row(self.predicate_keys)
@@ -137,20 +137,20 @@ class SceneGraphEvaluator:
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
         """Return a text: the metrics by K, then the predicates with how often they occur and their recall."""
-        rows = [("metric", *(f"@{k}" for k in TOP))]
+        rows = [("metric", *(f"@{k}" for k in RECALL_AT))]
         for key in scores:
             name, _, k = key.partition("@")
-            if k == str(TOP[0]):
-                rows.append((name, *(_number(scores[f"{name}@{k}"]) for k in TOP)))
+            if k == str(RECALL_AT[0]):
+                rows.append((name, *(_number(scores[f"{name}@{k}"]) for k in RECALL_AT)))
         counts = np.zeros(len(self.table.predicates), np.int64)
         for truth in self._truths.values():
             np.add.at(counts, truth["relations"][:, 2], 1)
-        recalls = [("predicate", "relations", f"mR@{TOP[-1]}")]
+        recalls = [("predicate", "relations", f"mR@{RECALL_AT[-1]}")]
         for name, count in zip(self.predicate_keys, counts, strict=True):
-            recall = scores.get(f"mR@{TOP[-1]}/{name}")
+            recall = scores.get(f"mR@{RECALL_AT[-1]}/{name}")
             recalls.append((shown(name, 40), str(count), _number(recall)))
         lines = [align(rows), "", align(recalls)]
-        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in OF_ALL if name in scores))
+        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in FURTHER_METRICS if name in scores))
         if "attribute_R_precision" in scores:
             lines.append(f"attributes: R-precision {_number(scores['attribute_R_precision'])}")
         if self._boxes is not None:
@@ -249,7 +249,7 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
     """Return a prediction as arrays; without pairs it gets empty ones."""
     names = ["boxes", "labels", "scores"]
     if "combinations" in prediction:
-        names += COMPACT
+        names += COMPACT_FIELDS
     graph = {name: np.asarray(prediction[name]) for name in names}
     graph["pairs"] = np.asarray(prediction.get("pairs", np.zeros((0, 2), np.int64)))
     if "combinations" not in prediction:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from toolkit.evaluation.predictions import Found
 
 MAX_RELATIONS = 100  # of one image, as recall counts
-OF_OBJECT = ("category", "bbox", "score")
-SUFFIXES = {"dot": ".dot", "networkx": ".json"}
+OBJECT_KEYS = ("category", "bbox", "score")
+GRAPH_SUFFIXES = {"dot": ".dot", "networkx": ".json"}
 
 
 def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
@@ -66,7 +66,7 @@ def as_dot(graph: Mapping) -> str:
 
 def as_node_link(graph: Mapping) -> dict:
     """Return NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
-    objects = [{key: detection[key] for key in OF_OBJECT} for detection in graph["detections"]]
+    objects = [{key: detection[key] for key in OBJECT_KEYS} for detection in graph["detections"]]
     nodes = [{"id": number, **entries} for number, entries in enumerate(objects)]
     counts: dict[tuple, int] = {}
     edges = []

@@ -13,7 +13,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.detectors.scene_graphs.geometry import certain_logits
 
-EXPECTED_ROWS = 1024  # pairs at a time: 1,024 x 151^2 joint probabilities are 93 MB
+PAIRS_PER_CHUNK = 1024  # 1,024 x 151^2 joint probabilities are 93 MB
 
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
@@ -130,7 +130,7 @@ class FrequencyBias(nn.Module):
 
     def expected(self, subjects: Tensor, objects: Tensor) -> Tensor:
         """Average the table over class probabilities (R, C) of both sides -> (R, P)."""
-        parts = zip(subjects.split(EXPECTED_ROWS), objects.split(EXPECTED_ROWS), strict=True)
+        parts = zip(subjects.split(PAIRS_PER_CHUNK), objects.split(PAIRS_PER_CHUNK), strict=True)
         return torch.cat([(s[:, :, None] * o[:, None, :]).flatten(1) @ self.table.weight for s, o in parts])
 
 

@@ -7,6 +7,7 @@ from toolkit.base.batch import send
 from toolkit.base.box_ops import widest_float
 
 OVERLAP_SCALE = 1024 * 1024  # square pixels that VCTree's areas are divided by
+PAIR_GEOMETRY_DIM = 32  # numbers of `pair_numbers`
 
 
 def box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
-from toolkit.detectors.scene_graphs.evaluator import TOP, SceneGraphEvaluator, load_triplets, zero_shot_triplets
+from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, SceneGraphEvaluator, load_triplets, zero_shot_triplets
 from toolkit.detectors.scene_graphs.matches import compact_graph
 from toolkit.detectors.scene_graphs.options import GraphOptions
 from toolkit.models import DetectorOptions, build_detector
@@ -101,7 +101,7 @@ class GraphDetector(Detector):
     def to_keep(self, prediction: Mapping) -> dict:
         """Return a graph without the scores of all predicates of all pairs: for VG150's test images these are 530
         MB."""
-        return {name: torch.as_tensor(value) for name, value in compact_graph(prediction, TOP[-1]).items()}
+        return {name: torch.as_tensor(value) for name, value in compact_graph(prediction, RECALL_AT[-1]).items()}
 
     def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
         """Load a detector's weights into the modules below the prefix `below`, and into more of them by `prefixes`."""

@@ -9,7 +9,7 @@ import torch
 from toolkit.detectors.scene_graphs import geometry
 
 CHUNK_IMAGES = 64  # bounds memory
-COMPACT = ("predicates", "combinations", "two_predicates", "two_scores")  # of `compact_graph`
+COMPACT_FIELDS = ("predicates", "combinations", "two_predicates", "two_scores")  # of `compact_graph`
 
 
 @dataclass

@@ -11,9 +11,9 @@ import numpy as np
 
 from toolkit.detectors.scene_graphs.matches import best_two, iou_plus_one, union_boxes
 
-KEPT = 100  # predictions of an image
-LEAST_SCORE = 1e-5  # predictions at or below it are left out
-IOU = 0.5  # overlap of a match
+MAX_PREDICTIONS = 100  # predictions of an image
+MIN_TRIPLET_SCORE = 1e-5  # predictions at or below it are left out
+MATCH_IOU = 0.5  # overlap of a match
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def open_images_metrics(
     by_union = _most_overlapped(row, relation, union_iou, len(ranked.score))
     ap_rel = _weighted_ap(ranked, by_both, counts)
     ap_phr = _weighted_ap(ranked, by_union, counts)
-    in_time = (both_iou >= IOU) & (ranked.rank[row] < 50)
+    in_time = (both_iou >= MATCH_IOU) & (ranked.rank[row] < 50)
     recall = len(np.unique(relation[in_time])) / len(true.predicate)
     return {
         "wmAP_rel": ap_rel,
@@ -100,8 +100,8 @@ def _predictions(predictions: Sequence[Mapping]) -> _Ranked:
         ends = np.asarray(prediction["pairs"], np.int64).reshape(-1, 2)
         pair_scores = np.asarray(prediction["scores"])[ends].prod(1)  # (P,)
         values = (pair_scores[:, None] * best_scores).ravel()  # pair by pair
-        order = np.argsort(-values, kind="stable")[:KEPT]
-        order = order[values[order] > LEAST_SCORE]
+        order = np.argsort(-values, kind="stable")[:MAX_PREDICTIONS]
+        order = order[values[order] > MIN_TRIPLET_SCORE]
         per_pair = max(best.shape[1], 1)
         pairs.append(ends[order // per_pair])
         predicates.append(best.ravel()[order])
@@ -166,7 +166,7 @@ def _most_overlapped(row: np.ndarray, relation: np.ndarray, iou: np.ndarray, cou
     relation = relation[order]
     iou = iou[order]
     is_first = np.append(True, row[1:] != row[:-1])[: len(row)]
-    best = is_first & (iou > IOU)
+    best = is_first & (iou > MATCH_IOU)
     found = np.full(count, -1)
     found[row[best]] = relation[best]
     return found

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from toolkit.base.batch import image_of_each, pad_rows, send_dicts, to_host, unpad_rows
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
 
-OF_OBJECTS = ("boxes", "labels", "scores", "attribute_scores")
-OF_TRIPLETS = ("pairs", "predicate_scores", "predicates", "triplet_scores")
-PAIRS_AT_ONCE = 2**23  # boxes compared with boxes, of all classes: 32 MB of float32
+OBJECT_FIELDS = ("boxes", "labels", "scores", "attribute_scores")
+TRIPLET_FIELDS = ("pairs", "predicate_scores", "predicates", "triplet_scores")
+PAIRS_PER_CHUNK = 2**23  # boxes compared with boxes, of all classes: 32 MB of float32
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
     _, count, classes, _ = boxes_per_class.shape
     parts = []
     boxes_per_class = boxes_per_class.transpose(1, 2)
-    at_once = max(1, PAIRS_AT_ONCE // (count**2 * classes))
+    at_once = max(1, PAIRS_PER_CHUNK // (count**2 * classes))
     for boxes in [boxes_per_class] if torch.compiler.is_exporting() else boxes_per_class.split(at_once):
         # As `iou_plus_one`, one coordinate at a time, which is several times faster on so many pairs.
         left, top, right, bottom = boxes.unbind(-1)  # (B, C, N)
@@ -157,7 +157,7 @@ def shortlist(
         keep = columns["best"] | triplets["annotated"]
         rows = (2 * columns["image"] + ~keep).sort(stable=True).indices[rows]
         more = {"keep": keep[rows]}
-    return {name: triplets[name][rows] for name in OF_TRIPLETS} | more, counts
+    return {name: triplets[name][rows] for name in TRIPLET_FIELDS} | more, counts
 
 
 def graphs_on_host(
@@ -188,6 +188,6 @@ def strong_only(graph: dict[str, Tensor], score_threshold: float) -> dict[str, T
         return graph
     strong = graph["scores"] > score_threshold
     rows = strong[graph["pairs"]].all(1)
-    kept = {name: graph[name][strong] for name in OF_OBJECTS if name in graph}
-    kept |= {name: graph[name][rows] for name in OF_TRIPLETS}
+    kept = {name: graph[name][strong] for name in OBJECT_FIELDS if name in graph}
+    kept |= {name: graph[name][rows] for name in TRIPLET_FIELDS}
     return graph | kept | {"pairs": (strong.cumsum(0) - 1)[kept["pairs"]]}

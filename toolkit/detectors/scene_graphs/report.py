@@ -10,7 +10,7 @@ import numpy as np
 from toolkit.base.boxes import Boxes
 from toolkit.data.decoding import ImageError
 from toolkit.detectors.scene_graphs.draw import graph_tile
-from toolkit.detectors.scene_graphs.evaluator import TOP, given_graph, true_graph
+from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, given_graph, true_graph
 from toolkit.detectors.scene_graphs.matches import best_predicates, boxes_of_objects, iou_plus_one
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 
@@ -79,7 +79,7 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
         graphs,
         mode,
         len(table.predicates),
-        top=TOP,
+        top=RECALL_AT,
         protocol=protocol,
     )
     row = {name: value for name, value in metrics.as_row().items() if value is not None}
@@ -114,9 +114,9 @@ def _confusions(truths, graphs, mode: str, predicates: int, protocol: str) -> tu
             np.add.at(matrix, (annotated, predicates), 1)  # in the last column: not found
             images[i] = 0.0
             continue
-        best = best_predicates(graph, slice(TOP[-1]))
+        best = best_predicates(graph, slice(RECALL_AT[-1]))
         same = _same(truth, graph, mode, protocol)
-        pairs = graph["pairs"][: TOP[-1]]
+        pairs = graph["pairs"][: RECALL_AT[-1]]
         subjects_fit = same[pairs[:, 0]][:, relations[:, 0]]  # (pairs, relations)
         objects_fit = same[pairs[:, 1]][:, relations[:, 1]]
         on_it = subjects_fit & objects_fit

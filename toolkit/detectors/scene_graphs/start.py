@@ -19,8 +19,8 @@ from toolkit.models.start import start_detector
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.run.checkpoint import Checkpoint
 
-GRAPHS = ("scene_graph", "egtr")
-COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
+GRAPH_ARCHITECTURES = ("scene_graph", "egtr")
+COUNT_BUFFERS = ("relation_counts", "candidate_counts", "seen_triplets")
 
 
 def start_scene_graph(
@@ -70,7 +70,7 @@ def start_scene_graph(
         differ = f"{table.name} has the attributes {table_names}, the run so far {run_names}"
         raise BadInput(f"{differ}: resume it on its own data")
     if checkpoint is not None:
-        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
+        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNT_BUFFERS))
     elif not options.pretrained or not model.seen_triplets.any():  # published weights come without counts
         counts = run_on_main(lambda: count_table(table, model.counts_pairs_apart))
         if options.pretrained:
@@ -219,7 +219,7 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
         for kind in trained
         if list(trained[kind]) != given[kind]
     ]
-    if source.architecture in GRAPHS and faults:  # start_detector refuses other architectures
+    if source.architecture in GRAPH_ARCHITECTURES and faults:  # start_detector refuses other architectures
         raise BadInput(faults)
 
 
@@ -262,7 +262,7 @@ def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     if source.architecture == "scene_graph" and Path(name).expanduser().is_file():
         source = _detector_of(source)
     problems = []
-    if source.architecture in GRAPHS:
+    if source.architecture in GRAPH_ARCHITECTURES:
         problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")
     if source.class_names != table.class_names:
         mismatch = f"knows the classes {source.class_names}, the data {table.class_names}"

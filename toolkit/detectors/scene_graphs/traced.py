@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from toolkit.base.batch import rows_of
 from toolkit.detectors.scene_graphs.batch import RelationBatch
-from toolkit.detectors.scene_graphs.detector_below import CANDIDATES, distribution_logits
+from toolkit.detectors.scene_graphs.detector_below import MAX_CANDIDATES, distribution_logits
 from toolkit.detectors.scene_graphs.frequency import log_prior
 from toolkit.detectors.scene_graphs.geometry import union_boxes
 from toolkit.detectors.scene_graphs.postprocess import late_labels
 from toolkit.models.detector import kept_maps
 from toolkit.models.nms import class_wise_nms
 
-TRACED = ("penet", "react", "react_pp")  # heads without trees, sequences and messages between objects
+TRACEABLE_HEADS = ("penet", "react", "react_pp")  # heads without trees, sequences and messages between objects
 
 
 @dataclass
@@ -82,7 +82,7 @@ def _objects(below: nn.Module, outputs: dict, sizes: Tensor, most: int) -> tuple
     `DetectorBelow.detect_with_logits`."""
     boxes, scores = below.inner.all_predictions(outputs, sizes)
     boxes = boxes.clamp(min=0).minimum(sizes.flip(1).repeat(1, 2)[:, None].to(boxes))
-    count = min(CANDIDATES, scores.shape[1])
+    count = min(MAX_CANDIDATES, scores.shape[1])
     rows = scores.amax(2).topk(count, dim=1).indices
     boxes = rows_of(boxes, rows)
     logits = distribution_logits(rows_of(scores, rows).flatten(0, 1))

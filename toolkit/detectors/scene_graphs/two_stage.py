@@ -27,7 +27,7 @@ from toolkit.detectors.scene_graphs.frequency import (
     predicate_weights,
 )
 from toolkit.detectors.scene_graphs.graph_detector import GraphDetector, build_below, naming_its_options
-from toolkit.detectors.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.heads import RELATION_HEADS, HeadSizes, build_relation_head
 from toolkit.detectors.scene_graphs.heads.react_pp import ReactPlusPlusHead
 from toolkit.detectors.scene_graphs.heads.vctree import PairScores
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
@@ -39,14 +39,14 @@ from toolkit.detectors.scene_graphs.sampling import (
     given_objects,
     sampled_pairs,
 )
-from toolkit.detectors.scene_graphs.traced import TRACED, decode_graph
+from toolkit.detectors.scene_graphs.traced import TRACEABLE_HEADS, decode_graph
 from toolkit.detectors.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.models.detector import Detector
 from toolkit.models.weights.mapping import WeightTable
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes, hold_batch_norms, set_bn_momentum
 
-FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
+GRAPH_FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
 
 
 class SceneGraph(GraphDetector):
@@ -300,7 +300,8 @@ class SceneGraph(GraphDetector):
     def graph_obstacle(self) -> str | None:
         obstacles = {
             f"in {self.mode} the boxes are given": self.given_boxes,
-            f"of the heads only {', '.join(TRACED)} can be traced": self.options["head"] not in TRACED,
+            f"of the heads only {', '.join(TRACEABLE_HEADS)} can be traced": self.options["head"]
+            not in TRACEABLE_HEADS,
             "its detector has two stages, whose proposals vary": not isinstance(self.detector, DetectorBelow),
             "union features of all levels cannot be traced": self.options["union_levels"] == "all",
         }
@@ -402,7 +403,7 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
 
 
 def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
-    options = ("mode", o.mode, MODES), ("head", o.head, HEADS), ("freeze", freeze, FREEZE_CHOICES)
+    options = ("mode", o.mode, MODES), ("head", o.head, RELATION_HEADS), ("freeze", freeze, GRAPH_FREEZE_CHOICES)
     options += (("union_levels", o.union_levels, ("one", "all")),)
     faults = [f"model.{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]
     if not 0 <= o.class_balanced_beta < 1 or o.class_balanced_beta and o.rare_predicate_power:

@@ -12,7 +12,7 @@ from toolkit.base.box_ops import moved_ends
 from toolkit.detectors.scene_graphs.geometry import rectangle_masks, union_boxes
 from toolkit.detectors.scene_graphs.heads.layers import fc
 
-PAIRS_AT_ONCE = 4096  # in evaluation, which has all pairs: about 1 GB of 256 channels
+PAIRS_PER_CHUNK = 4096  # in evaluation, which has all pairs: about 1 GB of 256 channels
 
 
 class RectangleFeatures(nn.Module):
@@ -113,15 +113,15 @@ class UnionFeatures(nn.Module):
 
         boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
         images without padding, on any device; images_hw: the same on the host, if known there. on_host: boxes and
-        pairs, if known there. Evaluation computes `PAIRS_AT_ONCE`, so that an image of hundreds of objects fits the
+        pairs, if known there. Evaluation computes `PAIRS_PER_CHUNK`, so that an image of hundreds of objects fits the
         memory.
         """
         about = feature_maps, boxes_xyxy, sizes_hw, images_hw or list(map(tuple, sizes_hw.tolist()))
-        if self.training or len(pairs) <= PAIRS_AT_ONCE:
+        if self.training or len(pairs) <= PAIRS_PER_CHUNK:
             return self._of_pairs(*about, pairs, list(num_pairs), on_host)
         parts = []
-        for first in range(0, len(pairs), PAIRS_AT_ONCE):
-            rows = slice(first, first + PAIRS_AT_ONCE)
+        for first in range(0, len(pairs), PAIRS_PER_CHUNK):
+            rows = slice(first, first + PAIRS_PER_CHUNK)
             ends = zip(accumulate(num_pairs), num_pairs, strict=True)
             counts = [max(0, min(end, rows.stop) - max(end - count, first)) for end, count in ends]
             parts.append(

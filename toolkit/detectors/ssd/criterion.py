@@ -16,7 +16,7 @@ from toolkit.base.batch import send
 from toolkit.base.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
 from toolkit.step.losses import labelled_classes, partial_log_softmax, unlabelled_columns
 
-IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
+IGNORED_LABEL = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
 
 
 def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple[float, float]]:
@@ -118,7 +118,7 @@ def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float
         anchors_cxcywh: (A, 4) fractions.
 
     Returns:
-        labels (B, A) int64: 0 background, 1 on: class + 1, `IGNORED`; index (B, A) of the matched box.
+        labels (B, A) int64: 0 background, 1 on: class + 1, `IGNORED_LABEL`; index (B, A) of the matched box.
     """
     left, top, right, bottom = cxcywh_to_xyxy(anchors_cxcywh).t().contiguous()  # planes: strided ones are slow
     x0, y0, x1, y1 = objects.boxes[..., None].unbind(-2)  # (B, T, 1)
@@ -145,7 +145,7 @@ def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float
     if objects.crowd.is_cuda or bool(objects.crowd.any()):  # a GPU would be waited for
         with_crowd = (common * objects.crowd[..., None]).amax(dim=1)
         in_crowd = with_crowd >= iou_threshold * anchor_area
-        labels = labels.masked_fill_(in_crowd & ~positive, IGNORED)
+        labels = labels.masked_fill_(in_crowd & ~positive, IGNORED_LABEL)
     return labels, index
 
 

@@ -18,8 +18,8 @@ from toolkit.base.box_ops import widest_float
 
 STRIDES = (32, 16, 8)
 # Pairs of prediction and box compared at once; on a CPU so few that they stay in its cache. Does not change the result.
-PAIRS_AT_ONCE = {"cpu": 2**18}
-PAIRS_AT_ONCE_ELSEWHERE = 2**26
+PAIRS_PER_CHUNK_BY_DEVICE = {"cpu": 2**18}
+PAIRS_PER_CHUNK = 2**26
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tens
     truth_planes = padded.movedim(-1, 0).contiguous()[..., None]  # (6, B, M, 1)
     planes = pred_boxes.movedim(-1, 0).contiguous()[:, :, None]  # (4, B, 1, N)
     pairs_of_image = max(1, padded.shape[1] * pred_boxes.shape[1])
-    at_once = PAIRS_AT_ONCE.get(pred_boxes.device.type, PAIRS_AT_ONCE_ELSEWHERE)
+    at_once = PAIRS_PER_CHUNK_BY_DEVICE.get(pred_boxes.device.type, PAIRS_PER_CHUNK)
     images = max(1, at_once // pairs_of_image)
     covered = []
     for pred, truth in zip(planes.split(images, dim=1), truth_planes.split(images, dim=1), strict=True):

@@ -20,9 +20,9 @@ from toolkit.base.errors import BadInput
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.models.weights.names import Description, named
 
-LIST = 0x112
+LIST_MAGIC = 0x112
 V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
-TYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
+DTYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
 NORM = {"bias": "beta", "weight": "gamma", "running_mean": "running_mean", "running_var": "running_var"}
 
 
@@ -49,8 +49,8 @@ def _read(raw: bytes) -> dict[str, Tensor]:
         return values[0] if len(values) == 1 else values
 
     magic, _, number = take("QQQ")
-    if magic != LIST:
-        raise ValueError(f"it begins with {magic:#x} instead of {LIST:#x}")
+    if magic != LIST_MAGIC:
+        raise ValueError(f"it begins with {magic:#x} instead of {LIST_MAGIC:#x}")
     arrays = []
     for _ in range(number):
         version = take("I")
@@ -63,10 +63,10 @@ def _read(raw: bytes) -> dict[str, Tensor]:
         else:  # before there were versions this was the number of dimensions
             shape = [take("I") for _ in range(version)]
         _, _, kind = take("iii")
-        if kind not in TYPES or any(side < 0 for side in shape):
+        if kind not in DTYPES or any(side < 0 for side in shape):
             raise ValueError(f"numbers of type {kind}, shape {shape}")
         count = int(np.prod(shape))
-        array = np.frombuffer(raw, TYPES[kind], count, offset).reshape(shape)
+        array = np.frombuffer(raw, DTYPES[kind], count, offset).reshape(shape)
         offset += array.nbytes
         arrays.append(torch.from_numpy(array.copy()))
     names = []

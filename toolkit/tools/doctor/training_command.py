@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.data.formats.annotated import ALL, split_in_name, split_of
+from toolkit.data.formats.annotated import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,7 +26,7 @@ class Source:
     def is_split(self) -> bool:
         """Return whether this is a folder of several splits, and not a single split such as a file or a folder
         without splits."""
-        return bool(self.splits) and self.splits != (ALL,)
+        return bool(self.splits) and self.splits != (UNSPLIT,)
 
     @property
     def split(self) -> str | None:
@@ -111,7 +111,7 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
 
 def _of_folders(folders: Sequence[Source]) -> Choice | str:
     everywhere = [split for split in folders[0].splits if all(split in folder.splits for folder in folders)]
-    trains = next((split for split in ("train", "trainval", ALL) if split in everywhere), None)
+    trains = next((split for split in ("train", "trainval", UNSPLIT) if split in everywhere), None)
     if trains is None:
         named = ", ".join(dict.fromkeys(split for folder in folders for split in folder.splits))
         return f"no training data: there is only {named} (--data.train NAME --data.val NAME say which are which)"

@@ -12,13 +12,13 @@ import numpy as np
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
 from toolkit.data.table import LabelledImages
-from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text
+from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, graph_text
 from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
 
 # The files and folders that `scripts/predict.py` writes.
 OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv", "uncertain.csv")
 OUTPUTS += ("labels", "annotations", "pictures", "videos", "graphs")
-FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
+FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *GRAPH_SUFFIXES)
 
 
 def write_outputs(
@@ -65,7 +65,7 @@ def write_outputs(
             write_csv(inside.renamed(paths), folder / "predictions.csv")
         else:
             for graph, image in zip(document["images"], names, strict=True):
-                path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
+                path = folder / "graphs" / f"{without_suffix(image)}{GRAPH_SUFFIXES[name]}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text_atomic(path, graph_text(graph, name))
 

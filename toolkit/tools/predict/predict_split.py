@@ -13,7 +13,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.splits import READING, open_split
 from toolkit.data.table import DetectionTable
-from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
+from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
@@ -132,7 +132,7 @@ def predict_run(
     predictions = by_image
     if not same:
         predictions = {key: relabelled(prediction, labels, kept) for key, prediction in by_image.items()}
-    of_graphs = {key: evaluation[key] for key in OF_GRAPHS if key in evaluation}
+    of_graphs = {key: evaluation[key] for key in GRAPH_EVAL_SETTINGS if key in evaluation}
     evaluator = make_evaluator(detector, table, backend or evaluation["backend"], **of_graphs)
     about = {
         "detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)",

@@ -12,7 +12,7 @@ from toolkit.base.files import read_json, read_json_object, write_text_atomic
 from toolkit.base.public import without_machine
 from toolkit.base.text import as_code, in_markdown
 from toolkit.run.metrics_log import read_metrics
-from toolkit.run.settings_file import CONFIG, read_groups
+from toolkit.run.settings_file import CONFIG_FILE, read_groups
 
 SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
 SHOWN_CLASSES = 100
@@ -69,11 +69,11 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
         licence: as the hub spells it.
     """
     folder = Path(folder)
-    run = folder.parent if (folder.parent / CONFIG).is_file() else None
+    run = folder.parent if (folder.parent / CONFIG_FILE).is_file() else None
     config = read_json(folder / "config.json")
     environment = read_json_object(run / "environment.json") if run else {}
     here = environment.get("working_directory") or "."
-    settings = without_machine(read_groups(run / CONFIG), here) if run else {}
+    settings = without_machine(read_groups(run / CONFIG_FILE), here) if run else {}
     environment["command_line"] = without_machine(environment.get("command_line") or [], here)
     row = best_row(run) if run else {}
     of_run, of_folder = ((source.get("model") or {}).get("architecture") for source in (settings, config))
@@ -116,7 +116,7 @@ def _counted_classes(names: Sequence[str]) -> str:
 def best_row(run: Path) -> dict:
     """Return the evaluation of the best checkpoint of a run, without its prefix; empty if there is none."""
     state = read_json_object(run / "checkpoints" / "best" / "state.json")
-    metric = (read_groups(run / CONFIG).get("eval") or {}).get("metric_for_best")
+    metric = (read_groups(run / CONFIG_FILE).get("eval") or {}).get("metric_for_best")
     if not isinstance(metric, str):
         return {}
     prefix = "val/ema/" if metric.startswith("ema/") else "val/"

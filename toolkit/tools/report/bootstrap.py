@@ -13,7 +13,7 @@ from scipy.sparse import csr_array
 
 from toolkit.base.files import usable_cores
 from toolkit.evaluation.coco_numbers import ByClass, CocoNumbers, summary
-from toolkit.evaluation.matches import AREAS, IOUS, Matches
+from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
 
 DRAWS = 1000
 VALUES_AT_ONCE = 1_000_000  # float32 values of one array, as many as fit in the cache of a core
@@ -63,14 +63,14 @@ def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.nda
     near = shared.near[label]
     candidate = shared.candidate[label]
     some = weights[m.found.image_index[rows[near]]]
-    for a, area in enumerate(AREAS):
+    for a, area in enumerate(AREA_RANGES):
         wanted = shared.required[a] & (m.truth.labels == label)
         if not wanted.any():
             continue
         total = np.bincount(m.truth.image_index[wanted], minlength=m.num_images).astype(np.float32) @ weights  # (B,)
         inside = shared.inside(label, area)
         so_far = _so_far(m.found.image_index[rows], inside, near, weights)
-        for t in range(len(IOUS)):
+        for t in range(len(IOU_THRESHOLDS)):
             gt = m.coco.gt[a, t, candidate]
             at = np.flatnonzero(gt >= 0)  # predictions that find something, also a crowd
             right = shared.required[a][gt[at]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.base.errors import BadInput
-from toolkit.evaluation.coco_numbers import TWELVE
+from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report import figures
 from toolkit.tools.report.bootstrap import DRAWS, interval
 from toolkit.tools.report.errors import KINDS
@@ -143,7 +143,7 @@ def _precisions_apart(c: Comparison) -> str:
 
 
 def numbers(c: Comparison) -> str:
-    rows = [(name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)) for name in TWELVE]
+    rows = [(name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)) for name in COCO_METRICS]
     rows += [(f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)) for year in ("07", "12")]
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
     rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))

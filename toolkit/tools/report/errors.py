@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.base.boxes import common_and_union
 from toolkit.evaluation.coco_numbers import exact_average_precision
-from toolkit.evaluation.matches import AREAS, BACKGROUND_IOU, Matches, best_pairs, paired
+from toolkit.evaluation.matches import AREA_RANGES, BACKGROUND_IOU, Matches, best_pairs, paired
 
 KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
 MEANING = {
@@ -28,7 +28,11 @@ FOUND = 0.5
 EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
 TOUCHING = 0.05  # IoU from which two annotated boxes count as neighbours
 # Ranges of numbers, without their end.
-SIZES = {"small (below 32²)": AREAS["s"], "medium (32² to 96²)": AREAS["m"], "large (above 96²)": AREAS["l"]}
+SIZES = {
+    "small (below 32²)": AREA_RANGES["s"],
+    "medium (32² to 96²)": AREA_RANGES["m"],
+    "large (above 96²)": AREA_RANGES["l"],
+}
 NEIGHBOURS = {"none": (0, 1), "1": (1, 2), "2 or 3": (2, 4), "4 or more": (4, np.inf)}
 VERTICAL, HORIZONTAL = ("top", "middle", "bottom"), ("left", "centre", "right")
 IN_IMAGE = {"1": (1, 2), "2 to 5": (2, 6), "6 to 20": (6, 21), "more than 20": (21, np.inf)}

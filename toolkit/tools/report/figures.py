@@ -6,7 +6,7 @@ from math import isfinite
 
 import numpy as np
 
-from toolkit.evaluation.matches import IOUS
+from toolkit.evaluation.matches import IOU_THRESHOLDS
 from toolkit.tools.report.charts import BarChart, Line, LineChart, MatrixChart
 from toolkit.tools.report.thresholds import Calibration, Point, Sweep
 
@@ -186,7 +186,7 @@ def precision_recall_chart(sweeps: Mapping[str, Sweep]) -> LineChart:
 
 def iou_chart(ap_by_iou: Mapping[str, Sequence[float]]) -> LineChart:
     """Return a chart of AP (10,) of each detector against IoU."""
-    lines = [Line(name, IOUS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
+    lines = [Line(name, IOU_THRESHOLDS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
     return LineChart("AP against the IoU that counts as found", lines, "IoU", y_range=(0, 1))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.evaluation.coco_numbers import exact_numbers
-from toolkit.evaluation.matches import IOUS, match
+from toolkit.evaluation.matches import IOU_THRESHOLDS, match
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
 from toolkit.tools.report.annotations import Suspect, suspects
@@ -128,7 +128,7 @@ def as_json(judged: Judgement) -> dict:
             }
             for name, ap, boxes, point in zip(names, judged.class_ap, judged.matches.num_truth, best, strict=True)
         },
-        "ap_by_iou": dict(zip((f"{iou:.2f}" for iou in IOUS), judged.ap_by_iou.tolist(), strict=True)),
+        "ap_by_iou": dict(zip((f"{iou:.2f}" for iou in IOU_THRESHOLDS), judged.ap_by_iou.tolist(), strict=True)),
         "calibration_error": judged.calibration.error,
         "confusion_matrix": judged.matrix.tolist(),
         "tide": {"ap50": judged.errors.ap50, "cost": judged.errors.cost},

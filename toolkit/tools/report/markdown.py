@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.base.text import in_markdown
-from toolkit.evaluation.coco_numbers import TWELVE
+from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report.charts import save_charts
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.figures import LOSSES, PRECISION, training_charts
@@ -69,7 +69,7 @@ def _numbers(rows: list[dict]) -> list[str]:
         return ["No evaluation with ground truth yet."]
     metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
     metrics += ["attribute_R_precision"] if any("val/attribute_R_precision" in row for row in rows) else []
-    metrics += [f"bbox_{name}" for name in TWELVE] if any("val/bbox_AP" in row for row in rows) else []
+    metrics += [f"bbox_{name}" for name in COCO_METRICS] if any("val/bbox_AP" in row for row in rows) else []
     metrics += ["loss"]
     parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
     keys = (key for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/"))

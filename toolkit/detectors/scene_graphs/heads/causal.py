@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toolkit.base.errors import BadInput
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, predicate_loss
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
-from toolkit.detectors.scene_graphs.geometry import pair_numbers, scaled_box_numbers
+from toolkit.detectors.scene_graphs.geometry import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
@@ -29,7 +29,6 @@ from toolkit.detectors.scene_graphs.heads.motifs import MotifsContext
 from toolkit.detectors.scene_graphs.heads.vctree import VCTreeContext
 
 EFFECTS = ("none", "TDE", "NIE", "TE")
-PAIR_NUMBERS = 32
 
 
 class VTransEContext(ObjectContext):
@@ -115,9 +114,9 @@ class CausalHead(nn.Module):
         self.mean_spatial = RunningMean(pooling) if separate_spatial else None
         self.positions = self.mean_positions = None
         if use_positions:
-            layers = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
+            layers = xavier_linear(PAIR_GEOMETRY_DIM, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
             self.positions = nn.Sequential(*layers)
-            self.mean_positions = RunningMean(PAIR_NUMBERS)
+            self.mean_positions = RunningMean(PAIR_GEOMETRY_DIM)
         self.of_labels = () if self.translates else ("context.decoder",)
         self.loss_names = ("loss_rel", "loss_refine_obj", "auxiliary_ctx")
         self.loss_names += ("auxiliary_vis", "auxiliary_frq") if fusion == "sum" else ()

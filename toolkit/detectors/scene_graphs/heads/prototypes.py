@@ -24,7 +24,8 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     position_embedding,
 )
 
-APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
+# Squared distances: least one between prototypes (gamma 2), and how much nearer the right one is (gamma 1).
+PROTOTYPE_DISTANCE, MARGIN = 7.0, 1.0
 NEAREST = 10  # wrong prototypes that a pair is held away from
 
 
@@ -165,7 +166,7 @@ class PrototypeHead(nn.Module):
             count = len(prototypes)
             alike = (unit @ unit.detach().T).norm(dim=1).sum() / count**2
             between = squared_distances(prototypes, prototypes.detach()).sort(1).values
-            close = (APART - between[:, :2].sum(1)).clamp(min=0).mean()
+            close = (PROTOTYPE_DISTANCE - between[:, :2].sum(1)).clamp(min=0).mean()
             missed = (farther_than_wrong(pairs, prototypes, batch.relation_labels) + MARGIN).clamp(min=0)
         return prototype_losses(batch, alike, close, missed)
 

@@ -20,11 +20,11 @@ from toolkit.detectors.scene_graphs.heads.prototypes import (
     squared_distances,
 )
 
-APART, MARGIN = 1.5, 0.4  # of unit vectors: as APART and MARGIN of prototypes.py
-KEPT = 0.999  # of a prototype when it moves to the mean of a batch's pairs
-MOST_SCALE = 100.0
+PROTOTYPE_DISTANCE, MARGIN = 1.5, 0.4  # of unit vectors: as PROTOTYPE_DISTANCE and MARGIN of prototypes.py
+PROTOTYPE_MOMENTUM = 0.999  # of a prototype when it moves to the mean of a batch's pairs
+MAX_LOGIT_SCALE = 100.0
 EPSILON = 1e-6
-HEADS = 4  # of attention
+ATTENTION_HEADS = 4
 
 
 def linear(in_dim: int, out_dim: int) -> nn.Linear:
@@ -83,7 +83,7 @@ class WordAttention(nn.Module):
 
     def forward(self, rows: Tensor, words: Tensor) -> Tensor:
         layers = zip((self.query, self.key, self.value), (rows, words, words), strict=True)
-        parts = (layer(given).unflatten(1, (HEADS, -1)).transpose(0, 1)[None] for layer, given in layers)
+        parts = (layer(given).unflatten(1, (ATTENTION_HEADS, -1)).transpose(0, 1)[None] for layer, given in layers)
         found = F.scaled_dot_product_attention(
             *parts,
             dropout_p=self.dropout if self.training else 0.0,
@@ -119,7 +119,7 @@ class MovingPrototypes(nn.Module):
         means = sums / found.clamp(min=1)[:, None]
         moved = torch.where(
             self.counts[:, None] > 0,
-            KEPT * self.means + (1 - KEPT) * means,
+            PROTOTYPE_MOMENTUM * self.means + (1 - PROTOTYPE_MOMENTUM) * means,
             means,
         )
         self.means.copy_(
@@ -145,8 +145,8 @@ class ReactPlusPlusHead(nn.Module):
         """Build the head. dim: width of the prototype space, a multiple of 4. Vectors of classes and predicates are not
         trained."""
         super().__init__()
-        if dim % HEADS:
-            raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {HEADS}")
+        if dim % ATTENTION_HEADS:
+            raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {ATTENTION_HEADS}")
         self.mode = check_mode(mode)
         self.sizes = sizes
         self.nms_threshold = nms_threshold
@@ -178,7 +178,7 @@ class ReactPlusPlusHead(nn.Module):
         pairs = F.normalize(self.project(self._pairs(batch, labels)).float(), dim=1)
         prototypes = F.normalize(self.project(self.prototypes()).float(), dim=1)
         with torch.autocast(pairs.device.type, enabled=False):
-            relation_logits = pairs @ prototypes.T * self.logit_scale.exp().clamp(max=MOST_SCALE)
+            relation_logits = pairs @ prototypes.T * self.logit_scale.exp().clamp(max=MAX_LOGIT_SCALE)
             losses = self._losses(batch, pairs, prototypes) if self.training else {}
         if self.training and self.prototypes.moves:
             self.prototypes.follow(pairs.detach(), batch.relation_labels)
@@ -206,6 +206,6 @@ class ReactPlusPlusHead(nn.Module):
         between = squared_distances(prototypes, prototypes.detach())
         itself = torch.eye(len(prototypes), dtype=torch.bool, device=between.device)
         between = between.masked_fill(itself, math.inf).sort(1).values
-        close = F.softplus(APART - between[:, :2].sum(1)).mean()
+        close = F.softplus(PROTOTYPE_DISTANCE - between[:, :2].sum(1)).mean()
         missed = F.softplus(farther_than_wrong(pairs, prototypes.detach(), batch.relation_labels) + MARGIN)
         return prototype_losses(batch, alike, close, missed)

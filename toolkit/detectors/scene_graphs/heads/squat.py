@@ -14,7 +14,7 @@ from toolkit.base.batch import pad_rows, rows_of, send, unpad_rows
 from toolkit.base.errors import BadInput
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask, of_images
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
-from toolkit.detectors.scene_graphs.geometry import pair_numbers, scaled_box_numbers
+from toolkit.detectors.scene_graphs.geometry import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.heads.layers import (
     HeadSizes,
     check_mode,
@@ -28,11 +28,10 @@ from toolkit.detectors.scene_graphs.heads.layers import (
 )
 from toolkit.detectors.scene_graphs.heads.prototypes import detector_labels
 
-HEADS = 8  # of attention
-PAIR_NUMBERS = 32
+ATTENTION_HEADS = 8
 # The published names of the three scores, in those of their losses. "query" chooses the pairs that are updated, "e2e"
 # (edge to edge) those that they read. "n2e" (node to edge) is learned with them, but nothing is chosen by it.
-SCORES = ("query", "e2e", "n2e")
+SCORE_NAMES = ("query", "e2e", "n2e")
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class SelectiveLayer(nn.Module):
 
     @staticmethod
     def _attention(dim: int, dropout: float) -> nn.MultiheadAttention:
-        return nn.MultiheadAttention(dim, HEADS, dropout, batch_first=True)
+        return nn.MultiheadAttention(dim, ATTENTION_HEADS, dropout, batch_first=True)
 
     def forward(
         self,
@@ -156,7 +155,7 @@ class SquatHead(nn.Module):
     """The SQUAT head, which keeps the detector's labels. Its losses beside the cross entropy say which pairs have a
     relation, in either direction: a third of the binary cross entropy of each score."""
 
-    loss_names = ("loss_rel", "loss_refine_obj", *(f"loss_mask_{name}" for name in SCORES))
+    loss_names = ("loss_rel", "loss_refine_obj", *(f"loss_mask_{name}" for name in SCORE_NAMES))
 
     def __init__(
         self,
@@ -193,7 +192,7 @@ class SquatHead(nn.Module):
         self.object_in = fc(sizes.object_dim, hidden)
         self.split = fc(object_dim, 2 * hidden)
         self.positions = nn.Sequential(
-            xavier_linear(PAIR_NUMBERS, hidden),
+            xavier_linear(PAIR_GEOMETRY_DIM, hidden),
             nn.ReLU(),
             xavier_linear(hidden, 2 * hidden),
             nn.ReLU(),
@@ -201,7 +200,7 @@ class SquatHead(nn.Module):
         self.join = fc(2 * hidden, dim)
         self.objects = fc(object_dim, dim)
         self.union = xavier_linear(sizes.union_dim, dim) if use_union else None
-        self.scores = nn.ModuleDict({name: PairScore(dim, hidden) for name in SCORES})
+        self.scores = nn.ModuleDict({name: PairScore(dim, hidden) for name in SCORE_NAMES})
         self.layers = nn.ModuleList(SelectiveLayer(dim, 2 * hidden, dropout) for _ in range(layers))
         self.out = nn.Linear(dim, sizes.num_predicates)
         self.frequency = FrequencyBias(log_frequency)
@@ -279,15 +278,15 @@ class SquatHead(nn.Module):
             logits = unpad_rows(padded, batch.num_pairs)  # (R,)
             loss = F.binary_cross_entropy_with_logits(logits, related, reduction="none")
             mean = of_images(loss, batch.num_pairs) / num_pairs.clamp(min=1)
-            third = mean / len(SCORES)
+            third = mean / len(SCORE_NAMES)
             losses[f"loss_mask_{name}"] = third, (num_objects > 0).to(third)
         return losses
 
 
 def _check(sizes: HeadSizes, dim: int, query_share: float, key_share: float) -> None:
     faults = []
-    if dim % HEADS:
-        faults.append(f"model.head_options.dim is {dim}; squat takes multiples of {HEADS}")
+    if dim % ATTENTION_HEADS:
+        faults.append(f"model.head_options.dim is {dim}; squat takes multiples of {ATTENTION_HEADS}")
     if sizes.hidden_dim % 4:
         faults.append(f"model.hidden_dim is {sizes.hidden_dim}; squat takes multiples of 4")
     for key, value in (("query_share", query_share), ("key_share", key_share)):

@@ -25,11 +25,11 @@ from toolkit.detectors.scene_graphs.readers.visual_genome_files import find_file
 
 BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
 CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in Visual Genome's image_data.json, left out of its graphs
-SUFFIXES = (".jpg", ".png", ".jpeg", ".tif")  # of image files, which are called by their ids
+VG_IMAGE_SUFFIXES = (".jpg", ".png", ".jpeg", ".tif")  # of image files, which are called by their ids
 NUM_ATTRIBUTE_COLUMNS = 10
 NUM_VAL_IMAGES = 5000
-PER_IMAGE = ("split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last")))
-WIDTHS = {"boxes_1024": 4, "labels": 1, "relationships": 2, "predicates": 1}  # columns of the other arrays
+PER_IMAGE_ARRAYS = ("split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last")))
+ARRAY_COLUMNS = {"boxes_1024": 4, "labels": 1, "relationships": 2, "predicates": 1}  # columns of the other arrays
 
 
 @dataclass
@@ -146,10 +146,10 @@ def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources,
 
 def _suffix(entries: list[dict], image_dir: Path | ImageSources) -> str:
     """Return the suffix of the image files, judged by those of the first entries."""
-    for suffix in SUFFIXES:
+    for suffix in VG_IMAGE_SUFFIXES:
         if any(is_there(image_dir / f"{entry['image_id']}{suffix}") for entry in entries[:20]):
             return suffix
-    return SUFFIXES[0]
+    return VG_IMAGE_SUFFIXES[0]
 
 
 def _is_image(entry: object) -> bool:
@@ -274,16 +274,17 @@ def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: boo
 
 
 def _read_h5(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of the file: those with a row for each image (I,), the others with as many columns as `WIDTHS`
-    says. They are integers, except boxes, which may be fractions."""
+    """Read the arrays of the file: those with a row for each image (I,), the others with as many columns as
+    `ARRAY_COLUMNS` says. They are integers, except boxes, which may be fractions."""
     if not path.is_file():
         raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
     try:
         with h5py.File(path, "r") as file:
-            missing = [key for key in (*PER_IMAGE, *WIDTHS) if not isinstance(file.get(key), h5py.Dataset)]
+            keys = (*PER_IMAGE_ARRAYS, *ARRAY_COLUMNS)
+            missing = [key for key in keys if not isinstance(file.get(key), h5py.Dataset)]
             if missing:
                 raise BadInput([f"{path}: data set `{key}` missing" for key in missing])
-            data = {key: file[key][:] for key in (*PER_IMAGE, *WIDTHS)}
+            data = {key: file[key][:] for key in keys}
             attributes = file["attributes"][:] if "attributes" in file else None
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # raised by h5py for damaged files
         raise BadInput(f"{path}: not a readable HDF5 file: {error}") from error
@@ -293,14 +294,14 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
     images = len(data["split"])
     faults = []
     for key, values in data.items():
-        width = 1 if key in PER_IMAGE else WIDTHS.get(key, values.shape[-1])
+        width = 1 if key in PER_IMAGE_ARRAYS else ARRAY_COLUMNS.get(key, values.shape[-1])
         rows = values.reshape(len(values), np.prod(values.shape[1:], dtype=int))
-        fits = rows.shape[1] == width and values.ndim <= 2 and (key not in PER_IMAGE or len(values) == images)
+        fits = rows.shape[1] == width and values.ndim <= 2 and (key not in PER_IMAGE_ARRAYS or len(values) == images)
         if not fits or values.dtype.kind not in ("iuf" if key == "boxes_1024" else "iu"):
-            expected = f"({images},)" if key in PER_IMAGE else f"(N, {width})" + " or (N,)" * (width == 1)
+            expected = f"({images},)" if key in PER_IMAGE_ARRAYS else f"(N, {width})" + " or (N,)" * (width == 1)
             kind = "numbers" if key == "boxes_1024" else "integers"
             faults.append(f"{path}: data set `{key}` is {values.dtype} {values.shape}; expected {kind} {expected}")
-        data[key] = rows[:, 0] if key in PER_IMAGE else rows
+        data[key] = rows[:, 0] if key in PER_IMAGE_ARRAYS else rows
     if faults:
         raise BadInput(faults)
     return data
