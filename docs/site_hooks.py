@@ -86,7 +86,7 @@ def settings_page() -> str:
         lines += [f"## {title}\n", f"{text}\n", *_table(group, rows)]
     lines.append("## model\n\nThe keys follow `--model.architecture`; a key of another architecture is an error.\n")
     options = {}
-    for file in sorted((ROOT / "toolkit").rglob("options.py")):
+    for file in (ROOT / "toolkit" / "models" / "__init__.py", *sorted((ROOT / "toolkit").rglob("options.py"))):
         options |= classes_of(file)
     for architecture, name in options_by_architecture().items():
         lines += [f"### {architecture}\n", f"{options[name][1]}\n", *_table("model", inherited(name, options))]
