@@ -206,11 +206,15 @@ def load_pretrained(
 
 def _tensors_below(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> set[str]:
     """Return the names of the tensors below some prefixes, and of those that share their memory under another name."""
-    below = {prefix: [name for name in state if f"{name}.".startswith(f"{prefix}.")] for prefix in prefixes}
-    unknown = [prefix for prefix, names in below.items() if not names]
-    if unknown:
-        raise BadInput([f"model.fresh_prefixes: the detector has no tensor below {prefix!r}" for prefix in unknown])
-    memory = {state[name].data_ptr() for names in below.values() for name in names}
+    memory = set()
+    faults = []
+    for prefix in prefixes:
+        below = [tensor for name, tensor in state.items() if f"{name}.".startswith(f"{prefix}.")]
+        if not below:
+            faults.append(f"model.fresh_prefixes: the detector has no tensor below {prefix!r}")
+        memory |= {tensor.data_ptr() for tensor in below}
+    if faults:
+        raise BadInput(faults)
     return {name for name, tensor in state.items() if tensor.data_ptr() in memory}
 
 
