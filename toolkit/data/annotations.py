@@ -86,7 +86,8 @@ class Codes:
 
     def find(self, wanted: Mapping) -> np.ndarray:
         """Return (codes,) int64: the value of `wanted` for each id, -1 for an id that it lacks."""
-        return np.array([wanted.get(value, -1) for value in self.values], np.int64).reshape(-1)
+        found = [wanted.get(value, -1) for value in self.values]
+        return np.array(found, np.int64).reshape(-1)
 
 
 class Annotations:

@@ -263,7 +263,8 @@ def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
         grey = np.asarray(image).astype(np.int64)
         if grey.size and not 0 <= grey.min() <= grey.max() <= 65535:
             raise ImageError(f"grey values from {grey.min()} to {grey.max()}; expected 8 or 16 bits", path)
-        return np.repeat(((grey + 128) // 257).astype(np.uint8)[..., None], 3, axis=2)
+        scaled = (grey + 128) // 257  # 65535 becomes 255
+        return np.repeat(scaled.astype(np.uint8)[..., None], 3, axis=2)
     if image.mode == "F":
         raise ImageError("floating-point pixels; expected 8 or 16 bits", path)
     if "transparency" in image.info:

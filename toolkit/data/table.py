@@ -326,7 +326,8 @@ class DetectionTable:
     def annotations_by_image(self) -> dict[int | str, bytes]:
         """Return boxes, labels and crowd regions of every image, as bytes to compare."""
         boxes = self.boxes()
-        columns = np.concatenate([boxes.xyxy, boxes.labels[:, None], boxes.iscrowd[:, None]], axis=1)
+        parts = [boxes.xyxy, boxes.labels[:, None], boxes.iscrowd[:, None]]
+        columns = np.concatenate(parts, axis=1)
         of_images = np.split(columns, boxes.offsets[1:-1])
         image_ids = self.image_ids().tolist()
         return {image_id: rows.tobytes() for image_id, rows in zip(image_ids, of_images, strict=True)}
@@ -435,7 +436,9 @@ class _Batch:
         ids = batch.column("image_id")
         self.int_ids = np.from_dlpack(ids) if pa.types.is_integer(ids.type) else None
         self.set_of_image = np.from_dlpack(batch.column("set")) if "set" in batch.schema.names else None
-        self.sizes_hw = np.stack([np.from_dlpack(batch.column(name)) for name in ("height", "width")], 1)
+        height = np.from_dlpack(batch.column("height"))
+        width = np.from_dlpack(batch.column("width"))
+        self.sizes_hw = np.stack([height, width], 1)
         self.objects = _list_views(batch.column("objects"))
         self.relations = _list_views(batch.column("relations"))
 

@@ -166,8 +166,11 @@ def load_into(
     try:
         return load_pretrained(detector, source, class_names, fresh)
     except BadInput as error:
-        structure = {name: value for name, value in given.items() if name not in ("architecture", *ABOUT_STARTING)}
-        different = [name for name, value in structure.items() if source.options.get(name, not value) != value]
+        different = []
+        for name, value in given.items():
+            is_structure = name not in ("architecture", *ABOUT_STARTING)
+            if is_structure and source.options.get(name, not value) != value:
+                different.append(name)
         if len(error.problems) < 4 or not different:
             raise
         flags = ", ".join(f"--model.{name}" for name in different)
@@ -193,8 +196,13 @@ def load_pretrained(
     state = detector.state_dict()
     left_out = _tensors_below(state, fresh)
     tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out}
-    names = {"classes": class_names, "source_classes": source.class_names}
-    table = map_weights(state, tensors, class_tensors=getattr(detector, "class_tensors", {}), **names)
+    table = map_weights(
+        state,
+        tensors,
+        class_tensors=getattr(detector, "class_tensors", {}),
+        classes=class_names,
+        source_classes=source.class_names,
+    )
     if not table.sources:
         raise BadInput(
             f"model.pretrained {source.name}: none of its {len(source.tensors)} tensors has the name of one of this "
@@ -235,7 +243,8 @@ def cached_when_offline() -> Iterator[None]:
 def hub_answers() -> bool:
     """Return whether the hub can be reached."""
     try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=PROBE_S).close()
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+        urllib.request.urlopen(request, timeout=PROBE_S).close()
     except urllib.error.HTTPError:  # an answer, if not the wanted one
         return True
     except OSError:
