@@ -34,7 +34,14 @@ from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_file import load_config_dict
 from toolkit.tools.arguments import Program, add_data_flag, inference_flags
 from toolkit.tools.export import check_exportable
-from toolkit.tools.export.judge import FILES, Asked, graphs_as_table, lines_as_table, write_and_check, write_relations
+from toolkit.tools.export.judge import (
+    EXPORTED_FILES,
+    Asked,
+    graphs_as_table,
+    lines_as_table,
+    write_and_check,
+    write_relations,
+)
 from toolkit.tools.predict.open import OwnDetector, add_flags, open_own_detector, report_thresholds
 from toolkit.tools.predict.predict_split import SplitOptions, data_settings
 from toolkit.tools.signals import interrupt_ends_at_once
@@ -92,7 +99,9 @@ def parser() -> Program:
     parser = Program(__doc__)
     parser.add_argument("model", help="run folder, checkpoint or final/ folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--formats", nargs="+", choices=FILES, default=list(Asked.formats), help="default: onnx torch")
+    parser.add_argument(
+        "--formats", nargs="+", choices=EXPORTED_FILES, default=list(Asked.formats), help="default: onnx torch"
+    )
     add_flags(parser, "--weights", "--trust")
     parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize images to this size")
     rows = "maximum number of detections per image (default 300, or as many as the run evaluates where that is more)"

@@ -30,7 +30,7 @@ from toolkit.data.table import Category
 from toolkit.models import build_detector
 from toolkit.tools.export import check_exportable, export_detector, export_final, judge, operators
 from toolkit.tools.export.check import batches_agree, check_outputs, difference
-from toolkit.tools.export.files import KEY, About, open_file, write_onnx
+from toolkit.tools.export.files import METADATA_KEY, About, open_file, write_onnx
 from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import PixelsToGraph, export_graph
@@ -159,7 +159,7 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
         assert (about.score_threshold, about.sides, about.top_k) == (0.3, "fixed", 300)
     session = onnx.load(files["onnx"])
     assert [node.domain for node in session.graph.node if node.domain not in ("", "pkg.onnxscript.torch_lib")] == []
-    assert json.loads({each.key: each.value for each in session.metadata_props}[KEY])["architecture"] == "ssd"
+    assert json.loads({each.key: each.value for each in session.metadata_props}[METADATA_KEY])["architecture"] == "ssd"
 
 
 def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_same_padding_is_that_of_timm():
 def test_the_lines_of_the_documentation_give_what_the_toolkit_gives(ssd, tmp_path, monkeypatch, size):
     """In a program that can import neither PyTorch nor the toolkit."""
     model, side = onnx.load(ssd[0]["onnx"]), 64 if size is None else 128
-    entry = next(each for each in model.metadata_props if each.key == KEY)
+    entry = next(each for each in model.metadata_props if each.key == METADATA_KEY)
     entry.value = json.dumps(json.loads(entry.value) | {"size": size, "score_threshold": 0.1})
     (tmp_path / "exported").mkdir()
     onnx.save(model, tmp_path / "exported" / "model.onnx")
@@ -519,7 +519,7 @@ def test_settings_of_prediction_are_in_the_file_and_its_times_beside_its_ap(dete
     detectors("ssd, few layers").save_final(tmp_path / "final", CATEGORIES, size)
     words = [str(tmp_path / "final"), "--formats", "onnx", "fp16", "--top-k", "50", "--score-threshold", "0.25"]
     words += ["--model.nms_threshold", "0.01", "--benchmark", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(judge, "BENCHMARK", ((1, 1), (8, 2)))
+    monkeypatch.setattr(judge, "BENCHMARK_CASES", ((1, 1), (8, 2)))
     assert script.main(words) == 0
     assert "ms an image, batch 1, 1 thread | ms an image, batch 8, 2 threads" in capsys.readouterr().out
     run, about = open_file(tmp_path / "out" / "model.onnx")

@@ -14,8 +14,8 @@ from toolkit.tools.export.files import open_file
 
 # Largest differences due to rounding: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
-MOSTLY = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
-BATCHES = (1, 2, 5)
+MIN_MATCHED_SHARE = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
+BATCH_SIZES = (1, 2, 5)
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        return self.matched >= MOSTLY
+        return self.matched >= MIN_MATCHED_SHARE
 
 
 def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
@@ -67,8 +67,8 @@ def difference(expected, outputs, side: int) -> Difference:
 
 
 def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
-    """Run `check_outputs` for batches of each size in `BATCHES`, which repeat the given images."""
-    rows = {size: torch.arange(size) % len(images) for size in BATCHES}
+    """Run `check_outputs` for batches of each size in `BATCH_SIZES`, which repeat the given images."""
+    rows = {size: torch.arange(size) % len(images) for size in BATCH_SIZES}
     return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
 

@@ -27,19 +27,24 @@ from toolkit.tools.predict.prediction import (
     resized,
 )
 
-FILES = {"onnx": "model.onnx", "torch": "model.pt2", "fp16": "model_fp16.onnx", "openvino": "model.xml",
-         "int8": "model_int8.xml"}  # fmt: skip
+EXPORTED_FILES = {
+    "onnx": "model.onnx",
+    "torch": "model.pt2",
+    "fp16": "model_fp16.onnx",
+    "openvino": "model.xml",
+    "int8": "model_int8.xml",
+}
 LOSSY = ("fp16", "int8")  # these change the outputs by design, so that only their AP counts
-BENCHMARK = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
+BENCHMARK_CASES = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch size, threads
 
 
 @dataclass
 class Asked:
     """The files to write, and how to judge them.
 
-    formats: of `FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata. calibration:
-    images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may drop in int8.
-    benchmark: measure `BENCHMARK`, not one image on the threads of this process alone.
+    formats: of `EXPORTED_FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata.
+    calibration: images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may
+    drop in int8. benchmark: measure `BENCHMARK_CASES`, not one image on the threads of this process alone.
     """
 
     formats: Sequence[str] = ("onnx", "torch")
@@ -81,8 +86,8 @@ def write_and_check(
     of_program = [name for name in ("torch", "onnx") if name in asked.formats or name == "onnx"]
     written, graph = export_detector(trained.detector, out, of_program, **what, **how, **kept)
     about = open_file(written["onnx"])[1]
-    for name in (name for name in FILES if name in asked.formats and name not in of_program):
-        written[name] = out / FILES[name]
+    for name in (name for name in EXPORTED_FILES if name in asked.formats and name not in of_program):
+        written[name] = out / EXPORTED_FILES[name]
         if name == "fp16":
             write_half(written["onnx"], written[name])
         else:
@@ -92,7 +97,7 @@ def write_and_check(
         written.pop("onnx").unlink()
     images = example_images(table, trained, graph)
     run = runner_of(graph)
-    cases = BENCHMARK if asked.benchmark else ((1, torch.get_num_threads()),)
+    cases = BENCHMARK_CASES if asked.benchmark else ((1, torch.get_num_threads()),)
     expected = Predictor("PyTorch", trained.categories, predict_with(run, about), **kept)
     lines = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
     problems = {}

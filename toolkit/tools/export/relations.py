@@ -11,7 +11,7 @@ from toolkit.tools.export.faster_rcnn import pool_where
 from toolkit.tools.export.files import About, write_onnx
 from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
-RELATIONS = 100  # per image, as many as recall counts
+MAX_RELATIONS = 100  # per image, as many as recall counts
 
 
 class PixelsToGraph(PixelsToBoxes):
@@ -22,7 +22,7 @@ class PixelsToGraph(PixelsToBoxes):
     triplet_scores (B, R), 0 in a row without a relation. R = `top_k`, or all pairs where these are fewer.
     """
 
-    def __init__(self, detector: nn.Module, top_k: int = RELATIONS):
+    def __init__(self, detector: nn.Module, top_k: int = MAX_RELATIONS):
         super().__init__(detector, top_k)
         self.sides = detector_meant(detector).exported_sides
 
@@ -54,7 +54,7 @@ def export_graph(
         graph.sides,
         detector.stride,
         score_threshold,
-        RELATIONS,
+        MAX_RELATIONS,
         without_machine(source),
         predicates=list(detector.predicates),
     )

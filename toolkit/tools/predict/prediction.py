@@ -20,9 +20,9 @@ from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
 from toolkit.evaluation.predictions import Found, best_first, detections_as_json, joined
-from toolkit.tools.export.files import AT_LEAST, About, Runner
+from toolkit.tools.export.files import MIN_TOP_K, About, Runner
 
-IMAGES_AT_ONCE = 8
+IMAGES_PER_CHUNK = 8
 DEFAULT_THRESHOLD = 0.3
 NO_BOXES = {"boxes": torch.zeros(0, 4)}
 
@@ -182,7 +182,7 @@ def _loop(prepare: Callable, find: Callable):
     return predict
 
 
-def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = AT_LEAST):
+def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = MIN_TOP_K):
     """Return the `Predictor.predict` of a detector of this toolkit. size: what images are resized to, as in
     `input_hw`; top_k: maximum number of detections per image."""
 
@@ -224,7 +224,7 @@ def _relations_among(
     return columns | {"predicates": predicate_scores[rows].argmax(1), "triplet_scores": triplet_scores[rows]}
 
 
-def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
+def transformers_predict(model: nn.Module, processor, top_k: int = MIN_TOP_K):
     """Return the `Predictor.predict` of a detector of transformers, whose processor prepares images one by one.
     top_k: maximum number of detections per image."""
     device = next(model.parameters()).device
@@ -286,8 +286,8 @@ def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Foun
     """
     bar = tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor() as pool:
-        for start in range(0, len(table), IMAGES_AT_ONCE):
-            rows = map(table.row, range(start, min(start + IMAGES_AT_ONCE, len(table))))
+        for start in range(0, len(table), IMAGES_PER_CHUNK):
+            rows = map(table.row, range(start, min(start + IMAGES_PER_CHUNK, len(table))))
             try:
                 images = list(pool.map(table.decode_image, rows))
             except ImageError as error:

@@ -12,9 +12,9 @@ from toolkit.evaluation.predictions import Found
 from toolkit.models.nms import nms_by_label
 from toolkit.tools.predict.prediction import Predictor
 
-CONTAINED = 0.8  # share of a box inside another one of its class from which it counts as a part of that
-AS_SURE = 0.25  # minimum score of such another box, as a share of the box's: a weak box does not remove a good part
-NEAR = 0.025  # share of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
+MIN_CONTAINED_SHARE = 0.8  # share of a box inside another one of its class from which it counts as a part of that
+MIN_SCORE_RATIO = 0.25  # of such another box to the box: a weak box does not remove a good part
+BORDER_SHARE = 0.025  # of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
@@ -52,7 +52,7 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
                 right, bottom = min(width, x + columns), min(height, y + rows)
                 space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)
                 inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders between tiles
-                cut.append(((space <= NEAR * tile) & inner).any(1))
+                cut.append(((space <= BORDER_SHARE * tile) & inner).any(1))
                 parts.append({**detections, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
         return merged(parts, nms_iou, torch.cat(cut))
 
@@ -106,9 +106,9 @@ def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) ->
 
 
 def _inside_another(detections: Found, cut: Tensor) -> Tensor:
-    """Return (K,) bool, true for a cut box if another one of its class contains `CONTAINED` of it, is whole or
-    larger, and has at least `AS_SURE` of its score. Works class by class, since all pairs of the detections in a
-    hundred tiles would take gigabytes."""
+    """Return (K,) bool, true for a cut box if another one of its class contains `MIN_CONTAINED_SHARE` of it, is whole
+    or larger, and has at least `MIN_SCORE_RATIO` of its score. Works class by class, since all pairs of the detections
+    in a hundred tiles would take gigabytes."""
     boxes = detections["boxes"]
     scores = detections["scores"]
     inside = torch.zeros_like(cut)
@@ -120,8 +120,8 @@ def _inside_another(detections: Found, cut: Tensor) -> Tensor:
         low = torch.maximum(boxes[parts, None, :2], boxes[None, others, :2])
         shared = (torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:]) - low).clamp(min=0).prod(-1)
         better = ~cut[None, others] | (area[None, others] > area[parts, None])
-        better &= (scores[None, others] >= AS_SURE * scores[parts, None]) & (parts[:, None] != others)
-        inside[parts] = ((shared >= CONTAINED * area[parts, None]) & better).any(1)
+        better &= (scores[None, others] >= MIN_SCORE_RATIO * scores[parts, None]) & (parts[:, None] != others)
+        inside[parts] = ((shared >= MIN_CONTAINED_SHARE * area[parts, None]) & better).any(1)
     return inside
 
 

@@ -18,8 +18,9 @@ from toolkit.tools.doctor.near_duplicates import thumbnail_of
 from toolkit.tools.predict.image_files import predict_files
 from toolkit.tools.predict.prediction import Predictor
 
-LEAST_SCORE = 0.05  # minimum score to count; a detector has hundreds of lower ones in any image
-CANDIDATES = 3  # times the number of requested images: the most uncertain, among which the most different are chosen
+MIN_COUNTED_SCORE = 0.05  # minimum score to count; a detector has hundreds of lower ones in any image
+# For each requested image: the most uncertain ones, among which the most different are chosen.
+CANDIDATES_PER_IMAGE = 3
 
 
 def most_uncertain(
@@ -46,13 +47,13 @@ def most_uncertain(
 
     found = {}
     looks = {}
-    options = {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
+    options = {"batch_size": batch_size, "score_threshold": MIN_COUNTED_SCORE}
     for prediction in predict_files(replace(predictor, predict=predict), paths, **options):
         if prediction.error is None:
             found[prediction.path] = prediction.found["uncertainty"]
             look = thumbnail_of(prediction.image).astype(np.float64).ravel()
             looks[prediction.path] = (look - look.mean()) / max(np.linalg.norm(look - look.mean()), 1e-9)
-    ranked = sorted(found, key=lambda path: -sum(found[path]))[: CANDIDATES * count]
+    ranked = sorted(found, key=lambda path: -sum(found[path]))[: CANDIDATES_PER_IMAGE * count]
     chosen = farthest_first(np.array([looks[path] for path in ranked]), count) if ranked else []
     return {ranked[index]: found[ranked[index]] for index in chosen}
 

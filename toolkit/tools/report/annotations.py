@@ -15,17 +15,18 @@ from toolkit.base.boxes import common_and_union
 from toolkit.evaluation.matches import BACKGROUND_IOU, Matches, paired
 from toolkit.tools.report.thresholds import sweep
 
-KINDS = {
+SUSPICIONS = {
     "no box": "a confident prediction where nothing is annotated",
     "class": "a confident prediction of another class on an annotated box",
     "place": "a confident prediction beside a box, which nothing else supports, or less than half on it",
     "nothing there": "an annotated box that no prediction supports",
 }
-ENOUGH = 20  # found objects of a class from which it has its own threshold
-ON_IT = 0.5
-BESIDE = BACKGROUND_IOU
-APART, SCALE = 1.0, 2.0  # of a moved box: largest distance in units of its side, and largest ratio of sizes
-WEAK = 0.25  # share of the threshold above which a prediction of any class still supports a box
+MIN_FOUND_OBJECTS = 20  # found objects of a class from which it has its own threshold
+MATCH_IOU = 0.5
+BESIDE_IOU = BACKGROUND_IOU
+MAX_MOVED_DISTANCE = 1.0  # of a moved box, in units of its side
+MAX_SIZE_RATIO = 2.0  # of a moved box and the annotated one
+MIN_SUPPORT_SHARE = 0.25  # share of the threshold above which a prediction of any class still supports a box
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def suspects(matches: Matches) -> list[Suspect]:
     m = matches
     threshold = thresholds_of_classes(m)[m.found.labels]
     strong = m.found.scores > threshold
-    on_box = ~m.crowd[m.gt] & (m.iou >= ON_IT)
+    on_box = ~m.crowd[m.gt] & (m.iou >= MATCH_IOU)
     supported = np.zeros(len(m.truth), bool)
     supported[m.gt[on_box & m.same_class & strong[m.det]]] = True
     busy = m.right.copy()  # predictions that are about a box of the annotation
@@ -66,14 +67,14 @@ def suspects(matches: Matches) -> list[Suspect]:
                 result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
 
     pair(on_box & ~m.same_class, "class")
-    pair(~m.crowd[m.gt] & (m.iou >= BESIDE) & (m.iou < ON_IT), "place")
+    pair(~m.crowd[m.gt] & (m.iou >= BESIDE_IOU) & (m.iou < MATCH_IOU), "place")
     covered = np.zeros(len(m.found), bool)  # on a box, or in a crowd
-    covered[m.det[m.iou >= ON_IT]] = True
+    covered[m.det[m.iou >= MATCH_IOU]] = True
     support = np.zeros(len(m.truth))
     relative = (m.found.scores / np.maximum(threshold, 1e-9))[m.det]
     np.maximum.at(support, m.gt[on_box], relative[on_box])
     lone = np.flatnonzero(strong & ~busy & ~covered & ~_beside_another(m, strong)).tolist()
-    empty = np.flatnonzero(~explained & (support < WEAK)).tolist()
+    empty = np.flatnonzero(~explained & (support < MIN_SUPPORT_SHARE)).tolist()
     moved = _moved(m, lone, empty)
     for det in lone:
         gt = moved.get(det, -1)
@@ -99,7 +100,7 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
     between_centres = np.abs(predicted[:, 2:] + predicted[:, :2] - annotated[:, 2:] - annotated[:, :2]) / 2
     distance = (between_centres / true_sides).max(axis=1)
     larger = np.maximum(sides / true_sides, true_sides / np.maximum(sides, 1e-9)).max(axis=1)
-    near = (distance <= APART) & (larger <= SCALE)
+    near = (distance <= MAX_MOVED_DISTANCE) & (larger <= MAX_SIZE_RATIO)
     pairs: dict[int, int] = {}
     for i in np.flatnonzero(near)[np.argsort(distance[near], kind="stable")].tolist():
         if det[i] not in pairs and gt[i] not in pairs.values():
@@ -114,7 +115,7 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     rows = np.flatnonzero(strong)  # best first within an image
     for first, second in paired(m.found.image_index[rows], m.found.image_index[rows]):
         common, union = common_and_union(m.found.xyxy[rows[first]], m.found.xyxy[rows[second]])
-        result[rows[second[(common > ON_IT * union) & (first < second)]]] = True
+        result[rows[second[(common > MATCH_IOU * union) & (first < second)]]] = True
     return result
 
 
@@ -124,6 +125,6 @@ def thresholds_of_classes(m: Matches) -> np.ndarray:
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)
     true_positives = np.bincount(m.found.labels[m.right], minlength=m.num_classes)
-    for label in np.flatnonzero(true_positives >= ENOUGH).tolist():
+    for label in np.flatnonzero(true_positives >= MIN_FOUND_OBJECTS).tolist():
         result[label] = sweep(m, label).best.threshold
     return result

@@ -10,13 +10,13 @@ import numpy as np
 from toolkit.base.errors import BadInput
 from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report import figures
-from toolkit.tools.report.bootstrap import DRAWS, interval
-from toolkit.tools.report.errors import KINDS
+from toolkit.tools.report.bootstrap import NUM_DRAWS, interval
+from toolkit.tools.report.errors import ERROR_KINDS
 from toolkit.tools.report.gallery import LEGEND, Pictures, whole_image
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 
-MOST_CLASSES = 100  # in the table
+MAX_TABLE_CLASSES = 100  # in the table
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 NOT_CHANCE = Html("<b>not explained by chance</b>")
 _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
@@ -116,8 +116,8 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
 def verdict(c: Comparison) -> str:
     rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50")]
     text = (
-        f"Each is compared with {c.judged[0].name}, on the same {DRAWS:,} bootstrap samples of the images (paired), "
-        "in percent points. Such an interval shows what other images may change, not what another seed would."
+        f"Each is compared with {c.judged[0].name}, on the same {NUM_DRAWS:,} bootstrap samples of the images "
+        "(paired), in percent points. Such an interval shows what other images may change, not what another seed would."
     )
     return table(["", ""], rows, text=(0, 1)) + paragraph(text, "dim") + _precisions_apart(c)
 
@@ -142,7 +142,9 @@ def numbers(c: Comparison) -> str:
     precisions = [j.about.get("precision") for j in c.judged]
     if any(precisions):
         rows.append(("trained in", *(PRECISIONS.get(kind, kind or "?") for kind in precisions)))
-    rows += [(f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)) for kind in KINDS]
+    rows += [
+        (f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)) for kind in ERROR_KINDS
+    ]
     if any(j.graphs for j in c.judged):
         for name in ("R@50", "R@100", "mR@50", "mR@100"):
             rows.append((name, *(number(j.graphs and j.graphs.row.get(name)) for j in c.judged)))
@@ -182,7 +184,7 @@ def classes(c: Comparison) -> str:
         shown = ("–", "") if low_high is None else (points[0], f"{points[1]} to {points[2]}")
         rows.append((name, first.matches.num_truth[label], *(number(j.class_ap[label]) for j in c.judged), *shown))
     changes = np.nan_to_num(last.class_ap - first.class_ap)
-    rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MOST_CLASSES]]
+    rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MAX_TABLE_CLASSES]]
     head = ["class", "boxes", *(j.name for j in c.judged), f"{last.name} less {first.name}, points", "95 %"]
     return table(head, rows)
 

@@ -10,11 +10,11 @@ from toolkit.evaluation.matches import IOU_THRESHOLDS
 from toolkit.tools.report.charts import BarChart, Line, LineChart, MatrixChart
 from toolkit.tools.report.thresholds import Calibration, Point, Sweep
 
-LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.step.losses
+AUXILIARY_ENDING = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # of losses of other layers, as in toolkit.step.losses
 SMOOTHED_FROM = 20  # points
-PRECISION = "Precision and recall"
-LOSSES = "Losses, learning rates, gradient"
-STEP = "optimizer step"
+PRECISION_HEADING = "Precision and recall"
+LOSSES_HEADING = "Losses, learning rates, gradient"
+STEP_AXIS = "optimizer step"
 # Topics of loss terms, by their names; the first that fits.
 TOPICS = (
     ("classes", re.compile(r"(ce|cls|class|vfl|focal|obj|rel|refine|att|binary|mal)")),
@@ -42,24 +42,25 @@ def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
 
 
 def training_charts(rows: Sequence[Mapping]) -> dict[str, list[LineChart]]:
-    """Return charts of the rows of metrics.jsonl by heading, `PRECISION` and `LOSSES` first; training and validation
-    of the same loss term share their axes. A chart without data is empty."""
+    """Return charts of the rows of metrics.jsonl by heading, `PRECISION_HEADING` and `LOSSES_HEADING` first; training
+    and validation of the same loss term share their axes. A chart without data is empty."""
     names = list(dict.fromkeys(key for row in rows for key in row))
     weighted = [n for n in names if n.startswith("train/") and f"{n}_unscaled" in names and n != "train/loss"]
-    main = [name for name in weighted if not LAYER.search(name)]
+    main = [name for name in weighted if not AUXILIARY_ENDING.search(name)]
+    grad_norm = smooth_lines(rows, "train/grad_norm", "", 0)
     groups = {
-        PRECISION: [
+        PRECISION_HEADING: [
             _metrics(rows, "AP on the validation data", ("bbox_AP", "bbox_AP50", "bbox_AP75")),
             _metrics(rows, "AP by size of the object", ("bbox_APs", "bbox_APm", "bbox_APl")),
             _classes(rows, names),
             _metrics(rows, "Recall of relations", ("R@20", "R@50", "R@100", "mR@20", "mR@50", "mR@100")),
         ],
-        LOSSES: [
+        LOSSES_HEADING: [
             _term(rows, "loss", "Total loss, weighted"),
             _terms(rows, "Weighted loss terms" + (", last layer" if len(main) < len(weighted) else ""), main),
             _terms(rows, "Weighted loss terms, auxiliary layers", [n for n in weighted if n not in main]),
             _rates(rows, [name for name in names if name.startswith("train/lr/")]),
-            LineChart("Gradient norm before clipping", smooth_lines(rows, "train/grad_norm", "", 0), STEP, log=True),
+            LineChart("Gradient norm before clipping", grad_norm, STEP_AXIS, log=True),
         ],
     }
     for name in main:
@@ -89,27 +90,27 @@ def _term(rows, key: str, title: str) -> LineChart:
     lines = smooth_lines(rows, f"train/{key}", "training", 0)
     for prefix, name, colour in (("val/", "validation", 1), ("val/ema/", "validation, EMA", 2)):
         lines.append(Line(name, *series(rows, prefix + key), colour, dots=True))
-    return LineChart(title, lines, STEP)
+    return LineChart(title, lines, STEP_AXIS)
 
 
 def _terms(rows, title: str, names: Sequence[str]) -> LineChart:
     """Return a chart of all terms of a kind; auxiliary layers have the colour of their term, which is named once."""
-    bases = list(dict.fromkeys(LAYER.sub("", name) for name in names))
+    bases = list(dict.fromkeys(AUXILIARY_ENDING.sub("", name) for name in names))
     lines = []
     seen = set()
     for name in names:
-        base = LAYER.sub("", name)
+        base = AUXILIARY_ENDING.sub("", name)
         label = "" if base in seen else base.removeprefix("train/") + "_*" * (name != base)
         seen.add(base)
         lines.append(smooth_lines(rows, name, label, bases.index(base))[0])
-    return LineChart(title, lines, STEP)
+    return LineChart(title, lines, STEP_AXIS)
 
 
 def _rates(rows, names: Sequence[str]) -> LineChart:
     curves = {name.removeprefix("train/lr/"): series(rows, name) for name in names}
     # Every other one is dashed: groups often share a curve.
     lines = [Line(name, *curve, i, dashed=i % 2 == 1) for i, (name, curve) in enumerate(curves.items())]
-    return LineChart("Learning rates", lines, STEP, y_range=(0, None))
+    return LineChart("Learning rates", lines, STEP_AXIS, y_range=(0, None))
 
 
 def _metrics(rows, title: str, keys: Sequence[str]) -> LineChart:
@@ -118,7 +119,7 @@ def _metrics(rows, title: str, keys: Sequence[str]) -> LineChart:
         name = key.removeprefix("bbox_")
         lines.append(Line(name, *series(rows, f"val/{key}"), i, dots=True))
         lines.append(Line(f"{name}, EMA", *series(rows, f"val/ema/{key}"), i, dashed=True, dots=True))
-    return LineChart(title, lines, STEP, y_range=(0, None))
+    return LineChart(title, lines, STEP_AXIS, y_range=(0, None))
 
 
 def _classes(rows, names: Sequence[str]) -> LineChart:
@@ -131,7 +132,7 @@ def _classes(rows, names: Sequence[str]) -> LineChart:
         chosen = chosen[:5] + chosen[-5:]
     many = " (five best and five worst)" if len(curves) > 10 else ""
     lines = [Line(name, *curves[name], i, dashed=i > 7, dots=True) for i, name in enumerate(chosen)]
-    return LineChart(f"AP by class{', EMA' * ('ema' in prefix)}{many}", lines, STEP, y_range=(0, None))
+    return LineChart(f"AP by class{', EMA' * ('ema' in prefix)}{many}", lines, STEP_AXIS, y_range=(0, None))
 
 
 def f1_chart(sweeps: Mapping[str, Sweep], best: Point | None = None) -> LineChart:

@@ -39,7 +39,12 @@ class Judgement:
     """
 
     def __init__(
-        self, name: str, predictions: Boxes | Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
+        self,
+        name: str,
+        predictions: Boxes | Mapping,
+        table,
+        about: Mapping | None = None,
+        draws: int = bootstrap.NUM_DRAWS,
     ):
         self.name = name
         self.table = table

@@ -12,10 +12,10 @@ from toolkit.tools.report.charts import figure
 from toolkit.tools.report.figures import class_ap_chart, confusion_chart, f1_chart
 from toolkit.tools.report.thresholds import Sweep, confusion_matrix, sweep
 
-LONGEST_SIDE = 640  # of a picture, in pixels
-MOST_BOXES = 50  # of a picture, those with the best scores
-MOST_CLASSES = 20  # with a curve, and in the confusion matrix: those with most boxes
-ALL = "all classes"
+PICTURE_SIDE_PX = 640  # of a picture, in pixels
+MAX_SHOWN_BOXES = 50  # of a picture, those with the best scores
+MAX_SHOWN_CLASSES = 20  # with a curve, and in the confusion matrix: those with most boxes
+ALL_CLASSES = "all classes"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Shown:
     def figures(self) -> dict:
         """Return F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
         charts = {
-            "f1": f1_chart(self.curves, self.curves[ALL].best),
+            "f1": f1_chart(self.curves, self.curves[ALL_CLASSES].best),
             "confusion_matrix": confusion_chart(self.matrix, self.matrix_names, self.threshold),
             "class_AP": class_ap_chart(self.ap),
         }
@@ -70,9 +70,9 @@ def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, gr
             the same ones at every evaluation.
     """
     names = matches.class_names
-    chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MOST_CLASSES])
+    chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MAX_SHOWN_CLASSES])
     overall = sweep(matches)
-    curves = {ALL: overall} | {names[k]: sweep(matches, k) for k in chosen if matches.num_truth[k]}
+    curves = {ALL_CLASSES: overall} | {names[k]: sweep(matches, k) for k in chosen if matches.num_truth[k]}
     threshold = 0.5 if overall.best is None else overall.best.threshold
     places = [*chosen, len(names)]
     matrix = confusion_matrix(matches, threshold)[np.ix_(places, places)]
@@ -89,12 +89,12 @@ def _images(table, matches: Matches, count: int) -> list[ShownImage]:
         row = table.row(position)
         image = table.decode_image(row)
         picture = picture_of(image)
-        scale = min(1.0, LONGEST_SIDE / max(picture.size))
+        scale = min(1.0, PICTURE_SIDE_PX / max(picture.size))
         if scale < 1:
-            picture = fitted(picture, LONGEST_SIDE)
+            picture = fitted(picture, PICTURE_SIDE_PX)
         annotated_rows = truth.of_image(position)
         best = detections.of_image(position)
-        best = slice(best.start, min(best.stop, best.start + MOST_BOXES))
+        best = slice(best.start, min(best.stop, best.start + MAX_SHOWN_BOXES))
         annotated = truth.xyxy[annotated_rows] * scale, truth.labels[annotated_rows]
         detected = detections.xyxy[best] * scale, detections.labels[best], detections.scores[best]
         shown.append(ShownImage(row["image_id"], picture, *annotated, *detected))

@@ -18,7 +18,7 @@ from toolkit.run.writer import About, DataFacts, Tracker, agent_run_id, flat
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 300  # so that a lost network does not delay a finished run; older releases lack this
 CURVE_POINTS = 100
-FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
+LOGGED_FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
 
 
 class WandbTracker(Tracker):
@@ -34,7 +34,7 @@ class WandbTracker(Tracker):
             self.floor = self._run.step - 1  # of the server; -1 without a network: a row sent twice has the same step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        for name in FILES:
+        for name in LOGGED_FILES:
             if (folder / name).exists():
                 self._run.save(str(folder / name), base_path=str(folder), policy="now")
 
