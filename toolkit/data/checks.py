@@ -32,7 +32,7 @@ _SUSPICIOUS = re.compile(r"^/|\.\.|[\\:\0]")  # in every name that leaves a fold
 
 
 @dataclass
-class Checked:
+class CheckedAnnotations:
     """The usable part of the annotations, and the problems found.
 
     images: in the order of the file, with `boxes` and `relations` of theirs. listed: every file name of the file, those
@@ -52,7 +52,7 @@ class Checked:
         """Return the arguments of `write_table`."""
         return {name: value for name, value in vars(self).items() if name != "listed"}
 
-    def without(self, image_ids: Set) -> "Checked":
+    def without(self, image_ids: Set) -> "CheckedAnnotations":
         """Return the rest without the images with these ids."""
         if not image_ids:
             return self
@@ -61,7 +61,7 @@ class Checked:
         return replace(self, images=images, boxes=self.boxes.of_images(kept), relations=self.relations.of_images(kept))
 
 
-def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> Checked:
+def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> CheckedAnnotations:
     """Check the annotations that a reader yields, whatever its format.
 
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
@@ -88,7 +88,8 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     relations = check_relations(annotations.relations, file, index, predicate_rows, problems)
     names = (tuple(entry.name for entry in entries) for entries in (predicates, attributes))
     listed = {row.file_name for row in annotations.images if isinstance(row.file_name, str)}
-    checked = Checked(list(rows.values()), boxes, relations, categories, *names, problems, listed).without(unusable)
+    images = list(rows.values())
+    checked = CheckedAnnotations(images, boxes, relations, categories, *names, problems, listed).without(unusable)
     return replace(checked, boxes=_narrow(checked.boxes)) if attributes else checked
 
 

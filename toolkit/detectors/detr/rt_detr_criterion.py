@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.base.batch import send
-from toolkit.detectors.detr.detr_criterion import Matches, MatchingCosts, full_precision, pad_targets
+from toolkit.detectors.detr.detr_criterion import MatchingCosts, QueryMatches, full_precision, pad_targets
 from toolkit.detectors.detr.focal_criterion import match_focal, matched_losses
 
 # The published values (RT-DETRv2 configs, transformers' RTDetrV2Config): of the matching, of the varifocal loss.
@@ -85,11 +85,11 @@ class RTDetrCriterion(nn.Module):
             return losses
 
 
-def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> Matches:
+def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> QueryMatches:
     """Return the object that each positive denoising query was made from: every group repeats its image's objects."""
     repeated = [torch.arange(n).repeat(meta["dn_num_group"]) for n in counts]
     image = torch.arange(len(counts)).repeat_interleave(torch.tensor([len(r) for r in repeated]))
     image, target = send(torch.stack([image, torch.cat(repeated)]), device)
     query = torch.cat(list(meta["dn_positive_idx"]))
     layer = torch.arange(num_layers, device=device).repeat_interleave(len(query))
-    return Matches(layer, image.repeat(num_layers), query.repeat(num_layers), target.repeat(num_layers))
+    return QueryMatches(layer, image.repeat(num_layers), query.repeat(num_layers), target.repeat(num_layers))

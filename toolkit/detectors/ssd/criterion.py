@@ -67,7 +67,7 @@ def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: flo
     return cxcywh_to_xyxy(torch.cat([centres, (offsets[..., 2:] * size_variance).exp() * anchors_cxcywh[..., 2:]], -1))
 
 
-class Objects(NamedTuple):
+class PaddedObjects(NamedTuple):
     """Boxes of a batch, padded to the largest number in an image, at least 1: xyxy fractions (B, T, 4), labels (B, T)
     int64 (0 on: classes; -1: padding), crowd (B, T) bool."""
 
@@ -76,11 +76,11 @@ class Objects(NamedTuple):
     crowd: Tensor
 
 
-def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> Objects:
-    """Convert the targets of a batch to `Objects`. image_hw: (2,) height and width of the batch's images in pixels."""
+def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> PaddedObjects:
+    """Convert the targets of a batch. image_hw: (2,) height and width of the batch's images in pixels."""
     padding = {"boxes": 0.0, "labels": -1, "iscrowd": 0}
     boxes, labels, crowd = (_pad([target[name] for target in targets], value) for name, value in padding.items())
-    return Objects(normalize_boxes(boxes.float(), image_hw), labels, crowd > 0)
+    return PaddedObjects(normalize_boxes(boxes.float(), image_hw), labels, crowd > 0)
 
 
 def _pad(column: Sequence[Tensor], value: float) -> Tensor:
@@ -88,7 +88,7 @@ def _pad(column: Sequence[Tensor], value: float) -> Tensor:
     return pad_sequence([*column, filler], batch_first=True, padding_value=value)[:-1]
 
 
-def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float) -> tuple[Tensor, Tensor]:
+def match_anchors(anchors_cxcywh: Tensor, objects: PaddedObjects, iou_threshold: float) -> tuple[Tensor, Tensor]:
     """Assign a box to each anchor.
 
     An anchor takes the box that it overlaps most, if by an IoU of at least the threshold; each box takes the anchor

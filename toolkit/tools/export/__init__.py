@@ -13,7 +13,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.tools.export.check import check_outputs
-from toolkit.tools.export.files import MIN_TOP_K, About, write_onnx, write_program
+from toolkit.tools.export.files import MIN_TOP_K, ExportMetadata, write_onnx, write_program
 from toolkit.tools.export.graph import copy_for_files, detector_meant, make_graph, trace, trace_hw
 
 
@@ -70,7 +70,7 @@ def export_detector(
         graph.sides = "fixed"
         say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
     program = trace(graph, (height, width), grid_sample)
-    about = About(
+    about = ExportMetadata(
         architecture, categories, size, graph.sides, stride, score_threshold, top_k, without_machine(source)
     )
     about.max_detections = kept

@@ -12,7 +12,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.tools.export import export_detector
-from toolkit.tools.export.check import Difference, batches_agree, milliseconds
+from toolkit.tools.export.check import OutputDifference, batches_agree, milliseconds
 from toolkit.tools.export.files import open_file, runner_of, write_openvino
 from toolkit.tools.export.graph import trace_hw
 from toolkit.tools.export.half import write_half
@@ -39,7 +39,7 @@ BENCHMARK_CASES = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch size, threads
 
 
 @dataclass
-class Asked:
+class ExportRequest:
     """The files to write, and how to judge them.
 
     formats: of `EXPORTED_FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata.
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass
-class Line:
+class ExportResult:
     """A file beside PyTorch. AP: None if no data are known; milliseconds: per image, by batch and threads;
     differences: by the number of images of a batch."""
 
@@ -66,12 +66,16 @@ class Line:
     AP: float | None
     milliseconds: dict[str, float]
     AP_moved: float | None = None
-    differences: dict[int, Difference] = field(default_factory=dict)
+    differences: dict[int, OutputDifference] = field(default_factory=dict)
 
 
 def write_and_check(
-    trained: OwnDetector, table: DetectionTable | None, out: Path, asked: Asked, say: Callable[[str], None] = print
-) -> tuple[list[Line], dict[str, str]]:
+    trained: OwnDetector,
+    table: DetectionTable | None,
+    out: Path,
+    asked: ExportRequest,
+    say: Callable[[str], None] = print,
+) -> tuple[list[ExportResult], dict[str, str]]:
     """Write the files; return a table that compares them with PyTorch, and by name the problems of those that are
     renamed.
 
@@ -99,13 +103,14 @@ def write_and_check(
     run = runner_of(graph)
     cases = BENCHMARK_CASES if asked.benchmark else ((1, torch.get_num_threads()),)
     expected = Predictor("PyTorch", trained.categories, predict_with(run, about), **kept)
-    lines = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
+    lines = [ExportResult("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
     problems = {}
     for name, path in written.items():
         say(f"comparing {path} with PyTorch")
         run, about = open_file(path, trusted=True)  # written a moment ago
         ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about), **kept), table)
-        line = Line(path.name, ap, milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases))
+        speed = milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases)
+        line = ExportResult(path.name, ap, speed)
         problem = _problem(name, path, graph, images, lines[0].AP, line, asked)
         if problem:
             problems[path.name] = problem
@@ -114,7 +119,9 @@ def write_and_check(
     return lines, problems
 
 
-def _problem(name: str, path: Path, graph, images, expected: float | None, line: Line, asked: Asked) -> str | None:
+def _problem(
+    name: str, path: Path, graph, images, expected: float | None, line: ExportResult, asked: ExportRequest
+) -> str | None:
     """Return the problem of a file, or None, and complete its line of the table."""
     problem = None
     if name not in LOSSY:
@@ -138,7 +145,7 @@ def write_relations(
     trained: OwnDetector,
     table: DetectionTable | None,
     out: Path,
-    asked: Asked,
+    asked: ExportRequest,
     problems: dict[str, str],
     say: Callable[[str], None] = print,
 ) -> list[dict]:
@@ -221,7 +228,7 @@ def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count:
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 
 
-def lines_as_table(lines: Sequence[Line]) -> str:
+def lines_as_table(lines: Sequence[ExportResult]) -> str:
     """Return the lines as a Markdown table."""
     cases = [*lines[0].milliseconds]
     rows = [["file", "AP", "moved by", *(f"ms an image, {case}" for case in cases), "largest difference"]]

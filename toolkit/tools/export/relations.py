@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.tools.export.faster_rcnn import pool_where
-from toolkit.tools.export.files import About, write_onnx
+from toolkit.tools.export.files import ExportMetadata, write_onnx
 from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
 MAX_RELATIONS = 100  # per image, as many as recall counts
@@ -47,7 +47,7 @@ def export_graph(
     architecture = detector.options["architecture"]
     say(f"tracing {architecture} with its relations")
     program = trace(graph, trace_hw(graph.sides, detector.stride, size, architecture), grid_sample)
-    about = About(
+    about = ExportMetadata(
         architecture,
         categories,
         size,

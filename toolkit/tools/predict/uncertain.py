@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from toolkit.base.errors import BadInput
-from toolkit.evaluation.predictions import Found
+from toolkit.evaluation.predictions import Detections
 from toolkit.tools.doctor.near_duplicates import thumbnail_of
 from toolkit.tools.predict.image_files import predict_files
 from toolkit.tools.predict.prediction import Predictor
@@ -39,7 +39,7 @@ def most_uncertain(
         wants = "expected the number of images, 1 or more" if count < 1 else f"{predictor.source} finds no boxes itself"
         raise BadInput(f"--uncertain {count}: {wants}")
 
-    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         plain = predictor.predict(images, score_threshold)
         mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
         widths = [image.shape[-1] for image in images]
@@ -58,7 +58,7 @@ def most_uncertain(
     return {ranked[index]: found[ranked[index]] for index in chosen}
 
 
-def uncertainty(found: Found, mirrored: Found, width: int) -> tuple[float, float]:
+def uncertainty(found: Detections, mirrored: Detections, width: int) -> tuple[float, float]:
     """Return (entropy, disagreement), each from 0 to 1, of the detections in an image of this width and in its mirror
     image.
 

@@ -29,7 +29,7 @@ NEEDLESS = re.compile(
 
 
 @dataclass
-class Line:
+class ChartLine:
     """A line of a chart. x, y: of the same length; values that are not finite are left out. colour: an index of
     `SERIES_COLOURS`.
 
@@ -59,7 +59,7 @@ class LineChart:
     lines (x, text)."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     x_label: str = ""
     x_range: tuple[float | None, float | None] = (None, None)
     y_range: tuple[float | None, float | None] = (None, None)

@@ -12,7 +12,7 @@ from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report import figures
 from toolkit.tools.report.bootstrap import NUM_DRAWS, interval
 from toolkit.tools.report.errors import ERROR_KINDS
-from toolkit.tools.report.gallery import LEGEND, Pictures, whole_image
+from toolkit.tools.report.gallery import LEGEND, PictureMaker, whole_image
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 
@@ -23,7 +23,7 @@ _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
 
 
 @dataclass(frozen=True)
-class Difference:
+class MetricDifference:
     """Difference of `other` to `base` in one number: `value` with its 95 % interval over images, paired."""
 
     metric: str
@@ -57,7 +57,7 @@ class Comparison:
     """
 
     judged: Sequence[Judgement]
-    differences: list[Difference]
+    differences: list[MetricDifference]
     images: list[int]
     groups: dict[str, dict]
 
@@ -87,14 +87,14 @@ def settings_without_seed(config: Mapping) -> str:
     return json.dumps(dict(config) | {"run": run}, sort_keys=True, default=str)
 
 
-def difference(base: Judgement, other: Judgement, metric: str) -> Difference | None:
+def difference(base: Judgement, other: Judgement, metric: str) -> MetricDifference | None:
     """Compute the paired bootstrap: both were drawn with the same seed, so that draw b holds the same images for
     both."""
     values = base.numbers[metric], other.numbers[metric]
     if None in values:
         return None
     drawn = interval(other.draws.numbers[metric] - base.draws.numbers[metric], values[1] - values[0])
-    return None if drawn is None else Difference(metric, base.name, other.name, values[1] - values[0], *drawn)
+    return None if drawn is None else MetricDifference(metric, base.name, other.name, values[1] - values[0], *drawn)
 
 
 def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
@@ -189,7 +189,7 @@ def classes(c: Comparison) -> str:
     return table(head, rows)
 
 
-def changed(c: Comparison, maker: Pictures) -> str:
+def changed(c: Comparison, maker: PictureMaker) -> str:
     pair = (c.judged[0], c.judged[-1])
     shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
     return LEGEND + shown if shown else ""

@@ -7,8 +7,8 @@ from math import isfinite
 import numpy as np
 
 from toolkit.evaluation.matches import IOU_THRESHOLDS
-from toolkit.tools.report.charts import BarChart, Line, LineChart, MatrixChart
-from toolkit.tools.report.thresholds import Calibration, Point, Sweep
+from toolkit.tools.report.charts import BarChart, ChartLine, LineChart, MatrixChart
+from toolkit.tools.report.thresholds import Calibration, Point, ThresholdSweep
 
 AUXILIARY_ENDING = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # of losses of other layers, as in toolkit.step.losses
 SMOOTHED_FROM = 20  # points
@@ -78,18 +78,18 @@ def _topic(term: str) -> str:
     return TOPICS[0][0] if TOPICS[0][1].search(plain) else "other kinds"
 
 
-def smooth_lines(rows: Sequence[Mapping], key: str, name: str, colour: int) -> list[Line]:
+def smooth_lines(rows: Sequence[Mapping], key: str, name: str, colour: int) -> list[ChartLine]:
     """Return a smoothed line over its faint raw values; a short series is not smoothed."""
     steps, values = series(rows, key)
     if len(steps) < SMOOTHED_FROM:
-        return [Line(name, steps, values, colour)]
-    return [Line(name, steps, smoothed(values), colour), Line("", steps, values, colour, faint=True)]
+        return [ChartLine(name, steps, values, colour)]
+    return [ChartLine(name, steps, smoothed(values), colour), ChartLine("", steps, values, colour, faint=True)]
 
 
 def _term(rows, key: str, title: str) -> LineChart:
     lines = smooth_lines(rows, f"train/{key}", "training", 0)
     for prefix, name, colour in (("val/", "validation", 1), ("val/ema/", "validation, EMA", 2)):
-        lines.append(Line(name, *series(rows, prefix + key), colour, dots=True))
+        lines.append(ChartLine(name, *series(rows, prefix + key), colour, dots=True))
     return LineChart(title, lines, STEP_AXIS)
 
 
@@ -109,7 +109,7 @@ def _terms(rows, title: str, names: Sequence[str]) -> LineChart:
 def _rates(rows, names: Sequence[str]) -> LineChart:
     curves = {name.removeprefix("train/lr/"): series(rows, name) for name in names}
     # Every other one is dashed: groups often share a curve.
-    lines = [Line(name, *curve, i, dashed=i % 2 == 1) for i, (name, curve) in enumerate(curves.items())]
+    lines = [ChartLine(name, *curve, i, dashed=i % 2 == 1) for i, (name, curve) in enumerate(curves.items())]
     return LineChart("Learning rates", lines, STEP_AXIS, y_range=(0, None))
 
 
@@ -117,8 +117,8 @@ def _metrics(rows, title: str, keys: Sequence[str]) -> LineChart:
     lines = []
     for i, key in enumerate(keys):
         name = key.removeprefix("bbox_")
-        lines.append(Line(name, *series(rows, f"val/{key}"), i, dots=True))
-        lines.append(Line(f"{name}, EMA", *series(rows, f"val/ema/{key}"), i, dashed=True, dots=True))
+        lines.append(ChartLine(name, *series(rows, f"val/{key}"), i, dots=True))
+        lines.append(ChartLine(f"{name}, EMA", *series(rows, f"val/ema/{key}"), i, dashed=True, dots=True))
     return LineChart(title, lines, STEP_AXIS, y_range=(0, None))
 
 
@@ -131,30 +131,30 @@ def _classes(rows, names: Sequence[str]) -> LineChart:
     if len(chosen) > 10:
         chosen = chosen[:5] + chosen[-5:]
     many = " (five best and five worst)" if len(curves) > 10 else ""
-    lines = [Line(name, *curves[name], i, dashed=i > 7, dots=True) for i, name in enumerate(chosen)]
+    lines = [ChartLine(name, *curves[name], i, dashed=i > 7, dots=True) for i, name in enumerate(chosen)]
     return LineChart(f"AP by class{', EMA' * ('ema' in prefix)}{many}", lines, STEP_AXIS, y_range=(0, None))
 
 
-def f1_chart(sweeps: Mapping[str, Sweep], best: Point | None = None) -> LineChart:
+def f1_chart(sweeps: Mapping[str, ThresholdSweep], best: Point | None = None) -> LineChart:
     """Return a chart of F1 against score. best: the threshold to mark."""
-    lines = [Line(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
+    lines = [ChartLine(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
     marks = [] if best is None else [(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")]
     return LineChart("F1 against score, IoU 0.5", lines, "a prediction needs this score", (0, 1), (0, 1), marks=marks)
 
 
-def precision_recall_chart(sweeps: Mapping[str, Sweep]) -> LineChart:
-    lines = [Line(name, sweep.recall, sweep.precision, i) for i, (name, sweep) in enumerate(sweeps.items())]
+def precision_recall_chart(sweeps: Mapping[str, ThresholdSweep]) -> LineChart:
+    lines = [ChartLine(name, sweep.recall, sweep.precision, i) for i, (name, sweep) in enumerate(sweeps.items())]
     return LineChart("Precision against recall, IoU 0.5", lines, "recall", (0, 1), (0, 1))
 
 
 def iou_chart(ap_by_iou: Mapping[str, Sequence[float]]) -> LineChart:
     """Return a chart of AP (10,) of each detector against IoU."""
-    lines = [Line(name, IOU_THRESHOLDS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
+    lines = [ChartLine(name, IOU_THRESHOLDS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
     return LineChart("AP against the IoU that counts as found", lines, "IoU", y_range=(0, 1))
 
 
 def calibration_chart(c: Calibration) -> LineChart:
-    lines = [Line("perfect", [0, 1], [0, 1], 1, dashed=True), Line("found", c.score, c.precision, dots=True)]
+    lines = [ChartLine("perfect", [0, 1], [0, 1], 1, dashed=True), ChartLine("found", c.score, c.precision, dots=True)]
     title = "Calibration: how often a prediction with this score is right"
     return LineChart(title, lines, "score", (0, 1), (0, 1))
 

@@ -33,7 +33,7 @@ LEGEND = (
 )
 
 
-class Pictures:
+class PictureMaker:
     """The pictures of one page, made until their budget is spent; unreadable images are skipped and counted.
 
     folder: of the page, which links to the images themselves start from.
@@ -108,7 +108,7 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
     return left, top, max(left + 1, min(size[0], int(cx + half))), max(top + 1, min(size[1], int(cy + half)))
 
 
-def images(judged: Judgement, maker: Pictures) -> str:
+def images(judged: Judgement, maker: PictureMaker) -> str:
     counts = judged.image_counts
     f1 = judged.image_f1
     with_boxes = np.flatnonzero(counts.sum(axis=1) > 0)
@@ -127,7 +127,7 @@ def _with_legend(parts: Mapping[str, Sequence[str]]) -> str:
     return LEGEND + shown if shown else ""
 
 
-def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") -> str:
+def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = "") -> str:
     """Return an image with everything above the threshold. name: of the detector, put before the caption."""
     m = judged.matches
     truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
@@ -142,7 +142,7 @@ def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") 
     return maker.of(image, marks, caption)
 
 
-def mistakes(judged: Judgement, maker: Pictures) -> str:
+def mistakes(judged: Judgement, maker: PictureMaker) -> str:
     m = judged.matches
     parts = {}
     for kind in ERROR_KINDS[:-1]:
@@ -156,7 +156,7 @@ def mistakes(judged: Judgement, maker: Pictures) -> str:
     return _with_legend(parts)
 
 
-def _mistake(judged: Judgement, maker: Pictures, row: int) -> str:
+def _mistake(judged: Judgement, maker: PictureMaker, row: int) -> str:
     m = judged.matches
     image = int(judged.matches.found.image_index[row])
     near = (m.det == row) & ~m.crowd[m.gt]
@@ -167,13 +167,13 @@ def _mistake(judged: Judgement, maker: Pictures, row: int) -> str:
     return maker.of(image, marks, caption, focus=m.found.xyxy[row])
 
 
-def _missed(judged: Judgement, maker: Pictures, row: int) -> str:
+def _missed(judged: Judgement, maker: PictureMaker, row: int) -> str:
     image = int(judged.matches.truth.image_index[row])
     mark = _annotated(judged.matches, row)
     return maker.of(image, [mark], f"{judged.table.image_name(image)}: {mark.text}", focus=mark.box)
 
 
-def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
+def annotation_mistakes(judged: Judgement, maker: PictureMaker) -> str:
     if not judged.suspects:
         return ""
     by_kind = {kind: [suspect for suspect in judged.suspects if suspect.kind == kind] for kind in SUSPICIONS}
@@ -209,7 +209,7 @@ def _what(m: Matches, s: Suspect) -> tuple[str, str]:
     return predicted, annotated
 
 
-def _suspect(judged: Judgement, maker: Pictures, s: Suspect) -> str:
+def _suspect(judged: Judgement, maker: PictureMaker, s: Suspect) -> str:
     predicted, annotated = _marks(judged.matches, s)
     names = " predicted {}, annotated {}".format(*_what(judged.matches, s))
     caption = f"{judged.table.image_name(s.image)}: {s.kind};{names}"

@@ -10,7 +10,7 @@ from toolkit.evaluation.draw import choose_images, fitted, picture_of
 from toolkit.evaluation.matches import Matches
 from toolkit.tools.report.charts import figure
 from toolkit.tools.report.figures import class_ap_chart, confusion_chart, f1_chart
-from toolkit.tools.report.thresholds import Sweep, confusion_matrix, sweep
+from toolkit.tools.report.thresholds import ThresholdSweep, confusion_matrix, sweep
 
 PICTURE_SIDE_PX = 640  # of a picture, in pixels
 MAX_SHOWN_BOXES = 50  # of a picture, those with the best scores
@@ -35,7 +35,7 @@ class ShownImage:
 
 
 @dataclass(frozen=True)
-class Shown:
+class EvaluationDisplay:
     """One evaluation as trackers display it.
 
     class_names: all of them, on one line each. grid: the pictures with their boxes drawn, as one.
@@ -46,7 +46,7 @@ class Shown:
     class_names: list[str]
     images: list[ShownImage]
     grid: Image.Image | None
-    curves: dict[str, Sweep]
+    curves: dict[str, ThresholdSweep]
     ap: dict[str, float]
     matrix: np.ndarray
     matrix_names: list[str]
@@ -62,7 +62,9 @@ class Shown:
         return {name: figure([chart]) for name, chart in charts.items() if not chart.is_empty}
 
 
-def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
+def shown_evaluation(
+    table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None
+) -> EvaluationDisplay:
     """Collect everything that trackers display of an evaluation.
 
     Args:
@@ -78,7 +80,7 @@ def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, gr
     matrix = confusion_matrix(matches, threshold)[np.ix_(places, places)]
     ap = {name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None}
     images = _images(table, matches, pictures)
-    return Shown(names, images, grid, curves, ap, matrix, [names[k] for k in chosen], threshold)
+    return EvaluationDisplay(names, images, grid, curves, ap, matrix, [names[k] for k in chosen], threshold)
 
 
 def _images(table, matches: Matches, count: int) -> list[ShownImage]:

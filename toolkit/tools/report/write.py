@@ -8,7 +8,7 @@ from toolkit.tools.report import comparison, gallery, sections
 from toolkit.tools.report import page as page_parts
 from toolkit.tools.report.advice import advise
 from toolkit.tools.report.facts import RunFacts
-from toolkit.tools.report.gallery import Pictures
+from toolkit.tools.report.gallery import PictureMaker
 from toolkit.tools.report.judgement import Judgement, as_json
 from toolkit.tools.report.page import page, paragraph
 
@@ -36,7 +36,7 @@ def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str
 def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str, str, str]]:
     if not judged.matches.num_truth.sum():
         return [("summary", "Summary", paragraph("There are no annotated boxes: nothing can be measured."))]
-    maker = Pictures(judged.table, folder)
+    maker = PictureMaker(judged.table, folder)
     annotation = gallery.annotation_mistakes(judged, maker)
     images = gallery.images(judged, maker)
     mistakes = gallery.mistakes(judged, maker)
@@ -65,7 +65,7 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
     folder = Path(folder)
     c = comparison.compare(judged)
     folder.mkdir(parents=True, exist_ok=True)
-    maker = Pictures(judged[0].table, folder)
+    maker = PictureMaker(judged[0].table, folder)
     changed = comparison.changed(c, maker)
     parts = [
         ("summary", "Summary", comparison.verdict(c)),

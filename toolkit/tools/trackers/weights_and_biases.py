@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.run.writer import About, DataFacts, Tracker, agent_run_id, flat
+from toolkit.run.writer import DataFacts, RunDescription, Tracker, agent_run_id, flat
 
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 300  # so that a lost network does not delay a finished run; older releases lack this
@@ -22,7 +22,7 @@ LOGGED_FILES = ("config.yaml", "environment.json", "code.diff")  # of the run fo
 
 
 class WandbTracker(Tracker):
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         import wandb  # imported here, since it takes half a second
 
         # Copies of the pictures in tables wait there to be sent; without a network they stay with the run.
@@ -87,7 +87,7 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=0 if state == "done" else 1)
 
 
-def _init(wandb, folder: Path, about: About, run_id: str):
+def _init(wandb, folder: Path, about: RunDescription, run_id: str):
     """Start the run, online if possible, otherwise offline with one warning."""
     limits = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S}
     settings = wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields})
