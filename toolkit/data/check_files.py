@@ -16,7 +16,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, usable_cores, with_stall_warnings
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
-from toolkit.data.checks import Checked, unsafe_file_name
+from toolkit.data.checks import CheckedAnnotations, unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
 from toolkit.data.image_sources import ImageSources, Stored, digest_of, is_there, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
@@ -103,13 +103,13 @@ def waits_for(image_root: Path | ImageSources) -> int | None:
 
 
 def with_good_files(
-    checked: Checked,
+    checked: CheckedAnnotations,
     image_root: Path | ImageSources,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
     listed: Set[str] = frozenset(),
     source: str = "JSON",
-) -> tuple[Checked, dict[str, str]]:
+) -> tuple[CheckedAnnotations, dict[str, str]]:
     """Drop images whose files have errors, and add the problems of the files.
 
     Also returns what a cache of the table depends on, as `check_image_files` gives it. The files are not looked at if

@@ -32,7 +32,7 @@ _SUSPICIOUS = re.compile(r"^/|\.\.|[\\:\0]")  # in every name that leaves a fold
 
 
 @dataclass
-class Checked:
+class CheckedAnnotations:
     """The usable part of the annotations, and the problems found.
 
     images: in the order of the file, with `boxes` and `relations` of theirs. listed: every file name of the file, those
@@ -52,7 +52,7 @@ class Checked:
         """Return the arguments of `write_table`."""
         return {name: value for name, value in vars(self).items() if name != "listed"}
 
-    def without(self, image_ids: Set) -> "Checked":
+    def without(self, image_ids: Set) -> "CheckedAnnotations":
         """Return the rest without the images with these ids."""
         if not image_ids:
             return self
@@ -65,7 +65,7 @@ class Checked:
         )
 
 
-def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> Checked:
+def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> CheckedAnnotations:
     """Check the annotations that a reader yields, whatever its format.
 
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
@@ -90,7 +90,7 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     boxes, index = check_boxes(annotations, file, rows, labels, attribute_rows, problems)
     predicates, predicate_rows = _categories(annotations.predicates, file, "predicate", problems)
     relations = check_relations(annotations.relations, file, index, predicate_rows, problems)
-    checked = Checked(
+    checked = CheckedAnnotations(
         images=list(rows.values()),
         boxes=boxes,
         relations=relations,
