@@ -14,7 +14,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.tools.export import export_detector
 from toolkit.tools.export.check import OutputDifference, batches_agree, milliseconds
-from toolkit.tools.export.files import About, open_file, runner_of, write_openvino
+from toolkit.tools.export.files import ExportMetadata, open_file, runner_of, write_openvino
 from toolkit.tools.export.graph import trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import export_graph
@@ -124,7 +124,7 @@ def _write(
     table: DetectionTable | None,
     out: Path,
     asked: ExportRequest,
-) -> tuple[dict[str, Path], nn.Module, About]:
+) -> tuple[dict[str, Path], nn.Module, ExportMetadata]:
     """Write the files; return their paths by format, the graph that they hold, and what an ONNX file says of itself."""
     # The others are made from the ONNX file, so it is written in any case.
     of_program = [name for name in ("torch", "onnx") if name in asked.formats or name == "onnx"]
