@@ -54,7 +54,7 @@ class Config:
 def train_one_epoch(t: "Training") -> dict[str, float]:
     """Train to the end of the epoch, or of the run, and return the epoch's averages. See docs/design.md."""
     t.model.train()
-    for window in t.windows():  # the micro-batches of one update; what is due after it is saved and evaluated
+    for window in t.windows():  # the micro-batches of one update; then saves and evaluates, if that is due
         for batch in window:  # on the device, its random numbers seeded
             with window.autocast():
                 outputs = t.model(batch.images, batch.sizes, batch.targets)

@@ -67,7 +67,7 @@ def as_code(text: object, limit: int = 80) -> str:
 
 
 def in_plot(text: object, limit: int = 40) -> str:
-    """Return `shown` text for a label of matplotlib, where `$` begins mathematics and a first `_` hides the label."""
+    """Return `shown(text)` as a label of matplotlib: `$` is escaped, and a space stands before a first `_`."""
     text = shown(text, limit).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 

@@ -32,7 +32,7 @@ FIRST_SETTINGS = {
         "data.batch_size_per_device": "Images at a time on a device; fewer need less memory.",
     },
     "The detector": {
-        "model.architecture": "With --help, the values of another one.",
+        "model.architecture": "NAME --help shows its defaults.",
         "model.mode": "predcls, sgcls or sgdet: what is given with an image.",
         "model.head": "Relation head, which predicts the predicates of pairs.",
         "model.detector": "Trained detector to build on: a run, or its final/.",
@@ -41,14 +41,14 @@ FIRST_SETTINGS = {
     },
     "Training": {
         "run.epochs": "Passes over the training data.",
-        "run.max_minutes": "Minutes of training, where they are over sooner.",
+        "run.max_minutes": "Ends after so many minutes, if that is before the epochs.",
         "optim.lr": "Learning rate; optim.backbone_lr sets the backbone's.",
         "run.precision": "no (float32), bf16, fp16, or auto, which chooses.",
     },
     "The run": {
         "run.name": "Name of the run and of its folder.",
         "run.output_dir": "Folder of all run folders.",
-        "run.resume": "latest goes on from the last checkpoint, if any.",
+        "run.resume": "latest: from the newest checkpoint; fresh without one.",
         "run.tracker": "wandb, tensorboard, mlflow, ..., beside metrics.jsonl.",
     },
 }
@@ -58,7 +58,7 @@ MAX_DEFAULT_COLUMNS = 16  # columns of a value on the first screen; a longer one
 EVERY_SETTING = "--help all shows every setting."
 OPTIONS = """\
   --config FILE.yaml
-      File with any of the settings below, in groups. Flags win over files; of several files
+      YAML file with any of the settings below, as `group: {key: value}`. Flags win over files; of several files
       the last one wins.
   --print_config
       Print all settings with the values that would be used, as YAML, and exit.

@@ -46,7 +46,10 @@ class Checkpoints:
 
 
 def save(t, best: bool = False) -> None:
-    """Write `checkpoints/step_000123/` on the main process; every rank raises if that fails."""
+    """Write the state of `t` to `checkpoints/step_000123/`, and delete the checkpoints that are no longer kept.
+
+    The main process writes; every rank raises if that fails. best: this one becomes `best`.
+    """
     content = content_of_run(t)
     t.checkpoints.saved_step = t.step
     others = t.check.new_others()

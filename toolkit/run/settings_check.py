@@ -81,8 +81,9 @@ def key_faults(
 
 
 def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
-    """Return the groups, which have no `type_faults`, with numbers in the place of texts that YAML does not take for
-    one (`1e-3`).
+    """Return a copy of the groups in which texts have the types of their settings: YAML takes `1e-3` for a text.
+
+    `type_faults` must have found none in them.
     """
     made = {name: dict(entries) if isinstance(entries, Mapping) else entries for name, entries in groups.items()}
     for name in (name for name in kinds if isinstance(groups.get(name), Mapping)):

@@ -106,9 +106,9 @@ def detector_options(settings: Mapping) -> dict:
 
 
 def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = ("model",)) -> dict:
-    """Return the settings of a run folder as nested dicts, with what the source of its weights said of the model.
+    """Return the settings of a run folder as nested dicts, beside those in its `pretrained_config.json`, if it has one.
 
-    Where the source decided the structure, only the settings of the model that were given stand beside what it said.
+    If that has a `source_config`, only those settings of the model count that the user gave when the run started.
 
     Args:
         path: a `config.yaml`, written by a run, and perhaps edited since.

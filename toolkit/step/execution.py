@@ -120,7 +120,9 @@ def describe_float32_layers(detector: nn.Module, device_type: str, precision: st
 
 @contextlib.contextmanager
 def in_float32(detector: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Switch autocast off inside, also that of Accelerate, which is in a `forward` of the prepared module.
+    """Switch autocast off inside the block.
+
+    `accelerator.prepare` puts an autocast of its own into `detector.forward`, which is taken out meanwhile.
 
     This is one rule for all detectors, in training, `evaluate.py`, reports and exports: the numbers of a run are those
     that users of its weights get. In bfloat16 an AP differs in the third digit.

@@ -388,9 +388,11 @@ def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: T
 
 
 def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | None:
-    """Return the columns of a softmax that an image does not label, (B, C + 1) bool.
+    """Return which columns of a softmax stand for classes that an image does not label, (B, C + 1) bool.
 
-    background: its column, 0 or -1.
+    background: the column of the background, 0 or -1; it is never True.
+
+    Returns None if all images label all classes.
     """
     if labelled is None:
         return None

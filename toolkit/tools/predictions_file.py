@@ -81,13 +81,14 @@ def labels_by_name(path: Path, classes: Sequence[tuple[str, str]], table) -> tup
 
     Returns a label for each class, -1 for none, and one sentence for each class that was renamed, added or removed.
 
-    A class without a namesake was renamed if the table has a class with its id that has no namesake either.
+    Classes are matched by id and name, then by name, then by id: those were renamed. A new class counts only if the
+    table has boxes of it.
 
     Args:
         classes: (id, name) of each.
 
     Raises:
-        BadInput: classes without a namesake remain on both sides, and cannot be matched.
+        BadInput: classes are gone and new ones have boxes: they may be the same.
     """
     now = [(str(category.id), category.name) for category in table.categories]
     free = dict.fromkeys(range(len(now)))  # labels that no class has yet

@@ -95,7 +95,9 @@ def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> 
 
 
 def is_several(*values: object) -> bool:
-    """Return whether one of these, `data.path` and `data.train` or `data.val`, names several data sets."""
+    """Return whether one of these values (`data.path`, `data.train`, `data.val`) is a list, with one entry for each of
+    several data sets.
+    """
     return any(isinstance(value, list | tuple) for value in values)
 
 

@@ -131,7 +131,7 @@ def called_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def folders_of_splits(*parents: Path) -> dict[str, list[Path]]:
-    """Return the folders in these whose names say a split, by split, in the order in which they are tried."""
+    """Return the subfolders of `parents` that are named after a split, by split; exact names come first."""
     found: dict[str, list[Path]] = {}
     for parent in parents:
         for folder in called_first(folders_in(parent)):

@@ -296,7 +296,7 @@ def numbered(names: Sequence[str]) -> list[dict]:
 
 
 def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Columns) -> None:
-    """Add a row of a data set, whose `objects` and `relations` are a dict of lists or a list of dicts."""
+    """Add the image, boxes and relations of a row; `objects` and `relations` are a dict of lists or a list of dicts."""
     image_id = len(annotations.images) if row.get("image_id") is None else row["image_id"]
     image = {
         "id": image_id,

@@ -34,8 +34,8 @@ class Policy:
     """`(image, target, generator) -> (image, target)` by a list of v2 transforms.
 
     Their random numbers follow from the generator alone; torch's own state stays as it is. Boxes are clipped to the
-    image and go where nothing is left of them; areas change as those of the clipped boxes do; labels, crowd flags,
-    attributes and relations follow their boxes.
+    image, and those that become empty are removed; areas shrink with the clipped boxes; labels, crowd flags, attributes
+    and relations follow their boxes.
 
     then: a transform applied afterwards; it receives further arguments of the call, such as a size.
     """

@@ -30,8 +30,10 @@ ClassTerms = Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor]
 
 
 def focal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
-    """Return the focal loss of every logit (Lin et al. 2017), `(..., C)`; the target is 1 at `positives`, 0
-    elsewhere."""
+    """Return the focal loss of every logit (Lin et al. 2017), `(..., C)`; the target is 1 at `positives`, 0 elsewhere.
+
+    ious: not used; `quality_terms` has the same arguments.
+    """
     labels = torch.zeros_like(logits, requires_grad=False)
     labels[positives] = 1
     return sigmoid_focal_loss(logits, labels, ALPHA, GAMMA)

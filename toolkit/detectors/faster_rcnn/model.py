@@ -281,8 +281,13 @@ class FasterRCNN(Detector):
         return resize_boxes(boxes, sizes, orig_sizes), scores, labels
 
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the second half of `decode`, in pixels of the model's images, on boxes (B, P, C, 4) and scores (B, P, C)
-        of proposals and classes; a proposal whose scores are all 0 is ignored."""
+        """Choose the best detections of each image from boxes (B, P, C, 4) and scores (B, P, C) of its proposals.
+
+        Boxes are clipped to the image; small ones and scores up to `score_thresh` are dropped; the others are
+        suppressed by class.
+
+        Returns boxes (B, K, 4) in pixels of the model's images, scores and labels (B, K); label -1: no detection.
+        """
         heads = self.roi_heads
         proposals, classes = scores.shape[1:]
         boxes = clip_boxes(boxes.flatten(1, 2), sizes)  # (B, P * C, 4): all classes of a proposal, then the next one

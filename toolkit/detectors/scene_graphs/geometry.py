@@ -11,7 +11,10 @@ PAIR_GEOMETRY_DIM = 32  # numbers of `pair_numbers`
 
 
 def box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
-    """Convert (N, 4) boxes in images of (N, 2) sizes to (N, 9): w, h, cx, cy, x1, y1, x2, y2, area, all relative."""
+    """Convert (N, 4) boxes in images of (N, 2) sizes to (N, 9): w, h, cx, cy, x1, y1, x2, y2, area, all relative.
+
+    Width and height count both end pixels (x2 - x1 + 1), and so do centre and area.
+    """
     wh, centre = _wh_centre(boxes_xyxy)
     size_wh = sizes_hw.flip(-1).to(boxes_xyxy)
     relative = [value / size_wh for value in (wh, centre, boxes_xyxy[:, :2], boxes_xyxy[:, 2:])]

@@ -235,7 +235,7 @@ def recall_of(predictor: Predictor, detector, table: DetectionTable | None) -> d
 
 
 def latency(predictor: Predictor, table: DetectionTable | None) -> float:
-    """Measure milliseconds for one image of the data, or of noise, including resizing."""
+    """Return the milliseconds for one image, resizing included, in batches of 1: the first of the table, else noise."""
     noise = torch.randint(0, 256, (3, 480, 640), dtype=torch.uint8)
     image = noise if table is None else table.decode_image(table.row(0))
 
