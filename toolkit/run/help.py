@@ -58,8 +58,8 @@ MAX_DEFAULT_COLUMNS = 16  # columns of a value on the first screen; a longer one
 EVERY_SETTING = "--help all shows every setting."
 OPTIONS = """\
   --config FILE.yaml
-      YAML file with any of the settings below, as `group: {key: value}`. Flags win over files; of several files
-      the last one wins.
+      YAML file with any of the settings below, as `group: {key: value}`. Flags win over files; of
+      several files the last one wins.
   --print_config
       Print all settings with the values that would be used, as YAML, and exit.
   --help [all | GROUP | SETTING ...]
