@@ -26,11 +26,11 @@ from statistics import mean, stdev
 from accelerate import Accelerator
 
 from toolkit.base.distributed import run_on_main
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
 from toolkit.base.text import shown
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.matches import match
+from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.arguments import Program, inference_flags
@@ -104,7 +104,7 @@ def _measured(predicted: Predicted, backend: str | None) -> dict:
     table = evaluator.describe(scores, predicted.predictions)
     voc = {}
     if "bbox_AP" in scores:  # also of each class
-        voc = voc_metrics(match(predicted.predictions, predicted.table))
+        voc = voc_metrics(match_predictions(predicted.predictions, predicted.table))
         table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
     return {**scores, **predicted.losses, **voc, "table": table}
 
@@ -113,7 +113,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = Program(__doc__)
     run = "run folder, checkpoint, exported model, or predictions file; several: the folds of a cross-validation"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
 from toolkit.run.open_run import run_folder_of
 from toolkit.tools.arguments import Program
@@ -71,7 +71,7 @@ def _names(sources: list[str]) -> list[str]:
     return [name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)]
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> None:
     parser = Program(__doc__)
     kinds = "run folder, checkpoint, exported model, or COCO results file"

@@ -16,7 +16,7 @@ from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.text import columns, shown
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
-from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match, match_boxes
+from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match_boxes, match_predictions
 from toolkit.evaluation.voc import voc_metrics
 
 BACKENDS = ("toolkit", "pycocotools")
@@ -57,7 +57,7 @@ class CocoEvaluator:
         Raises:
             BadInput: image ids of predictions and table differ.
         """
-        self.matches = match(predictions, self.table)
+        self.matches = match_predictions(predictions, self.table)
         compute = pycocotools_numbers if self.backend == "pycocotools" else coco_row
         row = compute(self.matches)
         voc = voc_metrics(self.matches)
@@ -162,7 +162,7 @@ def check_ground_truth(table) -> list[str]:
     most = int(counts.max())
     limits = (*MAX_DETECTIONS[:-1], max(MAX_DETECTIONS[-1], most))
     as_predictions = replace(wanted, scores=np.ones(len(wanted)))
-    result = coco_row(match(as_predictions, table, limits))
+    result = coco_row(match_predictions(as_predictions, table, limits))
     values = {key: result[f"AP/{key}"] for key in class_keys(table)}
     faults = []
     for key, ap in values.items():

@@ -21,7 +21,7 @@ from toolkit.run.settings import (
     SceneGraphEvalConfig,
     ScheduleConfig,
 )
-from toolkit.run.settings_check import as_settings, key_faults, shown, type_faults
+from toolkit.run.settings_check import as_settings, format_value, key_faults, type_faults
 
 CONFIG_FILE = "config.yaml"
 _CONFIG_NAME = re.compile(r"config(?:_(\d+))?\.yaml")
@@ -190,12 +190,12 @@ def _kinds(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) ->
     """Return the dataclasses of all groups, with that of the architecture that they name, if any."""
     model = groups.get("model", {})
     if not isinstance(model, dict):
-        raise BadInput(f"model is {shown(model)}; expected a group of settings, `key: value`")
+        raise BadInput(f"model is {format_value(model)}; expected a group of settings, `key: value`")
     if "architecture" not in model:
         return {**kinds}
     architecture = model["architecture"]
     if not isinstance(architecture, str):
-        raise BadInput(f"model.architecture is {shown(architecture)}; expected the name of a detector")
+        raise BadInput(f"model.architecture is {format_value(architecture)}; expected the name of a detector")
     options = options_of(architecture)
     return {**kinds} if options is None else {**kinds, "model": options}
 
@@ -242,7 +242,7 @@ class Change:
 
     @property
     def values(self) -> str:
-        return f"{self.key} {shown(self.before)} -> {shown(self.after)}"
+        return f"{self.key} {format_value(self.before)} -> {format_value(self.after)}"
 
     def __str__(self) -> str:
         return f"{self.values}: {self.verdict}{self.why and ', '}{self.why}"

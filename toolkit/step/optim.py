@@ -288,7 +288,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients)
 
 
-def group_norms(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:
+def gradient_norms_of_groups(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:
     """Return `gradient_norm` of each group of an optimizer as `grad_norm/<name of the group>`."""
     norms = {}
     for group in param_groups:

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 from toolkit.base.batch import Target
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_yaml
-from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
+from toolkit.data.transforms.geometry import Sample, clip_to_size, keep_boxes
 
 # Transforms of whole batches, or away from uint8 images: the loader and the detector do that.
 NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()
@@ -99,7 +99,7 @@ def _from_v2(sample: Mapping[str, Tensor], target: Target) -> Sample:
     left = sample["labels"]  # rows of the boxes that are left
     height, width = image.shape[-2:]
     boxes = sample["boxes"].as_subclass(Tensor).to(torch.float32)
-    boxes = clipped(boxes, height, width)
+    boxes = clip_to_size(boxes, height, width)
     keep = torch.zeros(len(target["boxes"]), dtype=torch.bool)
     keep[left] = True
     before = _box_areas(target["boxes"])

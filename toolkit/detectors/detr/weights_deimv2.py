@@ -96,11 +96,11 @@ class _Deimv2(Publisher):
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the publisher's tensors under our names."""
-        state = renamed(in_full(state), self.lite_names if LITE in state else [])
+        state = renamed(expand_joint_tensors(state), self.lite_names if LITE in state else [])
         return super().ours_from(state)
 
 
-def in_full(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def expand_joint_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Split joint projections and repeat the tensors that safetensors stores once for several names."""
     result = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     result |= {f"decoder.{name}": _constant(state, name) for name in ("up", "reg_scale")}

@@ -34,7 +34,7 @@ KNOWN = (
 )
 
 
-def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
+def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
     """Read a file of published weights: the description of its detector, and its tensors under our names.
 
     A file `<the same name>.names` beside it, one class a line, holds the class names if they are not those of COCO,
@@ -43,7 +43,7 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
     Raises:
         BadInput: it cannot be read, or no known publisher uses the names of its tensors.
     """
-    state = read(path)
+    state = read_state(path)
     publisher = next((candidate for candidate in publishers() if candidate.recognised(state)), None)
     if publisher is None:
         some = ", ".join(list(state)[:3])
@@ -76,7 +76,7 @@ def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
     return names
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file by name; of a checkpoint with several sets of them, the averaged ones.
 
     Raises:
@@ -89,7 +89,8 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
-    """Read a file of safetensors or PyTorch, as `read` does. setting: the one that names the file, for messages."""
+    """Read a file of safetensors or PyTorch, as `read_state` does. setting: the one that names the file, for
+    messages."""
     if path.suffix.lower() == ".safetensors":
         try:
             return load_file(path)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names
 from toolkit.models import options_class
-from toolkit.models.weights.files import open_file
+from toolkit.models.weights.files import open_published_weights
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.run.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.run.settings_file import ABOUT_STARTING, detector_options
@@ -78,7 +78,7 @@ def open_pretrained(name: str) -> Pretrained:
             raise BadInput(f"model.pretrained: {path} does not exist; {expected}{near_names(path)}")
         return _from_transformers(name, name)
     if path.is_file():
-        about, tensors = open_file(path)
+        about, tensors = open_published_weights(path)
         return Pretrained(name, about.architecture, about.options, about.class_names, tensors, about.notes, about.size)
     try:
         kind = kind_of(path)

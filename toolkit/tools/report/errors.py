@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.base.boxes import common_and_union
 from toolkit.evaluation.coco_numbers import exact_average_precision
-from toolkit.evaluation.matches import AREA_RANGES, BACKGROUND_IOU, Matches, best_pairs, paired
+from toolkit.evaluation.matches import AREA_RANGES, BACKGROUND_IOU, Matches, best_pairs, pairs_within_groups
 
 ERROR_KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
 ERROR_MEANINGS = {
@@ -209,7 +209,7 @@ def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 def neighbours(m: Matches) -> np.ndarray:
     """Return (G,), the number of other boxes of its image that overlap each box."""
     counts = np.full(len(m.truth), -1)  # a box overlaps itself
-    for first, second in paired(m.truth.image_index, m.truth.image_index):
+    for first, second in pairs_within_groups(m.truth.image_index, m.truth.image_index):
         common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])
         counts += np.bincount(first[common > TOUCHING_IOU * union], minlength=len(counts))
     return counts.clip(min=0)

@@ -10,7 +10,7 @@ import numpy as np
 from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.evaluation.coco_numbers import exact_numbers
-from toolkit.evaluation.matches import IOU_THRESHOLDS, match
+from toolkit.evaluation.matches import IOU_THRESHOLDS, match_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
 from toolkit.tools.report.annotations import Suspect, suspects
@@ -50,7 +50,7 @@ class Judgement:
         self.table = table
         self.predictions = predictions
         self.about = about or {}
-        m = self.matches = match(predictions, table)
+        m = self.matches = match_predictions(predictions, table)
         exact = exact_numbers(m)
         self.draws = bootstrap.resample(m, draws)
         self.class_ap = exact.of_class[0]

@@ -33,7 +33,7 @@ METRIC_MEANINGS = {
 }
 
 
-def summary(judged: Judgement) -> str:
+def summary_cards(judged: Judgement) -> str:
     best = judged.overall.best
     cards = [(name, number(judged.numbers[name]), _interval_words(judged, name)) for name in ("AP", "AP50")]
     if best is not None:
@@ -69,7 +69,7 @@ def _flags(text: str) -> str:
     return re.sub(r"--[a-z_]+(\.[a-z_]+)*", r"<code>\g<0></code>", escape(text))
 
 
-def numbers(judged: Judgement) -> str:
+def numbers_table(judged: Judgement) -> str:
     rows = []
     for name, words in METRIC_MEANINGS.items():
         rows.append((name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), words))
@@ -221,6 +221,6 @@ def training(run: RunFacts) -> str:
     return "".join(under(heading, charts(group)) for heading, group in groups.items())
 
 
-def settings(run: RunFacts) -> str:
+def settings_and_environment(run: RunFacts) -> str:
     texts = {f"Settings ({run.config_name})": run.config_text, "Environment": run.environment_text}
     return "".join(folded(heading, f"<pre>{escape(text)}</pre>") for heading, text in texts.items() if text)

@@ -20,8 +20,8 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     empty_output,
     fc,
     label_embedding,
-    paired,
     split_layer,
+    subject_object_features,
     tree_losses,
     xavier_linear,
 )
@@ -148,7 +148,7 @@ class CausalHead(nn.Module):
         return RelationOutput(logits, relation_logits, labels, context, losses)
 
     def _pair_context(self, context: Tensor, batch: RelationBatch) -> Tensor:
-        subject, obj = paired(self.split(context), batch.pairs)
+        subject, obj = subject_object_features(self.split(context), batch.pairs)
         return subject - obj if self.translates else self.join(torch.cat([subject, obj], 1)).relu()
 
     def _fuse(self, visual: Tensor, pair_context: Tensor, frequency: Tensor) -> Tensor:
