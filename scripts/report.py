@@ -32,7 +32,7 @@ def report(arguments: argparse.Namespace) -> Path:
     """Write the report and return its page."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
-    names = _names(arguments.sources)
+    names = _short_names(arguments.sources)
     for folder in filter(None, map(_run_folder, arguments.sources)):
         read_records(folder)  # reports broken records before anything is predicted
     judged = []
@@ -65,7 +65,7 @@ def _run_folder(source: str) -> Path | None:
         return None
 
 
-def _names(sources: list[str]) -> list[str]:
+def _short_names(sources: list[str]) -> list[str]:
     """Return short, unique names of the sources."""
     short = [Path(source).expanduser().resolve().stem or source for source in sources]
     return [name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)]

@@ -138,7 +138,7 @@ def read_image_file(
     """
     path = _place_of(source)
     try:
-        data = bytearray(source) if isinstance(source, bytes) else _read(path, max_pixels)
+        data = bytearray(source) if isinstance(source, bytes) else _read_bytes(path, max_pixels)
     except OSError as error:
         raise ImageError(_os_error(error), path) from error
     if not data:
@@ -146,7 +146,7 @@ def read_image_file(
     return path, data
 
 
-def _read(path: Path | Stored, max_pixels: int) -> bytearray:
+def _read_bytes(path: Path | Stored, max_pixels: int) -> bytearray:
     if isinstance(path, Stored):
         _check_bytes(path.size, max_pixels, path)
         return bytearray(path.read_bytes())

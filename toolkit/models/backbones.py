@@ -237,7 +237,7 @@ class VitPyramid(nn.Module):
         self.vit = timm_model(name, pretrained_backbone, out_indices=(-1,), **_PLAIN_VIT)
         width = self.vit.feature_info.channels()[-1]
         self.norm = LayerNorm2d(width)
-        self.scales = nn.ModuleList(_scale(width, stride) for stride in strides)
+        self.scales = nn.ModuleList(_resampling(width, stride) for stride in strides)
         widths = {4: width // 4, 8: width // 2}
         maps = []
         for i, stride in enumerate(strides):
@@ -254,7 +254,7 @@ class VitPyramid(nn.Module):
         return [scale(features) for scale in self.scales]
 
 
-def _scale(width: int, stride: int) -> nn.Module:
+def _resampling(width: int, stride: int) -> nn.Module:
     def twice(wide: int) -> nn.Module:
         return nn.ConvTranspose2d(wide, wide // 2, kernel_size=2, stride=2)
 

@@ -175,7 +175,7 @@ def help_text(
     width = max(MIN_COLUMNS, min(MAX_COLUMNS, shutil.get_terminal_size((MAX_COLUMNS, 0)).columns))
     if not topics:
         return _first_screen(cls, groups, default_config, sources, architectures, width)
-    shown = list(groups) if "all" in topics else _chosen(groups, topics)
+    shown = list(groups) if "all" in topics else _choose_groups(groups, topics)
     parts = [_group_text(group, width) for group in shown]
     if "all" in topics:
         usage = f"usage: {_start_command()} [--config FILE.yaml] [--group.key value ...]"
@@ -186,7 +186,7 @@ def help_text(
     return "\n\n".join(parts)
 
 
-def _chosen(groups: Sequence[Group], topics: Sequence[str]) -> list[Group]:
+def _choose_groups(groups: Sequence[Group], topics: Sequence[str]) -> list[Group]:
     """Return the groups of these names, and of others the settings that begin with one of the topics."""
     unknown = list(topics)
     chosen = []

@@ -67,7 +67,7 @@ def find_launch() -> Launch | None:
         for process in psutil.Process().parents():
             arguments = _launch_arguments(process.cmdline())
             if arguments is not None:
-                return _read(arguments, process.environ(), Path(process.cwd()))
+                return _parse_launch(arguments, process.environ(), Path(process.cwd()))
     except psutil.Error:
         return None
     return None
@@ -84,7 +84,7 @@ def _launch_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
-def _read(arguments: list[str], environment: Mapping[str, str], folder: Path) -> Launch:
+def _parse_launch(arguments: list[str], environment: Mapping[str, str], folder: Path) -> Launch:
     with gc_disabled():  # here: a second of imports
         from accelerate.commands.config.config_args import default_config_file
         from accelerate.commands.launch import launch_command_parser

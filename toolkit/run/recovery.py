@@ -122,7 +122,7 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
         t.optimizer.step()
         t.optimizer.zero_grad()
         return
-    message = _report(t, action, broken, in_window=True)
+    message = _report_refusal(t, action, broken, in_window=True)
     drop_gradients(t.loss_weights)
     scaler = t.accelerator.scaler
     if scaler is not None:
@@ -208,7 +208,7 @@ def state_is_sound(t) -> bool:
     if not broken:
         return True
     action = t.guard.decide(t.step, {}, 0.0, faults=[describe_nonfinite(broken)])
-    message = _report(t, action, broken, in_window=False) if t.window is not None else t.guard.reason
+    message = _report_refusal(t, action, broken, in_window=False) if t.window is not None else t.guard.reason
     act_on_refusal(t, action, message, broken)
     return False
 
@@ -260,7 +260,7 @@ def _go_back(t) -> str:
 # ---------------------------------------------------------------- the report
 
 
-def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
+def _report_refusal(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
     """Write the report of this rank, if something is broken on it; return the message for the log.
 
     broken, in_window: what `broken_state` found, and how it looked.

@@ -82,7 +82,7 @@ def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
 
 def _copied(name: str, split: str, source: str, check_images: bool | str, max_pixels: int) -> tuple[list, Make]:
     """Return the key of the cache and the function that makes the table, for data whose images are copied."""
-    rows = _load(name, split)
+    rows = _load_split(name, split)
     columns = columns_of(rows.features, name, rows.info.description)
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
     stats = [os.stat(file["filename"]) for file in rows.cache_files]
@@ -187,7 +187,7 @@ def _as_bad_input(name: str, failure: str) -> Iterator[None]:
         raise BadInput(f"{name}: {failure}: {str(error).splitlines()[0]}") from error
 
 
-def _load(name: str, split: str) -> datasets.Dataset:
+def _load_split(name: str, split: str) -> datasets.Dataset:
     folder = Path(name).expanduser()
     with _as_bad_input(name, f"split {split!r} cannot be loaded"):
         is_saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
@@ -312,20 +312,20 @@ def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Col
         columns.id: "id",
         columns.category: "category_id",
     }
-    for item in _listed(row["objects"]):
+    for item in _rows_of_columns(row["objects"]):
         entry = {"id": len(annotations) + 1, "image_id": image_id}
         for key, value in item.items():
             if key in keys and value is not None:
                 entry[keys[key]] = value
         annotations.add(entry)
     if columns.relations:
-        for item in _listed(row["relations"]):
+        for item in _rows_of_columns(row["relations"]):
             relation = {key: item[key] for key in TRIPLET_KEYS}
             relation["image_id"] = image_id
             annotations.relations.add(relation)
 
 
-def _listed(items: Mapping | Sequence[dict] | None) -> Sequence[dict]:
+def _rows_of_columns(items: Mapping | Sequence[dict] | None) -> Sequence[dict]:
     if not isinstance(items, Mapping):
         return items or []
     rows = zip(*items.values(), strict=True)

@@ -77,7 +77,7 @@ def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None =
     where = "data.augment"
     if isinstance(entries, str):
         where = f"data.augment {entries}"
-        entries = _read(entries)
+        entries = _read_policy(entries)
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise BadInput(f"{where}: expected a list of transforms, found {type(entries).__name__}")
     made = []
@@ -115,7 +115,7 @@ def _box_areas(boxes_xyxy: Tensor) -> Tensor:
     return sides.prod(1)
 
 
-def _read(path: str) -> Any:
+def _read_policy(path: str) -> Any:
     content = read_yaml(Path(path), f"data.augment {path}")
     if isinstance(content, Mapping) and "augment" in content:
         return content["augment"]

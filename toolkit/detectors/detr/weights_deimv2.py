@@ -180,7 +180,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     notes = [] if size else ["not one of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
     options = {"source_config": config, "original": True, "size": size}
     classes = named(len(state["decoder.dec_score_head.0.weight"]))
-    return Description("deimv2", options, classes, notes, _side(state, config["feat_strides"]))
+    return Description("deimv2", options, classes, notes, _image_side(state, config["feat_strides"]))
 
 
 def _structure(config: Mapping) -> dict:
@@ -197,7 +197,7 @@ def _points(scale: Tensor) -> list[int]:
     return counts
 
 
-def _side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
+def _image_side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
     """Return the side that images are resized to, from the number of positions in evaluation; None: not a square."""
     positions = len(state["decoder.anchors"][0]) if "decoder.anchors" in state else 0
     per_cell = sum((32 // stride) ** 2 for stride in strides)  # of 32 x 32 px: 21 with strides of 8, 16 and 32

@@ -68,10 +68,10 @@ def match_relations(
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
     names = TripletMatches.__annotations__
-    return TripletMatches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in names))
+    return TripletMatches(*(_concatenate_field([getattr(chunk, name) for chunk in chunks], name) for name in names))
 
 
-def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
+def _concatenate_field(parts: list[np.ndarray], name: str) -> np.ndarray:
     if parts:
         return np.concatenate(parts)
     widths = {

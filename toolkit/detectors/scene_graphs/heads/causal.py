@@ -87,7 +87,7 @@ class CausalHead(nn.Module):
         """
         super().__init__()
         effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
-        _check(context, fusion, effect, sizes)
+        _check_head_options(context, fusion, effect, sizes)
         self.sizes = sizes
         self.fusion = fusion
         self.effect = effect
@@ -194,7 +194,7 @@ class CausalHead(nn.Module):
         return self.frequency.expected(subject, obj)
 
 
-def _check(context: str, fusion: str, effect: str, sizes: HeadSizes) -> None:
+def _check_head_options(context: str, fusion: str, effect: str, sizes: HeadSizes) -> None:
     options = ("context", context, ("motifs", "vctree", "vtranse")), ("fusion", fusion, ("sum", "gate"))
     options += (("effect", effect, EFFECTS),)
     faults = [f"{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]

@@ -177,7 +177,7 @@ class SquatHead(nn.Module):
         out.
         """
         super().__init__()
-        _check(sizes, dim, query_share, key_share)
+        _check_head_options(sizes, dim, query_share, key_share)
         self.mode = check_mode(mode)
         self.sizes = sizes
         self.nms_threshold = nms_threshold
@@ -283,7 +283,7 @@ class SquatHead(nn.Module):
         return losses
 
 
-def _check(sizes: HeadSizes, dim: int, query_share: float, key_share: float) -> None:
+def _check_head_options(sizes: HeadSizes, dim: int, query_share: float, key_share: float) -> None:
     faults = []
     if dim % ATTENTION_HEADS:
         faults.append(f"model.head_options.dim is {dim}; squat takes multiples of {ATTENTION_HEADS}")
