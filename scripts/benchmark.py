@@ -34,7 +34,7 @@ from benches.startup import bench_startup
 from benches.table import bench_table
 from benches.yolov3 import bench_yolov3_export, bench_yolov3_losses
 
-from toolkit.base.errors import says_bad_input
+from toolkit.base.errors import exit_on_bad_input
 from toolkit.base.files import replace_nonfinite, write_json_atomic
 from toolkit.run.folder import PACKAGES, hardware
 from toolkit.tools.arguments import Program
@@ -146,7 +146,7 @@ def machine() -> str:
     )
 
 
-@says_bad_input
+@exit_on_bad_input
 def command() -> None:
     main()
 

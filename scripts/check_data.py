@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import parse_yaml
 from toolkit.data.check_files import depth
 from toolkit.data.formats import FORMATS, MAX_UNUSED_NAMED, open_dataset, recognise
@@ -151,7 +151,7 @@ def training_command(
     return command_for(sources, inspection, reading, options.script)
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if len(options.image_size or []) == 1:

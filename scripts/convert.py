@@ -13,18 +13,20 @@ import os
 import sys
 from pathlib import Path
 
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.data.formats import FORMATS, open_dataset, recognise
 from toolkit.data.splits import share_of
 from toolkit.data.table import DetectionTable
 from toolkit.tools.arguments import Program, add_data_flag
 from toolkit.tools.doctor.near_duplicates import hold_out
-from toolkit.tools.writers import losses, write_folder
+from toolkit.tools.writers import unsupported_by, write_folder
 
 WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet": "hub"}
 
 
-def open_splits(source: str, format: str, image_dir: list[str] | None, on_error: str) -> dict[str, DetectionTable]:
+def open_source_splits(
+    source: str, format: str, image_dir: list[str] | None, on_error: str
+) -> dict[str, DetectionTable]:
     """Open every split of a folder, or the one of an annotation file, by name."""
     reading = {"format": format, "image_dir": image_dir, "on_error": on_error}
     if not Path(source).expanduser().is_dir():
@@ -37,7 +39,7 @@ def open_splits(source: str, format: str, image_dir: list[str] | None, on_error:
     return {"train" if name == "all" else name: table for name, table in tables.items()}
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(arguments: list[str] | None = None) -> None:
     parser = Program(__doc__)
     parser.add_argument("source", metavar="SRC", help="folder of a data set, or an annotation file")
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
         raise BadInput(f"{options.target}: not an empty folder; give a new one")
-    tables = open_splits(options.source, options.format, options.image_dir, options.on_error)
+    tables = open_source_splits(options.source, options.format, options.image_dir, options.on_error)
     if options.val is not None and "val" in tables:
         raise BadInput(f"--val {options.val}: {options.source} has a split val already")
     if options.val is not None:
@@ -65,7 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
     for split, table in tables.items():
         write_folder(table, options.target, split, WRITTEN[options.to], link=options.link)
         left_out = sum(problem.severity == "error" for problem in table.problems)
-        lost = losses(table, WRITTEN[options.to]) + [f"{left_out} faulty records were left out"] * bool(left_out)
+        lost = unsupported_by(table, WRITTEN[options.to])
+        lost += [f"{left_out} faulty records were left out"] * bool(left_out)
         remarks = f" ({'; '.join(lost)})" if lost else ""
         print(f"{options.target}: {split}, {len(table)} images, {table.num_boxes().sum()} boxes{remarks}")
 

@@ -26,11 +26,11 @@ from statistics import mean, stdev
 from accelerate import Accelerator
 
 from toolkit.base.distributed import run_on_main
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
-from toolkit.base.text import shown
+from toolkit.base.text import metric_text, shown
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.matches import match
+from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.arguments import Program, inference_flags
@@ -74,7 +74,8 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     if accelerator.is_main_process:
         print(f"{predicted.about['detector']}, {len(predicted.table)} images\n{result.pop('table')}")
         if predicted.speed:
-            recall = ", ".join(f"{key} {_number(result[key])}" for key in ("R@20", "R@50", "R@100") if key in result)
+            recalls = [key for key in ("R@20", "R@50", "R@100") if key in result]
+            recall = ", ".join(f"{key} {metric_text(result[key], 4)}" for key in recalls)
             print(predicted.speed + (f"; {recall}" if recall else ""))
         print(json.dumps(result))
         if arguments.save:
@@ -104,16 +105,13 @@ def _measured(predicted: Predicted, backend: str | None) -> dict:
     table = evaluator.describe(scores, predicted.predictions)
     voc = {}
     if "bbox_AP" in scores:  # also of each class
-        voc = voc_metrics(match(predicted.predictions, predicted.table))
-        table += f"\nVOC07 mAP {_number(voc['voc07_mAP'])}, VOC12 mAP {_number(voc['voc12_mAP'])} (IoU 0.5)"
+        voc = voc_metrics(match_predictions(predicted.predictions, predicted.table))
+        voc07, voc12 = (metric_text(voc[f"voc{year}_mAP"], 4) for year in ("07", "12"))
+        table += f"\nVOC07 mAP {voc07}, VOC12 mAP {voc12} (IoU 0.5)"
     return {**scores, **predicted.losses, **voc, "table": table}
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = Program(__doc__)
     run = "run folder, checkpoint, exported model, or predictions file; several: the folds of a cross-validation"

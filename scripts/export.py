@@ -26,7 +26,7 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
 from toolkit.data.splits import open_split
 from toolkit.models import options_class
@@ -38,12 +38,12 @@ from toolkit.tools.export.judge import (
     EXPORTED_FILES,
     ExportRequest,
     graphs_as_table,
-    lines_as_table,
+    results_as_table,
     write_and_check,
     write_relations,
 )
 from toolkit.tools.predict.open import OwnDetector, add_flags, open_own_detector, report_thresholds
-from toolkit.tools.predict.predict_split import SplitOptions, data_settings
+from toolkit.tools.predict.predict_split import SplitOptions, split_arguments
 from toolkit.tools.signals import interrupt_ends_at_once
 
 
@@ -62,7 +62,7 @@ def export(arguments: argparse.Namespace) -> bool:
         print(f"{out / file}: {problem}; it is now {file}.wrong", file=sys.stderr)
     content = {"source": trained.source, "files": [asdict(line) for line in lines], "graphs": graphs}
     (out / "export.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(lines_as_table(lines))
+    print(results_as_table(lines))
     if graphs:
         print(f"\n{graphs_as_table(graphs)}")
     if table is None:
@@ -92,7 +92,7 @@ def validation_table(arguments: argparse.Namespace):
     except BadInput:
         return None
     config = load_config_dict(folder / "config.yaml", options_class, needed=("model", "data"))
-    return open_split(**data_settings(config, SplitOptions()), say=print)
+    return open_split(**split_arguments(config, SplitOptions()), say=print)
 
 
 def parser() -> Program:
@@ -125,7 +125,7 @@ def parser() -> Program:
     return parser
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> int:
     settings, rest = inference_flags(sys.argv[1:] if argv is None else argv)
     arguments = parser().parse_args(rest)

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from toolkit.base.distributed import default_device
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.run.settings_file import save_config
 from toolkit.tools.arguments import ShortUsage
 from toolkit.tools.signals import stop_signals_raise
@@ -100,7 +100,7 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     print(f"data.batch_size_per_device {largest}; written: {arguments.out}")
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage, allow_abbrev=False)
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.run.settings_file import save_config
 from toolkit.tools.arguments import ShortUsage
 from toolkit.tools.signals import stop_signals_raise
@@ -30,7 +30,7 @@ DIVERGED = 4.0  # times the smallest smoothed loss
 BELOW_THE_SMALLEST = 10.0
 
 
-def follow(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
+def smooth_losses(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
     """Return (rate, loss, smoothed loss) of each step, up to the step where the loss diverges."""
     curve = []
     mean = 0.0
@@ -89,7 +89,7 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
         run = WatchedRun(steps_alone(arguments.script, rest, folder, steps, settings), folder, Path(scratch) / "output")
         try:
             rows = (row for row in run.rows() if "train/loss" in row)
-            curve = follow(_until(rows, low, high, steps))
+            curve = smooth_losses(_until(rows, low, high, steps))
         finally:
             run.stop(saving=False)  # the training is discarded
         if not curve:
@@ -114,7 +114,7 @@ def _until(rows: Iterable[dict], low: float, high: float, steps: int) -> Iterabl
             return
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage, allow_abbrev=False)
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")

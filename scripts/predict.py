@@ -41,7 +41,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from toolkit.base.distributed import default_device
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import distinct
 from toolkit.base.imports import trust_files
 from toolkit.base.text import shown
@@ -55,7 +55,7 @@ from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_
 from toolkit.tools.predict.open import add_flags, open_predictor
 from toolkit.tools.predict.outputs import (
     OUTPUT_FORMATS,
-    check_outputs,
+    check_output_folder,
     clear_outputs,
     images_root,
     names_of_outputs,
@@ -77,7 +77,7 @@ def predict(arguments: argparse.Namespace) -> int:
         if arguments.classes:
             missing += f". --classes took {', '.join(arguments.classes)}: put the images before it"
         raise BadInput(missing)
-    check_outputs(arguments.out, [*names, *videos], arguments.overwrite)
+    check_output_folder(arguments.out, [*names, *videos], arguments.overwrite)
     named = names_of_outputs(names, fetched, arguments.format)
     ids = dict(zip(names, image_ids_of(arguments.image_ids, list(names)), strict=True))
     predictor = chosen_predictor(arguments)
@@ -94,7 +94,7 @@ def predict(arguments: argparse.Namespace) -> int:
         raise BadInput(f"--out {arguments.out}: cannot be written: {error.strerror}") from error
     if arguments.uncertain is not None:
         write_uncertain(chosen, arguments.out / "uncertain.csv")
-    document, labelled, failed = predict_images(arguments, predictor, threshold, names, ids, given)
+    document, labelled, failed = predict_and_draw(arguments, predictor, threshold, names, ids, given)
     errors |= failed
     for source in [*videos, *([arguments.camera] if arguments.camera is not None else [])]:
         error = one_video(arguments, predictor, threshold, source)
@@ -104,7 +104,7 @@ def predict(arguments: argparse.Namespace) -> int:
         document["errors"] = [{"file_name": str(path), "error": reason} for path, reason in errors.items()]
         kept = [named[path] for path in names if path not in errors]
         write_outputs(document, labelled, kept, arguments.format, arguments.out)
-        print(summary(document, arguments.out))
+        print(prediction_summary(document, arguments.out))
         if "coco" in arguments.format and labelled.images:
             print(f"to train on: --data.train {arguments.out}/dataset.json --data.image_dir {images_root(labelled)}")
     return 1 if errors else 0
@@ -146,7 +146,7 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
         raise BadInput(f"{flags[0]} is for scene graphs, and {predictor.source} finds none; see scripts/train_sgg.py")
 
 
-def predict_images(
+def predict_and_draw(
     arguments, predictor: Predictor, threshold: float, names, ids, given
 ) -> tuple[dict, LabelledImages, dict[Path, str]]:
     """Predict on all image files and draw pictures. Returns the document, the boxes as columns, and the errors of
@@ -210,7 +210,7 @@ def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
     return {path: Path("pictures") / name for path, name in zip(names, distinct(pictures), strict=True)}
 
 
-def summary(document: dict, out: Path) -> str:
+def prediction_summary(document: dict, out: Path) -> str:
     counts = Counter(detection["category"] for image in document["images"] for detection in image["detections"])
     by_class = ", ".join(f"{count} {shown(name, 40)}" for name, count in counts.most_common())
     lines = [
@@ -227,7 +227,7 @@ def score_or_auto(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = Program(__doc__)
     kinds = "run, checkpoint, final/ folder, .onnx, .pt2, .xml, .pth of Scene-Graph-Benchmark, or model of transformers"

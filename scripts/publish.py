@@ -8,13 +8,13 @@ Exit code 0: done, 2: bad input, which a missing token is, too.
 
 import sys
 
-from toolkit.base.errors import says_bad_input
+from toolkit.base.errors import exit_on_bad_input
 from toolkit.tools.arguments import Program
 from toolkit.tools.publish.card import LICENCE
 from toolkit.tools.publish.push import push, write_run_card
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> None:
     parser = Program(__doc__)
     parser.add_argument("run", help="run folder or its final/ folder")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from toolkit.base.errors import says_bad_input
+from toolkit.base.errors import exit_on_bad_input
 from toolkit.base.files import read_json_object
 from toolkit.base.imports import trust_files
 from toolkit.models import options_class
-from toolkit.models.final import load_weights
+from toolkit.models.final import load_detector_weights
 from toolkit.run.open_run import open_script
 from toolkit.run.settings_file import load_config_dict, newest_config
 from toolkit.tools.arguments import Program
@@ -27,7 +27,7 @@ from toolkit.tools.replay.report import load_named_state, load_report
 from toolkit.tools.replay.session import loop_of_script, weights_as_they_were, window_of_report
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(arguments: list[str] | None = None) -> int:
     parser = Program(__doc__)
     parser.add_argument("folder", type=Path, help="folder of one rank's report, <run>/nan/step_*/rank*")
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = folder.absolute().parents[2]
     config = load_config_dict(newest_config(run), options_class)
     detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
-    load_weights(detector, state, folder)
+    load_detector_weights(detector, state, folder)
     detector.to(memory_format=torch.channels_last)  # as in training: the same sums
     print((folder / "report.txt").read_text(encoding="utf-8"))
     script, remark = open_script(read_json_object(run / "environment.json").get("script"))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
 from toolkit.run.open_run import run_folder_of
 from toolkit.tools.arguments import Program
@@ -32,7 +32,7 @@ def report(arguments: argparse.Namespace) -> Path:
     """Write the report and return its page."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
-    names = _names(arguments.sources)
+    names = _short_names(arguments.sources)
     for folder in filter(None, map(_run_folder, arguments.sources)):
         read_records(folder)  # reports broken records before anything is predicted
     judged = []
@@ -65,13 +65,13 @@ def _run_folder(source: str) -> Path | None:
         return None
 
 
-def _names(sources: list[str]) -> list[str]:
+def _short_names(sources: list[str]) -> list[str]:
     """Return short, unique names of the sources."""
     short = [Path(source).expanduser().resolve().stem or source for source in sources]
     return [name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)]
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> None:
     parser = Program(__doc__)
     kinds = "run folder, checkpoint, exported model, or COCO results file"

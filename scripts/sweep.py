@@ -160,7 +160,7 @@ def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals
         print(run.last_words(), file=sys.stderr, flush=True)
 
 
-def write_table(study, out: Path, parameters: list[str]) -> None:
+def write_trials(study, out: Path, parameters: list[str]) -> None:
     """Write `trials.csv` and `best.json`."""
     trials = study.get_trials(deepcopy=False)
     with locked(out / "locks" / "table"), open(out / "trials.csv", "w", newline="", encoding="utf-8") as file:
@@ -213,11 +213,11 @@ def run_sweep(arguments: argparse.Namespace) -> None:
                 # The seed depends only on the number of the trial, so that a kill changes nothing.
                 study.sampler = sampler(optuna, sweep, arguments.seed * 100_003 + trial.number)
                 run_trial(optuna, study, trial, sweep, out, signals)
-            write_table(study, out, list(sweep.parameters))
+            write_trials(study, out, list(sweep.parameters))
             ended = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
             if len(ended) >= HOPELESS and all(t.state == optuna.trial.TrialState.FAIL for t in ended):
                 raise BadInput(f"{len(ended)} trials have failed and none has succeeded: see {out}/logs")
-    write_table(study, out, list(sweep.parameters))  # in case no trial was left
+    write_trials(study, out, list(sweep.parameters))  # in case no trial was left
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, 
 from toolkit.data.table import Category, LabelledImages
 from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
-from toolkit.run.settings_check import shown as shown_setting
+from toolkit.run.settings_check import format_value
 from toolkit.tools import anchors
 from toolkit.tools.arguments import inference_flags
 from toolkit.tools.predict.outputs import write_outputs
@@ -938,7 +938,7 @@ def test_settings_with_a_number_of_thousands_of_digits_are_refused_and_shown(tmp
     (tmp_path / "settings.yaml").write_text(f"optim: {{lr: 0x{'f' * 5000}}}")
     with pytest.raises(BadInput, match=r"optim.lr is a number of thousands of digits.*; expected a number"):
         parse_config(module_of("scripts/train_ssd.py").Config, ["--config", str(tmp_path / "settings.yaml")])
-    assert shown_setting([10**5000]).startswith("a number of thousands of digits")
+    assert format_value([10**5000]).startswith("a number of thousands of digits")
 
 
 @pytest.mark.parametrize("step", ["1e999", "9" * 5000, "Infinity", "NaN"])

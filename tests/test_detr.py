@@ -16,7 +16,7 @@ from transformers import AutoModelForObjectDetection, Deimv2Config
 from transformers.loss.loss_deimv2 import Deimv2Loss
 from transformers.loss.loss_rt_detr import RTDetrForObjectDetectionLoss
 
-from toolkit.detectors.detr.detr_criterion import DetrCriterion, MatchingCosts, PaddedTargets, match
+from toolkit.detectors.detr.detr_criterion import DetrCriterion, MatchingCosts, PaddedTargets, assign_queries
 from toolkit.detectors.detr.rt_detr import _transformers_targets, without_crowd
 from toolkit.step.optim import parameter_groups
 
@@ -35,7 +35,7 @@ def test_matching_is_the_cheapest_assignment_in_every_layer_and_image(seed, num_
     class_costs = torch.rand(2, len(counts), num_queries, width, generator=generator)
     predicted = torch.rand(2, len(counts), num_queries, 4, generator=generator)
 
-    matches = match(class_costs, predicted, targets, MatchingCosts(1.0, 0.0, 0.0))
+    matches = assign_queries(class_costs, predicted, targets, MatchingCosts(1.0, 0.0, 0.0))
     order = torch.stack([matches.layer, matches.image, matches.query])
     assert order.T.tolist() == sorted(order.T.tolist())
     for layer in range(2):

@@ -26,7 +26,7 @@ from toolkit.data.sampling import EvalSampler
 from toolkit.data.table import Category
 from toolkit.detectors.detr.detr_criterion import DetrCriterion
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth, coco_row, per_class_table
-from toolkit.evaluation.matches import class_keys, match
+from toolkit.evaluation.matches import class_keys, match_predictions
 from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.step.losses import LossWeights
@@ -88,7 +88,7 @@ def test_more_than_a_hundred_detections(tmp_path):
     assert result == pytest.approx(CocoEvaluator(table, "pycocotools").evaluate(predictions), abs=1e-12)
     assert {k: result[k] for k in NAMES} == pytest.approx(plain_pycocotools(tmp_path, table, predictions), abs=1e-12)
     assert result["AR100/class0"] == pytest.approx(0.2)  # 100 of 500
-    assert coco_row(match(predictions, table, (1, 10, 500)))["bbox_AR500"] == pytest.approx(1)
+    assert coco_row(match_predictions(predictions, table, (1, 10, 500)))["bbox_AR500"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("backend", ["toolkit", "pycocotools"])

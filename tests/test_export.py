@@ -29,8 +29,8 @@ from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.models import build_detector
 from toolkit.tools.export import check_exportable, export_detector, export_final, judge, operators
-from toolkit.tools.export.check import batches_agree, check_outputs, difference
-from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_file, write_onnx
+from toolkit.tools.export.check import batches_agree, check_against_pytorch, compare_outputs
+from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_exported, write_onnx
 from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import PixelsToGraph, export_graph
@@ -132,7 +132,7 @@ def test_the_function_gives_what_postprocess_gives(detectors, name):
         theirs = [found[key][None] for key in ("boxes", "scores", "labels")]
         ours = [part[b : b + 1, :count] for part in (boxes, scores, labels)]
         # Of scores that are equal to rounding, the cut after 100 may take others.
-        assert min(difference(*pair, 64).matched for pair in ((ours, theirs), (theirs, ours))) >= 0.99
+        assert min(compare_outputs(*pair, 64).matched for pair in ((ours, theirs), (theirs, ours))) >= 0.99
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
     files, graph = ssd
     for path in files.values():
         assert list(batches_agree(graph, path, images_of(5, 64, 64))) == [1, 2, 5]
-        about = open_file(path, trusted=True)[1]
+        about = open_exported(path, trusted=True)[1]
         assert list(about.categories) == CATEGORIES and about.size == {"height": 64, "width": 64}
         assert (about.score_threshold, about.sides, about.top_k) == (0.3, "fixed", 300)
     session = onnx.load(files["onnx"])
@@ -174,7 +174,7 @@ def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp
         for one, other, image in zip(expected, predictor.predict(images, 0.0), images, strict=True):
             count = min(len(one["scores"]), len(other["scores"]))
             parts = [[each[key][None, :count] for key in ("boxes", "scores", "labels")] for each in (one, other)]
-            assert count and difference(*parts, max(image.shape)).is_rounding
+            assert count and compare_outputs(*parts, max(image.shape)).is_rounding
     with pytest.raises(BadInput, match="--weights ema"):
         open_predictor(files["onnx"], "ema")
 
@@ -215,7 +215,7 @@ def test_same_padding_leaves_no_maximum_in_the_sizes(stride, tmp_path):
             torch.testing.assert_close(one, other)
     about = ExportMetadata("cells", CATEGORIES, None, "any", stride, 0.3, 5, "test")
     write_onnx(program, tmp_path / "model.onnx", about)
-    run = open_file(tmp_path / "model.onnx")[0]
+    run = open_exported(tmp_path / "model.onnx")[0]
     for hw in [(96, 128), (95, 129)]:  # sides that are multiples of the stride, and others: padded in the file
         images = images_of(3, *hw)
         for one, other in zip(graph(images), run(images.numpy()), strict=True):
@@ -282,7 +282,7 @@ def test_a_wrong_file_is_refused(ssd):
     """As `torch.onnx.export(dynamo=False)` writes RT-DETR-v2 without an error: it runs, and its boxes are elsewhere."""
     files, graph = ssd
     images = images_of(2, 64, 64)
-    check_outputs(graph, files["onnx"], images)
+    check_against_pytorch(graph, files["onnx"], images)
     boxes, scores, labels = graph(images)
     for wrong in (
         (boxes * 1.05, scores, labels),
@@ -291,7 +291,7 @@ def test_a_wrong_file_is_refused(ssd):
         (boxes.flip(0), scores.flip(0), labels.flip(0)),  # the order of the images
     ):
         with pytest.raises(RuntimeError, match="does not compute what PyTorch does"):
-            check_outputs(lambda _, wrong=wrong: wrong, files["onnx"], images)
+            check_against_pytorch(lambda _, wrong=wrong: wrong, files["onnx"], images)
 
 
 @pytest.mark.filterwarnings("error:No complete tensor found")
@@ -299,24 +299,24 @@ def test_images_below_the_smallest_side_get_a_file_of_their_size(detectors, tmp_
     told, size = [], {"height": 32, "width": 32}
     asked = {"categories": CATEGORIES, "size": size, "source": "", "score_threshold": 0.42, "top_k": 100}
     files, graph = export_detector(detectors("yolov3, few layers"), tmp_path, ("torch",), **asked, say=told.append)
-    about = open_file(files["torch"], trusted=True)[1]
+    about = open_exported(files["torch"], trusted=True)[1]
     assert (about.score_threshold, about.sides, graph.sides, about.top_k) == (0.42, "fixed", "fixed", 100)
     assert "files of several sizes begin with 64 pixels: this one takes 32 x 32 alone" in told
-    assert check_outputs(graph, files["torch"], images_of(2, 32, 32))
+    assert check_against_pytorch(graph, files["torch"], images_of(2, 32, 32))
 
 
 def test_other_files_are_bad_input(ssd, tmp_path):
     with pytest.raises(BadInput, match="no such file"):
-        open_file(tmp_path / "model.onnx")
+        open_exported(tmp_path / "model.onnx")
     for name in ("model.onnx", "model.pt2"):
         (tmp_path / name).write_bytes(b"nothing")
         with pytest.raises(BadInput, match="cannot load it"):
-            open_file(tmp_path / name, trusted=True)
+            open_exported(tmp_path / name, trusted=True)
     model = onnx.load(ssd[0]["onnx"])
     del model.metadata_props[:]
     onnx.save(model, tmp_path / "other.onnx")
     with pytest.raises(BadInput, match="scripts/export.py"):
-        open_file(tmp_path / "other.onnx")
+        open_exported(tmp_path / "other.onnx")
 
 
 def test_what_needs_one_size_says_so_and_a_scene_graph_gives_its_detector(detectors):
@@ -487,7 +487,7 @@ def test_half_precision_is_in_the_products_and_not_in_the_boxes(ssd, tmp_path):
     onnx.checker.check_model(path, full_check=True)
     weights = [tensor.data_type for tensor in onnx.load(path).graph.initializer if len(tensor.dims) == 4]
     assert len(weights) > 10 and set(weights) == {onnx.TensorProto.FLOAT16}
-    (exact, expected), (half, about) = open_file(ssd[0]["onnx"]), open_file(path)
+    (exact, expected), (half, about) = open_exported(ssd[0]["onnx"]), open_exported(path)
     (boxes, scores, _), (half_boxes, half_scores, _) = exact(images), half(images)
     assert about == expected and 0 < abs(half_scores - scores)[:, :5].max() < 1e-3
     nearest = abs(half_boxes[:, None, :5] - boxes[:, :5, None]).max(-1).min(-1)
@@ -523,7 +523,7 @@ def test_settings_of_prediction_are_in_the_file_and_its_times_beside_its_ap(dete
     monkeypatch.setattr(judge, "BENCHMARK_CASES", ((1, 1), (8, 2)))
     assert script.main(words) == 0
     assert "ms an image, batch 1, 1 thread | ms an image, batch 8, 2 threads" in capsys.readouterr().out
-    run, about = open_file(tmp_path / "out" / "model.onnx")
+    run, about = open_exported(tmp_path / "out" / "model.onnx")
     assert (about.top_k, about.score_threshold) == (50, 0.25)
     images = images_of(1, 64, 64)
     with torch.no_grad():
@@ -541,7 +541,7 @@ def test_openvino_takes_eight_bits(ssd):
     pytest.importorskip("nncf", reason="nncf is not installed")
     from toolkit.tools.export.files import write_openvino
 
-    path, about = ssd[0]["onnx"], open_file(ssd[0]["onnx"])[1]
+    path, about = ssd[0]["onnx"], open_exported(ssd[0]["onnx"])[1]
     write_openvino(path, path.with_suffix(".xml"), about, [images_of(1, 64, 64, seed=i).numpy() for i in range(4)])
-    run, read = open_file(path.with_suffix(".xml"))
+    run, read = open_exported(path.with_suffix(".xml"))
     assert run(images_of(2, 64, 64).numpy())[0].shape == (2, 300, 4) and read == about

@@ -16,8 +16,8 @@ from toolkit.base.errors import (
     FailedElsewhere,
     as_sentences,
     check_environment,
+    exit_on_bad_input,
     is_out_of_memory,
-    says_bad_input,
 )
 from toolkit.base.files import warn_if_stalled
 from toolkit.base.public import without_machine
@@ -59,7 +59,7 @@ def said_of(error, capsys):
     def main(*_):
         raise error
 
-    for program in (lambda: run_script(main, Config, argv=[]), says_bad_input(main)):
+    for program in (lambda: run_script(main, Config, argv=[]), exit_on_bad_input(main)):
         assert program() == 2
         yield capsys.readouterr().err
 
@@ -168,7 +168,7 @@ def test_null_is_taken_where_it_means_something():
 
 
 def test_a_home_that_is_not_there_is_one_sentence(monkeypatch, capsys):
-    @says_bad_input
+    @exit_on_bad_input
     def main():
         Path("~nobody_of_this_name/x").expanduser()
 
@@ -191,7 +191,7 @@ def test_other_errors_keep_their_traceback(error):
     with pytest.raises(type(error)), as_sentences():
         main()
     with pytest.raises(type(error)):
-        says_bad_input(main)()
+        exit_on_bad_input(main)()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit of the address space, as Linux has it")

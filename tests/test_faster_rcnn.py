@@ -16,7 +16,7 @@ from torchvision.ops import box_iou
 from toolkit.base.seeding import seed_images
 from toolkit.data.table import Category
 from toolkit.detectors.faster_rcnn.build import torchvision_settings
-from toolkit.detectors.faster_rcnn.criterion import BACKGROUND, IGNORED, covered_share, match_boxes, sample, shares
+from toolkit.detectors.faster_rcnn.criterion import BACKGROUND, IGNORED, covered_share, match_candidates, sample, shares
 from toolkit.detectors.faster_rcnn.options import FasterRcnnOptions, ResNet50V2Options, TwoStageOptions
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
@@ -82,7 +82,7 @@ boxes = st.lists(corner_and_size, min_size=1, max_size=12).map(
 @given(boxes, boxes, st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_matches_are_torchvisions(candidates, objects, best_of_each_box):
-    ours = match_boxes(candidates, objects, torch.zeros(len(objects)), 0.6, 0.3, best_of_each_box=best_of_each_box)
+    ours = match_candidates(candidates, objects, torch.zeros(len(objects)), 0.6, 0.3, best_of_each_box=best_of_each_box)
     iou = box_iou(objects, candidates)
     if best_of_each_box:  # torchvision also takes all candidates for an object that none of them touches
         iou = torch.cat([row[None] for row in iou if row.max() > 0] or [iou[:0]])
@@ -96,10 +96,10 @@ def test_matches_are_torchvisions(candidates, objects, best_of_each_box):
 @settings(max_examples=40, deadline=None)
 def test_nothing_that_lies_in_a_crowd_region_is_positive_or_negative(candidates, objects):
     crowd = torch.zeros(len(objects)).index_fill(0, torch.tensor(0), 1)
-    match = match_boxes(candidates, objects, crowd, 0.5, 0.3, best_of_each_box=True)
+    match = match_candidates(candidates, objects, crowd, 0.5, 0.3, best_of_each_box=True)
     covered = covered_share(candidates, objects[:1])[0] >= 0.7
     assert (match[covered] == IGNORED).all()
-    without = match_boxes(candidates, objects[1:], crowd[1:], 0.5, 0.3, best_of_each_box=True)
+    without = match_candidates(candidates, objects[1:], crowd[1:], 0.5, 0.3, best_of_each_box=True)
     expected = torch.where(without >= 0, without + 1, without)
     assert torch.equal(match[~covered], expected[~covered])
 
@@ -107,14 +107,14 @@ def test_nothing_that_lies_in_a_crowd_region_is_positive_or_negative(candidates,
 def test_crowd_regions_and_objects_that_nothing_touches_are_never_matched():
     def match(candidate, box, iscrowd):
         boxes = torch.tensor([[0.0, 0.0, candidate, candidate]]), torch.tensor([box])
-        return match_boxes(*boxes, torch.tensor([iscrowd]), 0.7, 0.3, best_of_each_box=True).tolist()
+        return match_candidates(*boxes, torch.tensor([iscrowd]), 0.7, 0.3, best_of_each_box=True).tolist()
 
     assert match(10.0, [0.0, 0.0, 10.0, 10.0], 1) == [IGNORED]  # a crowd region itself
     assert match(100.0, [0.0, 0.0, 10.0, 10.0], 1) == [BACKGROUND]
     assert match(10.0, [50.0, 50.0, 60.0, 60.0], 0) == [BACKGROUND]
     candidates = torch.tensor([[0.0, 0, 4, 4], [8, 8, 12, 12]])  # however low its IoU where there is no object
     boxes = torch.tensor([[[0.0, 0, 4, 3]], [[0.0, 0, 4, 3]]])
-    matched = match_boxes(candidates, boxes, None, 0.9, 0.8, lowest=0.1, padding=torch.tensor([[False], [True]]))
+    matched = match_candidates(candidates, boxes, None, 0.9, 0.8, lowest=0.1, padding=torch.tensor([[False], [True]]))
     assert matched.tolist() == [[BACKGROUND, IGNORED], [BACKGROUND, BACKGROUND]]
 
 

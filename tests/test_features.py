@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.base.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.models.backbones import group_norms, leaves_stages, number_of_groups, timm_features
+from toolkit.models.backbones import leaves_stages, number_of_groups, replace_batch_norms, timm_features
 from toolkit.models.detector import Detector
 from toolkit.step.freezing import FrozenBatchNorm2d, freeze_prefixes
 
@@ -82,7 +82,7 @@ def test_a_group_norm_keeps_weights_activation_and_mode():
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x = torch.randn(2, 24, 5, 5)
-    group = group_norms(norm)
+    group = replace_batch_norms(norm)
     expected = nn.functional.hardswish(nn.functional.group_norm(x, 12, norm.weight, norm.bias, 1e-3))
     torch.testing.assert_close(group(x), expected)
     assert not group.training and list(group.state_dict()) == ["weight", "bias"]

@@ -35,7 +35,7 @@ from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import open_run, open_script
 from toolkit.run.settings_file import load_config_dict
-from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_file
+from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_exported
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.replay.report import load_report
@@ -162,7 +162,7 @@ def test_a_pt2_file_is_not_opened_before_it_is_trusted(program, ran, tmp_path, c
     assert predict.main([str(path), "photo.jpg", "--out", "out"]) == 2
     assert "add --trust" in capsys.readouterr().err and not ran.exists()
     with pytest.raises(BadInput, match="cannot load it"):
-        open_file(path, trusted=True)
+        open_exported(path, trusted=True)
     assert ran.exists(), "else this is not the file that it is meant to be"
 
 
@@ -173,7 +173,7 @@ def test_a_pt2_file_that_is_cut_off_is_one_sentence(program, tmp_path, capfd):
         path = tmp_path / "model.pt2"
         path.write_bytes(whole[:size])
         with pytest.raises(BadInput, match="torch.export cannot load it: ."):
-            open_file(path)
+            open_exported(path)
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -212,7 +212,7 @@ def test_names_in_a_csv_file_are_no_formulas_and_come_back(names, tmp_path):
 def test_names_of_classes_act_on_no_console():
     document = {"model": "m", "images": [{"detections": [{"category": "a\x1b[2J\n\u202eb"}]}], "score_threshold": 0.3,
                 "errors": []}  # fmt: skip
-    said = predict.summary(document, Path("found"))
+    said = predict.prediction_summary(document, Path("found"))
     assert "\x1b" not in said and "\u202e" not in said and "1 a\\x1b[2J\\n\\u202eb" in said
 
 DEEP = "[" * 100_000 + "]" * 100_000

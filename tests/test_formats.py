@@ -21,7 +21,7 @@ from toolkit.data.table_cache import write_rows
 from toolkit.tools.predict.outputs import write_outputs
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.shapes import make_shapes
-from toolkit.tools.writers import losses, write_folder
+from toolkit.tools.writers import unsupported_by, write_folder
 
 patient = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 
@@ -404,7 +404,7 @@ def test_convert_script(shapes, tmp_path, capsys, monkeypatch):
     assert recognise(tmp_path / "yolo").splits == ("train", "val")
     assert convert.main([str(tmp_path / "only"), str(tmp_path / "yolo"), "--to", "voc"]) == 2
     assert convert.main([str(tmp_path / "none"), str(tmp_path / "x"), "--to", "voc"]) == 2
-    assert losses(shapes[1]["train"], "coco") == []
+    assert unsupported_by(shapes[1]["train"], "coco") == []
 
 
 @needs_bccd

@@ -52,7 +52,7 @@ from toolkit.tools.predict.open import open_predictor, report_thresholds
 from toolkit.tools.predict.video import Video, VideoWriter
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.replay.diagnosis import diagnose
-from toolkit.tools.replay.report import load_named_state, load_report, write_report
+from toolkit.tools.replay.report import load_named_state, load_report, write_nan_report
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.sweeps.sweep_file import read_sweep
 from toolkit.tools.writers import write_folder
@@ -167,7 +167,7 @@ def make_runs(folder: Path) -> None:
     report = {"step": 3, "rank": 0, "reason": "loss is nan", "policy": "stop", "image_ids": [[1]], "batch": [],
               "losses": {"loss": float("nan")}, "lr": {"main": 0.1}}  # fmt: skip
     report |= diagnose(torch.nn.Linear(1, 1), lambda: [report["losses"]])
-    write_report(folder, report, [images], {"a": torch.ones(2)})
+    write_nan_report(folder, report, [images], {"a": torch.ones(2)})
     (folder / "sweep.yaml").write_text(SWEEP)
     (folder / "settings.yaml").write_text(SETTINGS)
     (folder / "report").mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from toolkit.step.optim import gradient_norm
 from toolkit.step.window import Window
 from toolkit.tools.replay import report as nan_report
 from toolkit.tools.replay.diagnosis import diagnose, replay
-from toolkit.tools.replay.report import investigate, load_report, write_report
+from toolkit.tools.replay.report import investigate, load_report, write_nan_report
 from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf
@@ -299,7 +299,7 @@ def test_a_window_returns_as_it_was(tmp_path):
         *(Batch(image, torch.zeros(1, 2, dtype=torch.int64), [{"image_id": i}]) for i in range(11)),
     ]  # fmt: skip
     tied = torch.ones(3)
-    folder = write_report(tmp_path, report_of(), batches, {"a": tied, "b": tied}, {"critic": {"weight": tied}})
+    folder = write_nan_report(tmp_path, report_of(), batches, {"a": tied, "b": tied}, {"critic": {"weight": tied}})
     report, again, state, extra = load_report(folder)
     assert math.isnan(float(report["losses"]["loss"])) and "NaN" not in (folder / "report.json").read_text()
     assert [b.targets[0]["image_id"] for b in again] == [1, *range(11)]
@@ -320,7 +320,7 @@ def test_only_the_first_and_the_newest_reports_are_kept(tmp_path, monkeypatch):
     lines = []
     for number, step in enumerate((30, 10, 20, 10, 20, 40)):  # a rollback makes steps again
         for rank in (1, 10):
-            path = write_report(tmp_path, report_of(step=step, rank=rank), window_of(), {"a": torch.ones(1)})
+            path = write_nan_report(tmp_path, report_of(step=step, rank=rank), window_of(), {"a": torch.ones(1)})
             os.utime(path / "report.json", ns=(number, number))
         lines.append(nan_report._forget_reports(path.with_name(path.name.replace("rank10", "rank1"))))
     kept = sorted(str(path.relative_to(tmp_path / "nan")) for path in tmp_path.glob("nan/*/rank1*"))
@@ -333,7 +333,7 @@ def test_only_the_first_and_the_newest_reports_are_kept(tmp_path, monkeypatch):
 
 def test_later_reports_overwrite_nothing_and_do_not_fill_the_disk_with_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(nan_report, "MAX_FULL_REPORTS", 2)
-    folders = [write_report(tmp_path, report_of(), [window_of()[0]], {"a": torch.ones(1)}) for _ in range(3)]
+    folders = [write_nan_report(tmp_path, report_of(), [window_of()[0]], {"a": torch.ones(1)}) for _ in range(3)]
     assert [f.name for f in folders] == ["rank0", "rank0_2", "rank0_3"]
     assert [(f / "model.safetensors").exists() for f in folders] == [True, True, False]
     with pytest.raises(BadInput, match="model.safetensors"):
@@ -344,4 +344,4 @@ def test_later_reports_overwrite_nothing_and_do_not_fill_the_disk_with_weights(t
     unwritable.mkdir()
     (unwritable / "nan").write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="could not be written"):  # and training goes on
-        assert write_report(unwritable, report_of(), window_of(), {}) is None
+        assert write_nan_report(unwritable, report_of(), window_of(), {}) is None

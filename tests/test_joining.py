@@ -10,7 +10,7 @@ import pytest
 from toolkit.base.errors import BadInput
 from toolkit.data import splits
 from toolkit.data.decoding import decode_image
-from toolkit.data.formats import open_dataset, paired
+from toolkit.data.formats import open_dataset, pair_folders_and_splits
 from toolkit.data.pipeline import loader_of_settings, set_repeats
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth
@@ -170,9 +170,9 @@ def test_what_cannot_be_joined_is_said_at_once_with_all_of_it(folder, tmp_path):
         len(caught.value.problems) == 2 and "'Circle', 'circle'" in said and "'traffic light', 'traffic_light'" in said
     )
     with pytest.raises(BadInput, match="2 entries, data.train .* 3"):
-        paired(["a", "b"], ["x", "y", "z"])
+        pair_folders_and_splits(["a", "b"], ["x", "y", "z"])
     with pytest.raises(BadInput, match="a.json: named twice; data.shares"):
-        paired(None, ["a.json", "a.json"])
+        pair_folders_and_splits(None, ["a.json", "a.json"])
     with pytest.raises(BadInput) as caught:  # the faults of both sets
         splits.check_splits(["train", "nowhere"], path=[str(folder / "a"), str(tmp_path / "gone")])
     assert "gone: no such folder" in str(caught.value)

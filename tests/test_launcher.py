@@ -13,14 +13,14 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
 from toolkit.base.errors import BadInput
-from toolkit.run.launcher import Launch, _launch_arguments, asked_precision, find_launch, refuse
+from toolkit.run.launcher import Launch, _launch_arguments, find_launch, launcher_precision, refuse
 
 ROOT = Path(__file__).resolve().parents[1]
 CHILD = """
 import json, os, sys
 import torch
 from toolkit.base.errors import BadInput
-from toolkit.run.launcher import asked_settings, find_launch, refuse
+from toolkit.run.launcher import launcher_settings, find_launch, refuse
 from toolkit.run.processes import set_threads
 problems = ""
 launch = find_launch()
@@ -30,7 +30,7 @@ except BadInput as error:
     problems = str(error)
 set_threads(None, torch.device("cpu"))
 print("FOUND " + json.dumps({"problems": problems, "flags": sorted(launch.flags), "file": str(launch.file),
-      "threads": torch.get_num_threads(), "asked": asked_settings(os.environ), "argv": sys.argv[1:]}))
+      "threads": torch.get_num_threads(), "asked": launcher_settings(os.environ), "argv": sys.argv[1:]}))
 """
 
 
@@ -140,5 +140,5 @@ def test_other_programs_are_no_launcher(monkeypatch):
     assert _launch_arguments(["/env/bin/accelerate", "config"]) is None
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     assert find_launch() is None
-    assert asked_precision(None, {"ACCELERATE_MIXED_PRECISION": "no"}) is None, "every launch says no"
-    assert asked_precision(None, {"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"
+    assert launcher_precision(None, {"ACCELERATE_MIXED_PRECISION": "no"}) is None, "every launch says no"
+    assert launcher_precision(None, {"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"

@@ -21,7 +21,7 @@ from toolkit.run.loop import save_and_evaluate_when_due
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.parts import Extra
 from toolkit.run.recovery import ranks_apart
-from toolkit.run.saving import load
+from toolkit.run.saving import restore_checkpoint
 from toolkit.run.validation import finish
 from toolkit.step.ema import Ema
 from toolkit.step.guard import POLICIES
@@ -246,7 +246,7 @@ def test_rates_that_last_for_one_update_are_said_after_a_resume_too(tmp_path, ca
     assert f"step 7: {RATES_ARE_GONE}" in capsys.readouterr().out
     for step, is_said in ((3, 7), (4, 7), (5, 7), (6, 7), (7, None)):
         again = training(tmp_path / str(step))
-        load(again, load_checkpoint(tmp_path / "first" / "checkpoints" / f"step_{step:06d}"))
+        restore_checkpoint(again, load_checkpoint(tmp_path / "first" / "checkpoints" / f"step_{step:06d}"))
         again.data.loader = again.data.loader[again.sampler.next_batch :]
         run_changed(again, once)
         said = capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_a_loop_that_sets_no_rates_is_not_said_to_set_some(tmp_path, capsys, nam
         pace = {"accumulation_steps": accumulation_steps, "eval_every": 1}
         again = training(tmp_path / f"from_{path.name}", make_schedule=schedules(name), **pace)
         evaluate_to(again, 0.5)
-        load(again, load_checkpoint(path), keep_schedule)
+        restore_checkpoint(again, load_checkpoint(path), keep_schedule)
         again.plan.total_steps = again.step + 2
         again.data.loader = again.data.loader[again.sampler.next_batch :]
         run_changed(again)

@@ -33,8 +33,8 @@ from toolkit.models import options_class
 from toolkit.run.open_run import kind_of, open_run
 from toolkit.tools.predict.image_files import find_images, find_or_fetch, image_ids_of, predict_files
 from toolkit.tools.predict.open import open_predictor
-from toolkit.tools.predict.outputs import check_outputs, clear_outputs, names_of_outputs, write_outputs
-from toolkit.tools.predict.predict_split import SplitOptions, data_settings, open_any
+from toolkit.tools.predict.outputs import check_output_folder, clear_outputs, names_of_outputs, write_outputs
+from toolkit.tools.predict.predict_split import SplitOptions, open_any, split_arguments
 from toolkit.tools.predict.prediction import Predictor, as_image, from_report, input_hw, of_classes
 from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
 
@@ -140,7 +140,7 @@ def test_links_that_lead_nowhere_are_told_and_the_other_pictures_are_judged(tmp_
     results = {each.path.name: each.error for each in predict_files(predictor, list(images), score_threshold=0.5)}
     assert results["a.png"] is None and "not found" in results["gone.jpg"]
     assert "symbolic links" in results["itself.jpg"]
-    check_outputs(tmp_path / "out", list(images), overwrite=False)
+    check_output_folder(tmp_path / "out", list(images), overwrite=False)
 
 
 def test_what_a_path_is(tmp_path):
@@ -168,9 +168,9 @@ def test_what_a_path_is(tmp_path):
 def test_a_split_is_one_of_the_data_of_the_run_where_they_have_splits(given):
     data = {"path": None, "name": None, "format": "auto", "train": "a.json", "val": "b.json", "on_error": "drop"}
     data |= given
-    asked = data_settings({"data": data}, SplitOptions(split="test"))
+    asked = split_arguments({"data": data}, SplitOptions(split="test"))
     assert asked["source"] == "test" and asked.get("part_of") == ("a.json" if given else None)
-    assert data_settings({"data": data}, SplitOptions())["source"] == "b.json"
+    assert split_arguments({"data": data}, SplitOptions())["source"] == "b.json"
 
 
 def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatch):
@@ -371,13 +371,13 @@ def test_images_that_differ_in_their_endings_are_found_again_in_voc(tmp_path):
 
 
 def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
-    check_outputs(tmp_path, [], overwrite=False)
+    check_output_folder(tmp_path, [], overwrite=False)
     write_outputs(DOCUMENT, FOUND, ["a.jpg", "b.jpg"], ["json", "yolo"], tmp_path)
     (tmp_path / "mine.txt").write_text("")
-    check_outputs(tmp_path, [], overwrite=True)
+    check_output_folder(tmp_path, [], overwrite=True)
     for inputs, overwrite, words in (([], False, "--overwrite"), (["labels/a.txt"], True, "would overwrite it")):
         with pytest.raises(BadInput, match=words):
-            check_outputs(tmp_path, [tmp_path / name for name in inputs], overwrite)
+            check_output_folder(tmp_path, [tmp_path / name for name in inputs], overwrite)
     clear_outputs(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 

@@ -13,7 +13,7 @@ from report_data import found_of, table_of
 from toolkit.base.text import in_markdown
 from toolkit.evaluation.draw import CLASS_COLOURS, choose_images, draw_grid, draw_predictions, montage
 from toolkit.run.settings import EvalConfig, RunConfig, ScheduleConfig
-from toolkit.run.status import ENDINGS, in_words
+from toolkit.run.status import ENDINGS, describe_ending
 from toolkit.tools.report import plot_curves, series, smoothed, write_report
 from toolkit.tools.report.facts import command_that_goes_on, flags_that_go_on
 
@@ -170,8 +170,8 @@ def test_every_ending_is_a_setting():
     for setting in ENDINGS:
         group, _, key = setting.partition(".")
         assert hasattr(groups[group](), key), setting
-    assert in_words([]) == ""
-    assert in_words(["run.max_steps", "schedule.max_decays"]) == (
+    assert describe_ending([]) == ""
+    assert describe_ending(["run.max_steps", "schedule.max_decays"]) == (
         "training ended by run.max_steps (all steps are made) and schedule.max_decays (the learning rate has fallen so "
         "many times)")  # fmt: skip
 

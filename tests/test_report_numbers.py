@@ -23,7 +23,7 @@ from toolkit.base.errors import BadInput
 from toolkit.evaluation import matches
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import COCO_METRICS, exact_numbers
-from toolkit.evaluation.matches import match
+from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predictions import about_file, boxes_of, write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.predictions_file import read_predictions
@@ -46,8 +46,8 @@ def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):
         truth += [list(zip(objects["bbox"], objects["category"].tolist(), strict=True))] * times[i]
         found += [list(zip(p["boxes"], p["labels"], p["scores"], strict=True))] * times[i]
     again = table_of(tmp_path / "b", truth, table.class_names, draw=False)
-    expected = exact_numbers(match(predictions_of(again, found), again))
-    drawn = weighted_numbers(match(predictions, table), times[:, None].astype(np.float32))
+    expected = exact_numbers(match_predictions(predictions_of(again, found), again))
+    drawn = weighted_numbers(match_predictions(predictions, table), times[:, None].astype(np.float32))
     for name in COCO_METRICS:  # AR: no interpolation at recalls that rounding moves, no order among equals
         tolerance = 1e-6 if name in ("AR1", "AR10", "AR100") else 2e-2
         expected_number = pytest.approx(expected.numbers[name][0], abs=tolerance, nan_ok=True)
@@ -57,7 +57,7 @@ def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):
 def test_intervals_lie_around_the_number_and_shrink_with_data(tmp_path):
     widths = []
     for images in (20, 200):
-        m = match(*reversed(random_case(tmp_path / str(images), images=images)))
+        m = match_predictions(*reversed(random_case(tmp_path / str(images), images=images)))
         value = float(exact_numbers(m).numbers["AP50"][0])
         low, high = interval(resample(m, 200).numbers["AP50"], value)
         assert low < value < high
@@ -95,7 +95,7 @@ def test_labels_moved_by_one_leave_the_diagonal_empty(tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 def test_every_box_has_one_fate_and_the_threshold_gives_the_best_f1(tmp_path, seed):
     table, predictions = random_case(tmp_path, seed=seed, scores=40)
-    m = match(predictions, table)
+    m = match_predictions(predictions, table)
     best = sweep(m).best
     matrix = confusion_matrix(m, best.threshold)
     assert (matrix[:-1].sum(axis=1) == m.num_truth).all()
@@ -114,10 +114,11 @@ def test_every_box_has_one_fate_and_the_threshold_gives_the_best_f1(tmp_path, se
 def test_a_wanted_precision(tmp_path):
     box, far = [0, 0, 20, 20], [60, 60, 90, 90]
     table = table_of(tmp_path, [[(box, 0)]] * 4, ("a",), draw=False)
-    s = sweep(match(predictions_of(table, [[(box, 0, 0.9)], [(box, 0, 0.8)], [(far, 0, 0.7)], [(box, 0, 0.6)]]), table))
+    found = predictions_of(table, [[(box, 0, 0.9)], [(box, 0, 0.8)], [(far, 0, 0.7)], [(box, 0, 0.6)]])
+    s = sweep(match_predictions(found, table))
     assert s.at_precision(0.9).recall == 0.5 and 0.7 < s.at_precision(0.9).threshold < 0.8
     assert s.at_precision(0.75).recall == 0.75 and s.at_precision(0.75).threshold < 0.6
-    assert sweep(match(predictions_of(table, [[(far, 0, 0.5)]] * 4), table)).best is None
+    assert sweep(match_predictions(predictions_of(table, [[(far, 0, 0.5)]] * 4), table)).best is None
 
 
 def test_calibration_of_scores_that_are_probabilities_and_of_others(tmp_path):
@@ -127,7 +128,7 @@ def test_calibration_of_scores_that_are_probabilities_and_of_others(tmp_path):
     for power in (1, 4):
         boxes = [(chance, [0, 0, 20, 20] if rng.random() < chance else [60, 60, 90, 90]) for chance in rng.random(2000)]
         found = predictions_of(table, [[(box, 0, chance**power)] for chance, box in boxes])
-        errors.append(calibration(match(found, table)).error)
+        errors.append(calibration(match_predictions(found, table)).error)
     assert errors[0] < 0.03 and errors[1] > 0.2
 
 
@@ -138,7 +139,7 @@ def test_kinds_of_mistakes_and_their_cost_by_hand(tmp_path):
     mistakes = {"duplicate": (box, 0, 0.8), "localisation": ([60, 60, 100, 75], 0, 0.7),
                 "background": ([0, 80, 20, 110], 0, 0.6), "class": (dog, 0, 0.5),
                 "both": ([100, 0, 140, 12], 0, 0.4)}  # fmt: skip
-    e = tide_errors(match(predictions_of(table, [[(box, 0, 0.9), *mistakes.values()]]), table))
+    e = tide_errors(match_predictions(predictions_of(table, [[(box, 0, 0.9), *mistakes.values()]]), table))
     assert [e.of(kind).tolist() for kind in mistakes] == [[1], [2], [3], [4], [5]]
     assert not e.missed.any()  # the two others would be found by mended predictions
     # class cat: right, then wrong; recall 1/2 of 2 boxes with precision 1: 51 of 101 points. class dog: nothing
@@ -151,14 +152,14 @@ def test_kinds_of_mistakes_and_their_cost_by_hand(tmp_path):
     assert e.cost["false negatives"] == pytest.approx(1 / 2 - half / 2)
 
     table = table_of(tmp_path / "missed", [[(box, 0), (other, 0)]], ("a",), draw=False)
-    e = tide_errors(match(predictions_of(table, [[(box, 0, 0.9)]]), table))
+    e = tide_errors(match_predictions(predictions_of(table, [[(box, 0, 0.9)]]), table))
     assert e.missed.tolist() == [False, True] and e.cost["missed"] == pytest.approx(1 - half)
 
 
 def test_costs_of_mistakes_are_those_of_tidecv(tmp_path):
     """`tidecv` 1.0.1, of TIDE's authors, on the same files; with crowds, without equal scores, which it orders else."""
     table, predictions = random_case(tmp_path, images=100, classes=3, scores=10**9)
-    errors = tide_errors(match(predictions, table))
+    errors = tide_errors(match_predictions(predictions, table))
     assert 100 * errors.ap50 == pytest.approx(18.91556775, abs=1e-6)
     assert {kind: 100 * cost for kind, cost in errors.cost.items()} == pytest.approx({
         "class": 1.265983011, "localisation": 7.450112085, "both": 0.912947142, "duplicate": 1.476802122,
@@ -172,7 +173,8 @@ def test_what_is_found_by_what_the_object_is_like(tmp_path):
     boxes = [[0, 0, 40, 40], [20, 20, 60, 70], [100, 60, 120, 80], [119, 60, 139, 80]]
     table = table_of(tmp_path, [[(box, 0) for box in boxes]], ("a",), draw=False)
     found = predictions_of(table, [[(boxes[0], 0, 0.9), (boxes[2], 0, 0.3)]])
-    groups = {(s.topic, s.name): (s.boxes, s.recall, s.recall_at_any_score) for s in strata(match(found, table), 0.5)}
+    parts = strata(match_predictions(found, table), 0.5)
+    groups = {(s.topic, s.name): (s.boxes, s.recall, s.recall_at_any_score) for s in parts}
     assert groups == {
         ("size in pixels", "small (below 32²)"): (2, 0, 1 / 2),
         ("size in pixels", "medium (32² to 96²)"): (2, 1 / 2, 1 / 2),
@@ -204,7 +206,7 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
             if kind != "removed":
                 objects.append((box + 0.4 * side * (kind == "moved"), (label + (kind == "relabelled")) % 3))
         images.append(objects)
-    m = match(found, table_of(tmp_path / "wrong", images, table.class_names, draw=False))
+    m = match_predictions(found, table_of(tmp_path / "wrong", images, table.class_names, draw=False))
     listed = suspects(m)
 
     def near(suspect, mistakes) -> set[int]:
@@ -226,7 +228,7 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
 
 def doubted(table, predictions):
     """Return the result of `doubt`, and the images of the suspects that have a prediction."""
-    m = match(predictions, table)
+    m = match_predictions(predictions, table)
     listed = suspects(m)
     return doubt(m, listed), [suspect.image for suspect in listed if suspect.det >= 0]
 
@@ -279,7 +281,7 @@ def test_a_box_moved_by_its_side_and_what_was_found_in_its_place_are_one_suspect
         return {"boxes": np.array(boxes), "labels": np.zeros(len(boxes), int), "scores": np.full(len(boxes), 0.9)}
 
     found = {10 + i: predicted(right) for i in range(25)} | {35: predicted(right, seen)}
-    (suspect,) = suspects(match(found, table_of(tmp_path, images, draw=False, size=(200, 200))))
+    (suspect,) = suspects(match_predictions(found, table_of(tmp_path, images, draw=False, size=(200, 200))))
     assert (suspect.kind, suspect.image, suspect.det, suspect.gt) == ("place", 25, 26, 26)
 
 
@@ -458,7 +460,7 @@ def test_the_numbers_are_those_of_gluoncv(tmp_path, case):
     truth = [list(zip(i["gt"], i["labels"], i["difficult"], strict=True)) for i in images]
     table = table_of(tmp_path, truth, case["classes"], draw=False)
     found = [list(zip(i["boxes"], i["found"], i["scores"], strict=True)) for i in images]
-    result = voc_metrics(match(predictions_of(table, found), table))
+    result = voc_metrics(match_predictions(predictions_of(table, found), table))
     for year, expected in case["expected"].items():
         assert result[f"{year}_mAP"] == pytest.approx(expected.pop("mAP"), abs=1e-12)
         assert {name: result[f"{year}/{name}"] for name in expected} == pytest.approx(expected, abs=1e-12)
@@ -468,22 +470,22 @@ def test_by_hand(tmp_path):
     box, far = [0, 0, 40, 40], [60, 60, 100, 100]
     table = table_of(tmp_path, [[(box, 0), (far, 0)], [(box, 0, True)]], draw=False)
     found = [[(box, 0, 0.9), (box, 0, 0.8), (far, 0, 0.7)], [(box, 0, 0.95)]]  # right, again, right; difficult
-    result = voc_metrics(match(predictions_of(table, found), table))
+    result = voc_metrics(match_predictions(predictions_of(table, found), table))
     assert result["voc12/cat"] == pytest.approx(0.5 + 0.5 * 2 / 3)
     assert result["voc07/cat"] == pytest.approx((6 + 5 * 2 / 3) / 11)
     assert result["voc12/dog"] is None and result["voc12_mAP"] == result["voc12/cat"]
-    nothing = voc_metrics(match(predictions_of(table, [[], []]), table))
+    nothing = voc_metrics(match_predictions(predictions_of(table, [[], []]), table))
     assert nothing["voc07_mAP"] == nothing["voc12_mAP"] == 0
     empty = table_of(tmp_path / "empty", [[]], draw=False)
-    assert voc_metrics(match(predictions_of(empty, [[(box, 0, 0.5)]]), empty))["voc12_mAP"] is None
+    assert voc_metrics(match_predictions(predictions_of(empty, [[(box, 0, 0.5)]]), empty))["voc12_mAP"] is None
 
 
 def test_a_perfect_detector_an_evaluation_in_training_and_small_blocks(tmp_path, monkeypatch):
     """`eval.metric_for_best voc07_mAP` is GluonCV's best by `mean_ap[-1]`."""
     table, predictions = random_case(tmp_path, crowd=0)
-    assert voc_metrics(match(ground_truth_as_predictions(table), table))["voc12_mAP"] == 1
-    expected = voc_metrics(match(predictions, table))
+    assert voc_metrics(match_predictions(ground_truth_as_predictions(table), table))["voc12_mAP"] == 1
+    expected = voc_metrics(match_predictions(predictions, table))
     row = CocoEvaluator(table).evaluate(predictions)
     assert all(row[f"{year}_mAP"] == expected[f"{year}_mAP"] for year in ("voc07", "voc12"))
     monkeypatch.setattr(matches, "PAIRS_PER_CHUNK", 7)
-    assert voc_metrics(match(predictions, table)) == expected
+    assert voc_metrics(match_predictions(predictions, table)) == expected

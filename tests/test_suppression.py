@@ -22,9 +22,9 @@ from toolkit.base.box_ops import (
 )
 from toolkit.base.boxes import common_and_union
 from toolkit.detectors.faster_rcnn.model import of_one_class_each
-from toolkit.detectors.faster_rcnn.regions import LevelPool, best_proposals, decode_boxes, limits_whwh
+from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, best_proposals, limits_whwh
 from toolkit.models import build_detector
-from toolkit.models.nms import _batch_at_once, best_rows, class_wise_nms, nms_by_label, nms_keep, settled, sorted_nms
+from toolkit.models.nms import _batch_at_once, class_wise_nms, nms_by_label, nms_keep, settled, sorted_nms, top_k_rows
 
 TWO_STAGE = {"backbone": "lcnet_035", "norm": "batch", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,
              "anchor_sizes": [[16], [32]], "aspect_ratios": [1.0], "representation_size": 32,
@@ -97,8 +97,8 @@ def test_classes_are_suppressed_on_a_device_as_on_a_cpu(monkeypatch, usual, larg
     exported = nms_keep(boxes.flatten(0, 1), scores.flatten(0, 1), 0.4)
     assert torch.equal(expected.flatten(0, 1) > 0, exported)
     for own, theirs in zip(found.flatten(1), expected.flatten(1), strict=True):
-        assert torch.equal(best_rows(own[None], 160)[1][0, : (own > 0).sum()],
-                           best_rows(theirs[None], 160)[1][0, : (theirs > 0).sum()])  # fmt: skip
+        assert torch.equal(top_k_rows(own[None], 160)[1][0, : (own > 0).sum()],
+                           top_k_rows(theirs[None], 160)[1][0, : (theirs > 0).sum()])  # fmt: skip
 
 
 @pytest.mark.parametrize("counts", [[30, 0, 17], [0, 0, 0]])
@@ -169,7 +169,7 @@ def test_boxes_are_decoded_as_torchvision_decodes_them():
     torch.manual_seed(0)
     deltas, anchors, weights = torch.randn(3, 50, 4) * 3, some_boxes(50), (10.0, 10.0, 5.0, 5.0)
     theirs = BoxCoder(weights).decode(deltas.flatten(0, 1), [anchors] * 3).view(3, 50, 4)
-    torch.testing.assert_close(decode_boxes(deltas, anchors, weights), theirs, rtol=0, atol=0)
+    torch.testing.assert_close(apply_deltas(deltas, anchors, weights), theirs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("counts", [[40, 0, 21], [0, 0], [1]])

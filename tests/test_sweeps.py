@@ -134,7 +134,7 @@ def test_the_table_says_the_precision_of_each_trial_and_where_they_differ(tmp_pa
             folder.mkdir()
             (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"precision": precisions[number]}}))
     (tmp_path / "locks").mkdir()
-    sweep.write_table(study, tmp_path, [])
+    sweep.write_trials(study, tmp_path, [])
     assert [row[4] for row in trials(tmp_path)] == [*precisions, *[""] * (2 - len(precisions))]
     said = capsys.readouterr().out
     assert ("trials differ in precision (bf16, no)" in said) == (precisions == ("bf16", "no"))
@@ -158,13 +158,13 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, monkeypatch):
 def test_the_curve_of_a_rate_stops_where_it_diverges_and_proposes_a_tenth_of_the_best(tmp_path):
     rates = [10 ** (i / 10) for i in range(-60, 1)]
     losses = [(r, 2.0 - min(1.0, r * 100) if r < 0.02 else 1.0 * (r / 0.02) ** 2) for r in rates]
-    curve = find_rate.follow(losses)
+    curve = find_rate.smooth_losses(losses)
     assert len(curve) < len(losses) and 1e-3 < find_rate.proposal(curve) < 4e-3
     find_rate.draw(curve, find_rate.proposal(curve), tmp_path / "new" / "rate.png")
     assert (tmp_path / "new" / "rate.png").stat().st_size > 5000, "the folder of --out is made before what goes into it"
-    assert len(find_rate.follow([(0.1, 1.0), (0.2, float("nan")), (0.3, 1.0)])) == 1
+    assert len(find_rate.smooth_losses([(0.1, 1.0), (0.2, float("nan")), (0.3, 1.0)])) == 1
     with pytest.raises(BadInput, match="does not fall"):
-        find_rate.proposal(find_rate.follow([(r, 1.0 + r) for r in rates]))
+        find_rate.proposal(find_rate.smooth_losses([(r, 1.0 + r) for r in rates]))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from report_data import table_of
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
-from toolkit.evaluation.matches import match
+from toolkit.evaluation.matches import match_predictions
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.prediction import Predictor
 from toolkit.tools.predict.tiles import flipped, merged, starts, tile_hw, tiled
@@ -171,7 +171,8 @@ def test_collages_of_scenes_are_found_as_well_as_the_scenes(trained, tmp_path):
     def judged(found: list) -> tuple[float, float]:
         """AP50, and above a score of 0.3 the share of duplicates."""
         sure = [{key: value[each["scores"] > 0.3] for key, value in each.items()} for each in found]
-        ap50, errors = (tide_errors(match(dict(zip(ids, each, strict=True)), table)) for each in (found, sure))
+        predictions = (dict(zip(ids, each, strict=True)) for each in (found, sure))
+        ap50, errors = (tide_errors(match_predictions(each, table)) for each in predictions)
         return ap50.ap50, len(errors.of("duplicate")) / max(1, len(errors.kind))
 
     alone, _ = judged([merged([each], 0.5) for each in predictor.predict(images, 0.001)])

@@ -26,7 +26,7 @@ from toolkit.run.log import Log
 from toolkit.run.parts import TrainingData, WeightFacts
 from toolkit.run.plan import Plan, StepBudget
 from toolkit.run.recovery import RunGuard
-from toolkit.run.saving import Checkpoints, load, save
+from toolkit.run.saving import Checkpoints, restore_checkpoint, save
 from toolkit.run.settings_file import Change
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation, _forget_pictures, finish, note_metric, save_and_evaluate
@@ -214,13 +214,13 @@ def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path, m
 def test_a_best_of_another_metric_or_one_that_is_gone_starts_anew(tmp_path):
     checkpoint = saved(tmp_path / "first", steps=(1, 2), best=1)
     t = make_training(tmp_path / "first", metric="bbox_AP50")
-    (note,) = load(t, checkpoint)
+    (note,) = restore_checkpoint(t, checkpoint)
     assert "best metric starts anew" in note
     assert (t.validation.best.value, t.validation.best.evaluated_step) == (None, -1)
     shutil.rmtree(tmp_path / "first" / "checkpoints" / "step_000001")
     for name in ("first", "second"):
         t = make_training(tmp_path / name)
-        (note,) = load(t, checkpoint)
+        (note,) = restore_checkpoint(t, checkpoint)
         assert "step 1" in note and t.validation.best.value is None
         assert t.validation.best.without_better == 1
 
@@ -237,7 +237,7 @@ def test_masks_learned_weights_and_the_counts_of_guard_and_averages_outlive_a_re
     save(t)
     again.detector.register_buffer("mask", torch.zeros(1))
     again.ema = Ema(again.detector, 0.9)
-    load(again, newest_valid(tmp_path / "checkpoints")[0])
+    restore_checkpoint(again, newest_valid(tmp_path / "checkpoints")[0])
     assert (again.guard.rollbacks, again.guard.skips, again.ema.updates) == (2, 1, 1)
     assert again.detector.mask.tolist() == [-math.inf]
     assert again.loss_weights.log_variances["loss_ce"].item() == 0.25
@@ -246,7 +246,7 @@ def test_masks_learned_weights_and_the_counts_of_guard_and_averages_outlive_a_re
 def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):
     checkpoint = saved(tmp_path / "first", steps=(1, 2, 3), best=2)
     t = make_training(tmp_path / "second")
-    assert load(t, checkpoint) == []
+    assert restore_checkpoint(t, checkpoint) == []
     best = linked(tmp_path / "second" / "checkpoints", "best")
     assert best.name == "step_000002"
     assert load_checkpoint(best).state["step"] == t.validation.best.step == 2
@@ -257,16 +257,16 @@ def test_another_run_goes_on_with_a_copy_of_the_best(tmp_path):
 def test_an_earlier_checkpoint_has_its_own_best_again(tmp_path):
     saved(tmp_path, steps=(1, 2, 3), best=1)
     t = make_training(tmp_path, keep=5)
-    load(t, newest_valid(tmp_path / "checkpoints")[0])
+    restore_checkpoint(t, newest_valid(tmp_path / "checkpoints")[0])
     t.step = 4
     assert note_metric(t, {"val/bbox_AP": 0.9})
     save(t, best=True)
     t, second = make_training(tmp_path, keep=5), load_checkpoint(tmp_path / "checkpoints" / "step_000002")
     t.plan.eval_only = True
-    load(t, second)
+    restore_checkpoint(t, second)
     t.plan.eval_only = False
     assert linked(tmp_path / "checkpoints", "best").name == "step_000004"
-    assert load(t, second) == []
+    assert restore_checkpoint(t, second) == []
     assert linked(tmp_path / "checkpoints", "best").name == "step_000001"
 
 
@@ -275,12 +275,12 @@ def test_a_checkpoint_of_other_classes_or_another_model_is_refused(tmp_path):
     checkpoint.tensors["model"] = {"weight": torch.ones(2)}
     changed = [Change(key, 1, 2, "used") for key in ("run.keep", "loss.weights", "optim.momentum", "model.d_model")]
     with pytest.raises(BadInput, match="size mismatch") as caught:
-        load(make_training(tmp_path), checkpoint, changed=changed)
+        restore_checkpoint(make_training(tmp_path), checkpoint, changed=changed)
     said = "settings make: model.d_model 1 -> 2; loss.weights 1 -> 2; optim.momentum 1 -> 2."
     assert said in str(caught.value)
     checkpoint.of_part("data")["categories"] = [{"id": 1, "name": "b"}]
     with pytest.raises(BadInput, match="b.*a"):
-        load(make_training(tmp_path), checkpoint)
+        restore_checkpoint(make_training(tmp_path), checkpoint)
 
 
 def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
@@ -288,14 +288,14 @@ def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
     for keep_schedule in (True, False):
         t = make_training(tmp_path)
         t.plan.budget = StepBudget(1.0)
-        load(t, checkpoint, keep_schedule=keep_schedule)
+        restore_checkpoint(t, checkpoint, keep_schedule=keep_schedule)
         assert (t.plan.budget is None) == keep_schedule
 
 
 def test_an_interrupted_evaluation_leaves_the_checkpoint_that_was_saved_before_it(tmp_path):
     saved(tmp_path, steps=(1, 2), best=1)
     t = make_training(tmp_path, keep=5, signals=SimpleNamespace(received=2), val_loader=[NOTHING])
-    load(t, load_checkpoint(tmp_path / "checkpoints" / "step_000001"))
+    restore_checkpoint(t, load_checkpoint(tmp_path / "checkpoints" / "step_000001"))
     for t.step, newest in ((1, 2), (3, 3)):  # the one that was resumed stands already
         with pytest.raises(Preempted):
             save_and_evaluate(t)
@@ -335,7 +335,7 @@ def test_whatever_an_evaluation_does_the_state_is_saved_before_it(tmp_path):
 
     again = make_training(tmp_path, evaluator=evaluator, val_loader=[NOTHING], signals=SimpleNamespace(received=0))
     again.log.writer, again.validation.pictures = t.log.writer, 0
-    load(again, before)
+    restore_checkpoint(again, before)
     save_and_evaluate(again)
     after, _ = newest_valid(folder)
     best = {"metric": "bbox_AP", "value": 0.5, "step": 3, "evaluated_step": 3, "without_better": 0}
@@ -434,7 +434,7 @@ def test_killed_before_its_last_evaluation_it_ends_with_the_same_state(tmp_path,
         if name == "uninterrupted":
             t.end_epoch()
         else:
-            load(t, newest_valid(t.folder / "checkpoints")[0])
+            restore_checkpoint(t, newest_valid(t.folder / "checkpoints")[0])
         finish(t)
         state = newest_valid(t.folder / "checkpoints")[0].state
         del state["parts"]["log"]["elapsed_s"]

@@ -32,7 +32,7 @@ from toolkit.detectors.ssd import weights_torchvision as ssd_of_torchvision
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
-from toolkit.models.weights.files import open_file, publishers, read
+from toolkit.models.weights.files import open_published_weights, publishers, read_state
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.names import COCO_80, VG_150, coco_by_id, resnet_name
 
@@ -287,7 +287,7 @@ def test_darknet_weights_give_the_maps_of_a_plain_reimplementation(yolo_state, t
     for name, header in (("yolov3.weights", struct.pack("<iiiq", 0, 2, 0, 32013312)), ("old.weights",
                          struct.pack("<iiii", 0, 1, 0, 7))):  # fmt: skip
         (tmp_path / name).write_bytes(header + raw.tobytes())
-        found, ours = open_file(tmp_path / name)
+        found, ours = open_published_weights(tmp_path / name)
         assert found.architecture == "yolov3" and len(found.class_names) == 2
         assert ours.keys() == yolo_state.keys() and all(ours[key].equal(yolo_state[key]) for key in ours)
     detector = build_detector("yolov3", class_names=["a", "b"], **found.options).eval()
@@ -330,12 +330,12 @@ def test_gluoncv_s_params_are_read_without_mxnet(yolo_state, tmp_path, version):
     assert set(theirs) == {name for _, name, _ in names}
     path = tmp_path / "yolo3_darknet53_custom.params"
     path.write_bytes(params_file(theirs, version))
-    found, ours = open_file(path)
+    found, ours = open_published_weights(path)
     assert found.architecture == "yolov3" and found.options["mean"] == [0.485, 0.456, 0.406]
     assert ours.keys() == yolo_state.keys() and all(ours[key].equal(yolo_state[key]) for key in ours)
     path.write_bytes(params_file(theirs, version)[:1000])
     with pytest.raises(BadInput, match="not a readable list of MXNet arrays"):
-        open_file(path)
+        open_published_weights(path)
 
 
 def test_averaged_weights_are_preferred_and_objects_refused(tmp_path):
@@ -344,16 +344,16 @@ def test_averaged_weights_are_preferred_and_objects_refused(tmp_path):
     torch.save({"model": other, "ema": {"module": state, "updates": 3}}, tmp_path / "a.pth")
     torch.save({"model": {f"module.{name}": value for name, value in state.items()}}, tmp_path / "b.pth")
     for name in ("a.pth", "b.pth"):
-        found = read(tmp_path / name)
+        found = read_state(tmp_path / name)
         assert found.keys() == state.keys() and all(found[key].equal(value) for key, value in state.items())
     (tmp_path / "b.names").write_text("\n".join(f"kind {i}" for i in range(80)))
-    assert open_file(tmp_path / "b.pth")[0].class_names[3] == "kind 3"
+    assert open_published_weights(tmp_path / "b.pth")[0].class_names[3] == "kind 3"
     (tmp_path / "b.names").write_text("one")
     with pytest.raises(BadInput, match="1 names, but b.pth has 80 classes"):
-        open_file(tmp_path / "b.pth")
+        open_published_weights(tmp_path / "b.pth")
     torch.save({"model": state, "args": Category(1, "a")}, tmp_path / "c.pth")
     with pytest.raises(BadInput, match="objects beside tensors"):
-        read(tmp_path / "c.pth")
+        read_state(tmp_path / "c.pth")
     torch.save({"layer.weight": torch.zeros(2)}, tmp_path / "d.pth")
     with pytest.raises(BadInput, match="names of no publisher"):
-        open_file(tmp_path / "d.pth")
+        open_published_weights(tmp_path / "d.pth")

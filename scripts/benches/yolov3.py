@@ -22,8 +22,8 @@ from toolkit.detectors.yolov3.targets import (
 )
 from toolkit.models import build_detector
 from toolkit.tools.export import export_detector
-from toolkit.tools.export.check import difference
-from toolkit.tools.export.files import open_file
+from toolkit.tools.export.check import compare_outputs
+from toolkit.tools.export.files import open_exported
 
 from .measuring import in_turn, losses_against, random_target, row
 
@@ -112,13 +112,13 @@ def bench_yolov3_export(
         about = {"categories": [Category(name, name) for name in names], "source": "bench", "top_k": 100}
         size = {"height": side, "width": side}
         files, graph = export_detector(detector, Path(folder), ["onnx"], size=size, **about)
-        onnx = open_file(files["onnx"])[0]
+        onnx = open_exported(files["onnx"])[0]
         array = images.numpy()
         expected = graph(images)
         actual = [torch.from_numpy(output) for output in onnx(array)]
         rounds = in_turn(lambda: graph(images), lambda: onnx(array), repeats)
     medians = [statistics.median(t[i] for t in rounds) for i in range(2)]
-    apart = difference(expected, actual, side)
+    apart = compare_outputs(expected, actual, side)
     return [
         row("yolov3, PyTorch", batch / medians[0], "images/s"),
         row("yolov3, ONNX Runtime", batch / medians[1], "images/s"),

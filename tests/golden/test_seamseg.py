@@ -20,7 +20,7 @@ from toolkit.detectors.faster_rcnn.criterion import (
     BACKGROUND,
     IGNORED,
     covered_share,
-    match_boxes,
+    match_candidates,
     roi_losses,
     rpn_losses,
 )
@@ -144,9 +144,9 @@ def test_anchor_matching(detection, image):
     assert (expected[~inside] == IGNORED).all()
     anchors, expected = anchors[inside], expected[inside]
     high, low, crowd = (float(detection[f"rpn/{key}_threshold"]) for key in ("pos", "neg", "void"))
-    match = match_boxes(anchors, boxes, iscrowd, high, low, best_of_each_box=True, crowd_overlap=crowd)
+    match = match_candidates(anchors, boxes, iscrowd, high, low, best_of_each_box=True, crowd_overlap=crowd)
     certain = crowd_is_certain(anchors, boxes, iscrowd, crowd)
-    by_iou = match_boxes(anchors, boxes, iscrowd, high, low, crowd_overlap=crowd)
+    by_iou = match_candidates(anchors, boxes, iscrowd, high, low, crowd_overlap=crowd)
     forced = (match >= 0) & (by_iou < 0)  # the best anchor of an object that none overlaps enough
     assert torch.equal(match[certain & ~forced], expected[certain & ~forced])
     for row in match[forced & certain].unique():
@@ -203,7 +203,7 @@ def test_box_matching(detection, image):
     boxes, iscrowd = objects_of(detection, image)
     candidates = xy(detection["roi/sampled_proposals_yxyx"][image, :count])
     expected = torch.from_numpy(detection["roi/match"][image, :count])
-    match = match_boxes(candidates, boxes, iscrowd, high, low, crowd_overlap=crowd)
+    match = match_candidates(candidates, boxes, iscrowd, high, low, crowd_overlap=crowd)
     certain = crowd_is_certain(candidates, boxes, iscrowd, crowd)
     assert torch.equal(match[certain], expected[certain])
     labels = torch.from_numpy(np.append(detection["gt_categories"][image], 0))

@@ -517,7 +517,7 @@ def test_dataset(golden, vg_folder, dataset_split):
     np.testing.assert_array_equal(np.cumsum([0, *map(len, graphs.relations)]), case["rel_ptr"])
     sizes = [(images[i]["width"], images[i]["height"]) for i in graphs.index]
     scaled = [vg.scale_boxes(boxes, size) for boxes, size in zip(graphs.boxes, sizes, strict=True)]
-    clipped = [vg.clip_boxes(boxes, size) for boxes, size in zip(scaled, sizes, strict=True)]
+    clipped = [vg.clip_to_last_pixel(boxes, size) for boxes, size in zip(scaled, sizes, strict=True)]
     if "eval_boxes_xyxy" in case:
         close(np.concatenate(clipped), case["eval_boxes_xyxy"], 1e-4)
         np.testing.assert_array_equal(np.concatenate(graphs.relations), case["eval_relation_tuple"])
@@ -530,7 +530,7 @@ def test_dataset(golden, vg_folder, dataset_split):
     labels = [labels[k] for labels, k in zip(graphs.labels, kept, strict=True)]
     np.testing.assert_array_equal(np.concatenate(labels), case["train_labels"])
     turned = [boxes[:, [2, 1, 0, 3]] * [-1, 1, -1, 1] for boxes in scaled]
-    flipped = [vg.clip_boxes([w, 0, w, 0] + boxes, (w, h)) for boxes, (w, h) in zip(turned, sizes, strict=True)]
+    flipped = [vg.clip_to_last_pixel([w, 0, w, 0] + boxes, (w, h)) for boxes, (w, h) in zip(turned, sizes, strict=True)]
     flipped = [boxes[vg.drop_empty(boxes, np.zeros((0, 3), int))[0]] for boxes in flipped]
     close(np.concatenate(flipped), case["train_boxes_flipped_xyxy"], 1e-4)
     np.testing.assert_array_equal(np.cumsum([0, *map(len, flipped)]), case["train_flipped_box_ptr"])

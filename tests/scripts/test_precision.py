@@ -11,7 +11,7 @@ import torch
 import yaml
 from launching import ROOT, SCRIPTS, checkpoint_tensors, rows, training_rows
 
-from toolkit.run.launcher import settle
+from toolkit.run.launcher import resolve_execution
 from toolkit.step.execution import (
     cpu_computes_in_bf16,
     has_mobile_blocks,
@@ -95,7 +95,7 @@ NOTHING = dict.fromkeys(("precision", "tf32", "compile"))
 
 def settled(auto=None, launched=NOTHING, began=NOTHING, **given) -> tuple:
     """auto: not called where somebody else has decided."""
-    choice = settle(NOTHING | given, NOTHING | launched, NOTHING | began, auto)
+    choice = resolve_execution(NOTHING | given, NOTHING | launched, NOTHING | began, auto)
     return choice.precision, choice.precision_by, choice.tf32, choice.compile, choice.compile_by
 
 

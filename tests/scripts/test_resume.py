@@ -24,7 +24,7 @@ MORE_MOMENTS = (  # tests/test_checkpoint.py kills before every write of a check
     kill(1, "toolkit.run.validation:note_metric"),  # evaluated at step 4, nothing written down
     kill(1, "toolkit.run.validation:save_outcome"),  # again, its row is written, the checkpoint lacks the metric
     kill(1, "toolkit.run.checkpoint:_put_in_place"),  # and again, the checkpoint with the metric lacks its name
-    kill(1, "toolkit.run.checkpoint:_point"),  # it has its name, and no link leads to it
+    kill(1, "toolkit.run.checkpoint:_replace_link"),  # it has its name, and no link leads to it
     kill(2, "toolkit.run.recovery:RunGuard.accepts"),  # step 6: gradients complete, no update
     kill(2, "toolkit.evaluation.predict_dataset:gather_by_image"),  # the last evaluation
 )

@@ -51,27 +51,27 @@ def normalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
         boxes: `(..., N, 4)` pixels.
         sizes_hw: `(..., 2)` height and width in pixels, one per set of N boxes.
     """
-    return boxes / _scale(boxes, sizes_hw)
+    return boxes / _whwh(boxes, sizes_hw)
 
 
 def denormalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
     """Convert fractions of the image `(..., N, 4)` to pixels, the inverse of `normalize_boxes`."""
-    return boxes * _scale(boxes, sizes_hw)
+    return boxes * _whwh(boxes, sizes_hw)
 
 
 def resize_boxes(boxes: Tensor, sizes_hw: Tensor, new_sizes_hw: Tensor) -> Tensor:
     """Rescale boxes `(..., N, 4)` in pixels from images of `sizes_hw (..., 2)` to the same images at `new_sizes_hw`."""
     factors_hw = new_sizes_hw.to(boxes) / sizes_hw.to(boxes)
-    return boxes * _scale(boxes, factors_hw)
+    return boxes * _whwh(boxes, factors_hw)
 
 
 def clip_boxes(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
     """Clip boxes `(..., N, 4)` to the borders of their images of `sizes_hw (..., 2)`."""
-    largest = _scale(boxes_xyxy, sizes_hw)
+    largest = _whwh(boxes_xyxy, sizes_hw)
     return boxes_xyxy.clamp(min=0).minimum(largest)
 
 
-def _scale(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
+def _whwh(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
     """Return width, height, width, height of each image, `(..., 1, 4)`, which broadcasts to its boxes."""
     sizes_hw = sizes_hw.to(device=boxes.device, dtype=boxes.dtype)
     height, width = sizes_hw.unbind(-1)

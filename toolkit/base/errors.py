@@ -145,7 +145,7 @@ class FailedElsewhere(Exception):
     exit_code = 1
 
 
-def says_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
+def exit_on_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
     """Wrap the `main` of a command: BadInput, and every error that `sentence` knows, becomes a message and exit code.
 
     A `main` that returns nothing gives exit code 0.

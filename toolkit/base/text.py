@@ -154,3 +154,8 @@ def size_text(size_hw: Sequence[int]) -> str:
     """Format a size (h, w) as people write it: 640, or 384 x 640."""
     height, width = size_hw
     return str(height) if height == width else f"{height} x {width}"
+
+
+def metric_text(value: float | None, digits: int = 3) -> str:
+    """Format a metric for a line or table of text, such as 0.573; "-" if it is not defined."""
+    return "-" if value is None else f"{value:.{digits}f}"

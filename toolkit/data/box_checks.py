@@ -95,7 +95,7 @@ def check_boxes(
     label = a.category_ids.find(labels)[np.array(a.category, np.int32)]
     xywh = np.frombuffer(a.xywh).reshape(-1, 4)  # a view, since it is by far the largest
     ids = np.array(a.id, np.int64)
-    xyxy, suspicious = _inside(xywh, image, list(rows.values()))
+    xyxy, suspicious = _clip_inside(xywh, image, list(rows.values()))
     odd = np.zeros(len(a), bool)
     odd[list(a.odd)] = True
     times = _times(ids[~odd], a.odd)
@@ -154,7 +154,7 @@ def check_boxes(
     return boxes, AnnotationIndex(images, boxes, dropped)
 
 
-def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
+def _clip_inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
     """Return the boxes, xyxy, clipped to their images, and a mask of those that `_box` must examine."""
     sizes = []  # width, height of each image
     for row in rows:

@@ -17,7 +17,7 @@ from toolkit.base.files import MAX_IMAGE_PIXELS, usable_cores, with_stall_warnin
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.checks import CheckedAnnotations, unsafe_file_name
-from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
+from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_image_file
 from toolkit.data.image_sources import ImageSources, Stored, digest_of, is_there, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
 
@@ -138,7 +138,7 @@ def check_image(
     """
     try:
         if isinstance(file, Stored):
-            file = bytes(read_file(file, max_pixels)[1])  # once
+            file = bytes(read_image_file(file, max_pixels)[1])  # once
         probe = probe_image(file, max_pixels)
         height, width = probe.size_hw
         # An end marker shows a whole file; without one, decoding tells a cut file from one with something appended.

@@ -82,7 +82,7 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     problems: list[Problem] = []
     annotations.images = [slashed(row) for row in annotations.images]
     categories, labels = _categories(annotations.categories, file, "category", problems)
-    rows, unusable = _images(annotations, file, max_image_pixels, problems)
+    rows, unusable = _usable_images(annotations, file, max_image_pixels, problems)
     wrong = format_fault(annotations, rows)
     if wrong:
         raise BadInput(f"{file}: {wrong}")
@@ -161,7 +161,7 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
     return tuple(categories), row_of_id
 
 
-def _images(
+def _usable_images(
     annotations: Annotations,
     file: str,
     max_pixels: int | None,
@@ -300,7 +300,7 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
         has_size = isinstance(image_id, int | str) and image_id in sizes_by_id
         kept[number] = has_box and has_size
         if kept[number]:
-            boxes[number] = [_number(value) for value in bbox]
+            boxes[number] = [_as_pixels(value) for value in bbox]
             sizes[number] = sizes_by_id[image_id]
     kept &= (np.abs(boxes) < MAX_PLAUSIBLE_PX).all(axis=1)
     if kept.all():
@@ -308,7 +308,7 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
     return boxes[kept], sizes[kept]
 
 
-def _number(value: object) -> float:
+def _as_pixels(value: object) -> float:
     """Return a value as float; NaN if it is not a number of pixels, which validation reports."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan

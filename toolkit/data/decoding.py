@@ -75,7 +75,7 @@ def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAG
     an image whose header gives more than `max_pixels`, and for a path that is not a file, such as a pipe without a
     writer.
     """
-    path, data = read_file(source, max_pixels)
+    path, data = read_image_file(source, max_pixels)
     if data[:3] == JPEG_START and _orientation_is_in_exif(data):
         _check_pixels(_jpeg_size(data), max_pixels, path)
         try:
@@ -96,10 +96,10 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
     """
     path = _place_of(source)
     if isinstance(source, Stored):
-        source = bytes(read_file(source, max_pixels)[1])
+        source = bytes(read_image_file(source, max_pixels)[1])
     in_memory = isinstance(source, bytes)
     try:
-        with io.BytesIO(source) if in_memory else open_file(path, max_pixels) as file, Image.open(file) as image:
+        with io.BytesIO(source) if in_memory else open_image_file(path, max_pixels) as file, Image.open(file) as image:
             _check_pixels(image.size, max_pixels, path)
             is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
             if is_turned and image.format == "TIFF":  # Pillow turns these itself, when they are opened or loaded
@@ -108,7 +108,7 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
             size_hw = image.size if is_turned else image.size[::-1]
             return ImageProbe(size_hw, _notes(image), image.format)
     except UnidentifiedImageError as error:
-        _, data = read_file(source, max_pixels)  # says "empty" where that is the reason
+        _, data = read_image_file(source, max_pixels)  # says "empty" where that is the reason
         raise ImageError(_no_image(data), path) from error
     except OSError as error:
         raise ImageError(_os_error(error), path) from error
@@ -116,7 +116,7 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
         raise ImageError(f"image cannot be read: {error}", path) from error
 
 
-def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.BufferedReader:
+def open_image_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.BufferedReader:
     """Open a file for reading; its size must be at most what an image of `max_pixels` needs.
 
     Raises ImageError for a path that is not a regular file, and for a larger file; OSError.
@@ -129,16 +129,16 @@ def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.Buffer
     return open(path, "rb")
 
 
-def read_file(
+def read_image_file(
     source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> tuple[Path | Stored | None, bytearray]:
     """Read a whole file; return (its place, its content), or (None, content) if bytes were given.
 
-    Raises ImageError as `open_file`, and for an empty or unreadable one.
+    Raises ImageError as `open_image_file`, and for an empty or unreadable one.
     """
     path = _place_of(source)
     try:
-        data = bytearray(source) if isinstance(source, bytes) else _read(path, max_pixels)
+        data = bytearray(source) if isinstance(source, bytes) else _read_bytes(path, max_pixels)
     except OSError as error:
         raise ImageError(_os_error(error), path) from error
     if not data:
@@ -146,11 +146,11 @@ def read_file(
     return path, data
 
 
-def _read(path: Path | Stored, max_pixels: int) -> bytearray:
+def _read_bytes(path: Path | Stored, max_pixels: int) -> bytearray:
     if isinstance(path, Stored):
         _check_bytes(path.size, max_pixels, path)
         return bytearray(path.read_bytes())
-    with open_file(path, max_pixels) as file:
+    with open_image_file(path, max_pixels) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         file.readinto(data)
     return data
@@ -216,7 +216,7 @@ def _orientation_is_in_exif(data: bytearray) -> bool:
 
 
 def _decode_with_pillow(data: bytearray, path: Path | Stored | None, max_pixels: int) -> torch.Tensor:
-    with _told_as_image_errors(data, path), Image.open(io.BytesIO(data)) as image:
+    with _as_image_errors(data, path), Image.open(io.BytesIO(data)) as image:
         pixels = pixels_of(image, path, max_pixels)
         if image.format == "PNG" and b"IEND" not in data:  # Pillow is content once it has every pixel
             raise ImageError("image data truncated", path)
@@ -234,7 +234,7 @@ def pixels_of(
     damaged.
     """
     _check_pixels(image.size, max_pixels, path)
-    with _told_as_image_errors(None, path):
+    with _as_image_errors(None, path):
         image.load()
         upright = ImageOps.exif_transpose(image)
         rgb = torch.from_numpy(_to_rgb(upright, path))  # (H, W, 3)
@@ -242,7 +242,7 @@ def pixels_of(
 
 
 @contextmanager
-def _told_as_image_errors(data: bytes | bytearray | None, path: Path | Stored | None) -> Iterator[None]:
+def _as_image_errors(data: bytes | bytearray | None, path: Path | Stored | None) -> Iterator[None]:
     """Raise ImageError for whatever Pillow raises for a damaged file.
 
     data: the file, to say how it begins; None: Pillow has opened it, so that it is an image.

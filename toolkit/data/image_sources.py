@@ -70,7 +70,7 @@ class Folder:
         path = self.root / name
         if not os.path.islink(path):
             return False
-        return not _inside(path, self.real) and not _inside(path, os.path.realpath(path.parent))
+        return not _is_inside(path, self.real) and not _is_inside(path, os.path.realpath(path.parent))
 
     def names(self, folder: str) -> Iterator[str]:
         """Yield the files directly in a folder of this one; broken links too, so that they are reported as faults."""
@@ -466,7 +466,7 @@ def _stamp(info: Mapping) -> str:
     return " ".join(str(info[key]) for key in keys if key in info)
 
 
-def _inside(path: Path, real_root: str) -> bool:
+def _is_inside(path: Path, real_root: str) -> bool:
     """Return whether a path, its symbolic links followed, is in a folder."""
     real = os.path.realpath(path)
     return real == real_root or real.startswith(real_root.rstrip(os.sep) + os.sep)

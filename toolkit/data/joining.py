@@ -41,7 +41,7 @@ def open_joined(
     names = _short_names(sets)
     classes = _joined_classes(tables)
     predicates = _joined_predicates(tables, tables[0].predicates)
-    return _joined(tables, names, classes, predicates, unlisted, cache_dir)
+    return _join_tables(tables, names, classes, predicates, unlisted, cache_dir)
 
 
 def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
@@ -60,7 +60,7 @@ def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str,
         raise BadInput(f"{table.name}: classes {unknown} are in no training set; those have {train.class_names}")
     # Predicates that differ from training stay as they are: the callers that need them compare and name both.
     predicates = _joined_predicates([table], train.predicates) or tuple(table.predicates)
-    return _joined([table], [table.name], train.categories, predicates, unlisted, cache_dir)
+    return _join_tables([table], [table.name], train.categories, predicates, unlisted, cache_dir)
 
 
 def _short_names(sets: FoldersAndSplits) -> list[str]:
@@ -122,7 +122,7 @@ def _joined_predicates(tables: Sequence[DetectionTable], wanted: Sequence[str]) 
     return tuple(wanted) if agree else ()
 
 
-def _joined(
+def _join_tables(
     tables: Sequence[DetectionTable],
     names: Sequence[str],
     categories: tuple[Category, ...],

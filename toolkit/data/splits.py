@@ -14,7 +14,7 @@ from toolkit import index
 from toolkit.base.distributed import first_on_each_machine, run_on_main
 from toolkit.base.errors import BadInput, all_faults
 from toolkit.base.text import shown
-from toolkit.data.formats import is_several, open_dataset, paired, recognise, split_in
+from toolkit.data.formats import is_several, open_dataset, pair_folders_and_splits, recognise, split_in
 from toolkit.data.table import DetectionTable
 
 Say = Callable[[str], None]
@@ -77,7 +77,7 @@ def check_splits(
     wanted = [source for source in sources if source is not None and not share_of(source)]
     named = [source if is_several(source) else str(source) for source in wanted]
     if is_several(path, *named):
-        of_sources = all_faults(*[partial(paired, path, source) for source in named])
+        of_sources = all_faults(*[partial(pair_folders_and_splits, path, source) for source in named])
         checks = []
         for one, source in chain.from_iterable(of_sources):
             checks.append(partial(check_splits, source, path=one, format=format, name=name))

@@ -254,7 +254,7 @@ class DetectionTable:
 
     def boxes(self) -> Boxes:
         """Return all annotated boxes, straight from Arrow: without a Python object for each box."""
-        offsets, flat = _joined([batch.objects for batch in self._batches])
+        offsets, flat = _join_views([batch.objects for batch in self._batches])
         return Boxes(
             offsets,
             flat["bbox"].astype(np.float64),
@@ -268,7 +268,7 @@ class DetectionTable:
 
     def relations(self) -> Relations:
         """Return all annotated relations, straight from Arrow."""
-        offsets, ends = _joined([batch.relations for batch in self._batches])
+        offsets, ends = _join_views([batch.relations for batch in self._batches])
         return Relations(offsets, **ends)
 
     def labelled(self) -> LabelledImages:
@@ -492,7 +492,7 @@ def _cut(views: Views, start: int, stop: int) -> dict[str, np.ndarray]:
     return cut
 
 
-def _joined(batches: Sequence[Views]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _join_views(batches: Sequence[Views]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return (offsets (I + 1,), values by name) of all images of these batches."""
     names = list(batches[0])
     counts = []

@@ -70,7 +70,7 @@ def cached_table(
     else:
         table = write(cache_file)
     table.max_image_pixels = reading.max_image_pixels
-    settle(table.problems, reading.on_error if len(table) else "raise", name)
+    raise_or_log_errors(table.problems, reading.on_error if len(table) else "raise", name)
     if not len(table):
         raise BadInput(f"{name}: {empty}")
     return table
@@ -90,7 +90,7 @@ def file_digest(file: Path) -> bytes:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
 
 
-def settle(problems: list[Problem], on_error: str, file: str) -> None:
+def raise_or_log_errors(problems: list[Problem], on_error: str, file: str) -> None:
     """Raise BadInput listing every error if `on_error` is "raise"; log how many there were if it is "drop"."""
     errors = [problem for problem in problems if problem.severity == "error"]
     warned = sum(problem.severity == "warning" for problem in problems)

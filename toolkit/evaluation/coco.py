@@ -14,9 +14,9 @@ import numpy as np
 from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.base.text import columns, shown
+from toolkit.base.text import columns, metric_text, shown
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
-from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match, match_boxes
+from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match_boxes, match_predictions
 from toolkit.evaluation.voc import voc_metrics
 
 BACKENDS = ("toolkit", "pycocotools")
@@ -57,7 +57,7 @@ class CocoEvaluator:
         Raises:
             BadInput: image ids of predictions and table differ.
         """
-        self.matches = match(predictions, self.table)
+        self.matches = match_predictions(predictions, self.table)
         compute = pycocotools_numbers if self.backend == "pycocotools" else coco_row
         row = compute(self.matches)
         voc = voc_metrics(self.matches)
@@ -95,7 +95,7 @@ class CocoEvaluator:
             texts = []
             for name, value in scores.items():
                 if name.startswith(f"bbox_{kind}"):
-                    texts.append(f"{name.removeprefix('bbox_')} {_number(value)}")
+                    texts.append(f"{name.removeprefix('bbox_')} {metric_text(value)}")
             lines.append("  ".join(texts))
         if not scores["bbox_AP"]:
             explain_zero_ap = index.tool("explain_zero_ap")
@@ -162,7 +162,7 @@ def check_ground_truth(table) -> list[str]:
     most = int(counts.max())
     limits = (*MAX_DETECTIONS[:-1], max(MAX_DETECTIONS[-1], most))
     as_predictions = replace(wanted, scores=np.ones(len(wanted)))
-    result = coco_row(match(as_predictions, table, limits))
+    result = coco_row(match_predictions(as_predictions, table, limits))
     values = {key: result[f"AP/{key}"] for key in class_keys(table)}
     faults = []
     for key, ap in values.items():
@@ -233,10 +233,10 @@ def per_class_table(result: Mapping, table) -> str:
     rows = [("class", "images", "boxes", *metrics)]
     for k, name in enumerate(class_keys(table)):
         images = truth.image_index[truth.labels == k]  # of each box
-        numbers = [_number(result.get(f"{metric}/{name}")) for metric in metrics]
+        numbers = [metric_text(result.get(f"{metric}/{name}")) for metric in metrics]
         counts = (str(len(np.unique(images))), str(len(images)))
         rows.append((shown(name, 40), *counts, *numbers))
-    numbers = [_number(result.get(f"bbox_{metric}")) for metric in metrics]
+    numbers = [metric_text(result.get(f"bbox_{metric}")) for metric in metrics]
     counts = (str(len(np.unique(truth.image_index))), str(len(truth)))
     rows.append(("all", *counts, *numbers))
     return align(rows)
@@ -254,7 +254,3 @@ def align(rows: Sequence[Sequence[str]]) -> str:
             cells.append(" " * (width - columns(text)) + text)
         lines.append("  ".join(cells))
     return "\n".join([lines[0], "-" * columns(lines[0]), *lines[1:]])
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

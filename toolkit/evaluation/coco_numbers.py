@@ -37,10 +37,12 @@ def exact_numbers(matches: Matches) -> CocoNumbers:
     """Compute the numbers of the data as they are (B = 1), equal to those of pycocotools to 1e-12."""
     by_class = ByClass(matches)
     results = [_one_class(by_class, label) for label in range(matches.num_classes)]
-    return summary(results, 1, matches.max_detections)
+    return summarise(results, 1, matches.max_detections)
 
 
-def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_detections: Sequence[int]) -> CocoNumbers:
+def summarise(
+    results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_detections: Sequence[int]
+) -> CocoNumbers:
     """Compute means over the defined values.
 
     results: for each class AP (A, T, B) by area and IoU, and recall (S, T, B) at each of `max_detections` and then
@@ -117,7 +119,7 @@ class ByClass:
         return [(len(most) - 1 + area, most[-1])]
 
     def undefined(self, draws: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return AP (areas, IoUs, B) and recall (as for `summary`) of one class, filled with NaN."""
+        """Return AP (areas, IoUs, B) and recall (as for `summarise`) of one class, filled with NaN."""
         slots = len(self.matches.max_detections) + len(AREA_RANGES) - 1
         ap = np.full((len(AREA_RANGES), len(IOU_THRESHOLDS), draws), np.nan)
         recall = np.full((slots, len(IOU_THRESHOLDS), draws), np.nan)
@@ -125,7 +127,7 @@ class ByClass:
 
 
 def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute AP (A, T, 1) and recall (S, T, 1) of one class, as for `summary`."""
+    """Compute AP (A, T, 1) and recall (S, T, 1) of one class, as for `summarise`."""
     m = shared.matches
     ap, recall = shared.undefined(1)
     rows = shared.of_class[label]

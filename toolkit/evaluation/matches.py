@@ -114,7 +114,7 @@ class CocoMatches:
     gt: np.ndarray
 
 
-def match(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
+def match_predictions(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
     """Match a full set of predictions with a table; those of a class that an image does not label are left out.
 
     Args:
@@ -208,7 +208,7 @@ def _best_of_each_class(detections: Boxes, most: int) -> tuple[Boxes, np.ndarray
     return detections[keep], rank[keep]
 
 
-def paired(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def pairs_within_groups(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield all pairs of rows that share a group, in chunks of about PAIRS_PER_CHUNK, by first, then second row.
 
     first_groups, second_groups: (N,), (M,) int64 from 0, the group of each row: its image, or image and class.
@@ -258,7 +258,7 @@ def _overlaps(detections: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, 
     all_det = [np.zeros(0, np.int64)]
     all_gt = [np.zeros(0, np.int64)]
     all_iou = [np.zeros(0)]
-    for det, gt in paired(detections.image_index, truth.image_index):
+    for det, gt in pairs_within_groups(detections.image_index, truth.image_index):
         common = intersection_area(corners_found[det], corners_truth[gt])
         area = area_found[det]
         union = area + area_truth[gt] - common

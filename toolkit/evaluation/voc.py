@@ -9,7 +9,7 @@ recalls, VOC12 over all of them.
 import numpy as np
 
 from toolkit.base.boxes import Boxes, common_and_union
-from toolkit.evaluation.matches import Matches, best_pairs, paired
+from toolkit.evaluation.matches import Matches, best_pairs, pairs_within_groups
 
 # With the rounding of `arange`: 0.3 is 0.30000000000000004, as in the programs of the field.
 RECALL_THRESHOLDS_07 = np.arange(0.0, 1.1, 0.1)
@@ -63,7 +63,7 @@ def _most_overlapped(detections: Boxes, truth: Boxes, classes: int) -> np.ndarra
     near_det = [np.zeros(0, np.int64)]
     near_gt = [np.zeros(0, np.int64)]
     near_iou = [np.zeros(0)]
-    for det, gt in paired(found_group, truth_group):
+    for det, gt in pairs_within_groups(found_group, truth_group):
         common, union = common_and_union(found_xyxy[det], truth_xyxy[gt])
         iou = np.divide(common, union)
         near = iou >= 0.5

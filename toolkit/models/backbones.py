@@ -129,7 +129,7 @@ def timm_features(
     if norm == "sync":
         features = convert_sync_batchnorm(features)
     elif norm == "group":
-        features = group_norms(features)
+        features = replace_batch_norms(features)
     elif norm == "frozen":
         features = freeze_batch_norms(features)
         if not pretrained_backbone:
@@ -152,7 +152,7 @@ def leaves_stages(features: nn.Module) -> bool:
     return features.feature_info.out_indices[-1] < len(features.feature_info.info) - 1
 
 
-def group_norms(module: nn.Module) -> nn.Module:
+def replace_batch_norms(module: nn.Module) -> nn.Module:
     """Replace every 2-d batch norm in `module` by a group norm with the same weight and bias.
 
     timm's BatchNormAct2d keeps its activation. Returns `module`, or its replacement when it is a batch norm itself.
@@ -160,7 +160,7 @@ def group_norms(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.BatchNorm2d):
         return _group_norm(module)
     for name, child in module.named_children():
-        replacement = group_norms(child)
+        replacement = replace_batch_norms(child)
         if replacement is not child:
             setattr(module, name, replacement)
     return module
@@ -237,7 +237,7 @@ class VitPyramid(nn.Module):
         self.vit = timm_model(name, pretrained_backbone, out_indices=(-1,), **_PLAIN_VIT)
         width = self.vit.feature_info.channels()[-1]
         self.norm = LayerNorm2d(width)
-        self.scales = nn.ModuleList(_scale(width, stride) for stride in strides)
+        self.scales = nn.ModuleList(_resampling(width, stride) for stride in strides)
         widths = {4: width // 4, 8: width // 2}
         maps = []
         for i, stride in enumerate(strides):
@@ -254,7 +254,7 @@ class VitPyramid(nn.Module):
         return [scale(features) for scale in self.scales]
 
 
-def _scale(width: int, stride: int) -> nn.Module:
+def _resampling(width: int, stride: int) -> nn.Module:
     def twice(wide: int) -> nn.Module:
         return nn.ConvTranspose2d(wide, wide // 2, kernel_size=2, stride=2)
 

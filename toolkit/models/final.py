@@ -119,7 +119,7 @@ def load_detector_folder(
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise BadInput(f"{folder}: not the final/ folder of a run of this toolkit: {error!r}") from error
     weights = folder / "model.safetensors"
-    load_weights(detector, read_tensors(weights, "model"), weights)
+    load_detector_weights(detector, read_tensors(weights, "model"), weights)
     return detector.eval(), categories, size
 
 
@@ -137,7 +137,7 @@ def read_categories(file: Path) -> list[Category]:
     return [Category(entry["id"], entry["name"]) for entry in entries]
 
 
-def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+def load_detector_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
     """Load all weights of a detector from `source`. Raises BadInput if they are those of another one."""
     try:
         detector.load_state_dict(tensors)

@@ -206,7 +206,7 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
     return to_host(tensors), rest
 
 
-def best_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def top_k_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the best scores and their rows (B, min(count, N)) of scores (B, N) >= 0, best first.
 
     Ties are broken by position, or by `order` (N,), unique integers. Exported files have no stable order: ties are

@@ -191,7 +191,7 @@ def _complete(
     sequence = 1 + max(_by_age(folder)[0].values(), default=0)
     _seal(temp, {"kind": kind, "step": step, "sequence": sequence}, known)
     path = _put_in_place(temp, folder / f"step_{step:06d}")
-    _point(folder / "latest", path)
+    _replace_link(folder / "latest", path)
     if best:
         mark_best(path)
     return path
@@ -211,7 +211,7 @@ def _link(source: Path, target: Path) -> None:
 
 def mark_best(path: Path) -> None:
     """Point `best` beside the checkpoint `path` at it. Raises OSError."""
-    _point(Path(path).parent / "best", Path(path))
+    _replace_link(Path(path).parent / "best", Path(path))
 
 
 def repair_latest(resumed: Path) -> None:
@@ -223,7 +223,7 @@ def repair_latest(resumed: Path) -> None:
     try:
         is_older = sequence_of.get(target, 0) < sequence_of[resumed]
         if target != resumed and (target is None or is_older or not _is_valid(target)):
-            _point(resumed.parent / "latest", resumed)
+            _replace_link(resumed.parent / "latest", resumed)
     except OSError as error:
         raise CheckpointError(_cannot_write(resumed.parent, error.errno or errno.EIO, 0)) from error
 
@@ -313,7 +313,7 @@ def _put_in_place(temp: Path, path: Path) -> Path:
     return path
 
 
-def _point(link: Path, target: Path) -> None:
+def _replace_link(link: Path, target: Path) -> None:
     """Replace `link` atomically by a relative link to its neighbour `target`, or by a text file that names it."""
     temp = link.with_name(f".tmp-{link.name}")
     temp.unlink(missing_ok=True)
@@ -375,16 +375,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
     path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
     manifest = _read_manifest(path)
     try:
-        return _load(path, manifest)
+        return _read_checkpoint(path, manifest)
     except CheckpointError:
         # A run that is training may have written the outcome of an evaluation into it meanwhile.
         now = _read_manifest(path)
         if now == manifest:
             raise
-    return _load(path, now)
+    return _read_checkpoint(path, now)
 
 
-def _load(path: Path, manifest: dict) -> Checkpoint:
+def _read_checkpoint(path: Path, manifest: dict) -> Checkpoint:
     problems = changed_files(path, manifest)
     if problems:
         raise CheckpointError([f"Checkpoint {path}: {problem}" for problem in problems])

@@ -241,7 +241,7 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
         faults.append("there are no averaged weights (ema.safetensors)")
     if not _is_state_of_optimizer(optimizer):
         faults.append("optimizer.pt is not the state of an optimizer")
-    return faults or not_finite(tensors, optimizer, state["parts"]["weight_facts"]["infinite"])
+    return faults or nonfinite_tensors(tensors, optimizer, state["parts"]["weight_facts"]["infinite"])
 
 
 def _faults_of_state(step: int, state: dict) -> list[str]:
@@ -264,7 +264,9 @@ def _is_state_of_optimizer(optimizer: object) -> bool:
     return are_groups and all(isinstance(kept, dict) for kept in of_parameters.values())
 
 
-def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]) -> list[str]:
+def nonfinite_tensors(
+    tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]
+) -> list[str]:
     """Return one sentence that names the tensors with a NaN or an infinity; none where all are finite.
 
     infinite: names of tensors of the model that may be infinite, by design, but not NaN.

@@ -26,7 +26,7 @@ from toolkit.index import DETECTORS
 from toolkit.models import DetectorOptions, options_class
 from toolkit.run.help import asked_topics, collect_groups, help_text
 from toolkit.run.launcher import find_launch, refuse
-from toolkit.run.settings_check import did_you_mean, key_faults, not_finite, not_text, plain, type_faults
+from toolkit.run.settings_check import did_you_mean, key_faults, nonfinite_settings, not_text, plain, type_faults
 
 Config = TypeVar("Config")
 
@@ -181,7 +181,7 @@ def _parse_groups(
         for key, value in vars(group).items():
             if not key.startswith("_"):
                 setattr(group, key, plain(value))
-                problems += not_finite(f"{name}.{key}", value)
+                problems += nonfinite_settings(f"{name}.{key}", value)
                 problems += not_text(f"{name}.{key}", value)
     if problems:
         raise BadInput(problems)

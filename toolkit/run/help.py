@@ -19,7 +19,7 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import ROOT
-from toolkit.run.settings_check import did_you_mean, field_types, in_words
+from toolkit.run.settings_check import describe_type, did_you_mean, field_types
 
 # The settings on the first screen, which everybody sets first, by heading and each with one sentence: the dataclass has
 # the whole text. Those that the chosen detector does not have are left out.
@@ -175,7 +175,7 @@ def help_text(
     width = max(MIN_COLUMNS, min(MAX_COLUMNS, shutil.get_terminal_size((MAX_COLUMNS, 0)).columns))
     if not topics:
         return _first_screen(cls, groups, default_config, sources, architectures, width)
-    shown = list(groups) if "all" in topics else _chosen(groups, topics)
+    shown = list(groups) if "all" in topics else _choose_groups(groups, topics)
     parts = [_group_text(group, width) for group in shown]
     if "all" in topics:
         usage = f"usage: {_start_command()} [--config FILE.yaml] [--group.key value ...]"
@@ -186,7 +186,7 @@ def help_text(
     return "\n\n".join(parts)
 
 
-def _chosen(groups: Sequence[Group], topics: Sequence[str]) -> list[Group]:
+def _choose_groups(groups: Sequence[Group], topics: Sequence[str]) -> list[Group]:
     """Return the groups of these names, and of others the settings that begin with one of the topics."""
     unknown = list(topics)
     chosen = []
@@ -217,7 +217,7 @@ def _is_meant(setting: Setting, group: Group, topic: str) -> bool:
 def _group_text(group: Group, width: int) -> str:
     lines = textwrap.wrap(f"{group.name}: {group.text}", width)
     for setting in group.settings:
-        head = f"--{setting.name}  {in_words(setting.kind)}; default {_as_typed(setting.value)}"
+        head = f"--{setting.name}  {describe_type(setting.kind)}; default {_as_typed(setting.value)}"
         lines += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
         lines += textwrap.wrap(setting.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)

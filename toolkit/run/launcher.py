@@ -67,7 +67,7 @@ def find_launch() -> Launch | None:
         for process in psutil.Process().parents():
             arguments = _launch_arguments(process.cmdline())
             if arguments is not None:
-                return _read(arguments, process.environ(), Path(process.cwd()))
+                return _parse_launch(arguments, process.environ(), Path(process.cwd()))
     except psutil.Error:
         return None
     return None
@@ -84,7 +84,7 @@ def _launch_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
-def _read(arguments: list[str], environment: Mapping[str, str], folder: Path) -> Launch:
+def _parse_launch(arguments: list[str], environment: Mapping[str, str], folder: Path) -> Launch:
     with gc_disabled():  # here: a second of imports
         from accelerate.commands.config.config_args import default_config_file
         from accelerate.commands.launch import launch_command_parser
@@ -100,7 +100,7 @@ def _read(arguments: list[str], environment: Mapping[str, str], folder: Path) ->
     return Launch(flags, path, settings if isinstance(settings, dict) else {}, environment)
 
 
-def asked_precision(launch: Launch | None, environment: Mapping[str, str]) -> str | None:
+def launcher_precision(launch: Launch | None, environment: Mapping[str, str]) -> str | None:
     """no, fp16 or bf16 if the launcher was told so; None: it says no only because nobody told it anything, or its
     settings file does, which has to name one."""
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "").lower()
@@ -108,11 +108,11 @@ def asked_precision(launch: Launch | None, environment: Mapping[str, str]) -> st
     return precision if precision in ("fp16", "bf16") or precision == "no" and by_flag else None
 
 
-def asked_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the settings given to the launcher: `precision`, see `asked_precision`, and `compile`, a backend."""
+def launcher_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the settings given to the launcher: `precision`, see `launcher_precision`, and `compile`, a backend."""
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     compile = None if backend in ("", "no") else backend
-    return {"precision": asked_precision(find_launch(), environment), "compile": compile}
+    return {"precision": launcher_precision(find_launch(), environment), "compile": compile}
 
 
 def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
@@ -203,7 +203,7 @@ class ResolvedExecution:
         return f"precision: {self.precision}{tf32} ({self.precision_by}){'' if self.compile is False else compiled}"
 
 
-def settle(
+def resolve_execution(
     given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
 ) -> ResolvedExecution:
     """Choose precision, TF32 and compilation: each from the first of settings, launcher and resumed run that sets it.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from toolkit.base.distributed import all_reduce, asked_for_cpu, default_device
 from toolkit.base.errors import BadInput
-from toolkit.run.launcher import asked_precision, find_launch
+from toolkit.run.launcher import find_launch, launcher_precision
 
 # How long processes wait for each other at the very start. Under torchrun, whose agent ends all when one dies, a slow
 # file system may delay some; without it nobody says that one will never come.
@@ -50,7 +50,7 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
         BadInput: the other processes do not come, or the devices that were asked for are not there.
     """
     if precision in (None, "auto"):
-        precision = asked_precision(find_launch(), os.environ) or "no"
+        precision = launcher_precision(find_launch(), os.environ) or "no"
     if precision == "fp16" and default_device().type == "cpu":
         precision = "no"  # Accelerate would say fp16 and compute in float32
         is_first_call = not PartialState._shared_state

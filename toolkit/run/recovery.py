@@ -16,7 +16,7 @@ from toolkit.base.distributed import agree_max, gather_objects, run_on_main, sta
 from toolkit.base.errors import StoppedByGuard
 from toolkit.run.checkpoint import Checkpoint, newest_valid
 from toolkit.run.checkpoint_content import by_storage
-from toolkit.run.saving import load_weights, save
+from toolkit.run.saving import restore_rolled_back_state, save
 from toolkit.run.window import TrainingWindow
 from toolkit.step.guard import STATE_PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.optim import drop_gradients, gradient_table
@@ -84,7 +84,7 @@ class RunGuard(NanGuard):
         is_suspicious = not (math.isfinite(norm) and losses_are_finite)
         is_suspicious |= totals["buffers_finite"] < 1.0 or totals["state_finite"] < 1.0
         broken = broken_state(t, in_window=True) if is_suspicious else []
-        faults = [in_words(broken)] if broken else []
+        faults = [describe_nonfinite(broken)] if broken else []
         if rate:
             faults.append(rate)
         action = self.decide(
@@ -122,15 +122,15 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
         t.optimizer.step()
         t.optimizer.zero_grad()
         return
-    message = _report(t, action, broken, in_window=True)
+    message = _report_refusal(t, action, broken, in_window=True)
     drop_gradients(t.loss_weights)
     scaler = t.accelerator.scaler
     if scaler is not None:
         scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
-    follow(t, action, message, broken)
+    act_on_refusal(t, action, message, broken)
 
 
-def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
+def act_on_refusal(t, action: Action, message: str, broken: Sequence[str]) -> None:
     """Stop, go back, or go on with the next window, which the window under way no longer belongs to.
 
     Raises StoppedByGuard.
@@ -146,7 +146,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
         checkpoint, passed_over = state_from_main(lambda: newest_valid(t.checkpoints.folder))
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nNo checkpoint to roll back to exists. {' '.join(passed_over)}")
-        load_weights(t, checkpoint)
+        restore_rolled_back_state(t, checkpoint)
         t.guard.look_at_new_state()
         t.checkpoints.saved_step = t.log.status["step"] = t.step
         if t.validation.best.step > t.step:  # of weights that are gone, which the loop evaluated by itself
@@ -159,7 +159,7 @@ def follow(t, action: Action, message: str, broken: Sequence[str]) -> None:
 # ---------------------------------------------------------------- the state that updates leave
 
 
-def state_of(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tensor]]:
+def tensors_to_check(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """((kind, name), tensor) of all that must be finite.
 
     in_window: a window is under way, whose forward may have spoiled the buffers; theirs are those before it.
@@ -172,24 +172,24 @@ def state_in_parts(t) -> Iterator[Tensor]:
     """`looks_finite` of one part of the state a step, in turn. Its tensors are listed once a round, because that takes
     longer than the norms of a part."""
     while True:
-        state = list(state_of(t, in_window=True))
+        state = list(tensors_to_check(t, in_window=True))
         for part in range(STATE_PARTS):
             yield looks_finite(state, part)
 
 
 def broken_state(t, in_window: bool = False) -> list[str]:
     """Describe what is not finite on any rank, identically on all ranks. Reads the whole state; a collective."""
-    of_ranks = gather_objects(nonfinite(state_of(t, in_window)))
+    of_ranks = gather_objects(nonfinite(tensors_to_check(t, in_window)))
     return list(dict.fromkeys(name for names in of_ranks for name in names))
 
 
 def _named_tensors(t, names: Sequence[str], in_window: bool) -> dict[str, Tensor]:
     """Return the tensors of this rank that `broken_state` names."""
-    named = ((" ".join(kind_and_name), tensor) for kind_and_name, tensor in state_of(t, in_window))
+    named = ((" ".join(kind_and_name), tensor) for kind_and_name, tensor in tensors_to_check(t, in_window))
     return {name: tensor for name, tensor in named if name in names}
 
 
-def in_words(broken: Sequence[str]) -> str:
+def describe_nonfinite(broken: Sequence[str]) -> str:
     """Name the first non-finite tensors."""
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return f"the last update left what is not finite: {', '.join(broken[:3])}{more}"
@@ -207,9 +207,9 @@ def state_is_sound(t) -> bool:
     broken = broken_state(t)
     if not broken:
         return True
-    action = t.guard.decide(t.step, {}, 0.0, faults=[in_words(broken)])
-    message = _report(t, action, broken, in_window=False) if t.window is not None else t.guard.reason
-    follow(t, action, message, broken)
+    action = t.guard.decide(t.step, {}, 0.0, faults=[describe_nonfinite(broken)])
+    message = _report_refusal(t, action, broken, in_window=False) if t.window is not None else t.guard.reason
+    act_on_refusal(t, action, message, broken)
     return False
 
 
@@ -251,7 +251,7 @@ def _go_back(t) -> str:
         return f"The newest finite state is the checkpoint of step {step}."
     if t.guard.start is None:
         return "No state is saved: none was before."
-    load_weights(t, t.guard.start)
+    restore_rolled_back_state(t, t.guard.start)
     save(t)
     t.log.status["step"] = t.step
     return f"No later state was saved before it broke: the state of step {t.step}, with which the run began, is saved."
@@ -260,7 +260,7 @@ def _go_back(t) -> str:
 # ---------------------------------------------------------------- the report
 
 
-def _report(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
+def _report_refusal(t, action: Action, broken: Sequence[str], in_window: bool) -> str:
     """Write the report of this rank, if something is broken on it; return the message for the log.
 
     broken, in_window: what `broken_state` found, and how it looked.

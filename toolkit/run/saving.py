@@ -104,7 +104,9 @@ def content_of_run(t) -> dict:
     return by_storage(t.step, t.parts.state_dict())
 
 
-def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()) -> list[str]:
+def restore_checkpoint(
+    t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()
+) -> list[str]:
     """Take up everything a checkpoint holds; return sentences on what will not be identical.
 
     Args:
@@ -126,7 +128,7 @@ def load(t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequenc
     rates_of_groups = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
     asked = t.plan.total_steps
     try:
-        load_weights(t, checkpoint)
+        restore_rolled_back_state(t, checkpoint)
         if t.plan.eval_only:
             return _load_best(t, checkpoint)
         sampler_before = checkpoint.of_part("sampler")
@@ -210,7 +212,7 @@ def _load_best(t, checkpoint: Checkpoint) -> list[str]:
     return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
 
 
-def load_weights(t, checkpoint: Checkpoint) -> None:
+def restore_rolled_back_state(t, checkpoint: Checkpoint) -> None:
     """Take over the step of a checkpoint and everything that goes back with it, see `toolkit.run.parts`.
 
     Where only an evaluation is planned, weights are all that is taken.

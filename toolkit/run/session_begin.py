@@ -11,7 +11,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.run.folder import keep_staged, write_environment
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of
-from toolkit.run.saving import load
+from toolkit.run.saving import restore_checkpoint
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG_FILE, Change, changes, in_force, next_config, save_config
 from toolkit.run.training import Training
 from toolkit.run.validation import check_metric, evaluate, save_and_evaluate
@@ -30,7 +30,7 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
         count = s.config.data.batch_size_per_device
         probe_memory = index.tool("probe_memory")
         probe_memory(t, pipeline.largest_batch(dataset, count, t.detector.stride, t.sampler.sizes))
-    notes = load(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
+    notes = restore_checkpoint(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
     for note in (*changed, *notes):
         s.say(str(note))
     _record(s, t, table, settings, changed)

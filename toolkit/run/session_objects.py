@@ -20,7 +20,7 @@ from toolkit.models import options_class
 from toolkit.models.detector import Detector
 from toolkit.models.start import check_weights
 from toolkit.run.best import Best
-from toolkit.run.launcher import asked_settings, settle
+from toolkit.run.launcher import launcher_settings, resolve_execution
 from toolkit.run.log import Log
 from toolkit.run.open_run import settings_beside
 from toolkit.run.parts import TrainingData, WeightFacts
@@ -181,7 +181,7 @@ def _settle(s: Any, detector: Detector) -> None:
     given = {"precision": asked, "tf32": run.tf32, "compile": optim.compile}
 
     auto = partial(precision_of_device, device, detector)
-    settled = settle(given, asked_settings(os.environ), began, auto)
+    settled = resolve_execution(given, launcher_settings(os.environ), began, auto)
     if settled.precision != s.accelerator.mixed_precision:
         s.accelerator = start_accelerator(settled.precision)
         settled = replace(settled, precision=s.accelerator.mixed_precision)  # fp16 is not used on a CPU

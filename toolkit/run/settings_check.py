@@ -43,7 +43,8 @@ def type_faults(
     problems = []
     for name in (name for name in kinds if name in groups):
         if not isinstance(groups[name], Mapping):
-            problems.append(f"{where}: {name} is {shown(groups[name])}; expected a group of settings, `key: value`")
+            found = format_value(groups[name])
+            problems.append(f"{where}: {name} is {found}; expected a group of settings, `key: value`")
             continue
         hints = field_types(kinds[name])
         for key, value in groups[name].items():
@@ -104,13 +105,15 @@ def did_you_mean(word: str, choices: list[str]) -> str:
     return f"; there are {', '.join(choices)}" if len(choices) < 20 else ""
 
 
-def not_finite(key: str, value: object) -> list[str]:
+def nonfinite_settings(key: str, value: object) -> list[str]:
     """Return a sentence for every infinity and NaN that a setting holds."""
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{key} is {value}; expected a finite number."]
     if isinstance(value, dict):
-        return [problem for name, item in value.items() for problem in not_finite(f"{key}.{name}", item)]
-    return [problem for item in value for problem in not_finite(key, item)] if isinstance(value, list | tuple) else []
+        return [problem for name, item in value.items() for problem in nonfinite_settings(f"{key}.{name}", item)]
+    if isinstance(value, list | tuple):
+        return [problem for item in value for problem in nonfinite_settings(key, item)]
+    return []
 
 
 def not_text(key: str, value: object) -> list[str]:
@@ -134,7 +137,7 @@ def plain(value: object) -> object:
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value for a sentence, on one line of at most 80 characters."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -152,11 +155,11 @@ def field_types(kind: type) -> dict[str, Any]:
 
 def _fault(hint: Any, value: object) -> str:
     """Return the end of the sentence about a value that is not of a type; "" if it is."""
-    expected = f"is {shown(value)}; expected {in_words(hint)}"
+    expected = f"is {format_value(value)}; expected {describe_type(hint)}"
     if value is None:  # which jsonargparse takes for any type
         return "" if hint is Any or type(None) in (hint, *get_args(hint)) else expected
     try:
-        return expected if not_finite("", _parsed(hint, value)) else ""
+        return expected if nonfinite_settings("", _parsed(hint, value)) else ""
     except (ArgumentError, OverflowError):  # OverflowError: a whole number beyond those of float
         return expected
 
@@ -168,19 +171,19 @@ def _parsed(hint: Any, value: object) -> object:
     return parser.parse_object({"value": value}).value
 
 
-def in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Describe the values of a type: "a whole number above 0 or null"."""
     arguments = get_args(hint)
     origin = get_origin(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (Union, types.UnionType):
-        return " or ".join(map(in_words, arguments))
+        return " or ".join(map(describe_type, arguments))
     if list in (hint, origin):
-        return f"a list ({in_words(arguments[0])} each)" if arguments and arguments[0] is not Any else "a list"
+        return f"a list ({describe_type(arguments[0])} each)" if arguments and arguments[0] is not Any else "a list"
     if dict in (hint, origin):
         last = arguments[-1] if arguments else Any
-        return "a mapping" if last is Any else f"a mapping (of names to {in_words(last)})"
+        return "a mapping" if last is Any else f"a mapping (of names to {describe_type(last)})"
     return _WORDS.get(hint, str(getattr(hint, "__name__", hint)))
 
 

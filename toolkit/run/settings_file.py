@@ -21,7 +21,7 @@ from toolkit.run.settings import (
     SceneGraphEvalConfig,
     ScheduleConfig,
 )
-from toolkit.run.settings_check import as_settings, key_faults, shown, type_faults
+from toolkit.run.settings_check import as_settings, format_value, key_faults, type_faults
 
 CONFIG_FILE = "config.yaml"
 _CONFIG_NAME = re.compile(r"config(?:_(\d+))?\.yaml")
@@ -127,7 +127,7 @@ def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = 
         if "source_config" in stored["options"] and "given" in stored:
             kept = {"architecture", *stored["given"], *ABOUT_STARTING}
             given = {key: value for key, value in given.items() if key in kept}
-        problems = type_faults({"model": stored["options"]}, _kinds({}, options_of, groups), str(source))
+        problems = type_faults({"model": stored["options"]}, _group_dataclasses({}, options_of, groups), str(source))
         if problems:
             raise BadInput(problems)
         groups["model"] = {**stored["options"], **given}
@@ -164,7 +164,7 @@ def checked_settings(
             left = [f"there is no {name}.{key}" for key in REQUIRED_KEYS[name] if key not in groups[name]]
             problems += [f"{where}: {fault}; expected the value that the run was trained with" for fault in left]
     try:
-        kinds = _kinds(kinds, options_of, groups)
+        kinds = _group_dataclasses(kinds, options_of, groups)
     except BadInput as error:
         faults = [f"{where}: {problem}" for problem in error.problems]
         if _is_own_class(groups):  # nothing is wrong with the file: its class has to be found, or to be trusted
@@ -186,16 +186,16 @@ def _is_own_class(groups: Mapping) -> bool:
     return isinstance(model, dict) and ":" in str(model.get("architecture", ""))
 
 
-def _kinds(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) -> dict[str, type]:
+def _group_dataclasses(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) -> dict[str, type]:
     """Return the dataclasses of all groups, with that of the architecture that they name, if any."""
     model = groups.get("model", {})
     if not isinstance(model, dict):
-        raise BadInput(f"model is {shown(model)}; expected a group of settings, `key: value`")
+        raise BadInput(f"model is {format_value(model)}; expected a group of settings, `key: value`")
     if "architecture" not in model:
         return {**kinds}
     architecture = model["architecture"]
     if not isinstance(architecture, str):
-        raise BadInput(f"model.architecture is {shown(architecture)}; expected the name of a detector")
+        raise BadInput(f"model.architecture is {format_value(architecture)}; expected the name of a detector")
     options = options_of(architecture)
     return {**kinds} if options is None else {**kinds, "model": options}
 
@@ -242,7 +242,7 @@ class Change:
 
     @property
     def values(self) -> str:
-        return f"{self.key} {shown(self.before)} -> {shown(self.after)}"
+        return f"{self.key} {format_value(self.before)} -> {format_value(self.after)}"
 
     def __str__(self) -> str:
         return f"{self.values}: {self.verdict}{self.why and ', '}{self.why}"

@@ -41,13 +41,13 @@ ENDINGS = {
 }
 
 
-def in_words(ended_by: Sequence[str]) -> str:
+def describe_ending(ended_by: Sequence[str]) -> str:
     """Such as "training ended by run.max_minutes (the minutes are used up)"; empty when nothing has ended it."""
     named = [f"{key} ({ENDINGS[key]})" if key in ENDINGS else str(key) for key in ended_by]
     return f"training ended by {' and '.join(named)}" if named else ""
 
 
-def state_of(error: BaseException) -> str:
+def state_after(error: BaseException) -> str:
     """Return the state of a run that this error ends."""
     return next((state for state, kind in STATES.items() if isinstance(error, kind)), "failed")
 
@@ -154,7 +154,7 @@ class RunStatus:
 
     def write(self, state: str, reason: str = "") -> None:
         if self.is_main and self.begun:
-            reason = reason or in_words(self.details.get("ended_by", ()))
+            reason = reason or describe_ending(self.details.get("ended_by", ()))
             write_status(self.folder, state, reason, **self.details)
 
 
@@ -170,7 +170,7 @@ def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
         yield status
     except BaseException as error:  # whatever ends the run is recorded, and goes on its way
         try:
-            status.write(state_of(error), str(error) or type(error).__name__)
+            status.write(state_after(error), str(error) or type(error).__name__)
         except OSError as unwritable:  # a full disk must not hide the error that ended the run
             warnings.warn(f"status.json could not be written: {unwritable}", stacklevel=2)
         raise

@@ -19,14 +19,14 @@ from toolkit.base.distributed import broadcast_buffers, run_on_main, state_from_
 from toolkit.base.errors import Preempted, StoppedByGuard
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator
-from toolkit.evaluation.matches import match
+from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
 from toolkit.run.best import Best, no_such_metric
 from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
 from toolkit.run.recovery import state_is_sound
 from toolkit.run.saving import save, save_outcome
-from toolkit.run.status import in_words
+from toolkit.run.status import describe_ending
 from toolkit.step.guard import nonfinite
 from toolkit.step.meters import machine_figures
 
@@ -193,7 +193,7 @@ def finish(t) -> None:
     elif t.checkpoints.saved_step != t.step:  # a run that goes on from it is not evaluated again
         save(t)
     t.log.status["ended_by"] = t.ended_by
-    t.log.say(f"{in_words(t.ended_by) or 'training ended by the script'}, at step {t.step}")
+    t.log.say(f"{describe_ending(t.ended_by) or 'training ended by the script'}, at step {t.step}")
     step, weights, fault = state_from_main(lambda: _best(t))  # the main process alone need see the folder
     if weights is not None:
         t.detector.load_state_dict(weights)
@@ -252,7 +252,7 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
         _forget_pictures(path, best=f"step_{t.validation.best.step:06d}.png")
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
-        matches = getattr(t.validation.evaluator, "matches", None) or match(predictions, t.validation.table)
+        matches = getattr(t.validation.evaluator, "matches", None) or match_predictions(predictions, t.validation.table)
         shown_evaluation = index.tool("shown")
         evaluation = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
         t.log.writer.show(evaluation, t.step)

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 from toolkit.base.distributed import run_on_main, world
 from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
-from toolkit.run.status import STATES, state_of
+from toolkit.run.status import STATES, state_after
 
 PORT = "DETECTION_TOOLKIT_WATCHDOG_PORT"  # variable: of the main machine, where the others connect; else any free one
 GRACE_S = 20.0  # for a process to end by itself, before it is ended, once another one has failed
@@ -141,7 +141,7 @@ class _Watch:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this process ends."""
-        state = state_of(error)
+        state = state_after(error)
         defect = state == "failed" and not isinstance(error, FailedElsewhere)
         reason = f"{type(error).__name__}: {error}" if defect else str(error)
         hangs = isinstance(error, Hanging)

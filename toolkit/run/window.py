@@ -15,7 +15,7 @@ from toolkit.base.distributed import reduce_dict
 from toolkit.data.batches import Prefetcher
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import WeightedLosses, window_denominators
-from toolkit.step.optim import gradient_norm, group_norms
+from toolkit.step.optim import gradient_norm, gradient_norms_of_groups
 from toolkit.step.window import Metrics, Window
 
 STEP_STATE_NAMES = ("buffers_finite", "boxes_finite", "state_finite", "signal", "time_s", "notes")
@@ -142,7 +142,7 @@ class TrainingWindow(Window):
         metrics = [f"{name}/{part}" for name in t.detector.metric_names for part in ("sum", "count")]
         norms = ["grad_norm"]
         if t.log.has_row(self.step + 1, t.plan.total_steps, ends_epoch=t.epoch_is_over):
-            of_groups = group_norms(t.optimizer.param_groups)
+            of_groups = gradient_norms_of_groups(t.optimizer.param_groups)
             values.update(of_groups)
             norms += of_groups
         names = [*t.loss_weights.row_names, *metrics, *norms, *STEP_STATE_NAMES]

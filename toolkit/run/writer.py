@@ -87,7 +87,7 @@ class Tracker:
         raise NotImplementedError  # each tracker has its own
 
     def show(self, shown, step: int) -> None:
-        """Show an evaluation, a `toolkit.tools.report.shown.Shown`."""
+        """Show an evaluation, a `toolkit.tools.report.shown.EvaluationDisplay`."""
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
         """Note the data by split, before the first step."""

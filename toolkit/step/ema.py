@@ -39,7 +39,7 @@ class Ema:
         self._into = _slots(self.module)
         self._averaged: list[str] = []
         self._copied: dict[torch.dtype, list[str]] = {}  # by dtype: one kernel cannot copy several
-        for name, tensor in zip(self._source, _tensors(self._source, self._source), strict=True):
+        for name, tensor in zip(self._source, _slot_tensors(self._source, self._source), strict=True):
             may_be_averaged = name in parameters or name in saved and bool(tensor.isfinite().all())
             if tensor.is_floating_point() and may_be_averaged:
                 self._averaged.append(name)
@@ -67,18 +67,18 @@ class Ema:
             self._model = model
             self._source = _slots(model)
         if self._averaged:
-            into = _tensors(self._into, self._averaged)
-            source = _tensors(self._source, self._averaged)
+            into = _slot_tensors(self._into, self._averaged)
+            source = _slot_tensors(self._source, self._averaged)
             torch._foreach_lerp_(into, source, 1.0 - decay)
         for names in self._copied.values():
-            into = _tensors(self._into, names)
-            source = _tensors(self._source, names)
+            into = _slot_tensors(self._into, names)
+            source = _slot_tensors(self._source, names)
             torch._foreach_copy_(into, source)
         self.updates += 1
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Yield ((kind, name), average) of everything that is averaged; copied tensors are those of the model."""
-        averages = _tensors(self._into, self._averaged)
+        averages = _slot_tensors(self._into, self._averaged)
         for name, average in zip(self._averaged, averages, strict=True):
             yield ("moving average of", name), average
 
@@ -111,7 +111,7 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict, str]]:
     return slots
 
 
-def _tensors(slots: Mapping[str, tuple[dict, str]], names: Iterable[str]) -> list[Tensor]:
+def _slot_tensors(slots: Mapping[str, tuple[dict, str]], names: Iterable[str]) -> list[Tensor]:
     tensors = []
     for name in names:
         owner, key = slots[name]

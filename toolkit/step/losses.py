@@ -74,7 +74,7 @@ class LossWeights(nn.Module):
         # An entry of `weights` wins over any default, an exact or longer name over a shorter one.
         owners = {name: _owner(name, given) or _owner(name, defaults) for name in self.names}
         entries = {**defaults, **given}
-        _check(owners, given, entries, weights)
+        _check_weights(owners, given, entries, weights)
         self._entries = {name: entries.get(owner) for name, owner in owners.items()}
         self._learned = {name: owner for name, owner in owners.items() if self._entries[name] == "learned"}
         log_variances = {}
@@ -329,7 +329,7 @@ def _parse(value: Weight) -> float | str | tuple[tuple[float, float], ...] | Non
     return None
 
 
-def _check(owners: dict[str, str | None], given: dict, entries: dict, raw: Mapping[str, Weight]) -> None:
+def _check_weights(owners: dict[str, str | None], given: dict, entries: dict, raw: Mapping[str, Weight]) -> None:
     announced = ", ".join(owners)
     problems = []
     for key, value in given.items():

@@ -53,8 +53,8 @@ def parameter_groups(
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     given = dict(multipliers or {})
     slow = dict.fromkeys(slow_prefixes, slow_factor)
-    _check(model, trained, given, slow, backbone_lr)
-    kinds = _kinds(
+    _check_prefixes(model, trained, given, slow, backbone_lr)
+    kinds = _parameter_kinds(
         model,
         trained,
         weight_decay,
@@ -288,7 +288,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients)
 
 
-def group_norms(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:
+def gradient_norms_of_groups(param_groups: Iterable[Mapping]) -> dict[str, Tensor]:
     """Return `gradient_norm` of each group of an optimizer as `grad_norm/<name of the group>`."""
     norms = {}
     for group in param_groups:
@@ -347,7 +347,7 @@ def _is_bias(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 1 and (leaf == "bias" or leaf.endswith("_bias"))
 
 
-def _kinds(
+def _parameter_kinds(
     model: nn.Module,
     trained: list[tuple[str, nn.Parameter]],
     weight_decay: float,
@@ -377,7 +377,7 @@ def _kinds(
 def _of_longest_prefix(name: str, *of_prefixes: Mapping[str, float]) -> tuple[str, float]:
     """Return "/<prefix>" and its factor: the longest prefix in the first mapping that has one; "" and 1 if none has."""
     for factors in of_prefixes:
-        prefixes = [prefix for prefix in factors if _below(name, prefix)]
+        prefixes = [prefix for prefix in factors if _is_below(name, prefix)]
         prefix = max(prefixes, key=len, default=None)
         if prefix:
             return f"/{prefix}", factors[prefix]
@@ -388,11 +388,11 @@ def _in_backbone(name: str) -> bool:
     return not {"backbone", "_backbone"}.isdisjoint(name.split("."))
 
 
-def _below(name: str, prefix: str) -> bool:
+def _is_below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 
-def _check(
+def _check_prefixes(
     model: nn.Module,
     trained: list[tuple[str, nn.Parameter]],
     multipliers: Mapping[str, float],
@@ -408,12 +408,12 @@ def _check(
     existing = ", ".join(sorted(prefixes))
     problems = []
     for prefix in multipliers:
-        if not any(_below(name, prefix) for name in names):
+        if not any(_is_below(name, prefix) for name in names):
             problems.append(
                 f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {existing}"
             )
     for prefix in slow:
-        if not any(_below(name, prefix) for name in every):
+        if not any(_is_below(name, prefix) for name in every):
             problems.append(
                 f"optim.slow_prefixes: no parameter, trained or frozen, has the prefix {prefix}; some that exist: "
                 f"{existing}"

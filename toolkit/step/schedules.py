@@ -243,7 +243,7 @@ class Schedule(GroupRates):
         total_steps: int | None = None,
         **options,
     ):
-        _check(name, options)
+        _check_schedule(name, options)
         super().__init__(optimizer)
         self.name = name
         self.total_steps = total_steps
@@ -269,7 +269,7 @@ class Schedule(GroupRates):
         self.total_steps = self.at(total_steps)
 
 
-def _check(name: str, options: Mapping) -> None:
+def _check_schedule(name: str, options: Mapping) -> None:
     problems = []
     if name not in SCHEDULES:
         problems.append(f"schedule.name is {name!r}; expected one of {', '.join(SCHEDULES)}")

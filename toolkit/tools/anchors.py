@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS
@@ -16,7 +16,7 @@ from toolkit.detectors.yolov3.targets import kmeans_anchors, shape_iou
 from toolkit.tools.arguments import add_data_flag
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
     command = argparse.ArgumentParser(

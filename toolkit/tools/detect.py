@@ -228,14 +228,14 @@ def complete(words: list[str]) -> int:
     elif before == ["completion"]:
         possible = list(COMPLETION)
     elif begun.startswith("-"):
-        possible = settings() if before[0] == "train" else flags(commands().get(before[0]))
+        possible = training_flags() if before[0] == "train" else flags(commands().get(before[0]))
     else:
         possible = []
     print("\n".join(word for word in possible if word.startswith(begun)))
     return 0
 
 
-def settings() -> list[str]:
+def training_flags() -> list[str]:
     """Return the flags of the training scripts, including those of every detector."""
     sources = [("", PACKAGE / "run" / "settings.py")]
     sources += [("model", path) for path in sorted(PACKAGE.rglob("options.py"))]

@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from toolkit.base.errors import BadInput, says_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import write_json
 from toolkit.data.annotations import Reading
 from toolkit.data.formats import FORMATS
@@ -382,7 +382,7 @@ def open_shapes(split: str, reading: Reading) -> DetectionTable:
     return read_coco(folder / "annotations" / f"{split}.json", as_they_are)
 
 
-@says_bad_input
+@exit_on_bad_input
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Writes the bundled shapes as a COCO data set.")
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder")

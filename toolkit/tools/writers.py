@@ -19,7 +19,7 @@ from toolkit.base.boxes import Boxes, Relations
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
 from toolkit.base.text import in_utf_8
 from toolkit.data.annotations import ImageRow
-from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, probe_image, read_file
+from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, probe_image, read_image_file
 from toolkit.data.formats.csv import FORMULA, HEADERLESS
 from toolkit.data.formats.voc import CORNERS
 from toolkit.data.formats.yolo import LABEL_FOLDER, settings_of
@@ -39,7 +39,7 @@ def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *
     WRITERS[format](table, Path(folder), split, link=link)
 
 
-def losses(table: DetectionTable, format: str) -> list[str]:
+def unsupported_by(table: DetectionTable, format: str) -> list[str]:
     """Describe which content of a table a format cannot represent."""
     crowds = int(table.boxes().iscrowd.sum())
     lost = []
@@ -356,7 +356,7 @@ def copy_images(table: DetectionTable, folder: Path, link: bool, names: Sequence
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if not isinstance(source, Path):
-            target.write_bytes(read_file(source, table.max_image_pixels)[1])
+            target.write_bytes(read_image_file(source, table.max_image_pixels)[1])
         elif not (link and _linked(source, target)):
             shutil.copyfile(source, target)
     return names

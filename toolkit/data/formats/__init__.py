@@ -75,7 +75,7 @@ def open_dataset(
         return open_one(source, path=path)
     from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
 
-    return open_joined(paired(path, source), open_one, unlisted_classes, cache_dir)
+    return open_joined(pair_folders_and_splits(path, source), open_one, unlisted_classes, cache_dir)
 
 
 def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> DetectionTable:
@@ -101,7 +101,9 @@ def is_several(*values: object) -> bool:
     return any(isinstance(value, list | tuple) for value in values)
 
 
-def paired(path: str | Path | Sequence | None, source: str | Sequence) -> list[tuple[str | Path | None, str]]:
+def pair_folders_and_splits(
+    path: str | Path | Sequence | None, source: str | Sequence
+) -> list[tuple[str | Path | None, str]]:
     """Return the folder and the split or file of each data set; one that is given once holds for all.
 
     Raises BadInput: the two lists differ in length, a list is empty, or a set is named twice.

@@ -78,7 +78,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     splits = set()
     for split, path in _tables(folder):
         if split is None and "split" in _columns_of(path):
-            splits.update(row.split for row in _load(path))
+            splits.update(row.split for row in _read_rows(path))
         else:
             splits.add(split or UNSPLIT)
     return ordered(splits) or None
@@ -176,7 +176,7 @@ def _columns_of(path: Path) -> dict[str, int] | None:
         if {"x", "y", "w", "h"} <= columns.keys():
             return columns
     numbers = [word.strip() for word in first[1:5]]
-    if len(first) == 6 and (not any(numbers) or all(map(_number, numbers))):
+    if len(first) == 6 and (not any(numbers) or all(map(_is_float, numbers))):
         columns = {meaning: column for column, meaning in enumerate(HEADERLESS)}
         return {**columns, "headerless": 0}
     return None
@@ -195,7 +195,7 @@ def _dialect(file) -> type[csv.Dialect] | csv.Dialect:
     return dialect
 
 
-def _number(word: str) -> bool:
+def _is_float(word: str) -> bool:
     try:
         float(word)
     except ValueError:
@@ -203,15 +203,15 @@ def _number(word: str) -> bool:
     return True
 
 
-def _side(word: str) -> int | None:
+def _parse_side(word: str) -> int | None:
     """Return a side in pixels; None if the word is not such a number, and the image is read instead."""
-    side = float(word) if _number(word) else 0.0
+    side = float(word) if _is_float(word) else 0.0
     if not abs(side) < 2**31:  # also NaN
         return None
     return int(side) or None
 
 
-def _load(path: Path) -> list[_Row]:
+def _read_rows(path: Path) -> list[_Row]:
     columns = _columns_of(path)
     if columns is None:
         raise BadInput(f"{path}: not a table of boxes; expected columns named image, x1, y1, x2, y2, label")
@@ -236,7 +236,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     rows = []
     chosen = []
     for split_of_table, path in tables:
-        loaded = _load(path)
+        loaded = _read_rows(path)
         rows += loaded
         chosen += [row for row in loaded if (split_of_table or row.split) == split]
     if not chosen:
@@ -254,14 +254,14 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     shares = _are_fractions(chosen)
     for row in chosen:
         name = names[row.values["image"]]
-        width = _side(row.values.get("width", ""))
-        height = _side(row.values.get("height", ""))
+        width = _parse_side(row.values.get("width", ""))
+        height = _parse_side(row.values.get("height", ""))
         sizes.setdefault(name, (width, height))
         label = row.values["label"]
         corners = row.corners
         if not any(corners):
             continue
-        if not all(map(_number, corners)) or not label:
+        if not all(map(_is_float, corners)) or not label:
             message = f"{row.path.name}, line {row.line}: {','.join(row.words)[:80]!r}; expected 4 numbers and a label"
             problems.append(Problem("error", name, None, None, message))
             continue
@@ -320,7 +320,7 @@ def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str
         if given in names:
             continue
         path = os.path.normpath(given.replace("\\", "/")) if given else given
-        path = _below(root, path)
+        path = _relative_to_images(root, path)
         name = path if is_there(root / path) else _found_name(root, path)
         names[given] = name
         folder = os.path.dirname(path)
@@ -334,7 +334,7 @@ def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str
     return names, problems
 
 
-def _below(root: Path | ImageSources, name: str) -> str:
+def _relative_to_images(root: Path | ImageSources, name: str) -> str:
     """Return a path relative to the folder of the images if it is an absolute one of a file in that folder."""
     if not isinstance(root, Path) or not os.path.isabs(name):
         return name
@@ -347,7 +347,7 @@ def _are_fractions(rows: Sequence[_Row]) -> bool:
     """Return whether all coordinates are from 0 to 1, and not all of them whole."""
     values = []
     for row in rows:
-        values += [float(word) for word in row.corners if _number(word)]
+        values += [float(word) for word in row.corners if _is_float(word)]
     are_small = all(0 <= value <= 1 for value in values)
     return bool(values) and are_small and any(value % 1 for value in values)
 

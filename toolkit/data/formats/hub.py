@@ -22,7 +22,7 @@ from toolkit.base.files import read_json
 from toolkit.data.annotations import TRIPLET_KEYS, Annotations, Reading
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
 from toolkit.data.checks import check
-from toolkit.data.decoding import ImageError, probe_image, read_file
+from toolkit.data.decoding import ImageError, probe_image, read_image_file
 from toolkit.data.formats.annotated import UNKNOWN_SIZE
 from toolkit.data.image_sources import ImageSources, Shards, open_shard
 from toolkit.data.table import DetectionTable, Problem
@@ -82,7 +82,7 @@ def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
 
 def _copied(name: str, split: str, source: str, check_images: bool | str, max_pixels: int) -> tuple[list, Make]:
     """Return the key of the cache and the function that makes the table, for data whose images are copied."""
-    rows = _load(name, split)
+    rows = _load_split(name, split)
     columns = columns_of(rows.features, name, rows.info.description)
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
     stats = [os.stat(file["filename"]) for file in rows.cache_files]
@@ -173,7 +173,7 @@ def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list
 
 
 @contextmanager
-def _in_words(name: str, failure: str) -> Iterator[None]:
+def _as_bad_input(name: str, failure: str) -> Iterator[None]:
     """Turn what `datasets` raises into BadInput: the data are neither local nor on the hub, or `failure`."""
     try:
         yield
@@ -187,9 +187,9 @@ def _in_words(name: str, failure: str) -> Iterator[None]:
         raise BadInput(f"{name}: {failure}: {str(error).splitlines()[0]}") from error
 
 
-def _load(name: str, split: str) -> datasets.Dataset:
+def _load_split(name: str, split: str) -> datasets.Dataset:
     folder = Path(name).expanduser()
-    with _in_words(name, f"split {split!r} cannot be loaded"):
+    with _as_bad_input(name, f"split {split!r} cannot be loaded"):
         is_saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
         if not is_saved:
             where = str(folder) if folder.is_dir() else name
@@ -227,7 +227,7 @@ def columns_of(features: datasets.Features, name: str, description: str = "") ->
     known = numbered(label.names) if isinstance(label, datasets.ClassLabel) else None
     triplet = _items(features["relations"]) if "relations" in features else {}
     has_relations = set(TRIPLET_KEYS) <= set(triplet)
-    named = _told_names(name, description) if known is None or has_relations else {}
+    named = _names_beside_rows(name, description) if known is None or has_relations else {}
     return Columns(
         image="image" if "image" in images else images[0],
         category=category,
@@ -245,7 +245,7 @@ def _items(feature: object) -> Mapping:
     return feature if isinstance(feature, Mapping) else {}
 
 
-def _told_names(name: str, description: str) -> dict:
+def _names_beside_rows(name: str, description: str) -> dict:
     """Read `categories` and `rel_categories` from the file beside the rows, local or on the hub, or the description.
 
     Empty if neither names them.
@@ -312,20 +312,20 @@ def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Col
         columns.id: "id",
         columns.category: "category_id",
     }
-    for item in _listed(row["objects"]):
+    for item in _rows_of_columns(row["objects"]):
         entry = {"id": len(annotations) + 1, "image_id": image_id}
         for key, value in item.items():
             if key in keys and value is not None:
                 entry[keys[key]] = value
         annotations.add(entry)
     if columns.relations:
-        for item in _listed(row["relations"]):
+        for item in _rows_of_columns(row["relations"]):
             relation = {key: item[key] for key in TRIPLET_KEYS}
             relation["image_id"] = image_id
             annotations.relations.add(relation)
 
 
-def _listed(items: Mapping | Sequence[dict] | None) -> Sequence[dict]:
+def _rows_of_columns(items: Mapping | Sequence[dict] | None) -> Sequence[dict]:
     if not isinstance(items, Mapping):
         return items or []
     rows = zip(*items.values(), strict=True)
@@ -338,12 +338,12 @@ def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
         raise ImageError("no image in this row")
     if image.get("bytes") is not None:
         return image["bytes"]
-    return bytes(read_file(Path(image["path"]), max_pixels)[1])
+    return bytes(read_image_file(Path(image["path"]), max_pixels)[1])
 
 
 def _files(name: str, split: str) -> list[str]:
     """Return paths or URLs of the Parquet files of a split."""
-    with _in_words(name, "cannot be opened"):
+    with _as_bad_input(name, "cannot be opened"):
         data_files = datasets.load_dataset_builder(name).config.data_files or {}
     if split not in data_files:
         raise BadInput(f"{name}: no split {split!r}; choose from {', '.join(map(str, data_files)) or 'none'}")

@@ -15,7 +15,7 @@ TITLE = "datasets"
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
     """Return the names of the splits of a local `datasets` folder; None if it is not one."""
-    names = _names(folder)
+    names = _split_names(folder)
     if not names:
         return None
     return ordered(split_of(name) or name for name in names)
@@ -23,7 +23,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 def unused(folder: Path) -> list[str]:
     """Return the names of splits that another one takes precedence over: `dev` if there is `validation`."""
-    names = _names(folder)
+    names = _split_names(folder)
     return [name for name in names if _own_name(names, split_of(name) or name) != name]
 
 
@@ -39,10 +39,10 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     """Read one split; `image_dir` is ignored, since the images are in the data."""
     from toolkit.data.formats.hub import open_hub
 
-    return open_hub(str(folder), _own_name(_names(folder), split), reading)
+    return open_hub(str(folder), _own_name(_split_names(folder), split), reading)
 
 
-def _names(folder: Path) -> list[str]:
+def _split_names(folder: Path) -> list[str]:
     """Return the names of the splits as the folder has them."""
     if not folder.is_dir():
         return []

@@ -71,7 +71,7 @@ def _items(text: "_Text") -> Iterator[object]:
         yield Whole([])
         return
     while True:
-        yield from _inside(text)
+        yield from _items_in_window(text)
         yield text.value()
         separator = _NEXT.match(text.text, text.at)
         if separator:
@@ -83,7 +83,7 @@ def _items(text: "_Text") -> Iterator[object]:
         text.expect(",")
 
 
-def _inside(text: "_Text") -> Iterator[object]:
+def _items_in_window(text: "_Text") -> Iterator[object]:
     """Yield the next items that lie in the window with what follows each of them: most items, at little cost."""
     while True:
         try:

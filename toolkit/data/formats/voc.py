@@ -232,11 +232,11 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
     for directory in dict.fromkeys((folder, *data_sets)):
         files = [directory / name for name in CLASS_FILES]
         class_files += [file for file in files if file.is_file()]
-    classes, problems = _classes(class_files, names)
+    classes, problems = _class_list(class_files, names)
     parts = []
     for data_set, by_split in xml_folders.items():
         if split in by_split:
-            parts.append(_part(data_set, split, by_split[split], parsed, image_dir))
+            parts.append(_read_data_set(data_set, split, by_split[split], parsed, image_dir))
     roots, images_of_parts, watched, listed, more = zip(*parts, strict=True)
     root = roots[0] if len(roots) == 1 else image_dir or open_sources(roots)
     images = list(chain(*images_of_parts))
@@ -262,7 +262,7 @@ def _folders_of(parsed: Mapping[Path, dict]) -> list[Path]:
     return [folder for folder in inner if folder not in parsed]
 
 
-def _part(
+def _read_data_set(
     folder: Path,
     split: str,
     xml_folder: Path,
@@ -278,7 +278,7 @@ def _part(
     problems = []
     entries = parsed[xml_folder]
     if sets:
-        entries, problems = _chosen(entries, sets[split], xml_folder.name, split)
+        entries, problems = _listed_entries(entries, sets[split], xml_folder.name, split)
     folders = list(dict.fromkeys(["", *map(os.path.dirname, entries)]))
     root = image_dir or _image_root(folder, xml_folder, split, folders)
     present = set(image_names(root, folders))
@@ -318,7 +318,7 @@ def _image_of(stem: str, file_name: str, present: Set[str], stems_of: Mapping[st
     return os.path.join(folder, file_name)
 
 
-def _chosen(entries: dict, file: Path, folder_name: str, split: str) -> tuple[dict, list[Problem]]:
+def _listed_entries(entries: dict, file: Path, folder_name: str, split: str) -> tuple[dict, list[Problem]]:
     """Return the entries that a list of stems names, and a problem for each that is missing."""
     chosen = {}
     problems = []
@@ -355,7 +355,7 @@ def _parse_all(folder: Path) -> dict[str, _Parsed | str]:
     return dict(parallel(parse, list(_xml_below(folder)), f"reading {folder.name}"))
 
 
-def _side(root: ElementTree.Element, tag: str) -> int | None:
+def _read_side(root: ElementTree.Element, tag: str) -> int | None:
     """Read the width or height in <size>, in pixels; None if it is empty. Raises ValueError if it is not a number."""
     text = (root.findtext(f"size/{tag}") or "").strip()
     if not text:
@@ -368,8 +368,8 @@ def _side(root: ElementTree.Element, tag: str) -> int | None:
 
 def _parse(path: Path) -> _Parsed:
     root = ElementTree.parse(path).getroot()
-    width = _side(root, "width")
-    height = _side(root, "height")
+    width = _read_side(root, "width")
+    height = _read_side(root, "height")
     database = root.findtext("source/database") or ""
     lowered = 1.0 if database.startswith("The VOC") else 0.0
     boxes = []
@@ -411,7 +411,7 @@ def _image_root(folder: Path, xml_folder: Path, split: str, folders: Sequence[st
     raise BadInput(f"{folder}: no images found; tried {tried}; set their folder (--data.image_dir)")
 
 
-def _classes(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]], list[Problem]]:
+def _class_list(files: list[Path], names: set[str]) -> tuple[list[tuple[int, str]], list[Problem]]:
     """Return the classes of the first file that lists all names, else the sorted names; a warning for each other file.
     """
     problems = []

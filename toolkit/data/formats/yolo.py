@@ -268,7 +268,7 @@ def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Pat
     return [image_dir], labels_alone(folder)
 
 
-def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Path], list[Path], dict]:
+def _image_files(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Path], list[Path], dict]:
     """Return (image files of a split, folders and lists to watch, content of the YAML file)."""
     file, settings = settings_of(folder)
     files = []
@@ -276,7 +276,7 @@ def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Pat
     for source in sources:
         if source.is_file():
             lines = source.read_text(encoding="utf-8-sig").splitlines()
-            files += [_listed(line.strip(), source, folder) for line in lines if line.strip()]
+            files += [_find_listed_image(line.strip(), source, folder) for line in lines if line.strip()]
             watched.append(source)
             continue
         if not source.is_dir():
@@ -289,7 +289,7 @@ def _images(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Pat
     return files, watched, settings
 
 
-def _listed(line: str, file: Path, folder: Path) -> Path:
+def _find_listed_image(line: str, file: Path, folder: Path) -> Path:
     """Find an image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
     candidates = []
     for tail in (line, *_ends(line)):
@@ -313,7 +313,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     if isinstance(image_dir, ImageSources):
         raise BadInput(f"{image_dir}: YOLO data are listed by their image files; give one folder (data.image_dir)")
     sources, alone = _sources(folder, split, image_dir)
-    files, watched, settings = _images(folder, split, sources)
+    files, watched, settings = _image_files(folder, split, sources)
     if not files:
         raise BadInput(f"{folder}: split {split!r} has no images")
     root = image_dir or folder
@@ -338,7 +338,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
         return [(path, text.splitlines())]
 
     lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
-    names, problems = _names(folder, settings, lines)
+    names, problems = _class_names(folder, settings, lines)
     if not settings:
         problems += _unread(folder)
     rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
@@ -389,7 +389,7 @@ def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tupl
     return parsed, faults
 
 
-def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[list[str], list[Problem]]:
+def _class_names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[list[str], list[Problem]]:
     """Return class names in order: of the YAML file, or of a text file; without either, their numbers."""
     given = settings.get("names")
     if isinstance(given, dict):

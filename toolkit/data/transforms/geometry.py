@@ -96,7 +96,7 @@ def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
     }
 
 
-def clipped(boxes: Tensor, height: int, width: int) -> Tensor:
+def clip_to_size(boxes: Tensor, height: int, width: int) -> Tensor:
     """Clip (N, 4) float32 xyxy boxes to an image of this size."""
     largest = torch.tensor([width, height, width, height], dtype=torch.float32)
     return boxes.clamp(min=0).minimum(largest)
@@ -120,7 +120,7 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
         )
     if not bool(boxes.isfinite().all()):
         raise ValueError(f"image id {target['image_id']}: the transform returned non-finite boxes {boxes.tolist()}")
-    boxes = clipped(boxes, *size_hw)
+    boxes = clip_to_size(boxes, *size_hw)
     has_sides = (boxes[:, 2:] > boxes[:, :2]).all(1)
     return keep_boxes({**target, "boxes": boxes}, has_sides)
 
@@ -194,7 +194,7 @@ def crop(image: Tensor, target: Target, region: Region) -> Sample:
     """
     top, left, height, width = region
     shift = torch.tensor([left, top, left, top], dtype=torch.float32)
-    boxes = clipped(target["boxes"] - shift, height, width)
+    boxes = clip_to_size(target["boxes"] - shift, height, width)
     sides = boxes[:, 2:] - boxes[:, :2]
     has_sides = (sides > 0).all(1)
     target = {

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 from toolkit.base.batch import Target
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_yaml
-from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
+from toolkit.data.transforms.geometry import Sample, clip_to_size, keep_boxes
 
 # Transforms of whole batches, or away from uint8 images: the loader and the detector do that.
 NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()
@@ -77,7 +77,7 @@ def policy_of(entries: str | Sequence[Any], then: Callable[..., Sample] | None =
     where = "data.augment"
     if isinstance(entries, str):
         where = f"data.augment {entries}"
-        entries = _read(entries)
+        entries = _read_policy(entries)
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise BadInput(f"{where}: expected a list of transforms, found {type(entries).__name__}")
     made = []
@@ -99,7 +99,7 @@ def _from_v2(sample: Mapping[str, Tensor], target: Target) -> Sample:
     left = sample["labels"]  # rows of the boxes that are left
     height, width = image.shape[-2:]
     boxes = sample["boxes"].as_subclass(Tensor).to(torch.float32)
-    boxes = clipped(boxes, height, width)
+    boxes = clip_to_size(boxes, height, width)
     keep = torch.zeros(len(target["boxes"]), dtype=torch.bool)
     keep[left] = True
     before = _box_areas(target["boxes"])
@@ -115,7 +115,7 @@ def _box_areas(boxes_xyxy: Tensor) -> Tensor:
     return sides.prod(1)
 
 
-def _read(path: str) -> Any:
+def _read_policy(path: str) -> Any:
     content = read_yaml(Path(path), f"data.augment {path}")
     if isinstance(content, Mapping) and "augment" in content:
         return content["augment"]

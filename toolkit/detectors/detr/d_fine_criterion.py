@@ -197,7 +197,7 @@ class DFineCriterion(nn.Module):
         )
         teacher_scores = outputs.logits[self.num_layers].detach().sigmoid().amax(-1)
         weights = torch.where(matched > 0, iou, teacher_scores)
-        ddf = _distillation(outputs.corners, weights[:-1], matched[:-1])
+        ddf = _self_distillation(outputs.corners, weights[:-1], matched[:-1])
 
         by_boxes, by_matched = denominators
         by_output = (
@@ -255,7 +255,7 @@ class DFineCriterion(nn.Module):
         return by_side.sum(-1)
 
 
-def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
+def _self_distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
     """Return the KL divergence of every layer `(L, B, N, 4, bins + 1)` from the last one, `(L - 1,)`: weighted means
     over queries with and without an object, in the proportion of the square roots of their numbers."""
     teacher = (corners[-1].detach() / TEMPERATURE).softmax(-1)

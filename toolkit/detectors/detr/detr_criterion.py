@@ -96,7 +96,9 @@ class MatchingCosts(NamedTuple):
 
 
 @torch.no_grad()
-def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> QueryMatches:
+def assign_queries(
+    class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts
+) -> QueryMatches:
     """Assign queries to targets one-to-one at the lowest cost, for every layer and image, with one copy to the host.
 
     Args:
@@ -284,7 +286,7 @@ class DetrCriterion(nn.Module):
         """Return the assignment of all layers, from `(L, B, Q, C + 1)` and `(L, B, Q, 4)`."""
         labels = targets.labels[:, None, :].expand(*log_probabilities.shape[:3], -1)  # (L, B, Q, T)
         probabilities = log_probabilities.detach().gather(-1, labels).exp()
-        return match(-probabilities, boxes_cxcywh.detach(), targets, self.matching_costs)
+        return assign_queries(-probabilities, boxes_cxcywh.detach(), targets, self.matching_costs)
 
     def _losses(self, log_probabilities, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
         num_layers = len(log_probabilities)

@@ -16,9 +16,9 @@ from toolkit.detectors.detr.detr_criterion import (
     MatchingCosts,
     PaddedTargets,
     QueryMatches,
+    assign_queries,
     box_sums,
     full_precision,
-    match,
     matching_metrics,
     pad_targets,
 )
@@ -181,7 +181,7 @@ def match_focal(
     boxes_cxcywh = _groups_as_layers(boxes_cxcywh, groups)
     labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
     class_costs = focal_costs(logits.gather(-1, labels))  # (L * groups, B, size, T)
-    matches = match(class_costs, boxes_cxcywh, targets, costs)
+    matches = assign_queries(class_costs, boxes_cxcywh, targets, costs)
     # With 2 groups of 10 queries, query 3 of row 5 is query 13 of layer 2.
     group = matches.layer % groups
     return matches._replace(

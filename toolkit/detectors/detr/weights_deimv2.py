@@ -96,11 +96,11 @@ class _Deimv2(Publisher):
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the publisher's tensors under our names."""
-        state = renamed(in_full(state), self.lite_names if LITE in state else [])
+        state = renamed(expand_joint_tensors(state), self.lite_names if LITE in state else [])
         return super().ours_from(state)
 
 
-def in_full(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def expand_joint_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Split joint projections and repeat the tensors that safetensors stores once for several names."""
     result = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     result |= {f"decoder.{name}": _constant(state, name) for name in ("up", "reg_scale")}
@@ -180,7 +180,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     notes = [] if size else ["not one of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
     options = {"source_config": config, "original": True, "size": size}
     classes = named(len(state["decoder.dec_score_head.0.weight"]))
-    return Description("deimv2", options, classes, notes, _side(state, config["feat_strides"]))
+    return Description("deimv2", options, classes, notes, _image_side(state, config["feat_strides"]))
 
 
 def _structure(config: Mapping) -> dict:
@@ -197,7 +197,7 @@ def _points(scale: Tensor) -> list[int]:
     return counts
 
 
-def _side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
+def _image_side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
     """Return the side that images are resized to, from the number of positions in evaluation; None: not a square."""
     positions = len(state["decoder.anchors"][0]) if "decoder.anchors" in state else 0
     per_cell = sum((32 // stride) ** 2 for stride in strides)  # of 32 x 32 px: 21 with strides of 8, 16 and 32

@@ -17,7 +17,7 @@ ENCODER_LAYER = f"{FEED_FORWARD}, norm1 self_attn_layer_norm, norm2 final_layer_
 DECODER_NORMS = "norm1 self_attn_layer_norm, norm2 encoder_attn_layer_norm, norm3 final_layer_norm"
 
 
-def _names(decoder_layer: str, others: str = "", encoder_layer: str = ENCODER_LAYER) -> Pairs:
+def _name_pairs(decoder_layer: str, others: str = "", encoder_layer: str = ENCODER_LAYER) -> Pairs:
     """Return the tables of names of a whole detector: in layers, and others, which go before those shared by all."""
     return [
         *pairs(encoder_layer, below=[("transformer.encoder.layers.*.", "model.model.encoder.layers.*.")]),
@@ -91,7 +91,7 @@ ATTENTION = "multihead_attn.out_proj encoder_attn.o_proj, multihead_attn encoder
 DETR = Publisher(
     _detr,
     ("query_embed.weight", "transformer.decoder.layers.0.multihead_attn.in_proj_weight"),
-    _names(f"{FEED_FORWARD}, {ATTENTION}, {DECODER_NORMS}"),
+    _name_pairs(f"{FEED_FORWARD}, {ATTENTION}, {DECODER_NORMS}"),
 )
 
 # ---------------------------------------------------------------- Conditional DETR
@@ -100,7 +100,7 @@ CONDITIONAL_ATTENTION = _projections("self_attn.", "encoder_attn.", "q_content q
 CONDITIONAL_DETR = Publisher(
     partial(_maybe_dc5, "conditional_detr"),
     ("query_embed.weight", "transformer.decoder.layers.0.sa_qcontent_proj.weight"),
-    _names(f"{CONDITIONAL_ATTENTION}, {FEED_FORWARD}, cross_attn.out_proj encoder_attn.o_proj, {DECODER_NORMS}"),
+    _name_pairs(f"{CONDITIONAL_ATTENTION}, {FEED_FORWARD}, cross_attn.out_proj encoder_attn.o_proj, {DECODER_NORMS}"),
 )
 
 # ---------------------------------------------------------------- DAB-DETR
@@ -131,7 +131,7 @@ DAB_ENCODER = "linear1 fc1, linear2 fc2, activation activation_fn, norm1 self_at
 DAB_DETR = Publisher(
     _dab_detr,
     ("refpoint_embed.weight", "transformer.decoder.layers.0.sa_qcontent_proj.weight"),
-    _names(f"{DAB_ATTENTION}, {DAB_OTHERS}", DAB_BESIDE, DAB_ENCODER),
+    _name_pairs(f"{DAB_ATTENTION}, {DAB_OTHERS}", DAB_BESIDE, DAB_ENCODER),
 )
 
 # ---------------------------------------------------------------- Deformable DETR
@@ -158,7 +158,7 @@ DEFORMABLE_NORMS = "norm1 encoder_attn_layer_norm, norm2 self_attn_layer_norm, n
 DEFORMABLE_DETR = Publisher(
     _deformable_detr,
     ("transformer.encoder.layers.0.self_attn.sampling_offsets.weight", "class_embed.0.weight"),
-    _names(
+    _name_pairs(
         f"{FEED_FORWARD}, cross_attn encoder_attn, {DEFORMABLE_NORMS}",
         "input_proj model.model.input_proj, class_embed model.class_embed, bbox_embed model.bbox_embed",
     ),

@@ -128,7 +128,7 @@ class FasterRCNNOnTimm(FasterRCNN):
 
     def __init__(self, class_names: Sequence[str], options: FasterRcnnOptions):
         o = options
-        _check(o)
+        _check_options(o)
         norm = "frozen" if o.freeze != "none" else o.norm
         body, channels = timm_features(
             o.backbone,
@@ -310,7 +310,7 @@ def _take_resnet50(body: nn.Module, source: bool | str, published: ResNet50_Weig
     body.load_state_dict({name: tensor for name, tensor in weights.items() if name in wanted})
 
 
-def _check(o: FasterRcnnOptions) -> None:
+def _check_options(o: FasterRcnnOptions) -> None:
     strides = list(o.strides)
     sizes = [list(lengths) for lengths in o.anchor_sizes]
     problems = []

@@ -13,7 +13,7 @@ from toolkit.step.losses import partial_log_softmax
 BACKGROUND, IGNORED = -1, -2
 
 
-def match_boxes(
+def match_candidates(
     candidates_xyxy: Tensor,
     boxes_xyxy: Tensor,
     iscrowd: Tensor | None,
@@ -82,7 +82,7 @@ def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> 
     """Choose random positives, at most `positive_fraction` of `size`, and fill up with background.
 
     Args:
-        match: (..., A) of `match_boxes`.
+        match: (..., A) of `match_candidates`.
         keys: (..., A) random numbers in [0, 1): the order in which candidates are chosen.
 
     Returns:

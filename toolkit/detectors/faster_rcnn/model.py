@@ -30,10 +30,10 @@ from toolkit.base.box_ops import clip_boxes, resize_boxes
 from toolkit.base.seeding import image_generator
 from toolkit.detectors.faster_rcnn.criterion import roi_losses, rpn_losses
 from toolkit.detectors.faster_rcnn.options import TwoStageOptions
-from toolkit.detectors.faster_rcnn.regions import LevelPool, best_proposals, clip, decode_boxes, limits_whwh
+from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, best_proposals, clip, limits_whwh
 from toolkit.detectors.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.detector import Detector
-from toolkit.models.nms import best_rows, class_wise_nms, settled
+from toolkit.models.nms import class_wise_nms, settled, top_k_rows
 from toolkit.step.losses import labelled_classes, unlabelled_columns
 
 MIN_BOX_SIDE_PX = 1e-2  # side in pixels, torchvision's
@@ -270,7 +270,7 @@ class FasterRCNN(Detector):
         counts = [len(image_boxes) for image_boxes in outputs["boxes"]]
         proposals = torch.cat(outputs["boxes"])[:, None]  # (P, 1, 4)
         deltas = outputs["deltas"][:, 1:]  # (P, C, 4)
-        boxes = decode_boxes(deltas, proposals, self.roi_heads.box_coder.weights)
+        boxes = apply_deltas(deltas, proposals, self.roi_heads.box_coder.weights)
         scores = outputs["logits"].softmax(-1)[:, 1:]
         scores = scores.where(scores > score_threshold, 0)
         boxes, scores, labels = self.best_detections(
@@ -299,7 +299,7 @@ class FasterRCNN(Detector):
         by_class_boxes = boxes.unflatten(1, (proposals, classes)).transpose(1, 2)
         turns = class_wise_nms(by_class_boxes, by_class, heads.nms_thresh)
         turns = turns.transpose(1, 2).flatten(1)  # (B, P * C)
-        turns, rows = best_rows(turns, heads.detections_per_img)
+        turns, rows = top_k_rows(turns, heads.detections_per_img)
         labels = rows % classes
         return rows_of(boxes, rows), scores.gather(1, rows), labels.where(turns > 0, -1)
 
@@ -338,7 +338,7 @@ class FasterRCNN(Detector):
             proposals = self.proposals(features, images_hw)
             proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
             logits, deltas = self.detect(features, proposals, images_hw)
-        decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
+        decoded = apply_deltas(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
         counts = [len(boxes) for boxes in proposals]
         return of_one_class_each(
             logits,
@@ -381,7 +381,7 @@ class FasterRCNN(Detector):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the proposals (P_i, 4) of each image, and the same on the host."""
         rpn = self.rpn
-        boxes = decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
+        boxes = apply_deltas(deltas, anchors, self.rpn.box_coder.weights)
         if boxes.device.type == "cpu":
             proposals, _ = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)
             return proposals, proposals
@@ -451,7 +451,7 @@ def of_one_class_each(
         scores = scores.where(scores > score_threshold, 0)
         turns = class_wise_nms(per_class[:, :, 1:].transpose(1, 2), scores, nms_threshold)
         best, label = scores.where(turns > 0, 0).max(1)  # (B, P)
-        best, rows = best_rows(best, top_k)  # (B, K)
+        best, rows = top_k_rows(best, top_k)  # (B, K)
         label = label.gather(1, rows)
         per_class = rows_of(per_class, rows)
         of_label = (label + 1)[..., None, None].expand(-1, -1, 1, 4)  # column 0 is the background

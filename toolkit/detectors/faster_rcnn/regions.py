@@ -15,7 +15,7 @@ from toolkit.models.nms import settled, sorted_nms
 MAX_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
 
 
-def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
+def apply_deltas(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
     """Decode boxes as torchvision's `BoxCoder.decode` without its copies to the device: deltas and boxes (..., 4),
     broadcast."""
     dx, dy, dw, dh = (delta / weight for delta, weight in zip(deltas.unbind(-1), weights, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.models.detection._utils import encode_boxes
 
 from toolkit.base.batch import on_host, send_dicts
-from toolkit.detectors.faster_rcnn.criterion import IGNORED, match_boxes, sample, shares
+from toolkit.detectors.faster_rcnn.criterion import IGNORED, match_candidates, sample, shares
 
 Draw = Callable[[Sequence[int]], Tensor]  # lengths -> (their sum,) random numbers in [0, 1), of each image in a row
 PAIRS_PER_CHUNK = 2**26  # boxes compared with candidates on a device, 256 MB of float32; on a CPU image by image
@@ -85,7 +85,7 @@ def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
 
 
 def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
-    """Run `match_boxes` for each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
+    """Run `match_candidates` for each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
     at_once = 1
     images = len(truths.counts)
     matches = []
@@ -97,7 +97,7 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
         widest = max(truths.counts[part])
         candidates = candidates_xyxy if candidates_xyxy.dim() == 2 else candidates_xyxy[part]
         crowd = None if truths.is_crowd is None else truths.is_crowd[part, :widest]
-        match = match_boxes(
+        match = match_candidates(
             candidates,
             truths.boxes[part, :widest],
             crowd,

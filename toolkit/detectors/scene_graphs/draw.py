@@ -215,7 +215,7 @@ def draw_found(
     nodes = {i: f"{i} {drawable(class_names[labels[i]])}" for i in sorted({end for pair in pairs for end in pair})}
     left_out = left_out_in_words(len(kept), count, relations, relation_score)
     return save_picture(
-        montage([picture, _graph(nodes, scored, centres, picture.height, left_out)], 2, gap=0),
+        montage([picture, _draw_graph(nodes, scored, centres, picture.height, left_out)], 2, gap=0),
         path,
     )
 
@@ -229,7 +229,9 @@ def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> 
     return f"{drawn} of {count} relations are drawn{of_score}"
 
 
-def _graph(nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, left_out: str) -> Image.Image:
+def _draw_graph(
+    nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, left_out: str
+) -> Image.Image:
     """Draw the relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the
     middle of the image, so that neighbours in the image are neighbours in the graph; `left_out` is written below."""
     panel = Image.new("RGB", (side, side), BACKGROUND_COLOUR)

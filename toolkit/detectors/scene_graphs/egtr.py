@@ -181,7 +181,7 @@ class EGTR(GraphDetector):
     ):
         super().__init__()
         o = options
-        _check(o, (o.detector_options or PUBLISHED_BELOW).get("architecture"), predicates)
+        _check_options(o, (o.detector_options or PUBLISHED_BELOW).get("architecture"), predicates)
         self.predicates = tuple(predicates)
         self.smoothing = o.smoothing
         self.prior_adjustment = o.prior_adjustment
@@ -396,7 +396,7 @@ def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values.gather(1, columns), columns
 
 
-def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) -> None:
+def _check_options(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) -> None:
     faults = []
     if architecture not in DETECTORS_BELOW:
         given = f"model.detector_options: a detector of architecture {architecture!r}"

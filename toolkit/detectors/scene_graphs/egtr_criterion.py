@@ -161,15 +161,15 @@ def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling:
     inside = (matched[:, None] & matched[None])[..., None]  # (Q, Q, 1): both queries have an object
     logits = predicates.flatten()
     soft = quality[subject] * quality[object_]
-    unrelated = _chosen(predicates, ~inside | wanted, num_unrelated, sampling.hardest_unrelated, draw)
-    unmatched = _chosen(predicates, inside.expand_as(wanted), num_unmatched, sampling.hardest_unmatched, draw)
+    unrelated = _choose_entries(predicates, ~inside | wanted, num_unrelated, sampling.hardest_unrelated, draw)
+    unmatched = _choose_entries(predicates, inside.expand_as(wanted), num_unmatched, sampling.hardest_unmatched, draw)
     others = logits[torch.cat([unrelated, unmatched])]
     loss = F.binary_cross_entropy_with_logits(predicates[entries], soft, reduction="sum")
     return loss + F.softplus(others).sum()  # the target of the others is 0
 
 
 @torch.no_grad()
-def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool, draw: Generator | None) -> Tensor:
+def _choose_entries(predicates: Tensor, left_out: Tensor, count: int, hardest: bool, draw: Generator | None) -> Tensor:
     """Return flat indices of `count` entries that are not left out: those of highest score, or random ones."""
     scores = predicates
     if not hardest:

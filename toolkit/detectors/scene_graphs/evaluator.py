@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from toolkit.base.errors import BadInput
-from toolkit.base.text import shown
+from toolkit.base.text import metric_text, shown
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.batch import attribute_targets
 from toolkit.detectors.scene_graphs.matches import COMPACT_FIELDS
@@ -141,20 +141,20 @@ class SceneGraphEvaluator:
         for key in scores:
             name, _, k = key.partition("@")
             if k == str(RECALL_AT[0]):
-                rows.append((name, *(_number(scores[f"{name}@{k}"]) for k in RECALL_AT)))
+                rows.append((name, *(metric_text(scores[f"{name}@{k}"]) for k in RECALL_AT)))
         counts = np.zeros(len(self.table.predicates), np.int64)
         for truth in self._truths.values():
             np.add.at(counts, truth["relations"][:, 2], 1)
         recalls = [("predicate", "relations", f"mR@{RECALL_AT[-1]}")]
         for name, count in zip(self.predicate_keys, counts, strict=True):
             recall = scores.get(f"mR@{RECALL_AT[-1]}/{name}")
-            recalls.append((shown(name, 40), str(count), _number(recall)))
+            recalls.append((shown(name, 40), str(count), metric_text(recall)))
         lines = [align(rows), "", align(recalls)]
-        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in FURTHER_METRICS if name in scores))
+        lines.append(", ".join(f"{name} {metric_text(scores[name])}" for name in FURTHER_METRICS if name in scores))
         if "attribute_R_precision" in scores:
-            lines.append(f"attributes: R-precision {_number(scores['attribute_R_precision'])}")
+            lines.append(f"attributes: R-precision {metric_text(scores['attribute_R_precision'])}")
         if self._boxes is not None:
-            lines.append(f"boxes: AP {_number(scores['bbox_AP'])}, AP50 {_number(scores['bbox_AP50'])}")
+            lines.append(f"boxes: AP {metric_text(scores['bbox_AP'])}, AP50 {metric_text(scores['bbox_AP50'])}")
         return "\n".join(lines)
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
@@ -256,10 +256,6 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
         no_scores = np.zeros((0, num_predicates), np.float32)
         graph["predicate_scores"] = np.asarray(prediction.get("predicate_scores", no_scores))
     return graph
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:

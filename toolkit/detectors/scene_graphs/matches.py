@@ -68,10 +68,10 @@ def match_relations(
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
     names = TripletMatches.__annotations__
-    return TripletMatches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in names))
+    return TripletMatches(*(_concatenate_field([getattr(chunk, name) for chunk in chunks], name) for name in names))
 
 
-def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
+def _concatenate_field(parts: list[np.ndarray], name: str) -> np.ndarray:
     if parts:
         return np.concatenate(parts)
     widths = {
@@ -154,7 +154,8 @@ def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float =
     """
     found = np.full(len(prediction["boxes"]), -1)
     box, object_ = (np.asarray(prediction["labels"])[:, None] == np.asarray(truth["labels"])).nonzero()
-    ious = iou_plus_one(*(np.asarray(g["boxes"], np.float32)[i] for g, i in ((prediction, box), (truth, object_))))
+    predicted, true = (np.asarray(graph["boxes"], np.float32) for graph in (prediction, truth))
+    ious = array_iou_plus_one(predicted[box], true[object_])
     order = np.lexsort((object_, -ious, box, -np.asarray(prediction["scores"])[box]))
     taken = set()
     for i in order[ious[order] >= np.float32(iou_threshold)].tolist():
@@ -233,7 +234,7 @@ class _Chunk:
             matches = self.labels[:, None] == self.end_labels[self.box_image, :, end]
         if self.stands_for is None and not self.union:  # few boxes have the right class
             box, slot = matches.nonzero()
-            ious = iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
+            ious = array_iou_plus_one(self.boxes[box], self.end_boxes[self.box_image[box], slot, end])
             matches[box, slot] = ious >= self.threshold
         bits = np.packbits(matches, axis=1)
         bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))
@@ -315,9 +316,9 @@ class _Chunk:
         """Return (n,) bool: does the union box of the pair match that of the relation? Always true except in phrdet."""
         if not self.union:
             return np.ones(len(pair), bool)
-        predicted = union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
+        predicted = array_union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
         true = self.end_boxes[self.pair_image[pair], slot]
-        return iou_plus_one(predicted, union_boxes(true[:, 0], true[:, 1])) >= self.threshold
+        return array_iou_plus_one(predicted, array_union_boxes(true[:, 0], true[:, 1])) >= self.threshold
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -331,11 +332,11 @@ def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(full) if full else np.zeros(empty_shape, parts[0].dtype if parts else np.float32)
 
 
-def iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+def array_iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
     """Compute `geometry.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
     return geometry.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
 
 
-def union_boxes(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
+def array_union_boxes(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
     """Compute `geometry.union_boxes` of arrays."""
     return geometry.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()

@@ -82,7 +82,7 @@ def evaluate_scene_graphs(
     widths of the field. One prediction may find several relations, a repeated relation counts repeatedly.
     Raises BadInput for an unknown mode or protocol and for predictions that do not fit their image.
     """
-    _check(truths, predictions, mode, protocol, num_predicates)
+    _check_graphs(truths, predictions, mode, protocol, num_predicates)
     matches = match_relations(
         truths,
         predictions,
@@ -101,7 +101,7 @@ def evaluate_scene_graphs(
     return _measure(matches, evaluated, num_predicates, zero_shot, tuple(top), mode, protocol)
 
 
-def _check(truths, predictions, mode: str, protocol: str, num_predicates: int) -> None:
+def _check_graphs(truths, predictions, mode: str, protocol: str, num_predicates: int) -> None:
     problems = []
     if mode not in ("predcls", "sgcls", "sgdet", "phrdet"):
         problems.append(f"mode is {mode!r}; expected predcls, sgcls, sgdet or phrdet")

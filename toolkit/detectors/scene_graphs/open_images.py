@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.detectors.scene_graphs.matches import best_two, iou_plus_one, union_boxes
+from toolkit.detectors.scene_graphs.matches import array_iou_plus_one, array_union_boxes, best_two
 
 MAX_PREDICTIONS = 100  # predictions of an image
 MIN_TRIPLET_SCORE = 1e-5  # predictions at or below it are left out
@@ -68,12 +68,12 @@ def open_images_metrics(
     row, relation = _of_same_names(found, true)
     found_subjects, found_objects = found.boxes[row].swapaxes(0, 1)  # (candidates, 4) each
     true_subjects, true_objects = true.boxes[relation].swapaxes(0, 1)
-    subject_iou = iou_plus_one(found_subjects, true_subjects)
-    object_iou = iou_plus_one(found_objects, true_objects)
+    subject_iou = array_iou_plus_one(found_subjects, true_subjects)
+    object_iou = array_iou_plus_one(found_objects, true_objects)
     both_iou = np.minimum(subject_iou, object_iou)
-    found_unions = union_boxes(found_subjects, found_objects)
-    true_unions = union_boxes(true_subjects, true_objects)
-    union_iou = iou_plus_one(found_unions, true_unions)
+    found_unions = array_union_boxes(found_subjects, found_objects)
+    true_unions = array_union_boxes(true_subjects, true_objects)
+    union_iou = array_iou_plus_one(found_unions, true_unions)
 
     counts = np.bincount(true.predicate, minlength=num_predicates)
     by_both = _most_overlapped(row, relation, both_iou, len(ranked.score))

@@ -11,7 +11,7 @@ from toolkit.base.boxes import Boxes
 from toolkit.data.decoding import ImageError
 from toolkit.detectors.scene_graphs.draw import graph_tile
 from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, given_graph, true_graph
-from toolkit.detectors.scene_graphs.matches import best_predicates, boxes_of_objects, iou_plus_one
+from toolkit.detectors.scene_graphs.matches import array_iou_plus_one, best_predicates, boxes_of_objects
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 
 
@@ -138,7 +138,7 @@ def _same(truth: Mapping, graph: Mapping, mode: str, protocol: str) -> np.ndarra
         return boxes_of_objects(truth, graph)[:, None] == np.arange(len(truth["boxes"]))
     predicted = np.asarray(graph["boxes"], np.float32)
     annotated = np.asarray(truth["boxes"], np.float32)
-    overlap = iou_plus_one(predicted[:, None], annotated[None]) >= 0.5
+    overlap = array_iou_plus_one(predicted[:, None], annotated[None]) >= 0.5
     return overlap & (graph["labels"][:, None] == truth["labels"][None])
 
 

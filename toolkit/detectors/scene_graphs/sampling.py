@@ -182,7 +182,7 @@ def sampled_pairs(
         samples = []
         for i, image_boxes in enumerate(boxes):
             truth = None if truths is None else truths[i]
-            samples.append(_asked(model, image_boxes, truth, overlap))
+            samples.append(_all_pairs(model, image_boxes, truth, overlap))
         return join_samples(samples, counts)
     if model.require_overlap and not model.given_boxes:
         truths = [_without_relations_apart(truth) for truth in truths]
@@ -226,7 +226,7 @@ def _without_relations_apart(truth: Mapping) -> dict:
     return {**truth, "relations": relations[overlap]}
 
 
-def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overlap: bool) -> SampledPairs:
+def _all_pairs(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overlap: bool) -> SampledPairs:
     """Return all pairs of an image with their annotated predicates; of several predicates, always the same one."""
     pairs = pairs_to_ask(boxes, require_overlap)
     labels = pairs.new_zeros(len(pairs))

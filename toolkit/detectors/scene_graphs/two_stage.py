@@ -78,7 +78,7 @@ class SceneGraph(GraphDetector):
         super().__init__()
         o = options
         freeze = self._freeze = o.freeze or ("none" if o.detector is None else "detector")
-        _check(o, freeze, predicates)
+        _check_options(o, freeze, predicates)
         self.predicates = tuple(predicates)
         self.mode = o.mode
         self.given_boxes = o.mode != "sgdet"
@@ -402,7 +402,7 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
     return head
 
 
-def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
+def _check_options(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
     options = ("mode", o.mode, MODES), ("head", o.head, RELATION_HEADS), ("freeze", freeze, GRAPH_FREEZE_CHOICES)
     options += (("union_levels", o.union_levels, ("one", "all")),)
     faults = [f"model.{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]

@@ -16,9 +16,15 @@ from toolkit.base.box_ops import clip_boxes, denormalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
 from toolkit.detectors.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
 from toolkit.detectors.ssd.options import Ssd300Options, Ssdlite320Options, SsdliteOptions, SsdOptions
-from toolkit.models.backbones import group_norms, image_statistics, leaves_stages, offered_strides, timm_features
+from toolkit.models.backbones import (
+    image_statistics,
+    leaves_stages,
+    offered_strides,
+    replace_batch_norms,
+    timm_features,
+)
 from toolkit.models.detector import Detector, MapTap
-from toolkit.models.nms import best_rows, class_wise_nms
+from toolkit.models.nms import class_wise_nms, top_k_rows
 
 WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
 
@@ -113,7 +119,7 @@ class SSD(Detector):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         if o.norm in ("group", "sync"):
-            convert = group_norms if o.norm == "group" else convert_sync_batchnorm
+            convert = replace_batch_norms if o.norm == "group" else convert_sync_batchnorm
             self.extra = convert(self.extra)
             self.heads = convert(self.heads)
 
@@ -266,7 +272,7 @@ class SSD(Detector):
             self.nms_threshold,
             order,
         )
-        turns, rows = best_rows(turns.flatten(1), top_k)
+        turns, rows = top_k_rows(turns.flatten(1), top_k)
         labels = rows // scores.shape[2]  # of 3 candidates a class: 0 0 0 1 1 1 2 ...
         return (
             rows_of(boxes, rows),

@@ -26,9 +26,9 @@ from toolkit.detectors.yolov3.targets import (
     objectness_targets,
     yolov3_losses,
 )
-from toolkit.models.backbones import group_norms, image_statistics, leaves_stages, timm_features
+from toolkit.models.backbones import image_statistics, leaves_stages, replace_batch_norms, timm_features
 from toolkit.models.detector import Detector, MapTap
-from toolkit.models.nms import best_rows, sorted_nms
+from toolkit.models.nms import sorted_nms, top_k_rows
 from toolkit.step.losses import labelled_classes
 
 LEAKY_SLOPE = 0.1
@@ -119,7 +119,7 @@ class YOLOv3(Detector):
         self.predictions = nn.ModuleList(nn.Conv2d(width * 2, outputs, 1) for width in channels)
         self._initialize_heads(o.objectness_prior)
         if o.norm in ("group", "sync"):
-            convert = group_norms if o.norm == "group" else convert_sync_batchnorm
+            convert = replace_batch_norms if o.norm == "group" else convert_sync_batchnorm
             self.blocks = convert(self.blocks)
             self.transitions = convert(self.transitions)
 
@@ -308,7 +308,7 @@ def class_nms(
     """
     num_classes = scores.shape[2]
     order = None if torch.compiler.is_exporting() else _class_major_order(grid, num_classes).flatten()
-    scores, picked = best_rows(scores.flatten(1), topk, order)
+    scores, picked = top_k_rows(scores.flatten(1), topk, order)
     labels = picked % num_classes
     predictions = picked // num_classes
     boxes = boxes.gather(1, predictions[..., None].expand(-1, -1, 4))

@@ -116,9 +116,9 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     per_cell = anchors.shape[1]
     counts = tuple(len(t["labels"]) for t in targets)
     image = image_of_each(counts, device)
-    boxes = _joined(targets, "boxes", 0, anchors).reshape(-1, 4)
-    labels = _joined(targets, "labels", 0, image)
-    crowd = _joined(targets, "iscrowd", 0, image).bool()
+    boxes = _concatenate_field(targets, "boxes", 0, anchors).reshape(-1, 4)
+    labels = _concatenate_field(targets, "labels", 0, image)
+    crowd = _concatenate_field(targets, "iscrowd", 0, image).bool()
 
     sizes = boxes[:, 2:] - boxes[:, :2]
     centers = boxes[:, :2] + sizes * 0.5
@@ -149,7 +149,7 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
         image=image,
         index=index,
         kept=kept,
-        ratio=_joined(targets, "mixup", 1, anchors) * kept,
+        ratio=_concatenate_field(targets, "mixup", 1, anchors) * kept,
         center=(in_cells - cells).clamp(0, 1).to(dtype),
         scale=(sizes.clamp(min=1) / anchors_wh[best]).log(),
         weight=2 - sizes.prod(dim=1) / image_areas[image],
@@ -168,7 +168,7 @@ def _not_overwritten(places: Tensor, crowd: Tensor, num_places: int) -> Tensor:
     return (winner[places] == order) & ~crowd
 
 
-def _joined(targets: Sequence[dict], key: str, default: float, like: Tensor) -> Tensor:
+def _concatenate_field(targets: Sequence[dict], key: str, default: float, like: Tensor) -> Tensor:
     """Join `target[key]` of all images, with the dtype and device of `like`; `default` for images without the key."""
     values = []
     for target in targets:

@@ -34,12 +34,12 @@ def read(path: Path) -> dict[str, Tensor]:
     """
     raw = path.read_bytes()
     try:
-        return _read(raw)
+        return _parse_params(raw)
     except (struct.error, ValueError, UnicodeDecodeError) as error:
         raise BadInput(f"model.pretrained {path}: not a readable list of MXNet arrays: {error}") from error
 
 
-def _read(raw: bytes) -> dict[str, Tensor]:
+def _parse_params(raw: bytes) -> dict[str, Tensor]:
     offset = 0
 
     def take(kind: str):

@@ -140,7 +140,7 @@ def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], n
     started = {_part(key) for key in loaded}
     fresh = [part for part in dict.fromkeys(map(_part, weights)) if part not in started]
     if fresh or 2 * len(loaded) < len(weights):
-        what = f"no weight of {_listed(fresh)}" if fresh else "less than half of the weights"
+        what = f"no weight of {_first_names(fresh)}" if fresh else "less than half of the weights"
         raise BadInput(
             f"{SETTING} {file}: it has {what} of {name!r} ({summary}); give a file of weights for this backbone, under "
             "the names of the library that builds it."
@@ -167,11 +167,11 @@ def _summary(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], matchi
     }
     for what, keys in others.items():
         if keys:
-            texts.append(f"{len(keys)} {what}: {_listed(keys)}")
+            texts.append(f"{len(keys)} {what}: {_first_names(keys)}")
     return "; ".join(texts)
 
 
-def _listed(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     text = ", ".join(names[:MAX_NAMED_TENSORS])
     return f"{text}, ..." if len(names) > MAX_NAMED_TENSORS else text
 

@@ -17,7 +17,7 @@ from toolkit.base.errors import BadInput
 from toolkit.models.weights.names import Description, Publisher
 
 # Keys under which programs save the weights; averaged ones come first.
-INSIDE = (
+WEIGHT_KEYS = (
     ("ema", "module"),
     ("ema",),
     ("ema_model",),
@@ -26,7 +26,7 @@ INSIDE = (
     ("model",),
     ("state_dict",),
 )
-KNOWN = (
+KNOWN_PUBLISHERS = (
     "torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
     "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
     "Intellindust-AI-Lab/DEIMv2, roboflow/rf-detr, "
@@ -34,7 +34,7 @@ KNOWN = (
 )
 
 
-def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
+def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
     """Read a file of published weights: the description of its detector, and its tensors under our names.
 
     A file `<the same name>.names` beside it, one class a line, holds the class names if they are not those of COCO,
@@ -43,13 +43,13 @@ def open_file(path: Path) -> tuple[Description, dict[str, Tensor]]:
     Raises:
         BadInput: it cannot be read, or no known publisher uses the names of its tensors.
     """
-    state = read(path)
+    state = read_state(path)
     publisher = next((candidate for candidate in publishers() if candidate.recognised(state)), None)
     if publisher is None:
         some = ", ".join(list(state)[:3])
         raise BadInput(
             f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) have the names of no publisher that is "
-            f"known: {KNOWN}. A folder of this toolkit or of transformers is given as a folder"
+            f"known: {KNOWN_PUBLISHERS}. A folder of this toolkit or of transformers is given as a folder"
         )
     description = publisher.described(state, path.name)
     description.class_names = _names_beside(path, ".names", description.class_names)
@@ -76,7 +76,7 @@ def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
     return names
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file by name; of a checkpoint with several sets of them, the averaged ones.
 
     Raises:
@@ -89,7 +89,8 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
-    """Read a file of safetensors or PyTorch, as `read` does. setting: the one that names the file, for messages."""
+    """Read a file of safetensors or PyTorch, as `read_state` does. setting: the one that names the file, for
+    messages."""
     if path.suffix.lower() == ".safetensors":
         try:
             return load_file(path)
@@ -111,7 +112,7 @@ def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
             f"{setting} {path}: cannot be read as weights of PyTorch ({reason}); give a file that torch.save or "
             "safetensors wrote"
         ) from error
-    return _tensors(document, path, setting)
+    return _state_in(document, path, setting)
 
 
 def _looks_like_a_save(path: Path) -> bool:
@@ -119,8 +120,8 @@ def _looks_like_a_save(path: Path) -> bool:
         return file.read(2) in (b"PK", b"\x80\x02")  # of zip archives, and of the pickles that torch.save wrote before
 
 
-def _tensors(document: object, path: Path, setting: str) -> dict[str, Tensor]:
-    for keys in (*INSIDE, ()):
+def _state_in(document: object, path: Path, setting: str) -> dict[str, Tensor]:
+    for keys in (*WEIGHT_KEYS, ()):
         entry = document
         for key in keys:
             entry = entry.get(key) if isinstance(entry, Mapping) else None

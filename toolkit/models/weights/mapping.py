@@ -81,7 +81,7 @@ def map_weights(
     if class_tensors:
         problems += _check_classes(classes, source_classes)
     for name, value in model.items():
-        fitting = [prefix for prefix in prefixes if _below(name, prefix)]
+        fitting = [prefix for prefix in prefixes if _is_below(name, prefix)]
         source = name
         if fitting:
             prefix = max(fitting, key=len)
@@ -179,7 +179,7 @@ def _check_prefixes(model: Mapping, checkpoint: Mapping, prefixes: Mapping[str, 
     for ours, theirs in prefixes.items():
         sides = ((ours, model, "model"), (theirs, checkpoint, "checkpoint"))
         for prefix, names, side in sides:
-            if not any(_below(name, prefix) for name in names):
+            if not any(_is_below(name, prefix) for name in names):
                 faults.append(f"weight mapping {ours} <- {theirs}: the {side} has no parameter below {prefix!r}")
     return faults
 
@@ -197,7 +197,7 @@ def _check_classes(classes: Sequence[str], source_classes: Sequence[str]) -> lis
     return faults
 
 
-def _below(name: str, prefix: str) -> bool:
+def _is_below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
 
 

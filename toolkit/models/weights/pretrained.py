@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names
 from toolkit.models import options_class
-from toolkit.models.weights.files import open_file
+from toolkit.models.weights.files import open_published_weights
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.run.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.run.settings_file import ABOUT_STARTING, detector_options
@@ -78,7 +78,7 @@ def open_pretrained(name: str) -> Pretrained:
             raise BadInput(f"model.pretrained: {path} does not exist; {expected}{near_names(path)}")
         return _from_transformers(name, name)
     if path.is_file():
-        about, tensors = open_file(path)
+        about, tensors = open_published_weights(path)
         return Pretrained(name, about.architecture, about.options, about.class_names, tensors, about.notes, about.size)
     try:
         kind = kind_of(path)
@@ -102,7 +102,7 @@ def open_for(architecture: str, name: str) -> Pretrained:
 
 def _from_run(name: str, path: Path) -> Pretrained:
     run = open_run(path, options_class)
-    architecture, options = _described(run.config["model"])
+    architecture, options = _architecture_and_settings(run.config["model"])
     tensors = run.checkpoint.tensors[chosen_weights(run)]
     return Pretrained(name, architecture, options, [category.name for category in run.categories], tensors)
 
@@ -111,11 +111,11 @@ def _from_our_folder(name: str, path: Path) -> Pretrained:
     from toolkit.models.final import load_detector_folder  # transformers, which takes seconds to import
 
     detector, categories, _ = load_detector_folder(path)
-    architecture, options = _described(detector.resolved_options())
+    architecture, options = _architecture_and_settings(detector.resolved_options())
     return Pretrained(name, architecture, options, [category.name for category in categories], detector.state_dict())
 
 
-def _described(model: Mapping) -> tuple[str, dict]:
+def _architecture_and_settings(model: Mapping) -> tuple[str, dict]:
     """Return architecture and settings of the detector of a run, without the origin of its own weights."""
     options = detector_options(model)
     options.pop("pretrained_backbone", None)

@@ -182,10 +182,10 @@ def _scores_and_boxes(detector: Detector, outputs: Mapping) -> tuple[Tensor, Ten
 @torch.no_grad()
 def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
     """Return (B, T) the query that is matched to each object of `PaddedTargets` by DETR's costs; -1: none."""
-    from toolkit.detectors.detr.detr_criterion import MatchingCosts, match
+    from toolkit.detectors.detr.detr_criterion import MatchingCosts, assign_queries
 
     labels = padded.labels[:, None].expand(-1, scores.shape[1], -1)
-    found = match(
+    found = assign_queries(
         -scores.gather(2, labels)[None],
         boxes[None],
         padded,

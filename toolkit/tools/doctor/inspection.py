@@ -91,7 +91,7 @@ def inspect_tables(
         result.splits[split] = _walk(split, table, image_hw, result)
     result.findings += [
         *_problems(tables),
-        *_classes(tables, result.splits),
+        *_class_findings(tables, result.splits),
         *_of_splits(tables),
     ]
     if compare:
@@ -224,7 +224,7 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
             yield Finding(severity, "record", f"{where}: {len(items)}", items)
 
 
-def _classes(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:
+def _class_findings(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:
     names = {split: table.class_names for split, table in tables.items()}
     if len({tuple(class_names) for class_names in names.values()}) > 1:
         yield Finding("error", "classes", "the splits do not have the same classes in the same order", [names])

@@ -163,7 +163,7 @@ def alike_pairs(signatures: ImageSignatures, splits: np.ndarray | None = None) -
     """
     firsts = np.sort(np.unique(signatures.digests, return_index=True)[1])
     kept = _Pairs(np.zeros(len(firsts), np.int64) if splits is None else splits[firsts])
-    for i, j in _candidates(signatures.thumbnails[firsts], kept):
+    for i, j in _candidate_pairs(signatures.thumbnails[firsts], kept):
         kept.add(i, j)
     copies = [(group[0], other) for group in same_files(signatures) for other in group[1:]]
     return sorted({*map(tuple, firsts[kept.pairs()].tolist()), *copies})
@@ -207,7 +207,7 @@ class _Pairs:
             np.minimum.at(first, (self.splits[partner], image), partner)
         self._unpaired = first == count
         partners = np.stack([np.nonzero(~self._unpaired)[1], first[~self._unpaired]], axis=1)
-        forest = minimum_spanning_tree(_graph(count, pairs))
+        forest = minimum_spanning_tree(_adjacency(count, pairs))
         self._group = groups(count, pairs)
         kept = np.sort(np.concatenate([partners, np.stack(forest.nonzero(), axis=1)]), axis=1)
         self._chunks = [np.unique(kept, axis=0)]
@@ -219,11 +219,11 @@ def groups(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return (count,) int64: the smallest index of the connected component of each image."""
     from scipy.sparse.csgraph import connected_components
 
-    group = connected_components(_graph(count, np.array(pairs, np.int64).reshape(-1, 2)), directed=False)[1]
+    group = connected_components(_adjacency(count, np.array(pairs, np.int64).reshape(-1, 2)), directed=False)[1]
     return np.unique(group, return_index=True)[1][group]
 
 
-def _graph(count: int, pairs: np.ndarray):
+def _adjacency(count: int, pairs: np.ndarray):
     from scipy.sparse import coo_array  # here: few data sets need it, and every start would wait for it
 
     return coo_array((np.ones(len(pairs)), pairs.T), shape=(count, count))
@@ -367,7 +367,7 @@ def _normed(thumbnails: np.ndarray) -> np.ndarray:
     return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-6)
 
 
-def _candidates(thumbnails: np.ndarray, kept: _Pairs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _candidate_pairs(thumbnails: np.ndarray, kept: _Pairs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield index arrays (i, j) of the pairs that look alike, some of them repeatedly or the other way round."""
     signs = _signs(thumbnails)
     normed = _normed(thumbnails)

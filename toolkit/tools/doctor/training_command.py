@@ -99,8 +99,8 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
     if "train" not in by_split:
         return f"no training data: there is only {', '.join(by_split)} (--data.train FILE says what trains)"
     settings = {
-        "data.train": _listed(by_split["train"]),
-        "data.val": _listed(by_split.get("val", ["0.2"])),
+        "data.train": _flag_value(by_split["train"]),
+        "data.val": _flag_value(by_split.get("val", ["0.2"])),
     }
     tests = by_split.get("test", [])
     if tests:
@@ -114,7 +114,7 @@ def _of_folders(folders: Sequence[Source]) -> Choice | str:
     if trains is None:
         named = ", ".join(dict.fromkeys(split for folder in folders for split in folder.splits))
         return f"no training data: there is only {named} (--data.train NAME --data.val NAME say which are which)"
-    settings = {"data.path": _listed([folder.given for folder in folders])}
+    settings = {"data.path": _flag_value([folder.given for folder in folders])}
     if "val" not in everywhere:
         settings["data.val"] = "0.2"
     if "test" in everywhere:
@@ -136,7 +136,7 @@ def _held_out(settings: Mapping[str, str]) -> str:
     return text
 
 
-def _listed(values: Sequence[str]) -> str:
+def _flag_value(values: Sequence[str]) -> str:
     return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from toolkit.base.errors import BadInput
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
-from toolkit.tools.export.check import check_outputs
+from toolkit.tools.export.check import check_against_pytorch
 from toolkit.tools.export.files import MIN_TOP_K, ExportMetadata, write_onnx, write_program
 from toolkit.tools.export.graph import copy_for_files, detector_meant, make_graph, trace, trace_hw
 
@@ -114,7 +114,7 @@ def export_final(
     }
     written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
-    differences = [f"  {path.name}: {check_outputs(graph, path, images)}" for path in written.values()]
+    differences = [f"  {path.name}: {check_against_pytorch(graph, path, images)}" for path in written.values()]
     of_graph = ": the detector alone, scripts/export.py writes relations" if getattr(detector, "predicates", ()) else ""
     head = f"exported{of_graph}; largest differences from PyTorch on {len(images)} images:"
     return "\n".join([head, *differences])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.tools.export.files import open_file
+from toolkit.tools.export.files import open_exported
 
 # Largest differences due to rounding: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
@@ -35,13 +35,13 @@ class OutputDifference:
         return self.matched >= MIN_MATCHED_SHARE
 
 
-def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> OutputDifference:
+def check_against_pytorch(graph: nn.Module, path: Path, images: Tensor) -> OutputDifference:
     """Compare an exported file with PyTorch on these images. Raises RuntimeError if they differ by more than
     rounding."""
     with torch.no_grad():
         expected = graph(images)
-    outputs = open_file(path, trusted=True)[0](images.numpy())
-    apart = difference(
+    outputs = open_exported(path, trusted=True)[0](images.numpy())
+    apart = compare_outputs(
         expected,
         [torch.from_numpy(output) for output in outputs],
         max(images.shape[-2:]),
@@ -51,7 +51,7 @@ def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> OutputDiffere
     return apart
 
 
-def difference(expected, outputs, side: int) -> OutputDifference:
+def compare_outputs(expected, outputs, side: int) -> OutputDifference:
     """Compare the boxes, scores and labels of two runs; rows are matched, since equal scores come in any order.
 
     A row is found again when a row of its label has its score and its box, each within its tolerance.
@@ -75,9 +75,9 @@ def difference(expected, outputs, side: int) -> OutputDifference:
 
 
 def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, OutputDifference]:
-    """Run `check_outputs` for batches of each size in `BATCH_SIZES`, which repeat the given images."""
+    """Run `check_against_pytorch` for batches of each size in `BATCH_SIZES`, which repeat the given images."""
     rows = {size: torch.arange(size) % len(images) for size in BATCH_SIZES}
-    return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
+    return {size: check_against_pytorch(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
 
 def milliseconds(open_runner: Callable, images: np.ndarray, cases: Sequence[tuple[int, int]]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.base.batch import normalize_images
 from toolkit.base.box_ops import clip_boxes
-from toolkit.detectors.faster_rcnn.regions import decode_boxes
+from toolkit.detectors.faster_rcnn.regions import apply_deltas
 from toolkit.models.nms import nms_keep
 from toolkit.tools.export.graph import PixelsToBoxes, best
 from toolkit.tools.export.operators import roi_align_where
@@ -30,7 +30,7 @@ class FasterRcnnGraph(PixelsToBoxes):
         count = proposals.shape[1]
         weights = detector.roi_heads.box_coder.weights
         deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
-        boxes = decode_boxes(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
+        boxes = apply_deltas(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
         scores = logits.float().softmax(-1)[:, 1:].unflatten(0, (-1, count))
         return detector.best_detections(
             boxes,

@@ -127,7 +127,7 @@ def write_openvino(
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
-def open_file(path: Path, trusted: bool = False) -> tuple[Runner, ExportMetadata]:
+def open_exported(path: Path, trusted: bool = False) -> tuple[Runner, ExportMetadata]:
     """Return a runner of an exported file on the CPU, and the file's metadata.
 
     trusted: this process wrote it, or a person said so; see `toolkit.base.imports`.

@@ -14,7 +14,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.tools.export import export_detector
 from toolkit.tools.export.check import OutputDifference, batches_agree, milliseconds
-from toolkit.tools.export.files import ExportMetadata, open_file, runner_of, write_openvino
+from toolkit.tools.export.files import ExportMetadata, open_exported, runner_of, write_openvino
 from toolkit.tools.export.graph import trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import export_graph
@@ -101,7 +101,7 @@ def write_and_check(
     problems = {}
     for name, path in written.items():
         say(f"comparing {path} with PyTorch")
-        run, about = open_file(path, trusted=True)  # written a moment ago
+        run, about = open_exported(path, trusted=True)  # written a moment ago
         predictor = Predictor(
             path.name,
             list(about.categories),
@@ -109,7 +109,7 @@ def write_and_check(
             max_detections=trained.max_detections,
         )
         ap = ap_of(predictor, table)
-        times = milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases)
+        times = milliseconds(lambda path=path: open_exported(path, trusted=True)[0], images, cases)
         line = ExportResult(path.name, ap, times)
         problem = _problem(name, path, graph, images, lines[0].AP, line, asked)
         if problem:
@@ -141,7 +141,7 @@ def _write(
         max_detections=trained.max_detections,
     )
     onnx_file = written["onnx"]
-    _, about = open_file(onnx_file)
+    _, about = open_exported(onnx_file)
     for name, file_name in EXPORTED_FILES.items():
         if name not in asked.formats or name in of_program:
             continue
@@ -207,7 +207,7 @@ def write_relations(
         score_threshold=asked.score_threshold,
         grid_sample=asked.grid_sample,
     )
-    run, about = open_file(path)
+    run, about = open_exported(path)
     predict_of = {"PyTorch": own_predict(detector, trained.size), path.name: predict_with(run, about)}
     graphs = []
     for source, predict in predict_of.items():
@@ -280,7 +280,7 @@ def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count:
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 
 
-def lines_as_table(lines: Sequence[ExportResult]) -> str:
+def results_as_table(lines: Sequence[ExportResult]) -> str:
     """Return the lines as a Markdown table."""
     cases = [*lines[0].milliseconds]
     head = ["file", "AP", "moved by", *(f"ms an image, {case}" for case in cases), "largest difference"]

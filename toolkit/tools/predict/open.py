@@ -20,12 +20,12 @@ from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.detector import Detector
-from toolkit.models.final import load_detector_folder, load_weights, read_categories, with_inference_settings
+from toolkit.models.final import load_detector_folder, load_detector_weights, read_categories, with_inference_settings
 from toolkit.models.weights.pretrained import cached_when_offline, load_pretrained, open_pretrained
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.tools.arguments import add_data_flag
-from toolkit.tools.export.files import MIN_TOP_K, open_file
+from toolkit.tools.export.files import MIN_TOP_K, open_exported
 from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
 
 
@@ -112,7 +112,7 @@ def open_predictor(
         raise BadInput(f"--model.{next(iter(settings))}: {source} is not a run of this project, its settings are fixed")
     if kind == "transformers":
         return _open_transformers(source, device, max_detections)
-    run, about = open_file(path)
+    run, about = open_exported(path)
     if max_detections is not None and max_detections > about.top_k:
         raise BadInput(
             f"--max-detections {max_detections}: {source} gives {about.top_k} rows for an image; export it again with "
@@ -258,7 +258,7 @@ def load_detector(run: Run, weights: str) -> Detector:
     """Return the run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
     names = [category.name for category in run.categories]
     detector = rebuild_detector({"model": run.config["model"]}, names)
-    load_weights(detector, run.checkpoint.tensors[weights], run.checkpoint.path)
+    load_detector_weights(detector, run.checkpoint.tensors[weights], run.checkpoint.path)
     return detector.eval()
 
 

@@ -41,7 +41,7 @@ def write_outputs(
             graphs/: dot (Graphviz), networkx (its node-link JSON).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    inside = clipped(detections)  # for formats of data sets, whose readers refuse boxes outside the image
+    inside = clip_detections(detections)  # for formats of data sets, whose readers refuse boxes outside the image
     for name in formats:
         if name == "json":
             write_text_atomic(folder / "predictions.json", _as_text(document))
@@ -122,7 +122,7 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
         return
     root = images_root(detections)
     names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
-    found = clipped(detections).boxes
+    found = clip_detections(detections).boxes
     extra = {
         "scores": None,
         "ids": np.arange(1, len(found) + 1),
@@ -134,7 +134,7 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
     )
 
 
-def clipped(detections: LabelledImages) -> LabelledImages:
+def clip_detections(detections: LabelledImages) -> LabelledImages:
     """Clip boxes to their images, and drop boxes without area after that."""
     if not detections.images:
         return detections
@@ -145,7 +145,7 @@ def clipped(detections: LabelledImages) -> LabelledImages:
     return dataclasses.replace(detections, boxes=inside[has_area])
 
 
-def check_outputs(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None:
+def check_output_folder(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None:
     """Check that the results of two predictions are not mixed.
 
     Raises:

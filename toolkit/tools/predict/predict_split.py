@@ -78,7 +78,7 @@ def open_any(
     if kind == "predictions":
         if max_detections is not None:
             raise BadInput(f"--max-detections {max_detections}: {source} holds predictions as they were kept")
-        return read_file(source, options, accelerator.print)
+        return open_predictions_file(source, options, accelerator.print)
     folder, data, table = _data_of(source, {}, options, accelerator.print)
     predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
     about = {"detector": predictor.source, "data": data}
@@ -107,7 +107,7 @@ def predict_run(
     chosen = chosen_weights(run, weights)
     evaluation = config["eval"]
     names = [category.name for category in run.categories]
-    data = data_settings(config, options)
+    data = split_arguments(config, options)
     table = open_split(**data, say=accelerator.print)
     labels = labels_in(table, names, run.folder.name)
     same = labels.tolist() == list(range(len(table.categories)))
@@ -164,7 +164,7 @@ def _loss_weights(run: Run, detector: Detector) -> LossWeights:
     return loss_weights
 
 
-def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
+def open_predictions_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
     """Read a predictions file, of this or another program, with its data: the requested data, those it names, or its
     run's."""
     about = read_about(path)
@@ -209,7 +209,7 @@ def _data_of(
     if is_named:
         data = dict(about["data"]) | _given(options)
     elif folder is not None:
-        data = data_settings(config, options)
+        data = split_arguments(config, options)
     elif options.split is None and options.path is None:
         raise BadInput(f"{source} does not say which data it belongs to; give --split FILE (and --image-dir FOLDER)")
     else:
@@ -217,7 +217,7 @@ def _data_of(
     return folder, data, open_split(**data, say=say)
 
 
-def data_settings(config: Mapping, options: SplitOptions) -> dict:
+def split_arguments(config: Mapping, options: SplitOptions) -> dict:
     """Return the arguments of `open_split`, from the settings of a run and the options that replace them."""
     data = config["data"]
     split = options.split

@@ -100,13 +100,13 @@ def investigate(
             **finding,
         }
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
-        path = write_report(run_folder, report, batches, model.state_dict(), extra, tensors)
+        path = write_nan_report(run_folder, report, batches, model.state_dict(), extra, tensors)
     removed = _forget_reports(path) if path else ""
     lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}{removed}")
     return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
 
 
-def write_report(
+def write_nan_report(
     run_folder: Path,
     report: Facts,
     batches: Sequence[Batch],
@@ -157,7 +157,7 @@ def write_report(
 
 
 def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor], dict[str, Any]]:
-    """Return (report, window, model state, extra) of a folder that `write_report` made, as CPU tensors.
+    """Return (report, window, model state, extra) of a folder that `write_nan_report` made, as CPU tensors.
 
     Raises:
         BadInput: it is not such a folder, its weights were left out, or a file cannot be read.

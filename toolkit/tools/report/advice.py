@@ -172,7 +172,7 @@ def _small_objects(judged, data) -> Advice | None:
     seen = ""
     flag = "Give larger images to the network: --data.image_size, or --data.scales."
     if data.get("image_size"):
-        scale = _scale(m.sizes_hw[m.truth.image_index[small]], data)
+        scale = _resize_factors(m.sizes_hw[m.truth.image_index[small]], data)
         side = float(np.median(np.sqrt(m.truth.area[small]) * scale))
         flag = f"Give larger images to the network: --data.image_size (now {data['image_size']}), or --data.scales."
         seen = f" At the size the network sees, half of them are smaller than {side:.0f} pixels."
@@ -186,7 +186,7 @@ def _small_objects(judged, data) -> Advice | None:
     )
 
 
-def _scale(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
+def _resize_factors(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
     if data.get("scales"):
         shorter = sizes_hw.min(axis=1)
         return np.minimum(

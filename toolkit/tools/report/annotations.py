@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.base.boxes import common_and_union
-from toolkit.evaluation.matches import BACKGROUND_IOU, Matches, paired
+from toolkit.evaluation.matches import BACKGROUND_IOU, Matches, pairs_within_groups
 from toolkit.tools.report.thresholds import sweep
 
 SUSPICIONS = {
@@ -166,7 +166,7 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     result = np.zeros(len(m.found), bool)
     rows = np.flatnonzero(strong)  # best first within an image
     images = m.found.image_index[rows]
-    for first, second in paired(images, images):
+    for first, second in pairs_within_groups(images, images):
         common, union = common_and_union(m.found.xyxy[rows[first]], m.found.xyxy[rows[second]])
         is_duplicate = (common > MATCH_IOU * union) & (first < second)
         result[rows[second[is_duplicate]]] = True

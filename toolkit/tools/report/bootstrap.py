@@ -12,7 +12,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from toolkit.base.files import usable_cores
-from toolkit.evaluation.coco_numbers import ByClass, CocoNumbers, summary
+from toolkit.evaluation.coco_numbers import ByClass, CocoNumbers, summarise
 from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
 
 NUM_DRAWS = 1000
@@ -41,7 +41,7 @@ def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
         return tuple(np.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True))
 
     with ThreadPoolExecutor(usable_cores()) as pool:
-        return summary(pool.map(one_class, range(classes)), draws, matches.max_detections)
+        return summarise(pool.map(one_class, range(classes)), draws, matches.max_detections)
 
 
 def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[float, float] | None:

@@ -71,7 +71,7 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
                 f"{other.name} was judged on {other.table.name}, {first.name} on {first.table.name}: only "
                 "numbers on the same data can be compared; give one data set for all (--split)"
             )
-    differences = [difference(first, other, metric) for other in judged[1:] for metric in first.numbers]
+    differences = [paired_difference(first, other, metric) for other in judged[1:] for metric in first.numbers]
     changed = abs(judged[-1].image_f1 - first.image_f1)
     order = np.argsort(-changed, kind="stable")[:images]
     images_changed = [int(i) for i in order if changed[i] > 0]
@@ -92,7 +92,7 @@ def settings_without_seed(config: Mapping) -> str:
     return json.dumps(dict(config) | {"run": run}, sort_keys=True, default=str)
 
 
-def difference(base: Judgement, other: Judgement, metric: str) -> MetricDifference | None:
+def paired_difference(base: Judgement, other: Judgement, metric: str) -> MetricDifference | None:
     """Compute the paired bootstrap: both were drawn with the same seed, so that draw b holds the same images for
     both."""
     values = base.numbers[metric], other.numbers[metric]
@@ -142,7 +142,7 @@ def _precisions_apart(c: Comparison) -> str:
     )
 
 
-def numbers(c: Comparison) -> str:
+def numbers_side_by_side(c: Comparison) -> str:
     rows = [(name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)) for name in COCO_METRICS]
     rows += [(f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)) for year in ("07", "12")]
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))

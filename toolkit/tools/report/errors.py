@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.base.boxes import common_and_union
 from toolkit.evaluation.coco_numbers import exact_average_precision
-from toolkit.evaluation.matches import AREA_RANGES, BACKGROUND_IOU, Matches, best_pairs, paired
+from toolkit.evaluation.matches import AREA_RANGES, BACKGROUND_IOU, Matches, best_pairs, pairs_within_groups
 
 ERROR_KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
 ERROR_MEANINGS = {
@@ -66,7 +66,7 @@ def tide_errors(matches: Matches) -> Errors:
     used = np.zeros(len(m.truth), bool)
     right = m.right & counted
     used[m.at_half[right]] = True
-    kind, gt = _kinds(m, counted, right, used)
+    kind, gt = _error_kinds(m, counted, right, used)
     usable = np.zeros(len(m.truth), bool)
     usable[gt[gt >= 0]] = True
     missed = ~used & ~m.crowd & ~usable
@@ -76,7 +76,7 @@ def tide_errors(matches: Matches) -> Errors:
     return Errors(kind, gt, missed, ap50, cost)
 
 
-def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _error_kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     def best(among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         among = among & ~m.crowd[m.gt]
         return best_pairs(
@@ -168,7 +168,7 @@ def strata(matches: Matches, threshold: float) -> list[Stratum]:
     at_any[m.at_half[m.right]] = True
     above[m.at_half[m.right & (m.found.scores > threshold)]] = True
     result = []
-    for topic, groups in _groups(m, rows).items():
+    for topic, groups in _strata_rows(m, rows).items():
         for name, inside in groups.items():
             some = rows[inside]
             if len(some):
@@ -184,7 +184,7 @@ def strata(matches: Matches, threshold: float) -> list[Stratum]:
     return result
 
 
-def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+def _strata_rows(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
     """Return, by topic and name, a bool for each of the boxes `rows` that says whether it belongs to the group."""
     boxes = m.truth.xyxy[rows]
     image = m.truth.image_index[rows]
@@ -209,7 +209,7 @@ def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 def neighbours(m: Matches) -> np.ndarray:
     """Return (G,), the number of other boxes of its image that overlap each box."""
     counts = np.full(len(m.truth), -1)  # a box overlaps itself
-    for first, second in paired(m.truth.image_index, m.truth.image_index):
+    for first, second in pairs_within_groups(m.truth.image_index, m.truth.image_index):
         common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])
         counts += np.bincount(first[common > TOUCHING_IOU * union], minlength=len(counts))
     return counts.clip(min=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
 from toolkit.run.metrics_log import read_metrics
-from toolkit.run.settings_file import newest_config, read_groups, shown
+from toolkit.run.settings_file import format_value, newest_config, read_groups
 from toolkit.run.status import true_status
 
 
@@ -115,7 +115,7 @@ def read_records(run_folder: Path) -> tuple[dict, dict]:
             value = records[-1].get(key)
             entries_fit = not isinstance(value, list) or all(isinstance(item, str) for item in value)
             if not (isinstance(value, kind | type(None)) and entries_fit):
-                problems.append(f"{path}: {key} is {shown(value)}; expected {_WORDS[kind]}, as the run wrote it")
+                problems.append(f"{path}: {key} is {format_value(value)}; expected {_WORDS[kind]}, as the run wrote it")
     if problems:
         raise BadInput(problems)
     return records[0], true_status(run_folder, records[1])

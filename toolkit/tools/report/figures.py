@@ -52,7 +52,7 @@ def training_charts(rows: Sequence[Mapping]) -> dict[str, list[LineChart]]:
         PRECISION_HEADING: [
             _metrics(rows, "AP on the validation data", ("bbox_AP", "bbox_AP50", "bbox_AP75")),
             _metrics(rows, "AP by size of the object", ("bbox_APs", "bbox_APm", "bbox_APl")),
-            _classes(rows, names),
+            _class_ap_chart(rows, names),
             _metrics(
                 rows,
                 "Recall of relations",
@@ -147,7 +147,7 @@ def _metrics(rows, title: str, keys: Sequence[str]) -> LineChart:
     return LineChart(title, lines, STEP_AXIS, y_range=(0, None))
 
 
-def _classes(rows, names: Sequence[str]) -> LineChart:
+def _class_ap_chart(rows, names: Sequence[str]) -> LineChart:
     """Return a chart of the AP of at most ten classes, the best at the end first."""
     prefix = "val/ema/AP/" if any(name.startswith("val/ema/AP/") for name in names) else "val/AP/"
     curves = {name.removeprefix(prefix): series(rows, name) for name in names if name.startswith(prefix)}

@@ -10,7 +10,7 @@ import numpy as np
 from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.evaluation.coco_numbers import exact_numbers
-from toolkit.evaluation.matches import IOU_THRESHOLDS, match
+from toolkit.evaluation.matches import IOU_THRESHOLDS, match_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
 from toolkit.tools.report.annotations import Suspect, suspects
@@ -50,7 +50,7 @@ class Judgement:
         self.table = table
         self.predictions = predictions
         self.about = about or {}
-        m = self.matches = match(predictions, table)
+        m = self.matches = match_predictions(predictions, table)
         exact = exact_numbers(m)
         self.draws = bootstrap.resample(m, draws)
         self.class_ap = exact.of_class[0]
@@ -116,15 +116,17 @@ def as_json(judged: Judgement) -> dict:
         "boxes": int(judged.matches.num_truth.sum()),
         "threshold": judged.threshold,
         "thresholds": {n: judged.threshold if p is None else p.threshold for n, p in zip(names, best, strict=True)},
-        "best_f1": _point(judged.overall.best),
-        "at_precision": {str(wanted): _point(judged.overall.at_precision(wanted)) for wanted in WANTED_PRECISION},
+        "best_f1": _point_as_json(judged.overall.best),
+        "at_precision": {
+            str(precision): _point_as_json(judged.overall.at_precision(precision)) for precision in WANTED_PRECISION
+        },
         "numbers": judged.numbers,
         "intervals_95": judged.intervals,
         "classes": {
             name: {
                 "AP": None if np.isnan(ap) else float(ap),
                 "boxes": int(boxes),
-                "best_f1": _point(point),
+                "best_f1": _point_as_json(point),
             }
             for name, ap, boxes, point in zip(names, judged.class_ap, judged.matches.num_truth, best, strict=True)
         },
@@ -139,7 +141,7 @@ def as_json(judged: Judgement) -> dict:
     }
 
 
-def _point(point: Point | None) -> dict | None:
+def _point_as_json(point: Point | None) -> dict | None:
     return None if point is None else asdict(point)
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit.base.text import in_markdown
+from toolkit.base.text import in_markdown, metric_text
 from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report.charts import save_charts
 from toolkit.tools.report.facts import RunFacts
@@ -81,7 +81,7 @@ def _numbers(rows: list[dict]) -> list[str]:
 
 
 def _cells(metric: str, columns: dict) -> list[str]:
-    return [metric, *(_number(row.get(prefix + metric)) for prefix, row in columns.values())]
+    return [metric, *(metric_text(row.get(prefix + metric), 4) for prefix, row in columns.values())]
 
 
 def _settings(run: RunFacts) -> list[str]:
@@ -101,7 +101,3 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         *rows,
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

@@ -33,7 +33,7 @@ METRIC_MEANINGS = {
 }
 
 
-def summary(judged: Judgement) -> str:
+def summary_cards(judged: Judgement) -> str:
     best = judged.overall.best
     cards = [(name, number(judged.numbers[name]), _interval_words(judged, name)) for name in ("AP", "AP50")]
     if best is not None:
@@ -69,7 +69,7 @@ def _flags(text: str) -> str:
     return re.sub(r"--[a-z_]+(\.[a-z_]+)*", r"<code>\g<0></code>", escape(text))
 
 
-def numbers(judged: Judgement) -> str:
+def numbers_table(judged: Judgement) -> str:
     rows = []
     for name, words in METRIC_MEANINGS.items():
         rows.append((name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), words))
@@ -83,7 +83,7 @@ def numbers(judged: Judgement) -> str:
         table(["", "value", "95 % from", "to", ""], rows, text=(0, 4))
         + paragraph(text, "dim")
         + charts([figures.iou_chart({"AP": judged.ap_by_iou})])
-        + _classes(judged)
+        + _class_table(judged)
     )
 
 
@@ -91,18 +91,18 @@ def _low_high(interval) -> tuple[str, str]:
     return ("", "") if interval is None else (number(interval[0]), number(interval[1]))
 
 
-def _classes(judged: Judgement) -> str:
+def _class_table(judged: Judgement) -> str:
     m = judged.matches
     rows = []
     columns = zip(m.class_names, m.num_truth, judged.class_ap, judged.class_recall, judged.sweeps, strict=True)
     for name, boxes, ap, recall, sweep in columns:
-        threshold, *numbers = _point(sweep.best)
+        threshold, *numbers = _point_cells(sweep.best)
         rows.append((name, boxes, number(ap), number(recall), *numbers, threshold))
     head = ["class", "boxes", "AP", "AR100", "best F1", "precision", "recall", "threshold"]
     return "<h3>By class</h3>" + table(head, sorted(rows, key=lambda row: row[2] == "–"))
 
 
-def _point(point: Point | None) -> list[str]:
+def _point_cells(point: Point | None) -> list[str]:
     """Return the threshold, F1, precision and recall as text."""
     if point is None:
         return ["–"] * 4
@@ -117,7 +117,7 @@ def thresholds(judged: Judgement) -> str:
     points |= {f"precision of {wanted:g}": overall.at_precision(wanted) for wanted in WANTED_PRECISION}
     rows = []
     for wanted, point in points.items():
-        threshold, f1, *others = _point(point)
+        threshold, f1, *others = _point_cells(point)
         rows.append((wanted, "–", "not reached", "", "") if point is None else (wanted, threshold, *others, f1))
     names = judged.matches.class_names
     sweeps = {"all classes": overall} | {names[label]: judged.sweeps[label] for label in _curve_classes(judged)}
@@ -221,6 +221,6 @@ def training(run: RunFacts) -> str:
     return "".join(under(heading, charts(group)) for heading, group in groups.items())
 
 
-def settings(run: RunFacts) -> str:
+def settings_and_environment(run: RunFacts) -> str:
     texts = {f"Settings ({run.config_name})": run.config_text, "Environment": run.environment_text}
     return "".join(folded(heading, f"<pre>{escape(text)}</pre>") for heading, text in texts.items() if text)

@@ -79,7 +79,7 @@ def shown_evaluation(
     places = [*chosen, len(names)]
     matrix = confusion_matrix(matches, threshold)[np.ix_(places, places)]
     ap = {name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None}
-    images = _images(table, matches, pictures)
+    images = _shown_images(table, matches, pictures)
     return EvaluationDisplay(
         names,
         images,
@@ -92,7 +92,7 @@ def shown_evaluation(
     )
 
 
-def _images(table, matches: Matches, count: int) -> list[ShownImage]:
+def _shown_images(table, matches: Matches, count: int) -> list[ShownImage]:
     shown = []
     truth = matches.truth
     detections = matches.found

@@ -28,7 +28,7 @@ def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str
         parts = _sections(judged, run, folder)
         write_json(folder / REPORT_FILE, replace_nonfinite(as_json(judged)))
     parts.append(("training", "Training", sections.training(run)))
-    parts.append(("settings", "Settings", sections.settings(run)))
+    parts.append(("settings", "Settings", sections.settings_and_environment(run)))
     write_text_atomic(folder / PAGE_FILE, page(title, _facts(judged, run), parts))
     return folder / PAGE_FILE
 
@@ -42,9 +42,9 @@ def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str,
     mistakes = gallery.mistakes(judged, maker)
     graphs = "" if judged.graphs is None else judged.graphs.section(judged, maker, page_parts)
     return [
-        ("summary", "Summary", sections.summary(judged)),
+        ("summary", "Summary", sections.summary_cards(judged)),
         ("next", "What to try next", sections.advice(advise(judged, run))),
-        ("numbers", "Numbers", sections.numbers(judged)),
+        ("numbers", "Numbers", sections.numbers_table(judged)),
         ("thresholds", "Thresholds", sections.thresholds(judged)),
         ("graphs", "Scene graphs", graphs),
         ("confusion", "Confusion", sections.confusion(judged)),
@@ -69,7 +69,7 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
     changed = comparison.changed(c, maker)
     parts = [
         ("summary", "Summary", comparison.verdict(c)),
-        ("numbers", "Numbers", comparison.numbers(c)),
+        ("numbers", "Numbers", comparison.numbers_side_by_side(c)),
         ("differences", "Differences", comparison.differences(c)),
         ("seeds", "Over seeds", comparison.seeds(c)),
         ("classes", "By class", comparison.classes(c)),

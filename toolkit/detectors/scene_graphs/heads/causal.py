@@ -20,8 +20,8 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     empty_output,
     fc,
     label_embedding,
-    paired,
     split_layer,
+    subject_object_features,
     tree_losses,
     xavier_linear,
 )
@@ -87,7 +87,7 @@ class CausalHead(nn.Module):
         """
         super().__init__()
         effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
-        _check(context, fusion, effect, sizes)
+        _check_head_options(context, fusion, effect, sizes)
         self.sizes = sizes
         self.fusion = fusion
         self.effect = effect
@@ -148,7 +148,7 @@ class CausalHead(nn.Module):
         return RelationOutput(logits, relation_logits, labels, context, losses)
 
     def _pair_context(self, context: Tensor, batch: RelationBatch) -> Tensor:
-        subject, obj = paired(self.split(context), batch.pairs)
+        subject, obj = subject_object_features(self.split(context), batch.pairs)
         return subject - obj if self.translates else self.join(torch.cat([subject, obj], 1)).relu()
 
     def _fuse(self, visual: Tensor, pair_context: Tensor, frequency: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class CausalHead(nn.Module):
         return self.frequency.expected(subject, obj)
 
 
-def _check(context: str, fusion: str, effect: str, sizes: HeadSizes) -> None:
+def _check_head_options(context: str, fusion: str, effect: str, sizes: HeadSizes) -> None:
     options = ("context", context, ("motifs", "vctree", "vtranse")), ("fusion", fusion, ("sum", "gate"))
     options += (("effect", effect, EFFECTS),)
     faults = [f"{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]

@@ -128,7 +128,7 @@ def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
     return RelationOutput(*logits, labels, torch.zeros(0, sizes.hidden_dim, device=zero.device))
 
 
-def paired(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+def subject_object_features(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Split (N, 2 D) features with a half for each role -> (R, D) of the subjects and (R, D) of the objects."""
     as_subject, as_object = context.chunk(2, -1)
     return as_subject[pairs[:, 0]], as_object[pairs[:, 1]]
@@ -219,7 +219,7 @@ class ContextHead(nn.Module):
         if not len(batch.boxes_xyxy):
             return empty_output(self.sizes, self.out.weight)
         logits, labels, context, related = self.context(batch)
-        joined = self.join(torch.cat(paired(self.roles(context), batch.pairs), 1))
+        joined = self.join(torch.cat(subject_object_features(self.roles(context), batch.pairs), 1))
         relation_logits = self.out(joined * self.union(batch.union_features))
         relation_logits = relation_logits + self.frequency(*labels[batch.pairs].unbind(1))
         losses = tree_losses(related, batch) if self.training else {}

@@ -22,8 +22,8 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     empty_output,
     fc,
     object_features,
-    paired,
     position_embedding,
+    subject_object_features,
     xavier_linear,
 )
 from toolkit.detectors.scene_graphs.heads.prototypes import detector_labels
@@ -139,7 +139,7 @@ def with_rows(pairs: Tensor, values: Tensor, chosen: Chosen) -> Tensor:
     return pairs.scatter(1, places, values)
 
 
-def best_rows(scores: Tensor, real: Tensor, counts: list[int], share: float) -> Chosen:
+def top_share_rows(scores: Tensor, real: Tensor, counts: list[int], share: float) -> Chosen:
     """Choose the best `share` of each image's pairs, and at least one.
 
     scores, real: (B, R), the latter false for padding. counts: pairs of each image. Of 3, 0 and 10 pairs with a share
@@ -177,7 +177,7 @@ class SquatHead(nn.Module):
         out.
         """
         super().__init__()
-        _check(sizes, dim, query_share, key_share)
+        _check_head_options(sizes, dim, query_share, key_share)
         self.mode = check_mode(mode)
         self.sizes = sizes
         self.nms_threshold = nms_threshold
@@ -235,7 +235,7 @@ class SquatHead(nn.Module):
         numbers = scaled_box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
         subjects, objects = batch.pairs.unbind(1)
         places = self.positions(pair_numbers(numbers[subjects], numbers[objects]))
-        both = torch.cat(paired(self.split(features), batch.pairs), 1)
+        both = torch.cat(subject_object_features(self.split(features), batch.pairs), 1)
         pairs = self.join(both * places).relu()
         if self.union is None:
             return pairs
@@ -253,8 +253,8 @@ class SquatHead(nn.Module):
 
         pairs: (B, R, dim), real: (B, R), false for padding. scores: (B, R) by name. objects: (N, dim).
         """
-        updated = best_rows(scores["query"], real, batch.num_pairs, self.query_share)
-        read = best_rows(scores["e2e"], real, batch.num_pairs, self.key_share)
+        updated = top_share_rows(scores["query"], real, batch.num_pairs, self.query_share)
+        read = top_share_rows(scores["e2e"], real, batch.num_pairs, self.key_share)
         real_objects = object_mask(batch.num_objects, pairs.device)
         objects = pad_rows(objects, batch.num_objects)
         queries = rows_of(pairs, updated.rows)
@@ -283,7 +283,7 @@ class SquatHead(nn.Module):
         return losses
 
 
-def _check(sizes: HeadSizes, dim: int, query_share: float, key_share: float) -> None:
+def _check_head_options(sizes: HeadSizes, dim: int, query_share: float, key_share: float) -> None:
     faults = []
     if dim % ATTENTION_HEADS:
         faults.append(f"model.head_options.dim is {dim}; squat takes multiples of {ATTENTION_HEADS}")

@@ -16,8 +16,8 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     empty_output,
     given_labels,
     object_features,
-    paired,
     split_layer,
+    subject_object_features,
     union_projection,
     xavier_linear,
 )
@@ -119,7 +119,7 @@ class TransformerHead(nn.Module):
         logits, labels = self._labels(batch, objects)
         edge_features = torch.cat([batch.roi_features, objects, self.embed_out(labels)], 1)
         context = self.edge_encoder(self.edge_in(edge_features), batch.num_objects)
-        both = torch.cat(paired(self.split(context), batch.pairs), 1)
+        both = torch.cat(subject_object_features(self.split(context), batch.pairs), 1)
         visual = self.join(both) * self.union(batch.union_features)
         frequency = self.frequency(*labels[batch.pairs].unbind(1))
         relation_logits = self.visual_out(visual) + self.context_out(both) + frequency

@@ -163,7 +163,7 @@ def scale_boxes(boxes_1024: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
     return boxes_1024 / BOX_SCALE * max(size_wh)
 
 
-def clip_boxes(boxes_xyxy: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
+def clip_to_last_pixel(boxes_xyxy: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
     """Clip (n, 4) boxes to [0, width - 1] x [0, height - 1], float32, as the published numbers require."""
     limit = np.asarray([size_wh[0], size_wh[1]] * 2) - 1
     return np.clip(boxes_xyxy, 0, limit).astype(np.float32)
@@ -250,7 +250,7 @@ def _faults(
 
 def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: bool) -> dict:
     size_wh = entry["width"], entry["height"]
-    boxes = clip_boxes(scale_boxes(graphs.boxes[position], size_wh), size_wh)
+    boxes = clip_to_last_pixel(scale_boxes(graphs.boxes[position], size_wh), size_wh)
     labels = graphs.labels[position]
     relations = graphs.relations[position]
     of_objects = graphs.attributes[position]

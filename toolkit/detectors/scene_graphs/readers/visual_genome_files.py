@@ -43,13 +43,14 @@ def find_files(place: Path) -> tuple[Path, Path, Path]:
             faults.append(f"{folder}: no {REQUIRED_FILES[kind]}")
         elif len(files) > 1:
             remedy = "choose one: --data.name FILE" if kind == "graphs" else "leave one of them in the folder"
-            faults.append(f"{folder}: {len(files)} files are a {REQUIRED_FILES[kind]} ({_listed(files)}); {remedy}")
+            listed = _joined_names(files)
+            faults.append(f"{folder}: {len(files)} files are a {REQUIRED_FILES[kind]} ({listed}); {remedy}")
     if faults:
         raise BadInput(faults)
     return graphs[0], names[0], found["images"][0]
 
 
-def _listed(files: list[Path]) -> str:
+def _joined_names(files: list[Path]) -> str:
     return ", ".join(file.name for file in files)
 
 

@@ -33,7 +33,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     not say how large the images are: their sizes are read from the image files.
     """
     annotated = read_json(files[0])
-    classes, predicates = map(_names, files[1:])
+    classes, predicates = map(_read_names, files[1:])
     names = list(annotated)
     problems = []
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
@@ -55,7 +55,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     return annotations
 
 
-def _names(file: Path) -> list:
+def _read_names(file: Path) -> list:
     if file.suffix == ".json":
         return read_json(file, list)
     try:
