@@ -42,9 +42,9 @@ from toolkit.tools.export.judge import (
     write_and_check,
     write_relations,
 )
+from toolkit.tools.interrupts import interrupt_ends_at_once
 from toolkit.tools.predict.open import OwnDetector, add_flags, open_own_detector, report_thresholds
 from toolkit.tools.predict.predict_split import SplitOptions, split_arguments
-from toolkit.tools.signals import interrupt_ends_at_once
 
 
 def export(arguments: argparse.Namespace) -> bool:

@@ -24,7 +24,7 @@ from toolkit.base.distributed import default_device
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.run.settings_file import save_config
 from toolkit.tools.arguments import ShortUsage
-from toolkit.tools.signals import stop_signals_raise
+from toolkit.tools.interrupts import stop_signals_raise
 from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
 TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # message of toolkit/data/sampling.py

@@ -22,7 +22,7 @@ from pathlib import Path
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.run.settings_file import save_config
 from toolkit.tools.arguments import ShortUsage
-from toolkit.tools.signals import stop_signals_raise
+from toolkit.tools.interrupts import stop_signals_raise
 from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
 SMOOTHING = 0.9

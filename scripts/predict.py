@@ -47,8 +47,8 @@ from toolkit.base.imports import trust_files
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
-from toolkit.detectors.scene_graphs.draw import draw_found
 from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, without_graph_constraint
+from toolkit.detectors.scene_graphs.graph_pictures import draw_found
 from toolkit.evaluation.predictions import joined
 from toolkit.tools.arguments import Program, inference_flags
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files

@@ -23,8 +23,8 @@ from toolkit.run.settings_file import load_config_dict, newest_config
 from toolkit.tools.arguments import Program
 from toolkit.tools.predict.open import add_flags, rebuild_detector
 from toolkit.tools.replay.diagnosis import describe_finding, replay
-from toolkit.tools.replay.report import load_named_state, load_report
-from toolkit.tools.replay.session import loop_of_script, weights_as_they_were, window_of_report
+from toolkit.tools.replay.nan_report import load_named_state, load_report
+from toolkit.tools.replay.replay_session import loop_of_script, weights_as_they_were, window_of_report
 
 
 @exit_on_bad_input

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 PRELOADED = [
     "torch", "accelerate", "pytest", "hypothesis", "transformers.pipelines", "transformers.models.detr.modeling_detr",
     "transformers.models.rt_detr_v2.modeling_rt_detr_v2", "toolkit.run.session_start", "toolkit.run.watchdog",
-    "toolkit.tools.replay.report", "toolkit.evaluation.coco", "toolkit.detectors.detr.detr",
+    "toolkit.tools.replay.nan_report", "toolkit.evaluation.coco", "toolkit.detectors.detr.detr",
     "toolkit.detectors.detr.d_fine", "toolkit.detectors.faster_rcnn.model", "toolkit.detectors.ssd.model",
     "toolkit.detectors.yolov3.model", "toolkit.detectors.scene_graphs.start",
 ]  # fmt: skip

@@ -22,9 +22,9 @@ from toolkit.data.dataset import row_target
 from toolkit.data.formats import open_dataset
 from toolkit.data.transforms.geometry import crop, flip, recheck_boxes
 from toolkit.data.transforms.mixing import mixup, mosaic
-from toolkit.detectors.scene_graphs.batch import attribute_loss, mean
 from toolkit.detectors.scene_graphs.evaluator import attribute_r_precision
 from toolkit.detectors.scene_graphs.readers.visual_genome import read_visual_genome
+from toolkit.detectors.scene_graphs.relation_batch import attribute_loss, mean
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions import best_first, detections_as_json

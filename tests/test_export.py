@@ -30,11 +30,11 @@ from toolkit.data.table import Category
 from toolkit.models import build_detector
 from toolkit.tools.export import check_exportable, export_detector, export_final, judge, operators
 from toolkit.tools.export.check import batches_agree, check_against_pytorch, compare_outputs
-from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_exported, write_onnx
+from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported, write_onnx
 from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
+from toolkit.tools.export.grid_sampling import grid_sample_by_gather
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import PixelsToGraph, export_graph
-from toolkit.tools.export.sampling import grid_sample_by_gather
 from toolkit.tools.predict.open import OwnDetector, open_predictor
 from toolkit.tools.predict.predict_split import SplitOptions, open_any
 from toolkit.tools.predict.prediction import own_predict, predict_with
@@ -539,7 +539,7 @@ def test_openvino_takes_eight_bits(ssd):
     """In float32 it is among the files of every detector."""
     pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino nncf")
     pytest.importorskip("nncf", reason="nncf is not installed")
-    from toolkit.tools.export.files import write_openvino
+    from toolkit.tools.export.exported_files import write_openvino
 
     path, about = ssd[0]["onnx"], open_exported(ssd[0]["onnx"])[1]
     write_openvino(path, path.with_suffix(".xml"), about, [images_of(1, 64, 64, seed=i).numpy() for i in range(4)])

@@ -35,10 +35,10 @@ from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import open_run, open_script
 from toolkit.run.settings_file import load_config_dict
-from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_exported
+from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
 from toolkit.tools.predictions_file import read_predictions
-from toolkit.tools.replay.report import load_report
+from toolkit.tools.replay.nan_report import load_report
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.writers import write_csv
 

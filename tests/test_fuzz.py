@@ -52,7 +52,7 @@ from toolkit.tools.predict.open import open_predictor, report_thresholds
 from toolkit.tools.predict.video import Video, VideoWriter
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.replay.diagnosis import diagnose
-from toolkit.tools.replay.report import load_named_state, load_report, write_nan_report
+from toolkit.tools.replay.nan_report import load_named_state, load_report, write_nan_report
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.sweeps.sweep_file import read_sweep
 from toolkit.tools.writers import write_folder

@@ -17,10 +17,10 @@ from toolkit.step.guard import Action, NanGuard
 from toolkit.step.losses import LossWeights, window_denominators
 from toolkit.step.optim import gradient_norm
 from toolkit.step.window import Window
-from toolkit.tools.replay import report as nan_report
+from toolkit.tools.replay import nan_report
 from toolkit.tools.replay.diagnosis import diagnose, replay
-from toolkit.tools.replay.report import investigate, load_report, write_nan_report
-from toolkit.tools.replay.session import window_of_report
+from toolkit.tools.replay.nan_report import investigate, load_report, write_nan_report
+from toolkit.tools.replay.replay_session import window_of_report
 
 NAN, INF = math.nan, math.inf
 

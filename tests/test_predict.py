@@ -26,7 +26,7 @@ from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category, LabelledImages
-from toolkit.detectors.scene_graphs.draw import draw_arrow, draw_found, left_out_in_words
+from toolkit.detectors.scene_graphs.graph_pictures import draw_arrow, draw_found, left_out_in_words
 from toolkit.evaluation.draw import CLASS_COLOURS, picture_with_boxes
 from toolkit.evaluation.predictions import detections_as_json
 from toolkit.models import options_class

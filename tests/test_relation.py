@@ -11,20 +11,26 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, head_losses, mean, predicate_loss
+from toolkit.detectors.scene_graphs.box_features import iou_plus_one, reading_order
 from toolkit.detectors.scene_graphs.formats import relations_as_json
 from toolkit.detectors.scene_graphs.frequency import predicate_weights
-from toolkit.detectors.scene_graphs.geometry import iou_plus_one, reading_order
 from toolkit.detectors.scene_graphs.heads import RELATION_HEADS, HeadSizes, build_relation_head
 from toolkit.detectors.scene_graphs.heads.layers import AVERAGE_RATIO, RunningMean
 from toolkit.detectors.scene_graphs.heads.trees import grow_trees
 from toolkit.detectors.scene_graphs.heads.vctree import drawn_columns
-from toolkit.detectors.scene_graphs.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
-from toolkit.detectors.scene_graphs.sampling import (
+from toolkit.detectors.scene_graphs.pair_sampling import (
     pairs_to_ask,
     relation_matrix,
     sample_detected_boxes,
     sample_given_boxes,
+)
+from toolkit.detectors.scene_graphs.postprocess import graphs_on_host, late_nms, rank_triplets, shortlist
+from toolkit.detectors.scene_graphs.relation_batch import (
+    RelationBatch,
+    RelationOutput,
+    head_losses,
+    mean,
+    predicate_loss,
 )
 from toolkit.detectors.scene_graphs.union import UnionFeatures
 from toolkit.evaluation.predictions import best_first, detections_as_json

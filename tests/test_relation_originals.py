@@ -14,9 +14,9 @@ from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import LevelMapper
 
 from toolkit.detectors.faster_rcnn.build import WholePixelPool
-from toolkit.detectors.scene_graphs.batch import RelationBatch, mean
 from toolkit.detectors.scene_graphs.frequency import class_balanced_weights, log_prior
 from toolkit.detectors.scene_graphs.heads import HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, mean
 from toolkit.detectors.scene_graphs.union import AllLevelsPool, UnionFeatures
 
 NAMES = [  # of PE-Net and REACT -> ours, in order

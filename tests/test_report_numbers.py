@@ -27,12 +27,12 @@ from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predictions import about_file, boxes_of, write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.predictions_file import read_predictions
-from toolkit.tools.report.annotations import suspects
 from toolkit.tools.report.bootstrap import interval, resample, weighted_numbers
 from toolkit.tools.report.comparison import compare
-from toolkit.tools.report.errors import ERROR_KINDS, strata, tide_errors
+from toolkit.tools.report.detection_errors import ERROR_KINDS, strata, tide_errors
 from toolkit.tools.report.judgement import as_json, judge
 from toolkit.tools.report.own_errors import Doubt, doubt
+from toolkit.tools.report.suspects import suspects
 from toolkit.tools.report.thresholds import calibration, confusion_matrix, sweep
 
 

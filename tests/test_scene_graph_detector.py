@@ -23,12 +23,17 @@ from toolkit.data.sampling import SampleKey
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import RandomFlip
-from toolkit.detectors.scene_graphs.draw import correct_triplets
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
 from toolkit.detectors.scene_graphs.frequency import log_frequencies
+from toolkit.detectors.scene_graphs.graph_pictures import correct_triplets
 from toolkit.detectors.scene_graphs.heads import RELATION_HEADS
 from toolkit.detectors.scene_graphs.options import EgtrOptions, SceneGraphOptions, without_detector
-from toolkit.detectors.scene_graphs.sampling import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
+from toolkit.detectors.scene_graphs.pair_sampling import (
+    annotated_graph,
+    count_sampled_pairs,
+    match_labels,
+    sampled_pairs,
+)
 from toolkit.detectors.scene_graphs.start import (
     count_table,
     lacking_relations,

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.base import signals
 from toolkit.base.signals import StopSignals, ignore_in_worker, signal_name, sigterm_held_back
-from toolkit.tools.signals import stop_signals_raise
+from toolkit.tools.interrupts import stop_signals_raise
 
 pytest.importorskip("fcntl", reason="POSIX signals: not on Windows")
 
@@ -60,7 +60,7 @@ def test_outside_the_main_thread_nothing_is_caught():
 def test_ctrl_c_ends_a_process_that_would_swallow_it():
     code = """
 import signal
-from toolkit.tools.signals import interrupt_ends_at_once
+from toolkit.tools.interrupts import interrupt_ends_at_once
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with interrupt_ends_at_once():
     pass

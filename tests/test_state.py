@@ -18,14 +18,14 @@ from toolkit.run.checkpoint import load_checkpoint, newest_valid
 from toolkit.run.loop import save_and_evaluate_when_due
 from toolkit.run.recovery import keep_start
 from toolkit.run.saving import save
+from toolkit.run.training_window import TrainingWindow
 from toolkit.run.validation import evaluate, finish
-from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
 from toolkit.step.guard import STATE_PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.losses import LossWeights
 from toolkit.tools.replay.diagnosis import diagnose, replay
-from toolkit.tools.replay.report import STATE_TENSORS_FILE, load_named_state, load_report
-from toolkit.tools.replay.session import window_of_report
+from toolkit.tools.replay.nan_report import STATE_TENSORS_FILE, load_named_state, load_report
+from toolkit.tools.replay.replay_session import window_of_report
 
 NAN, INF = math.nan, math.inf
 WINDOW = [Batch(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), [{"image_id": 1}])]

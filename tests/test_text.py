@@ -28,7 +28,7 @@ from toolkit.base.text import (
     shown,
 )
 from toolkit.data.table import Problem
-from toolkit.detectors.scene_graphs.draw import _panel
+from toolkit.detectors.scene_graphs.graph_pictures import _panel
 from toolkit.evaluation.draw import draw_detections, draw_grid, drawable
 from toolkit.tools.arguments import ShortUsage
 

@@ -21,7 +21,7 @@ from toolkit.evaluation.matches import match_predictions
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.prediction import Predictor
 from toolkit.tools.predict.tiles import flipped, merged, starts, tile_hw, tiled
-from toolkit.tools.report.errors import tide_errors
+from toolkit.tools.report.detection_errors import tide_errors
 from toolkit.tools.shapes import CLASSES as SHAPES
 from toolkit.tools.shapes import draw_scene
 

@@ -29,8 +29,8 @@ from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints, restore_checkpoint, save
 from toolkit.run.settings_file import Change
 from toolkit.run.training import Training
+from toolkit.run.training_window import TrainingWindow
 from toolkit.run.validation import Validation, _forget_pictures, finish, note_metric, save_and_evaluate
-from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule

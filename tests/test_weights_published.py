@@ -32,9 +32,9 @@ from toolkit.detectors.ssd import weights_torchvision as ssd_of_torchvision
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
-from toolkit.models.weights.files import open_published_weights, publishers, read_state
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.names import COCO_80, VG_150, coco_by_id, resnet_name
+from toolkit.models.weights.weight_files import open_published_weights, publishers, read_state
 
 
 def constants(points: list, reg_scale: float = 4.0) -> dict:

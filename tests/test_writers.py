@@ -197,7 +197,7 @@ def log_rows(folder: Path, *steps: int, trackers: Sequence[str] = (), **options)
 
 def evaluation():
     """One image with an annotated and two found boxes, of two classes."""
-    from toolkit.tools.report.shown import EvaluationDisplay, ShownImage
+    from toolkit.tools.report.evaluation_display import EvaluationDisplay, ShownImage
     from toolkit.tools.report.thresholds import ThresholdSweep  # here: what imports this file anew need not wait for it
 
     image = ShownImage(7, Image.new("RGB", (8, 6), (255, 0, 0)), np.array([[1.0, 1, 5, 5]]), np.array([1]),

@@ -106,10 +106,10 @@ OTHER_TRACKERS = "toolkit.tools.trackers.of_accelerate:AccelerateTracker"
 TOOLS = {
     "hold_out": "toolkit.tools.doctor.near_duplicates:hold_out",
     "probe_memory": "toolkit.tools.memory_probe:probe_memory",
-    "investigate": "toolkit.tools.replay.report:investigate",
+    "investigate": "toolkit.tools.replay.nan_report:investigate",
     "teacher": "toolkit.tools.distillation.teacher:open_teacher",
     "explain_zero_ap": "toolkit.tools.report.explain:explain_zero_ap",
-    "shown": "toolkit.tools.report.shown:shown_evaluation",
+    "shown": "toolkit.tools.report.evaluation_display:shown_evaluation",
     "report": "toolkit.tools.publish.push:report_and_card",
     "model_card": "toolkit.tools.publish.card:write_card",
     "check_export": "toolkit.tools.export:check_exportable",
@@ -118,7 +118,7 @@ TOOLS = {
     "push": "toolkit.tools.publish.push:push",
 }
 # Statistics of a report that only some detectors' predictions have.
-REPORT_STATISTICS = {"relations": f"{_SCENE_GRAPHS}.report:judge_graphs"}
+REPORT_STATISTICS = {"relations": f"{_SCENE_GRAPHS}.graph_report:judge_graphs"}
 
 
 def load(reference: str) -> Any:

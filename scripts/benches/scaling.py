@@ -125,7 +125,7 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
     """Run main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
     import train_detr
 
-    from toolkit.run import loop, validation, window
+    from toolkit.run import loop, training_window, validation
     from toolkit.run.command_line import run_script
     from toolkit.run.session import Session
 
@@ -137,8 +137,8 @@ def train_with_clocks(out: Path, arguments: list[str]) -> None:
         clocks.around(t.model, "forward", "forward")
         clocks.around(t.detector, "criterion", "criterion")
         clocks.around(t.accelerator, "backward", "backward")
-        clocks.around(window, "gradient_norm", "gradient norm")
-        clocks.around(window, "reduce_dict", "what the step must know")
+        clocks.around(training_window, "gradient_norm", "gradient norm")
+        clocks.around(training_window, "reduce_dict", "what the step must know")
         clocks.around(t.guard, "snapshot", "guard")
         clocks.around(t.guard, "accepts", "guard")
         clocks.around(t.optimizer, "step", "optimizer")

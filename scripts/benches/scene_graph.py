@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from toolkit.detectors.scene_graphs.batch import RelationBatch
 from toolkit.detectors.scene_graphs.heads import HeadSizes, build_relation_head
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
-from toolkit.detectors.scene_graphs.sampling import pairs_to_ask
+from toolkit.detectors.scene_graphs.pair_sampling import pairs_to_ask
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch
 
 from .measuring import against, in_turn, random_boxes, row
 

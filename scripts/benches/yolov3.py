@@ -23,7 +23,7 @@ from toolkit.detectors.yolov3.targets import (
 from toolkit.models import build_detector
 from toolkit.tools.export import export_detector
 from toolkit.tools.export.check import compare_outputs
-from toolkit.tools.export.files import open_exported
+from toolkit.tools.export.exported_files import open_exported
 
 from .measuring import in_turn, losses_against, random_target, row
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from golden_files import group, tensors
 
-from toolkit.detectors.scene_graphs.batch import RelationBatch
 from toolkit.detectors.scene_graphs.heads import HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch
 from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import our_name, transformer_options
 
 

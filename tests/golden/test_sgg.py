@@ -28,12 +28,11 @@ from toolkit.base.batch import pad_rows
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Reading
-from toolkit.detectors.scene_graphs import batch as losses
-from toolkit.detectors.scene_graphs import frequency, geometry, postprocess, sampling
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, attribute_targets, object_mask
+from toolkit.detectors.scene_graphs import box_features, frequency, pair_sampling, postprocess, relation_batch
 from toolkit.detectors.scene_graphs.heads.layers import label_embedding
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.readers import visual_genome as vg
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, attribute_targets, object_mask
 from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import our_name
 from toolkit.evaluation.coco_numbers import COCO_METRICS, exact_numbers
 from toolkit.evaluation.matches import match_boxes
@@ -149,26 +148,26 @@ def test_geometry(golden):
     counts = data["num_boxes"].tolist()
     sizes_hw = per_object(data["image_size_wh"].flip(1), counts)
     boxes = data["boxes"]
-    close(geometry.box_numbers(boxes, sizes_hw), data["encode_box_info"])
-    scaled = geometry.scaled_box_numbers(boxes, sizes_hw)
+    close(box_features.box_numbers(boxes, sizes_hw), data["encode_box_info"])
+    scaled = box_features.scaled_box_numbers(boxes, sizes_hw)
     close(scaled, data["box_info_normalised"])
     pairs = data["pair_info_pairs_img0"].long()
-    close(geometry.pair_numbers(scaled[pairs[:, 0]], scaled[pairs[:, 1]]), data["pair_info_img0"])
-    close(geometry.union_boxes(boxes[pairs[:, 0]], boxes[pairs[:, 1]]), data["union_boxes_img0"])
+    close(box_features.pair_numbers(scaled[pairs[:, 0]], scaled[pairs[:, 1]]), data["pair_info_img0"])
+    close(box_features.union_boxes(boxes[pairs[:, 0]], boxes[pairs[:, 1]]), data["union_boxes_img0"])
     first = boxes[: counts[0]]
-    close(geometry.iou_plus_one(first[:, None], first[None]), data["iou_img0"])
+    close(box_features.iou_plus_one(first[:, None], first[None]), data["iou_img0"])
     of_classes = tensors(group(arrays(golden, "postprocess"), "nms_overlaps"))
     boxes_per_class = of_classes["boxes_per_cls"]
-    close(geometry.iou_plus_one(boxes_per_class[:, None], boxes_per_class[None]), of_classes["iou"])
+    close(box_features.iou_plus_one(boxes_per_class[:, None], boxes_per_class[None]), of_classes["iou"])
     mask = object_mask(counts, boxes.device)
-    close(geometry.overlap_numbers(pad_rows(boxes, counts), mask)[mask], data["overlap_info"])
-    order, inverse, sizes = geometry.reading_order(boxes, counts)
+    close(box_features.overlap_numbers(pad_rows(boxes, counts), mask)[mask], data["overlap_info"])
+    order, inverse, sizes = box_features.reading_order(boxes, counts)
     for ours, key in ((order, "sort_perm"), (inverse, "sort_inv_perm"), (sizes, "sort_batch_sizes")):
         assert torch.equal(ours, data[key])
     num_classes = data["onehot_out"].shape[1]
-    assert torch.equal(geometry.certain_logits(data["onehot_in"], num_classes), data["onehot_out"])
+    assert torch.equal(box_features.certain_logits(data["onehot_in"], num_classes), data["onehot_out"])
     ends, size = [pairs[:, 0], pairs[:, 1]], int(data["rect_size"])
-    masks = [geometry.rectangle_masks(boxes[end], sizes_hw[end], size) for end in ends]
+    masks = [box_features.rectangle_masks(boxes[end], sizes_hw[end], size) for end in ends]
     assert torch.equal(torch.stack(masks, 1).byte(), data["rect_masks_img0"])
 
 
@@ -208,18 +207,18 @@ def test_losses(golden):
         smoothing = float(key.split("_")[2].rsplit(".", 1)[0]) if key.startswith("label_smoothing") else 0.0
         kind = "rel" if key.endswith("loss_rel") else "obj"
         logits, labels = given[f"{kind}_logits"], given[f"{kind}_labels"]
-        total, count = losses.predicate_loss(logits, labels, [len(labels)], smoothing)
-        close(losses.mean(total, count)[0], value, name=key)
+        total, count = relation_batch.predicate_loss(logits, labels, [len(labels)], smoothing)
+        close(relation_batch.mean(total, count)[0], value, name=key)
     for key in (key for key in data if key.endswith("_none")):
         smoothing = float(key.split("_")[2])
         every = [1] * len(given["rel_labels"])
-        rows = losses.predicate_loss(given["rel_logits"], given["rel_labels"], every, smoothing)[0]
+        rows = relation_batch.predicate_loss(given["rel_logits"], given["rel_labels"], every, smoothing)[0]
         close(rows, data[key], name=key)
     targets, has_any = attribute_targets(given["attributes"], given["att_logits"].shape[1])
     assert torch.equal(targets, given["attribute_targets"])
     assert torch.equal(has_any.long(), given["attribute_fg"])
-    total, count = losses.attribute_loss(given["att_logits"], given["attributes"], [len(given["attributes"])])
-    close(losses.mean(total, count)[0], data["with_attributes_no_sampling.loss_refine_att"])
+    total, count = relation_batch.attribute_loss(given["att_logits"], given["attributes"], [len(given["attributes"])])
+    close(relation_batch.mean(total, count)[0], data["with_attributes_no_sampling.loss_refine_att"])
 
 
 def sgd(base_lrs: list[float]) -> torch.optim.SGD:
@@ -376,14 +375,14 @@ def test_weight_mapping(golden):
         assert mapped.state[name] == checkpoint[source]
 
 
-def sample(case: dict[str, torch.Tensor], params: np.ndarray, generator: torch.Generator) -> sampling.SampledPairs:
+def sample(case: dict[str, torch.Tensor], params: np.ndarray, generator: torch.Generator) -> pair_sampling.SampledPairs:
     fg_iou, require_overlap, per_relation, batch_size, fraction, given_boxes, _ = params.tolist()
     if given_boxes:
-        return sampling.sample_given_boxes(case["target_relation"], int(batch_size), fraction, generator)
+        return pair_sampling.sample_given_boxes(case["target_relation"], int(batch_size), fraction, generator)
     boxes = [case[key] for key in ("proposal_boxes", "proposal_labels", "target_boxes", "target_labels")]
     options = {"fg_iou": fg_iou, "require_overlap": bool(require_overlap), "per_relation": int(per_relation)}
     options |= {"batch_size": int(batch_size), "positive_fraction": fraction, "generator": generator}
-    return sampling.sample_detected_boxes(*boxes, case["target_relation"], **options)
+    return pair_sampling.sample_detected_boxes(*boxes, case["target_relation"], **options)
 
 
 def as_set(rows) -> set[tuple[int, ...]]:
@@ -433,7 +432,7 @@ def test_pairs_to_ask(golden):
     for key in (key for key in data if key.endswith(".pairs")):
         given, overlap = ("use_gt_box_True" in key), ("require_overlap_True" in key)
         boxes = torch.from_numpy(data[f"{key.split('.')[2]}.boxes"])
-        np.testing.assert_array_equal(sampling.pairs_to_ask(boxes, overlap and not given), data[key], err_msg=key)
+        np.testing.assert_array_equal(pair_sampling.pairs_to_ask(boxes, overlap and not given), data[key], err_msg=key)
         checked += 1
     assert checked
 
@@ -555,7 +554,7 @@ def test_relation_matrices(golden, vg_folder, train_split):
             seen = {}
             for seed in range(draws if len(annotated) > len({cell[:2] for cell in annotated}) else 1):
                 generator = torch.Generator().manual_seed(seed)
-                matrix = sampling.relation_matrix(rows, len(row["objects"]["bbox"]), one_of_each, generator)
+                matrix = pair_sampling.relation_matrix(rows, len(row["objects"]["bbox"]), one_of_each, generator)
                 pairs = matrix.nonzero()
                 assert as_set(pairs) == {cell[:2] for cell in annotated}, "every annotated pair has a predicate"
                 for cell in as_set(torch.cat([pairs, matrix[pairs[:, 0], pairs[:, 1], None]], 1)):
@@ -617,8 +616,8 @@ def test_head_training(golden, head):
         assert set(module.loss_names) == set(names) - {"total_grad_norm"}
         for step, expected in enumerate(data[f"{case}.losses_per_step"]):
             output = module(batch)
-            of_images = losses.head_losses(output, batch)
-            values = {n: losses.mean(sums.sum(), counts.sum()) for n, (sums, counts) in of_images.items()}
+            of_images = relation_batch.head_losses(output, batch)
+            values = {n: relation_batch.mean(sums.sum(), counts.sum()) for n, (sums, counts) in of_images.items()}
             optimizer.zero_grad()
             sum(values.values()).backward()
             learned = {name: p for name, p in module.named_parameters() if p.grad is not None}

@@ -23,7 +23,7 @@ from toolkit.base.public import without_machine
 from toolkit.base.text import shown
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
-from toolkit.models.weights.files import read_tensors
+from toolkit.models.weights.weight_files import read_tensors
 from toolkit.run.checkpoint_content import FORMAT_VERSION, stale
 from toolkit.run.settings_check import type_faults
 

@@ -258,7 +258,7 @@ def training_row(
 ) -> dict[str, float]:
     """Make the row of a step: weighted and unscaled losses, metrics, learning rates, norms, and the script's notes.
 
-    reduced, totals: of a `toolkit.run.window.TrainingWindow`. param_groups: of the optimizer.
+    reduced, totals: of a `toolkit.run.training_window.TrainingWindow`. param_groups: of the optimizer.
     """
     row = {f"train/{name}": float(value) for name, value in reduced.items()}
     for group in param_groups:

@@ -14,8 +14,8 @@ from toolkit.data.sampling import accumulation_at
 from toolkit.run.log import training_row
 from toolkit.run.recovery import keep_start, ranks_apart, state_is_sound
 from toolkit.run.saving import save
+from toolkit.run.training_window import TrainingWindow
 from toolkit.run.validation import save_and_evaluate
-from toolkit.run.window import TrainingWindow
 from toolkit.step.schedules import is_time
 
 # ---- before the body -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from toolkit.base.errors import StoppedByGuard
 from toolkit.run.checkpoint import Checkpoint, newest_valid
 from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.saving import restore_rolled_back_state, save
-from toolkit.run.window import TrainingWindow
+from toolkit.run.training_window import TrainingWindow
 from toolkit.step.guard import STATE_PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.optim import drop_gradients, gradient_table
 from toolkit.step.schedules import is_time

@@ -22,8 +22,8 @@ from toolkit.run.parts import Extra, OptimizerPart, Parts, TrainingData
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
+from toolkit.run.training_window import TrainingWindow
 from toolkit.run.validation import Validation
-from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
 from toolkit.step.loop_check import LoopCheck
 from toolkit.step.losses import LossWeights

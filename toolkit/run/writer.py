@@ -87,7 +87,7 @@ class Tracker:
         raise NotImplementedError  # each tracker has its own
 
     def show(self, shown, step: int) -> None:
-        """Show an evaluation, a `toolkit.tools.report.shown.EvaluationDisplay`."""
+        """Show an evaluation, a `toolkit.tools.report.evaluation_display.EvaluationDisplay`."""
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
         """Note the data by split, before the first step."""
@@ -210,8 +210,7 @@ class RunWriter:
             self._send(row)
 
     def show(self, evaluation, step: int) -> None:
-        """Show an evaluation (`toolkit.tools.report.shown.EvaluationDisplay`) in the trackers that do not have this
-        step's."""
+        """Show an evaluation, an `EvaluationDisplay`, in the trackers that do not have this step's."""
         for feed in self._feeds:
             if feed.note("images", step):
                 feed.call(lambda tracker: tracker.show(evaluation, step))

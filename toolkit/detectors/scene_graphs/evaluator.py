@@ -10,10 +10,10 @@ import torch
 from toolkit.base.errors import BadInput
 from toolkit.base.text import metric_text, shown
 from toolkit.data.table import DetectionTable
-from toolkit.detectors.scene_graphs.batch import attribute_targets
-from toolkit.detectors.scene_graphs.matches import COMPACT_FIELDS
 from toolkit.detectors.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
-from toolkit.detectors.scene_graphs.open_images import open_images_metrics
+from toolkit.detectors.scene_graphs.open_images_metrics import open_images_metrics
+from toolkit.detectors.scene_graphs.relation_batch import attribute_targets
+from toolkit.detectors.scene_graphs.triplet_matches import COMPACT_FIELDS
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.matches import Matches, metric_keys
 from toolkit.evaluation.predictions import check_image_ids
@@ -160,7 +160,7 @@ class SceneGraphEvaluator:
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
         """Draw a picture of `count` images, graphs beside the annotated ones, and write the same graphs as JSON beside
         it."""
-        from toolkit.detectors.scene_graphs.draw import draw_graphs, write_graphs
+        from toolkit.detectors.scene_graphs.graph_pictures import draw_graphs, write_graphs
 
         write_graphs(self.table, predictions, Path(path).with_suffix(".json"), count)
         return draw_graphs(self.table, predictions, count, path)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from toolkit.base.boxes import intersection_area
 from toolkit.data.table import DetectionTable
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
-from toolkit.detectors.scene_graphs.geometry import certain_logits
+from toolkit.detectors.scene_graphs.box_features import certain_logits
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput
 
 PAIRS_PER_CHUNK = 1024  # 1,024 x 151^2 joint probabilities are 93 MB
 

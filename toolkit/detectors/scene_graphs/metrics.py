@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.scene_graphs.matches import TripletMatches, match_relations
+from toolkit.detectors.scene_graphs.triplet_matches import TripletMatches, match_relations
 
 PROTOCOLS = ("original", "strict")
 

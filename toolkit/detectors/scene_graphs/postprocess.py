@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.base.batch import image_of_each, pad_rows, send_dicts, to_host, unpad_rows
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput
 
 OBJECT_FIELDS = ("boxes", "labels", "scores", "attribute_scores")
 TRIPLET_FIELDS = ("pairs", "predicate_scores", "predicates", "triplet_scores")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.base.batch import rows_of
-from toolkit.detectors.scene_graphs.batch import RelationBatch
+from toolkit.detectors.scene_graphs.box_features import union_boxes
 from toolkit.detectors.scene_graphs.detector_below import MAX_CANDIDATES, distribution_logits
 from toolkit.detectors.scene_graphs.frequency import log_prior
-from toolkit.detectors.scene_graphs.geometry import union_boxes
 from toolkit.detectors.scene_graphs.postprocess import late_labels
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch
 from toolkit.models.detector import kept_maps
 from toolkit.models.nms import class_wise_nms
 

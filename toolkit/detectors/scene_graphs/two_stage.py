@@ -17,7 +17,6 @@ from toolkit.base.batch import on_host, send_dicts
 from toolkit.base.errors import BadInput
 from toolkit.base.seeding import image_generator
 from toolkit.detectors.faster_rcnn.model import FasterRCNN
-from toolkit.detectors.scene_graphs.batch import MODES, RelationBatch, RelationOutput, attribute_loss, head_losses, mean
 from toolkit.detectors.scene_graphs.detector_below import DetectorBelow
 from toolkit.detectors.scene_graphs.frequency import (
     FrequencyBias,
@@ -31,13 +30,21 @@ from toolkit.detectors.scene_graphs.heads import RELATION_HEADS, HeadSizes, buil
 from toolkit.detectors.scene_graphs.heads.react_pp import ReactPlusPlusHead
 from toolkit.detectors.scene_graphs.heads.vctree import PairScores
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
-from toolkit.detectors.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
-from toolkit.detectors.scene_graphs.sampling import (
+from toolkit.detectors.scene_graphs.pair_sampling import (
     annotated_graph,
     count_sampled_pairs,
     detected_objects,
     given_objects,
     sampled_pairs,
+)
+from toolkit.detectors.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
+from toolkit.detectors.scene_graphs.relation_batch import (
+    MODES,
+    RelationBatch,
+    RelationOutput,
+    attribute_loss,
+    head_losses,
+    mean,
 )
 from toolkit.detectors.scene_graphs.traced import TRACEABLE_HEADS, decode_graph
 from toolkit.detectors.scene_graphs.union import AllLevelsPool, UnionFeatures

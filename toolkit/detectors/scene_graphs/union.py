@@ -9,7 +9,7 @@ from torchvision.ops import roi_align
 
 from toolkit.base.batch import image_of_each
 from toolkit.base.box_ops import moved_ends
-from toolkit.detectors.scene_graphs.geometry import rectangle_masks, union_boxes
+from toolkit.detectors.scene_graphs.box_features import rectangle_masks, union_boxes
 from toolkit.detectors.scene_graphs.heads.layers import fc
 
 PAIRS_PER_CHUNK = 4096  # in evaluation, which has all pairs: about 1 GB of 256 channels

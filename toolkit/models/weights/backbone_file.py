@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.files import read_tensors
+from toolkit.models.weights.weight_files import read_tensors
 
 SETTING = "model.pretrained_backbone"
 MAX_NAMED_TENSORS = 4  # names of a list in a message

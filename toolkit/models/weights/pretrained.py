@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names
 from toolkit.models import options_class
-from toolkit.models.weights.files import open_published_weights
 from toolkit.models.weights.mapping import WeightTable, map_weights
+from toolkit.models.weights.weight_files import open_published_weights
 from toolkit.run.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.run.settings_file import ABOUT_STARTING, detector_options
 

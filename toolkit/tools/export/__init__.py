@@ -13,7 +13,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.tools.export.check import check_against_pytorch
-from toolkit.tools.export.files import MIN_TOP_K, ExportMetadata, write_onnx, write_program
+from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, write_onnx, write_program
 from toolkit.tools.export.graph import copy_for_files, detector_meant, make_graph, trace, trace_hw
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.tools.export.files import open_exported
+from toolkit.tools.export.exported_files import open_exported
 
 # Largest differences due to rounding: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from toolkit.base.errors import BadInput
 from toolkit.models.detector import Detector
-from toolkit.tools.export.sampling import grid_sample_by_gather
+from toolkit.tools.export.grid_sampling import grid_sample_by_gather
 
 MAX_BATCH = 4096
 MAX_SIDE = 16384

@@ -14,7 +14,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.tools.export import export_detector
 from toolkit.tools.export.check import OutputDifference, batches_agree, milliseconds
-from toolkit.tools.export.files import ExportMetadata, open_exported, runner_of, write_openvino
+from toolkit.tools.export.exported_files import ExportMetadata, open_exported, runner_of, write_openvino
 from toolkit.tools.export.graph import trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import export_graph

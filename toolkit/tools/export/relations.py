@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
+from toolkit.tools.export.exported_files import ExportMetadata, write_onnx
 from toolkit.tools.export.faster_rcnn import pool_where
-from toolkit.tools.export.files import ExportMetadata, write_onnx
 from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
 MAX_RELATIONS = 100  # per image, as many as recall counts

@@ -25,7 +25,7 @@ from toolkit.models.weights.pretrained import cached_when_offline, load_pretrain
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.tools.arguments import add_data_flag
-from toolkit.tools.export.files import MIN_TOP_K, open_exported
+from toolkit.tools.export.exported_files import MIN_TOP_K, open_exported
 from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
 
 

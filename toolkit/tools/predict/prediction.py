@@ -20,7 +20,7 @@ from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
 from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined
-from toolkit.tools.export.files import MIN_TOP_K, ExportMetadata, Runner
+from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, Runner
 
 IMAGES_PER_CHUNK = 8
 DEFAULT_THRESHOLD = 0.3

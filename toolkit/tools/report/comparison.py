@@ -11,7 +11,7 @@ from toolkit.base.errors import BadInput
 from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report import figures
 from toolkit.tools.report.bootstrap import NUM_DRAWS, interval
-from toolkit.tools.report.errors import ERROR_KINDS
+from toolkit.tools.report.detection_errors import ERROR_KINDS
 from toolkit.tools.report.gallery import LEGEND, PictureMaker, whole_image
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval

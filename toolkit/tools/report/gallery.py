@@ -16,10 +16,10 @@ from PIL import Image
 from toolkit.data.decoding import ImageError
 from toolkit.evaluation.draw import Mark, draw_marks, fitted, picture_of
 from toolkit.evaluation.matches import Matches
-from toolkit.tools.report.annotations import SUSPICIONS, Suspect
-from toolkit.tools.report.errors import ERROR_KINDS, ERROR_MEANINGS
+from toolkit.tools.report.detection_errors import ERROR_KINDS, ERROR_MEANINGS
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import folded, paragraph, pictures, table, under
+from toolkit.tools.report.suspects import SUSPICIONS, Suspect
 
 PICTURE_SIDE_PX = 360  # longest side of a picture, in pixels
 TRUTH_COLOUR, CORRECT_COLOUR, WRONG_COLOUR = "#F0E442", "#56B4E9", "#D55E00"  # Okabe & Ito

@@ -13,8 +13,8 @@ from toolkit.evaluation.coco_numbers import exact_numbers
 from toolkit.evaluation.matches import IOU_THRESHOLDS, match_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
-from toolkit.tools.report.annotations import Suspect, suspects
-from toolkit.tools.report.errors import strata, tide_errors
+from toolkit.tools.report.detection_errors import strata, tide_errors
+from toolkit.tools.report.suspects import Suspect, suspects
 from toolkit.tools.report.thresholds import WANTED_PRECISION, Point, calibration, confusion_matrix, sweep
 
 

@@ -15,7 +15,7 @@ from scipy.optimize import minimize
 from scipy.special import expit, logit
 
 from toolkit.evaluation.matches import Matches
-from toolkit.tools.report.annotations import MATCH_IOU, Suspect, thresholds_of_classes
+from toolkit.tools.report.suspects import MATCH_IOU, Suspect, thresholds_of_classes
 
 MAX_OWN_SHARE = 0.2  # largest share of the detector's own mistakes among the doubtful suspects
 MIN_SCORE = 0.05  # predictions below it say nothing about confident ones

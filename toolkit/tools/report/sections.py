@@ -9,7 +9,7 @@ from toolkit.tools.report import figures
 from toolkit.tools.report.advice import Advice
 from toolkit.tools.report.bootstrap import NUM_DRAWS
 from toolkit.tools.report.charts import BarChart, svg
-from toolkit.tools.report.errors import ERROR_KINDS, ERROR_MEANINGS, HORIZONTAL, VERTICAL
+from toolkit.tools.report.detection_errors import ERROR_KINDS, ERROR_MEANINGS, HORIZONTAL, VERTICAL
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, folded, number, paragraph, table, under

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, predicate_loss
+from toolkit.detectors.scene_graphs.box_features import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
-from toolkit.detectors.scene_graphs.geometry import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
@@ -27,6 +26,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
 )
 from toolkit.detectors.scene_graphs.heads.motifs import MotifsContext
 from toolkit.detectors.scene_graphs.heads.vctree import VCTreeContext
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, predicate_loss
 
 EFFECTS = ("none", "TDE", "NIE", "TE")
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.detectors.scene_graphs.heads.layers import (
     HeadSizes,
     check_mode,
@@ -12,6 +11,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     given_labels,
     union_projection,
 )
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput
 
 
 class IMPHead(nn.Module):

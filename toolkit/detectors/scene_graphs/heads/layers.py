@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from toolkit.base.batch import pad_rows, send
 from toolkit.base.errors import BadInput
-from toolkit.detectors.scene_graphs.batch import MODES, RelationBatch, RelationOutput, relatedness_loss
+from toolkit.detectors.scene_graphs.box_features import box_numbers, certain_logits
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
-from toolkit.detectors.scene_graphs.geometry import box_numbers, certain_logits
 from toolkit.detectors.scene_graphs.postprocess import late_labels
+from toolkit.detectors.scene_graphs.relation_batch import MODES, RelationBatch, RelationOutput, relatedness_loss
 
 AVERAGE_RATIO = 0.0005  # of the running means that stand for "no evidence" in causal effects
 POSITION_DIM = 128

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from toolkit.detectors.scene_graphs.batch import RelationBatch
-from toolkit.detectors.scene_graphs.geometry import reading_order
+from toolkit.detectors.scene_graphs.box_features import reading_order
 from toolkit.detectors.scene_graphs.heads.layers import (
     ContextHead,
     HeadSizes,
@@ -17,6 +16,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     object_features,
 )
 from toolkit.detectors.scene_graphs.postprocess import late_labels
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch
 from toolkit.step.execution import has_lstm_kernel
 
 

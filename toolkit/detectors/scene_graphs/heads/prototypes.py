@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.base.batch import send
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, of_images
 from toolkit.detectors.scene_graphs.heads.layers import (
     HeadSizes,
     best_labels,
@@ -23,6 +22,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     object_features,
     position_embedding,
 )
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, of_images
 
 # Squared distances: least one between prototypes (gamma 2), and how much nearer the right one is (gamma 1).
 PROTOTYPE_DISTANCE, MARGIN = 7.0, 1.0

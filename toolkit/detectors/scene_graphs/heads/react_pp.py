@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.detectors.scene_graphs.heads.layers import HeadSizes, check_mode, class_embedding, empty_output
 from toolkit.detectors.scene_graphs.heads.prototypes import (
     detector_labels,
@@ -19,6 +18,7 @@ from toolkit.detectors.scene_graphs.heads.prototypes import (
     prototype_losses,
     squared_distances,
 )
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput
 
 PROTOTYPE_DISTANCE, MARGIN = 1.5, 0.4  # of unit vectors: as PROTOTYPE_DISTANCE and MARGIN of prototypes.py
 PROTOTYPE_MOMENTUM = 0.999  # of a prototype when it moves to the mean of a batch's pairs

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from toolkit.base.batch import pad_rows, rows_of, send, unpad_rows
 from toolkit.base.errors import BadInput
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask, of_images
+from toolkit.detectors.scene_graphs.box_features import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
-from toolkit.detectors.scene_graphs.geometry import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.heads.layers import (
     HeadSizes,
     check_mode,
@@ -27,6 +26,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     xavier_linear,
 )
 from toolkit.detectors.scene_graphs.heads.prototypes import detector_labels
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, object_mask, of_images
 
 ATTENTION_HEADS = 8
 # The published names of the three scores, in those of their losses. "query" chooses the pairs that are updated, "e2e"

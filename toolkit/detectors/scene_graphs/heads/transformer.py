@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.base.batch import pad_rows, unpad_rows
-from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
 from toolkit.detectors.scene_graphs.heads.layers import (
     POSITION_DIM,
@@ -21,6 +20,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     union_projection,
     xavier_linear,
 )
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, object_mask
 
 
 class EncoderLayer(nn.Module):

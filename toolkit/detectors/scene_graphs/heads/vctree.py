@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.base.batch import pad_rows, unpad_rows
-from toolkit.detectors.scene_graphs.batch import RelationBatch, object_mask
-from toolkit.detectors.scene_graphs.geometry import overlap_numbers
+from toolkit.detectors.scene_graphs.box_features import overlap_numbers
 from toolkit.detectors.scene_graphs.heads.layers import (
     ContextHead,
     HeadSizes,
@@ -20,6 +19,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     xavier_linear,
 )
 from toolkit.detectors.scene_graphs.heads.trees import DownwardLSTM, Forest, TreeLSTM, grow_trees
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, object_mask
 
 SCORE_DIM = 128
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from toolkit.base.batch import on_host
 from toolkit.base.box_ops import moved_ends
-from toolkit.detectors.scene_graphs.geometry import intersection_areas, iou_plus_one
+from toolkit.detectors.scene_graphs.box_features import intersection_areas, iou_plus_one
 from toolkit.step.freezing import eval_mode
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from toolkit.detectors.scene_graphs import geometry
+from toolkit.detectors.scene_graphs import box_features
 
 CHUNK_IMAGES = 64  # bounds memory
 COMPACT_FIELDS = ("predicates", "combinations", "two_predicates", "two_scores")  # of `compact_graph`
@@ -333,10 +333,10 @@ def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
 
 
 def array_iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    """Compute `geometry.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
-    return geometry.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
+    """Compute `box_features.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
+    return box_features.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
 
 
 def array_union_boxes(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    """Compute `geometry.union_boxes` of arrays."""
-    return geometry.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
+    """Compute `box_features.union_boxes` of arrays."""
+    return box_features.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()

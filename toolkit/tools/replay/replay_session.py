@@ -30,8 +30,8 @@ from toolkit.run.processes import start_accelerator
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
 from toolkit.run.training import Training
+from toolkit.run.training_window import TrainingWindow
 from toolkit.run.validation import Validation
-from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule

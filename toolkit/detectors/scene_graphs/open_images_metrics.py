@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.detectors.scene_graphs.matches import array_iou_plus_one, array_union_boxes, best_two
+from toolkit.detectors.scene_graphs.triplet_matches import array_iou_plus_one, array_union_boxes, best_two
 
 MAX_PREDICTIONS = 100  # predictions of an image
 MIN_TRIPLET_SCORE = 1e-5  # predictions at or below it are left out
