@@ -152,7 +152,8 @@ def confusion(judged: Judgement) -> str:
     chosen = list(range(k))
     note = ""
     if k > MOST_CLASSES:
-        chosen = sorted(np.argsort(-(wrong[:k].sum(axis=1) + wrong[:, :k].sum(axis=0)), kind="stable")[:MOST_CLASSES])
+        mistakes = wrong[:k].sum(axis=1) + wrong[:, :k].sum(axis=0)
+        chosen = sorted(np.argsort(-mistakes, kind="stable")[:MOST_CLASSES])
         note = f" Shown are the {MOST_CLASSES} of {k} classes with the most mistakes; report.json has all of them."
     text = (
         f"Predictions above {judged.threshold:g} at IoU 0.5. A row shows how the boxes of a class were predicted and "
