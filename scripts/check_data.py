@@ -34,7 +34,7 @@ from toolkit.tools.doctor.training_command import Source, command_for
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
-LISTED = 50
+MAX_LISTED = 50
 CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 
 
@@ -95,9 +95,9 @@ def _lines_of(finding: Finding) -> list[str]:
         return [f"  {_item(item)}" for item in finding.items]
     lines = [f"  {finding.message}"]
     if finding.kind not in ("small boxes", "unused classes", "missing classes", "balance", "classes"):
-        lines += [f"    {_item(item)}" for item in finding.items[:LISTED]]
-        if len(finding.items) > LISTED:
-            lines.append(f"    and {len(finding.items) - LISTED} more; --json lists all")
+        lines += [f"    {_item(item)}" for item in finding.items[:MAX_LISTED]]
+        if len(finding.items) > MAX_LISTED:
+            lines.append(f"    and {len(finding.items) - MAX_LISTED} more; --json lists all")
     return lines
 
 

@@ -54,7 +54,7 @@ from toolkit.tools.arguments import Program, inference_flags
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
 from toolkit.tools.predict.open import add_flags, open_predictor
 from toolkit.tools.predict.outputs import (
-    FORMATS,
+    OUTPUT_FORMATS,
     check_outputs,
     clear_outputs,
     images_root,
@@ -236,7 +236,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("images", nargs="*", default=[], help=images)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier prediction in that folder")
-    parser.add_argument("--format", nargs="+", choices=FORMATS, default=["json"], help="files to write (default json)")
+    parser.add_argument(
+        "--format", nargs="+", choices=OUTPUT_FORMATS, default=["json"], help="files to write (default json)"
+    )
     parser.add_argument("--boxes", type=Path, metavar="FILE", help="COCO file with the given boxes of a graph model")
     parser.add_argument("--all-scores", action="store_true", help="write the scores of all predicates of each pair")
     free = "keep the 100 best (pair, predicate) combinations, not one predicate per pair"

@@ -35,7 +35,7 @@ from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import open_run, open_script
 from toolkit.run.settings_file import load_config_dict
-from toolkit.tools.export.files import KEY, About, open_file
+from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_file
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.replay.report import load_report
@@ -289,7 +289,7 @@ def test_categories_of_another_form_are_one_sentence(entry, tmp_path):
 def test_numbers_beyond_all_bounds_in_an_exported_file_are_one_sentence(about):
     text = f'{{"categories": [], "size": null, "score_threshold": 0.3, {about}}}'
     with pytest.raises(BadInput, match="model.onnx: it does not say what its classes and sizes are"):
-        About.from_text(text, "model.onnx")
+        ExportMetadata.from_text(text, "model.onnx")
 
 
 def onnx_file(path: Path, of_input: str = "images", outputs=(4,), about: dict | None = None) -> Path:
@@ -306,7 +306,7 @@ def onnx_file(path: Path, of_input: str = "images", outputs=(4,), about: dict | 
     entries = {"architecture": "ssd", "categories": [{"id": 1, "name": "a"}], "size": {"height": 8, "width": 8},
                "sides": "fixed", "stride": 1, "score_threshold": 0.3, "top_k": 5, "source": "s"}  # fmt: skip
     text = DEEP if about is None else json.dumps(entries | about)
-    model.metadata_props.add(key=KEY, value=text)
+    model.metadata_props.add(key=METADATA_KEY, value=text)
     onnx.save(model, path)
     return path
 

@@ -30,7 +30,7 @@ from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.annotations import suspects
 from toolkit.tools.report.bootstrap import interval, resample, weighted_numbers
 from toolkit.tools.report.comparison import compare
-from toolkit.tools.report.errors import KINDS, strata, tide_errors
+from toolkit.tools.report.errors import ERROR_KINDS, strata, tide_errors
 from toolkit.tools.report.judgement import as_json, judge
 from toolkit.tools.report.own_errors import Doubt, doubt
 from toolkit.tools.report.thresholds import calibration, confusion_matrix, sweep
@@ -73,7 +73,7 @@ def test_ground_truth_as_predictions_is_perfect(tmp_path):
     assert judged.numbers["AP"] == 1 and judged.overall.best.f1 == 1
     assert judged.matrix.trace() == boxes == judged.matrix.sum()
     assert not judged.suspects and not judged.errors.missed.any()
-    assert all(len(judged.errors.of(kind)) == 0 for kind in KINDS[:-1])
+    assert all(len(judged.errors.of(kind)) == 0 for kind in ERROR_KINDS[:-1])
     assert judged.errors.ap50 == 1 and judged.errors.cost["class"] == 0
 
 

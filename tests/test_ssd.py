@@ -15,7 +15,7 @@ from toolkit.base.box_ops import cxcywh_to_xyxy
 from toolkit.base.distributed import all_reduce, world
 from toolkit.detectors.ssd.criterion import (
     IGNORED_LABEL,
-    Objects,
+    PaddedObjects,
     SsdCriterion,
     decode_offsets,
     encode_boxes,
@@ -102,7 +102,7 @@ def test_matching_is_that_of_a_loop_over_boxes(images, threshold):
     anchors = torch.rand(40, 4, generator=generator) * torch.tensor([1, 1, 0.3, 0.3]) + torch.tensor([0, 0, 0.02, 0.02])
     width = max(1, *(len(boxes) for boxes in images))
     shape = (len(images), width)
-    objects = Objects(torch.zeros(*shape, 4), torch.full(shape, -1), torch.zeros(shape, dtype=torch.bool))
+    objects = PaddedObjects(torch.zeros(*shape, 4), torch.full(shape, -1), torch.zeros(shape, dtype=torch.bool))
     for i, boxes in enumerate(images):
         for j, (x, y, w, h, crowd) in enumerate(boxes):
             objects.boxes[i, j] = torch.tensor([x, y, x + w, y + h])

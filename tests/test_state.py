@@ -24,7 +24,7 @@ from toolkit.step.ema import Ema
 from toolkit.step.guard import STATE_PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.losses import LossWeights
 from toolkit.tools.replay.diagnosis import diagnose, replay
-from toolkit.tools.replay.report import STATE, load_named_state, load_report
+from toolkit.tools.replay.report import STATE_TENSORS_FILE, load_named_state, load_report
 from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf
@@ -225,7 +225,7 @@ def test_a_report_holds_the_state_that_broke_and_is_replayed(tmp_path, name, fou
     again = replay(t.detector, report, window, list, load_named_state(folder))
     assert (again["reproduced"], again["nonfinite_state"], again["lacking"]) == (True, [name], [])
 
-    (folder / STATE).unlink()  # as older versions left them
+    (folder / STATE_TENSORS_FILE).unlink()  # as older versions left them
     with torch.no_grad():
         t.detector.norm.running_var.fill_(1.0)
     older = replay(t.detector, report, window, list, load_named_state(folder))

@@ -114,7 +114,12 @@ class Relations:
         """Keep only the relations of the images that a mask (I,) selects."""
         counts = np.diff(self.offsets)
         rows = np.repeat(kept, counts)
-        return Relations(offsets_of(counts[kept]), self.subject[rows], self.object[rows], self.predicate[rows])
+        return Relations(
+            offsets_of(counts[kept]),
+            self.subject[rows],
+            self.object[rows],
+            self.predicate[rows],
+        )
 
     def of_boxes(self, boxes: Boxes, kept: np.ndarray) -> "Relations":
         """Keep only relations between boxes that a mask (N,) selects, re-indexed; all images stay.
@@ -141,7 +146,8 @@ class Relations:
 
 def offsets_of(counts: Sequence[int]) -> np.ndarray:
     """Return the start of the rows of each of I images, and the end, (I + 1,) int64."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+    ends = np.cumsum(counts, dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), ends])
 
 
 def intersection_area(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> np.ndarray:

@@ -22,7 +22,6 @@ FLOAT_TYPES = {float}
 NUMBER_TYPES = {int, float}
 NO_ID = -(2**63)
 MAX_ID = 2**63 - 1
-REQUIRED_ID_KEYS = ("id", "image_id", "category_id")
 TRIPLET_KEYS = ("subject_id", "object_id", "predicate_id")
 MAX_AREA = 3e38  # the table's are float32
 
@@ -67,7 +66,9 @@ def slashed(row: ImageRow) -> ImageRow:
     Some tools on Windows write backslashes.
     """
     name = row.file_name
-    return row._replace(file_name=name.replace("\\", "/")) if isinstance(name, str) and "\\" in name else row
+    if isinstance(name, str) and "\\" in name:
+        return row._replace(file_name=name.replace("\\", "/"))
+    return row
 
 
 class Codes:
@@ -85,7 +86,8 @@ class Codes:
 
     def find(self, wanted: Mapping) -> np.ndarray:
         """Return (codes,) int64: the value of `wanted` for each id, -1 for an id that it lacks."""
-        return np.array([wanted.get(value, -1) for value in self.values], np.int64).reshape(-1)
+        found = [wanted.get(value, -1) for value in self.values]
+        return np.array(found, np.int64).reshape(-1)
 
 
 class Annotations:
@@ -122,15 +124,23 @@ class Annotations:
 
     def add_image(self, entry: object) -> None:
         """Add an entry of COCO's `images`."""
-        if isinstance(entry, dict) and is_id(entry.get("id")):
-            row = ImageRow(*(entry.get(key) for key in ("id", "file_name", "width", "height")))
+        get = entry.get if isinstance(entry, dict) else {}.get
+        file_name = get("file_name")
+        if is_id(get("id")):
+            row = ImageRow(get("id"), file_name, get("width"), get("height"))
         else:
             self.odd_images[len(self.images)] = entry
-            row = ImageRow(None, entry.get("file_name") if isinstance(entry, dict) else None, None, None)
+            row = ImageRow(None, file_name, None, None)
         self.images.append(row)
 
     def add_box(
-        self, id_: int, image_id: int | str, category_id: int | str, xywh: Sequence[float], crowd=False, area=np.nan
+        self,
+        id_: int,
+        image_id: int | str,
+        category_id: int | str,
+        xywh: Sequence[float],
+        crowd=False,
+        area=np.nan,
     ) -> None:
         """Add a box of four numbers. The ids of its image and its category must be usable."""
         self.id.append(id_)
@@ -157,9 +167,11 @@ class Annotations:
         self.image.extend(map(self.image_ids, image_ids))
         self.category.extend(map(self.category_ids, category_ids))
         self.xywh.extend(flat)
-        whole = np.array([kind is int for kind in map(type, flat)]).reshape(-1, 4)
-        self.whole.frombytes((whole @ np.array([1, 2, 4, 8], np.uint8)).astype(np.uint8).tobytes())
-        self.area.frombytes(np.where((areas > 0) & (areas < MAX_AREA), areas, np.nan).tobytes())
+        is_whole = np.array([kind is int for kind in map(type, flat)]).reshape(-1, 4)
+        bits = is_whole @ np.array([1, 2, 4, 8], np.uint8)
+        self.whole.frombytes(bits.astype(np.uint8).tobytes())
+        usable = (areas > 0) & (areas < MAX_AREA)
+        self.area.frombytes(np.where(usable, areas, np.nan).tobytes())
         self.crowd.extend(crowds)
 
     def add(self, entry: object) -> None:
@@ -171,8 +183,15 @@ class Annotations:
         if "attribute_ids" in entry:
             self.attribute_ids[len(self)] = entry["attribute_ids"]
         area = entry.get("area")
-        area = area if type(area) in NUMBER_TYPES and 0 < area < MAX_AREA else np.nan
-        self.add_box(*(entry[key] for key in REQUIRED_ID_KEYS), entry["bbox"], entry.get("iscrowd", 0), area)
+        is_usable = type(area) in NUMBER_TYPES and 0 < area < MAX_AREA
+        self.add_box(
+            entry["id"],
+            entry["image_id"],
+            entry["category_id"],
+            entry["bbox"],
+            entry.get("iscrowd", 0),
+            area if is_usable else np.nan,
+        )
 
     def entry(self, number: int) -> object:
         """Return an entry as the file has it, without unused keys."""
@@ -181,8 +200,10 @@ class Annotations:
         image_id = self.image_ids.values[self.image[number]]
         category_id = self.category_ids.values[self.category[number]]
         bits = self.whole[number]
-        numbers = self.xywh[4 * number : 4 * number + 4]
-        bbox = [int(value) if bits >> position & 1 else value for position, value in enumerate(numbers)]
+        bbox = []
+        for position, value in enumerate(self.xywh[4 * number : 4 * number + 4]):
+            is_whole = bits >> position & 1
+            bbox.append(int(value) if is_whole else value)
         entry = {
             "id": self.id[number],
             "image_id": image_id,
@@ -216,12 +237,10 @@ class RelationColumns:
 
     def add(self, entry: object) -> None:
         """Add an entry of `rel_annotations`."""
-        ends = isinstance(entry, dict) and all(_is_number(entry.get(key)) for key in TRIPLET_KEYS[:2])
-        ends = ends and is_id(entry.get("predicate_id"))
-        fits = ends and ("id" not in entry or _is_number(entry["id"]))
-        if not fits or "image_id" in entry and not is_id(entry["image_id"]):
+        has_triplet = _has_triplet(entry)
+        if not has_triplet or not _ids_fit(entry):
             self.odd[len(self)] = entry
-            triplet = [entry[key] for key in TRIPLET_KEYS] if ends else (NO_ID, NO_ID, None)
+            triplet = [entry[key] for key in TRIPLET_KEYS] if has_triplet else (NO_ID, NO_ID, None)
             entry = dict(zip(TRIPLET_KEYS, triplet, strict=True))
         self.id.append(entry.get("id", NO_ID))
         self.subject.append(entry["subject_id"])
@@ -231,8 +250,9 @@ class RelationColumns:
 
     def add_triplet(self, entry: object) -> None:
         """Add an entry of `relations`: a row [subject id, object id, predicate id]."""
-        named = isinstance(entry, list) and len(entry) == 3
-        self.add(dict(zip(TRIPLET_KEYS, entry, strict=True)) if named else entry)
+        if isinstance(entry, list) and len(entry) == 3:
+            entry = dict(zip(TRIPLET_KEYS, entry, strict=True))
+        self.add(entry)
 
     def extend(self, other: "RelationColumns") -> None:
         """Append the relations of another instance."""
@@ -243,11 +263,30 @@ class RelationColumns:
         """Return an entry as the file has it."""
         if number in self.odd:
             return self.odd[number]
-        predicate_id = self.predicate_ids.values[self.predicate[number]]
-        entry = dict(zip(TRIPLET_KEYS, (self.subject[number], self.object[number], predicate_id), strict=True))
+        entry = {
+            "subject_id": self.subject[number],
+            "object_id": self.object[number],
+            "predicate_id": self.predicate_ids.values[self.predicate[number]],
+        }
         if self.id[number] != NO_ID:
             entry["id"] = self.id[number]
-        return entry if self.image[number] < 0 else entry | {"image_id": self.image_ids.values[self.image[number]]}
+        if self.image[number] >= 0:
+            entry["image_id"] = self.image_ids.values[self.image[number]]
+        return entry
+
+
+def _has_triplet(entry: object) -> bool:
+    """Return whether a relation names its subject, object and predicate by usable ids."""
+    if not isinstance(entry, dict) or not is_id(entry.get("predicate_id")):
+        return False
+    return _is_number(entry.get("subject_id")) and _is_number(entry.get("object_id"))
+
+
+def _ids_fit(entry: dict) -> bool:
+    """Return whether the ids of a relation and of its image are usable, if it has any."""
+    if "id" in entry and not _is_number(entry["id"]):
+        return False
+    return "image_id" not in entry or is_id(entry["image_id"])
 
 
 def is_id(value: object) -> bool:
@@ -273,16 +312,22 @@ def _columns(entries: list[dict]) -> tuple | None:
     The columns are ids, image ids, category ids, numbers of the boxes, areas and crowd flags. Raises KeyError,
     TypeError, AttributeError or OverflowError for some entries that do not fit.
     """
-    ids, image_ids, category_ids, boxes = ([entry[key] for entry in entries] for key in (*REQUIRED_ID_KEYS, "bbox"))
+    ids = [entry["id"] for entry in entries]
+    image_ids = [entry["image_id"] for entry in entries]
+    category_ids = [entry["category_id"] for entry in entries]
+    boxes = [entry["bbox"] for entry in entries]
     crowds = [entry.get("iscrowd", 0) for entry in entries]
     areas = [entry.get("area", math.nan) for entry in entries]
-    if any(set(map(type, column)) != {int} for column in (ids, image_ids, category_ids, crowds)):
+    whole_columns = (ids, image_ids, category_ids, crowds)
+    if any(set(map(type, column)) != {int} for column in whole_columns):
         return None
     if min(ids) <= NO_ID or max(ids) > MAX_ID or min(crowds) < 0 or max(crowds) > 1:
         return None
     if set(map(type, boxes)) != {list} or set(map(len, boxes)) != {4}:
         return None
     numbers = list(chain.from_iterable(boxes))
+    if not NUMBER_TYPES.issuperset(map(type, chain(numbers, areas))):
+        return None
     if any("attribute_ids" in entry for entry in entries):
         return None
     if not NUMBER_TYPES.issuperset(map(type, chain(numbers, areas))):
@@ -295,13 +340,17 @@ def _columns(entries: list[dict]) -> tuple | None:
 def _fits(entry: object) -> bool:
     if type(entry) is not dict or not _is_number(entry.get("id")):
         return False
-    bbox = entry.get("bbox")
     crowd = entry.get("iscrowd", 0)
-    if type(bbox) is not list or len(bbox) != 4 or type(crowd) is not int or not 0 <= crowd <= 1:
+    if type(crowd) is not int or not 0 <= crowd <= 1:
         return False
     if not is_id(entry.get("image_id")) or not is_id(entry.get("category_id")):
         return False
-    types = set(map(type, bbox))
-    if not types <= NUMBER_TYPES:
+    bbox = entry.get("bbox")
+    if type(bbox) is not list or len(bbox) != 4:
         return False
-    return types == FLOAT_TYPES or all(abs(value) < MAX_EXACT_INTEGER for value in bbox if type(value) is int)
+    types = set(map(type, bbox))
+    if types == FLOAT_TYPES:
+        return True
+    whole_numbers = [value for value in bbox if type(value) is int]
+    are_exact = all(-MAX_EXACT_INTEGER < value < MAX_EXACT_INTEGER for value in whole_numbers)
+    return types <= NUMBER_TYPES and are_exact

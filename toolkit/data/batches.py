@@ -38,18 +38,25 @@ def collate(samples: Sequence[tuple[Tensor, Target]], stride: int = 1) -> Batch:
     """
     images = [image for image, _ in samples]
     targets = [target for _, target in samples]
-    sizes = torch.tensor([image.shape[-2:] for image in images], dtype=torch.int64).reshape(-1, 2)
+    sizes = torch.tensor([image.shape[-2:] for image in images], dtype=torch.int64)
+    sizes = sizes.reshape(-1, 2)
     largest = sizes.amax(0).tolist() if images else (1, 1)
     height, width = (-(-side // stride) * stride for side in largest)
-    # (B, H, W, 3) in memory, like the images: each row is then copied in one piece
-    padded = torch.zeros((len(images), height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    # (B, H, W, 3) in memory, like the images: each row is then copied in one piece.
+    padded = torch.zeros((len(images), height, width, 3), dtype=torch.uint8)
+    padded = padded.permute(0, 3, 1, 2)
     for into, image in zip(padded, images, strict=True):
-        into[:, : image.shape[1], : image.shape[2]] = image
+        _, image_height, image_width = image.shape
+        into[:, :image_height, :image_width] = image
     return Batch(padded, sizes, targets)
 
 
 def make_loader(
-    dataset: Dataset, sampler: EpochSampler | EvalSampler, workers: int = 0, stride: int = 1, pin: bool = False
+    dataset: Dataset,
+    sampler: EpochSampler | EvalSampler,
+    workers: int = 0,
+    stride: int = 1,
+    pin: bool = False,
 ) -> DataLoader:
     """Make a loader of the sampler's batches, in the sampler's order.
 
@@ -75,8 +82,10 @@ def make_loader(
 def windows(loader: Iterable[Batch], accumulation_steps: int) -> Iterator[list[Batch]]:
     """Yield the micro-batches of one optimizer step at a time; the epoch's last window may be shorter."""
     batches = iter(loader)
-    while window := list(islice(batches, accumulation_steps)):
+    window = list(islice(batches, accumulation_steps))
+    while window:
         yield window
+        window = list(islice(batches, accumulation_steps))
 
 
 class _Batches(Dataset):
@@ -94,8 +103,8 @@ class _Batches(Dataset):
         worker = get_worker_info()
         if worker is not None:
             images = [key.index for key in keys[:MAX_NAMED_IMAGES]]
-            noted = [os.getpid(), *images, *[-1] * (MAX_NAMED_IMAGES - len(images))]
-            self.at_work[worker.id] = torch.tensor(noted)
+            unused = [-1] * (MAX_NAMED_IMAGES - len(images))
+            self.at_work[worker.id] = torch.tensor([os.getpid(), *images, *unused])
         try:
             samples = [self.dataset[key] for key in keys]
         except BadInput as error:
@@ -113,7 +122,8 @@ class _Loader(DataLoader):
             items = super().__iter__()  # the sampler is asked where it stands when iter() is called
             if self.num_workers:
                 _running.add(items)
-            return _raised(items, str(self.dataset.dataset.table.image_root or self.dataset.dataset.table.name))
+            table = self.dataset.dataset.table
+            return _raised(items, str(table.image_root or table.name))
 
 
 def _raised(items: Iterator[Batch | BadInput], place: str) -> Iterator[Batch]:
@@ -178,7 +188,8 @@ class Prefetcher:
             with torch.cuda.stream(self.stream):
                 moved = [batch.to(self.device, non_blocking=True) for batch in window]
                 copied = self.stream.record_event()  # of this window: waiting for the stream is waiting for the next
-            self._sent |= {id(b): (b, on_device, copied) for b, on_device in zip(window, moved, strict=True)}
+            for batch, on_device in zip(window, moved, strict=True):
+                self._sent[id(batch)] = (batch, on_device, copied)
             if waiting is not None:
                 yield waiting
                 self._forget(waiting)

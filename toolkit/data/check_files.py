@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, usable_cores, with_stall_warnings
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
-from toolkit.data.checks import Checked, unsafe_file_name
+from toolkit.data.checks import CheckedAnnotations, unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
 from toolkit.data.image_sources import ImageSources, Stored, digest_of, is_there, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
@@ -43,7 +44,8 @@ def check_image_files(
     Returns the problems and {place: digest_of} of the places read, by which a cache knows that it still holds.
     Raises BadInput when not one of the files exists: the folder is then the wrong one.
     """
-    if not any(with_stall_warnings((is_there(image_root / row.file_name) for row in rows), "looking for images")):
+    are_there = (is_there(image_root / row.file_name) for row in rows)
+    if not any(with_stall_warnings(are_there, "looking for images")):
         named = f"; the first is {shown(rows[0].file_name)!r}" if rows else ""
         raise BadInput(
             f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image folder "
@@ -61,12 +63,17 @@ def check_image_files(
 def depth(check_images: bool | str, count: int, image_root: Path | ImageSources) -> tuple[bool, list[Problem]]:
     """Return whether each of `count` images is decoded, and a note if there are too many for that."""
     full = check_images == "full" or (check_images is True and count <= FULL_CHECK_LIMIT)
+    if full or check_images is not True:
+        return full, []
     message = f"{count} images: headers and end markers checked, pixels not decoded"
-    return full, [Problem("note", str(image_root), None, None, message)] * (check_images is True and not full)
+    return full, [Problem("note", str(image_root), None, None, message)]
 
 
 def image_checker(
-    image_root: Path | ImageSources, full: bool, max_pixels: int = MAX_IMAGE_PIXELS, source: str = "JSON"
+    image_root: Path | ImageSources,
+    full: bool,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    source: str = "JSON",
 ) -> Callable[[ImageRow], list[Problem]]:
     """Return the check of one row's file: it exists, once, and passes `check_image`."""
     parts = parts_of(image_root)
@@ -77,7 +84,8 @@ def image_checker(
         holders = parts if len(parts) == 1 else [part for part in parts if part.holds(name)]
         if len(holders) > 1:
             where = " and in ".join(map(str, holders))
-            if len({size_of(holder.source(name)) for holder in holders}) > 1:
+            sizes = {size_of(holder.source(name)) for holder in holders}
+            if len(sizes) > 1:
                 message = f"different files of this name are in {where}; give the place that is meant (data.image_dir)"
                 return [_problem(row, "error", message)]
             problems.append(_problem(row, "warning", f"this file is in {where}; the first one is used"))
@@ -89,17 +97,19 @@ def image_checker(
 def waits_for(image_root: Path | ImageSources) -> int | None:
     """Return the number of threads for checking: many for remote storage, whose latency dominates; None: one per core.
     """
-    return REMOTE_THREADS if any(part.remote for part in parts_of(image_root)) else None
+    if any(part.remote for part in parts_of(image_root)):
+        return REMOTE_THREADS
+    return None
 
 
 def with_good_files(
-    checked: Checked,
+    checked: CheckedAnnotations,
     image_root: Path | ImageSources,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
     listed: Set[str] = frozenset(),
     source: str = "JSON",
-) -> tuple[Checked, dict[str, str]]:
+) -> tuple[CheckedAnnotations, dict[str, str]]:
     """Drop images whose files have errors, and add the problems of the files.
 
     Also returns what a cache of the table depends on, as `check_image_files` gives it. The files are not looked at if
@@ -131,8 +141,9 @@ def check_image(
             file = bytes(read_file(file, max_pixels)[1])  # once
         probe = probe_image(file, max_pixels)
         height, width = probe.size_hw
-        # an end marker shows a whole file; without one, decoding tells a cut file from one with something appended
-        if full or (probe.format in TAIL and not _ends(file, *TAIL[probe.format])):
+        # An end marker shows a whole file; without one, decoding tells a cut file from one with something appended.
+        lacks_end = probe.format in TAIL and not _ends(file, *TAIL[probe.format])
+        if full or lacks_end:
             height, width = decode_image(file, max_pixels).shape[-2:]
     except ImageError as error:
         return [_problem(row, "error", error.reason)]
@@ -142,9 +153,12 @@ def check_image(
         message = f"content is {probe.format}, which does not match the extension {suffix}; read by its content"
         problems.append(_problem(row, "warning", message))
     if (width, height) != (row.width, row.height):
-        message = f"size differs from the {source}: the upright image is {width} x {height} (width x height), "
         say = "say" if source.endswith("s") else "says"
-        problems.append(_problem(row, "error", message + f"the {source} {say} {row.width} x {row.height}"))
+        message = (
+            f"size differs from the {source}: the upright image is {width} x {height} (width x height), "
+            f"the {source} {say} {row.width} x {row.height}"
+        )
+        problems.append(_problem(row, "error", message))
     return problems
 
 
@@ -168,7 +182,7 @@ def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: i
     with ThreadPoolExecutor(max_workers=threads or min(32, usable_cores())) as pool:
         read = with_stall_warnings(results(pool), what)
         bar = tqdm(read, what, len(rows), delay=2, unit="image", leave=False, disable=None)
-        return [problem for problems in bar for problem in problems]
+        return list(chain.from_iterable(bar))
 
 
 def find_image_root(annotation_file: Path, file_names: Iterable[str], of_split: Sequence[Path] = ()) -> Path:
@@ -181,8 +195,10 @@ def find_image_root(annotation_file: Path, file_names: Iterable[str], of_split: 
     here = annotation_file.parent
     stem = annotation_file.stem
     split = stem.rsplit("_", 1)[-1]  # instances_val2017 -> val2017
-    beside = [here.parent / name for name in (stem, split, "images", "JPEGImages", f"images/{stem}", f"images/{split}")]
-    candidates = list(dict.fromkeys([here, here / "images", here.parent, *beside, *of_split]))
+    folders = (stem, split, "images", "JPEGImages", f"images/{stem}", f"images/{split}")
+    candidates = [here, here / "images", here.parent]
+    candidates += [here.parent / name for name in folders]
+    candidates = list(dict.fromkeys([*candidates, *of_split]))
     names = [name for name in file_names if not unsafe_file_name(name)][:20]  # the very first may be the missing one
     for candidate in candidates:
         if any(os.path.isfile(candidate / name) for name in names):
@@ -205,13 +221,19 @@ def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> 
     parts = parts_of(image_root)
 
     def linked(row: ImageRow) -> list[str]:
-        holder = parts[0] if len(parts) == 1 else next((part for part in parts if part.holds(row.file_name)), None)
-        return [row.file_name] if holder is not None and holder.leads_out(row.file_name) else []
+        name = row.file_name
+        holders = parts if len(parts) == 1 else (part for part in parts if part.holds(name))
+        holder = next(iter(holders), None)
+        if holder is not None and holder.leads_out(name):
+            return [name]
+        return []
 
     names = parallel(linked, rows, "looking for links", waits_for(image_root))
     if not names:
         return []
-    some = ", ".join(map(shown, names[:3])) + ", ..." * (len(names) > 3)
+    some = ", ".join(map(shown, names[:3]))
+    if len(names) > 3:
+        some += ", ..."
     message = f"{len(names)} of {len(rows)} images are links to files elsewhere, which are read: {some}"
     return [Problem("note", str(image_root), None, None, message)]
 
@@ -223,11 +245,15 @@ def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], list
     names = [name for name in image_names(image_root, folders) if name not in listed]
     if len(names) <= MAX_UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]
-    some = f"{len(names)} image files {UNLISTED}: {', '.join(shown(name) for name in names[:3])}, ..."
-    return [Problem("warning", str(image_root), None, None, some)]
+    first = ", ".join(map(shown, names[:3]))
+    message = f"{len(names)} image files {UNLISTED}: {first}, ..."
+    return [Problem("warning", str(image_root), None, None, message)]
 
 
 def image_names(image_root: Path | ImageSources, folders: Iterable[str]) -> Iterator[str]:
     """Yield the names of the files in these folders of a root that have an image extension."""
-    names = (name for folder in folders for part in parts_of(image_root) for name in part.names(folder))
-    return (name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)
+    parts = parts_of(image_root)
+    for folder in folders:
+        for name in chain.from_iterable(part.names(folder) for part in parts):
+            if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
+                yield name

@@ -32,7 +32,7 @@ _SUSPICIOUS = re.compile(r"^/|\.\.|[\\:\0]")  # in every name that leaves a fold
 
 
 @dataclass
-class Checked:
+class CheckedAnnotations:
     """The usable part of the annotations, and the problems found.
 
     images: in the order of the file, with `boxes` and `relations` of theirs. listed: every file name of the file, those
@@ -52,16 +52,20 @@ class Checked:
         """Return the arguments of `write_table`."""
         return {name: value for name, value in vars(self).items() if name != "listed"}
 
-    def without(self, image_ids: Set) -> "Checked":
+    def without(self, image_ids: Set) -> "CheckedAnnotations":
         """Return the rest without the images with these ids."""
         if not image_ids:
             return self
         kept = np.array([row.image_id not in image_ids for row in self.images], bool)
-        images = [row for row, stays in zip(self.images, kept.tolist(), strict=True) if stays]
-        return replace(self, images=images, boxes=self.boxes.of_images(kept), relations=self.relations.of_images(kept))
+        return replace(
+            self,
+            images=[row for row in self.images if row.image_id not in image_ids],
+            boxes=self.boxes.of_images(kept),
+            relations=self.relations.of_images(kept),
+        )
 
 
-def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> Checked:
+def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> CheckedAnnotations:
     """Check the annotations that a reader yields, whatever its format.
 
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
@@ -86,25 +90,38 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     boxes, index = check_boxes(annotations, file, rows, labels, attribute_rows, problems)
     predicates, predicate_rows = _categories(annotations.predicates, file, "predicate", problems)
     relations = check_relations(annotations.relations, file, index, predicate_rows, problems)
-    names = (tuple(entry.name for entry in entries) for entries in (predicates, attributes))
-    listed = {row.file_name for row in annotations.images if isinstance(row.file_name, str)}
-    checked = Checked(list(rows.values()), boxes, relations, categories, *names, problems, listed).without(unusable)
-    return replace(checked, boxes=_narrow(checked.boxes)) if attributes else checked
+    checked = CheckedAnnotations(
+        images=list(rows.values()),
+        boxes=boxes,
+        relations=relations,
+        categories=categories,
+        predicates=tuple(predicate.name for predicate in predicates),
+        attributes=tuple(attribute.name for attribute in attributes),
+        problems=problems,
+        listed={row.file_name for row in annotations.images if isinstance(row.file_name, str)},
+    )
+    checked = checked.without(unusable)
+    if not attributes:
+        return checked
+    return replace(checked, boxes=_narrow(checked.boxes))
 
 
 def _narrow(boxes: Boxes) -> Boxes:
     """Trim the attribute columns to the largest number that a box uses, at least one."""
     wide = boxes.extra["attributes"]
-    return replace(boxes, extra={"attributes": wide[:, : max(1, (wide > 0).sum(axis=1).max(initial=0))]})
+    counts = (wide > 0).sum(axis=1)
+    most = max(1, counts.max(initial=0))
+    return replace(boxes, extra={"attributes": wide[:, :most]})
 
 
 def unsafe_file_name(file_name: str) -> bool:
     """Return whether a name could leave the image folder: absolute, on any system, or with `..` in it."""
     if not _SUSPICIOUS.search(file_name):  # parsing paths is slow
         return False
-    parts = (*PurePosixPath(file_name).parts, *PureWindowsPath(file_name).parts)
     windows = PureWindowsPath(file_name)
-    return ".." in parts or "\0" in file_name or file_name.startswith("/") or bool(windows.drive or windows.root)
+    parts = (*PurePosixPath(file_name).parts, *windows.parts)
+    is_absolute = file_name.startswith("/") or bool(windows.drive or windows.root)
+    return is_absolute or ".." in parts or "\0" in file_name
 
 
 def _categories(entries: list, file: str, what: str, problems: list[Problem]) -> tuple[tuple[Category, ...], dict]:
@@ -122,8 +139,9 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
         elif not isinstance(entry.get("name"), str) or not entry["name"].strip():
             report("error", f"{what} {entry['id']}: `name` is {entry.get('name')!r}; expected a name")
         elif entry["id"] not in names:
-            # a half of a surrogate pair, which no file can hold, becomes its number
-            names[entry["id"]] = name = entry["name"].encode("utf-8", "backslashreplace").decode()
+            # Half of a surrogate pair, which no file can hold, becomes its number.
+            name = entry["name"].encode("utf-8", "backslashreplace").decode()
+            names[entry["id"]] = name
             if name != entry["name"]:
                 report("warning", f"{what} {entry['id']}: name {entry['name']!r} is not Unicode; it is called {name!r}")
         elif entry["name"] == names[entry["id"]]:
@@ -132,17 +150,22 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
             report("error", f"{what} id {entry['id']} used twice: {names[entry['id']]!r} and {entry['name']!r}")
     categories = []
     seen = set()
-    for id_, name in sorted(names.items(), key=lambda item: (isinstance(item[0], str), item[0])):
+    by_id = sorted(names.items(), key=lambda item: (isinstance(item[0], str), item[0]))
+    for id_, name in by_id:
         if name in seen:
             name = f"{name} ({id_})"
             report("warning", f"{what} name {names[id_]!r} used twice; {what} {id_} is called {name!r}")
         seen.add(name)
         categories.append(Category(id_, name))
-    return tuple(categories), {category.id: row for row, category in enumerate(categories)}
+    row_of_id = {category.id: row for row, category in enumerate(categories)}
+    return tuple(categories), row_of_id
 
 
 def _images(
-    annotations: Annotations, file: str, max_pixels: int | None, problems: list[Problem]
+    annotations: Annotations,
+    file: str,
+    max_pixels: int | None,
+    problems: list[Problem],
 ) -> tuple[dict[int | str, ImageRow], set]:
     """Return (image id -> row, ids that cannot be used).
 
@@ -179,14 +202,16 @@ def _images(
             used_names[source] = image_id
         if faults:
             unusable.add(image_id)
-            problems.extend(Problem("error", source, image_id, None, fault) for fault in faults)
+            problems += [Problem("error", source, image_id, None, fault) for fault in faults]
         rows.setdefault(image_id, row)
     return rows, unusable
 
 
 def _image_faults(row: ImageRow, max_pixels: int | None) -> list[str]:
     faults = []
-    name, width, height = row[1:]
+    name = row.file_name
+    width = row.width
+    height = row.height
     if not isinstance(name, str) or not name:
         faults.append("`file_name` missing" if name is None else f"`file_name` is {name!r}; expected a path")
     elif not is_unicode(name):
@@ -243,9 +268,13 @@ def _fractions(boxes: np.ndarray) -> str:
     name = min(_READ_AS, key=outside.get)
     called, formula = BOX_FORMATS[name]
     others = [BOX_FORMATS[other][0] for other in _READ_AS if other != name and outside[other] == outside[name]]
-    called += f" (or {' or '.join(others)}: these boxes cannot tell)" if others else ""
-    factors = (f"({part})" if " " in part else part for part in formula)
-    written = ", ".join(f"{factor} * {side}" for factor, side in zip(factors, "WHWH", strict=True))
+    if others:
+        called += f" (or {' or '.join(others)}: these boxes cannot tell)"
+    products = []
+    for part, side in zip(formula, "WHWH", strict=True):
+        factor = f"({part})" if " " in part else part
+        products.append(f"{factor} * {side}")
+    written = ", ".join(products)
     return (
         f"the boxes have numbers from 0 to 1 ({len(boxes)} boxes), which look like fractions of the image, {called}; "
         f"expected pixels [x, y, width, height]: write every bbox as [{written}] with the image's width W and height H"
@@ -255,28 +284,35 @@ def _fractions(boxes: np.ndarray) -> str:
 def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) -> tuple[np.ndarray, np.ndarray]:
     """Return (N, 4) numbers as the file has them and (N, 2) width and height of their images, of all readable boxes."""
     sizes_by_id = {id_: (row.width, row.height) for id_, row in images.items() if _is_size(row)}
-    sizes = np.array([sizes_by_id.get(id_, (math.nan, math.nan)) for id_ in annotations.image_ids.values], np.float64)
-    sizes = sizes.reshape(-1, 2)[np.array(annotations.image, np.int32)]
+    unknown = (math.nan, math.nan)
+    by_code = np.array([sizes_by_id.get(id_, unknown) for id_ in annotations.image_ids.values], np.float64)
+    sizes = by_code.reshape(-1, 2)[np.array(annotations.image, np.int32)]
     boxes = np.frombuffer(annotations.xywh).reshape(-1, 4)
-    boxes = boxes.copy() if annotations.odd else boxes
-    kept = (np.array(annotations.crowd, np.int8) == 0) & ~np.isnan(sizes[:, 0])
+    if annotations.odd:
+        boxes = boxes.copy()
+    is_crowd = np.array(annotations.crowd, np.int8) != 0
+    kept = ~is_crowd & ~np.isnan(sizes[:, 0])
     for number, entry in annotations.odd.items():
-        bbox, image_id = (entry.get("bbox"), entry.get("image_id")) if isinstance(entry, dict) else (None, None)
-        readable = isinstance(bbox, list | tuple) and len(bbox) == 4 and not entry.get("iscrowd")
-        kept[number] = readable and isinstance(image_id, int | str) and image_id in sizes_by_id
+        get = entry.get if isinstance(entry, dict) else {}.get
+        bbox = get("bbox")
+        image_id = get("image_id")
+        has_box = isinstance(bbox, list | tuple) and len(bbox) == 4 and not get("iscrowd")
+        has_size = isinstance(image_id, int | str) and image_id in sizes_by_id
+        kept[number] = has_box and has_size
         if kept[number]:
             boxes[number] = [_number(value) for value in bbox]
             sizes[number] = sizes_by_id[image_id]
     kept &= (np.abs(boxes) < MAX_PLAUSIBLE_PX).all(axis=1)
-    return (boxes, sizes) if kept.all() else (boxes[kept], sizes[kept])
+    if kept.all():
+        return boxes, sizes
+    return boxes[kept], sizes[kept]
 
 
 def _number(value: object) -> float:
     """Return a value as float; NaN if it is not a number of pixels, which validation reports."""
-    plain = (
-        isinstance(value, int | float) and not isinstance(value, bool) and -MAX_PLAUSIBLE_PX < value < MAX_PLAUSIBLE_PX
-    )
-    return float(value) if plain else math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value) if -MAX_PLAUSIBLE_PX < value < MAX_PLAUSIBLE_PX else math.nan
 
 
 def _is_size(row: ImageRow) -> bool:
@@ -285,11 +321,15 @@ def _is_size(row: ImageRow) -> bool:
 
 def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float = MIN_OVERSHOOT_PX) -> int:
     """Count the boxes that, read in a format, have no extent or leave their image by more than a slip."""
-    low, high = boxes[:, :2], boxes[:, 2:]
+    low = boxes[:, :2]
+    high = boxes[:, 2:]
     if read_as == "xywh":
-        high = low + high
+        high = low + boxes[:, 2:]
     elif read_as == "cxcywh":
-        low, high = low - high / 2, low + high / 2
+        low = boxes[:, :2] - boxes[:, 2:] / 2
+        high = boxes[:, :2] + boxes[:, 2:] / 2
     sides = high - low
     slip = np.maximum(MIN_OVERSHOOT_SHARE * sides, rounding)
-    return int(((sides <= 0) | (low < -slip) | (high > sizes + slip)).any(axis=1).sum())
+    leaves = (low < -slip) | (high > sizes + slip)
+    is_wrong = leaves | (sides <= 0)
+    return int(is_wrong.any(axis=1).sum())

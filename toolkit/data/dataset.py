@@ -28,7 +28,8 @@ def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.
     """
     text = f"{seed} {epoch} {index} {turn}" if turn else f"{seed} {epoch} {index}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    hashed = int.from_bytes(digest, "little")
+    return torch.Generator().manual_seed(hashed)
 
 
 def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
@@ -79,31 +80,38 @@ class DetectionDataset(torch.utils.data.Dataset):
         cache_images: bool = False,
         mirrored: Mapping[str, str] | None = None,
     ):
-        self._mirrored = mirrored_predicates(table.predicates, mirrored) if table.predicates or mirrored else None
+        self._mirrored = None
+        if table.predicates or mirrored:
+            self._mirrored = mirrored_predicates(table.predicates, mirrored)
         self.table = table
         self.transform = transform
         self.seed = seed
-        self._cache = [self._decode(table.row(i)) for i in range(len(table))] if cache_images else None
+        self._cache = None
+        if cache_images:
+            self._cache = [self._decode(table.row(i)) for i in range(len(table))]
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
         generator = sample_generator(self.seed, key.epoch, key.index, key.turn)
-        return self._augmented(*self._read(key.index), key.size_hw, generator, self.transform)
+        image, target = self._read(key.index)
+        return self._augmented(image, target, key.size_hw, generator, self.transform)
 
     def _read(self, index: int) -> tuple[Tensor, Target]:
         row = self.table.row(index)
         image = self._decode(row) if self._cache is None else self._cache[index]
         target = row_target(row, tuple(image.shape[-2:]))
         if self.table.labelled_classes is not None:
-            target["labelled"] = torch.from_numpy(self.table.labelled_classes[row["set"]].copy())
+            labelled = self.table.labelled_classes[row["set"]]
+            target["labelled"] = torch.from_numpy(labelled.copy())
         return image, target
 
     def _augmented(self, image: Tensor, target: Target, size_hw, generator, transform) -> tuple[Tensor, Target]:
         if self._mirrored is not None:
             target = {**target, "mirrored_predicates": self._mirrored}
-        image, target = transform(image, target, generator, *(() if size_hw is None else (size_hw,)))
+        size = () if size_hw is None else (size_hw,)
+        image, target = transform(image, target, generator, *size)
         target.pop("mirrored_predicates", None)
         return image, recheck_boxes(image, target)
 
@@ -133,7 +141,15 @@ class MixedDataset(DetectionDataset):
     """
 
     def __init__(
-        self, *args, mixup=False, mosaic=0.0, batch_mixup=0.0, copy_blend=0.0, plain=None, plain_hw=None, **options
+        self,
+        *args,
+        mixup=False,
+        mosaic=0.0,
+        batch_mixup=0.0,
+        copy_blend=0.0,
+        plain=None,
+        plain_hw=None,
+        **options,
     ):
         if not 0 <= mosaic <= 1:
             raise BadInput(f"data.mosaic is {mosaic}; expected a probability from 0 to 1")
@@ -149,14 +165,16 @@ class MixedDataset(DetectionDataset):
     @property
     def has_plain_epochs(self) -> bool:
         """True if the last epochs differ from the others, so that `plan` must be called."""
-        return any((self.mixup, self.mosaic, self.batch_mixup, self.copy_blend, self.plain, self.plain_hw))
+        mixes = (self.mixup, self.mosaic, self.batch_mixup, self.copy_blend)
+        return any((*mixes, self.plain, self.plain_hw))
 
     def plan(self, plain_epochs: float, total_steps: int, steps_per_epoch: int, fixed_at_step: int | None = 0) -> None:
         """Set the number of mixed epochs; arguments and rule as in `mixed_epochs`.
 
         The number is in shared memory, so workers may be running, but none may have begun an epoch that it affects.
         """
-        self._mixed_epochs.fill_(mixed_epochs(plain_epochs, total_steps, steps_per_epoch, fixed_at_step))
+        count = mixed_epochs(plain_epochs, total_steps, steps_per_epoch, fixed_at_step)
+        self._mixed_epochs.fill_(count)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
         generator = sample_generator(self.seed, key.epoch, key.index, key.turn)
@@ -169,17 +187,22 @@ class MixedDataset(DetectionDataset):
 
     def finish(self, samples: list[Sample], keys: Sequence[SampleKey]) -> list[Sample]:
         """Mix the samples of a batch with each other, in mixed epochs; a function of the seed and the first key."""
-        first = keys[0] if keys else None
-        if first is None or not (self.batch_mixup or self.copy_blend) or first.epoch >= int(self._mixed_epochs):
+        if not keys or not (self.batch_mixup or self.copy_blend):
+            return samples
+        first = keys[0]
+        if first.epoch >= int(self._mixed_epochs):
             return samples
         generator = sample_generator(self.seed, first.epoch, first.index, -1 - first.turn)  # none of a sample's own
         return mix_batch(samples, self.batch_mixup, self.copy_blend, generator)
 
     def _mixed(self, image: Tensor, target: Target, key: SampleKey, generator: torch.Generator):
         if float(torch.rand((), generator=generator)) < self.mosaic:
-            samples = [(image, target), *(self._checked(self._other(key.index, generator)) for _ in range(3))]
+            samples = [(image, target)]
+            for _ in range(3):
+                samples.append(self._checked(self._other(key.index, generator)))
             places = torch.randperm(4, generator=generator).tolist()
-            image, mixed = mosaic([samples[i] for i in places], key.size_hw, draw_point(key.size_hw, generator))
+            point_yx = draw_point(key.size_hw, generator)
+            image, mixed = mosaic([samples[i] for i in places], key.size_hw, point_yx)
             target = {**mixed, "image_id": target["image_id"]}
         if self.mixup:
             other = self._checked(self._other(key.index, generator))
@@ -214,4 +237,5 @@ def mixed_epochs(plain_epochs: float, total_steps: int, steps_per_epoch: int, fi
         return ALL_EPOCHS
     epochs = -(-total_steps // steps_per_epoch)
     begun = -(-fixed_at_step // steps_per_epoch)
-    return max(begun, epochs - (int(plain_epochs) if plain_epochs >= 1 else round(plain_epochs * epochs)))
+    plain = int(plain_epochs) if plain_epochs >= 1 else round(plain_epochs * epochs)
+    return max(begun, epochs - plain)

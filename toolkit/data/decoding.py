@@ -157,7 +157,9 @@ def _read(path: Path | Stored, max_pixels: int) -> bytearray:
 
 
 def _place_of(source: Path | str | bytes | Stored) -> Path | Stored | None:
-    return None if isinstance(source, bytes) else source if isinstance(source, Stored) else Path(source)
+    if isinstance(source, bytes):
+        return None
+    return source if isinstance(source, Stored) else Path(source)
 
 
 def _check_bytes(size: int, max_pixels: int, path: Path | Stored) -> None:
@@ -168,8 +170,9 @@ def _check_bytes(size: int, max_pixels: int, path: Path | Stored) -> None:
 
 
 def _check_pixels(size: tuple[int, int], max_pixels: int, path: Path | Stored | None) -> None:
-    if size[0] * size[1] > max_pixels:
-        raise ImageError(f"{size[0]} x {size[1]} pixels are more than data.max_image_pixels {max_pixels}", path)
+    width, height = size
+    if width * height > max_pixels:
+        raise ImageError(f"{width} x {height} pixels are more than data.max_image_pixels {max_pixels}", path)
 
 
 def _jpeg_segments(data: bytearray) -> Iterator[tuple[int, int]]:
@@ -183,8 +186,11 @@ def _jpeg_segments(data: bytearray) -> Iterator[tuple[int, int]]:
         yield marker, at
         if marker == 0xDA:
             return
-        alone = marker == 0x01 or 0xD0 <= marker <= 0xD9
-        at += 2 if alone else 2 + struct.unpack_from(">H", data, at + 2)[0]
+        at += 2
+        has_content = marker != 0x01 and not 0xD0 <= marker <= 0xD9
+        if has_content:
+            (length,) = struct.unpack_from(">H", data, at)
+            at += length
 
 
 def _jpeg_size(data: bytearray) -> tuple[int, int]:
@@ -203,8 +209,10 @@ def _orientation_is_in_exif(data: bytearray) -> bool:
     """
     if XMP_ORIENTATION in data:
         return False
-    first = next((at for marker, at in _jpeg_segments(data) if marker == APP1), None)
-    return first is None or data[first + 4 : first + 8] == b"Exif"
+    for marker, at in _jpeg_segments(data):
+        if marker == APP1:
+            return data[at + 4 : at + 8] == b"Exif"
+    return True
 
 
 def _decode_with_pillow(data: bytearray, path: Path | Stored | None, max_pixels: int) -> torch.Tensor:
@@ -228,7 +236,9 @@ def pixels_of(
     _check_pixels(image.size, max_pixels, path)
     with _told_as_image_errors(None, path):
         image.load()
-        return torch.from_numpy(_to_rgb(ImageOps.exif_transpose(image), path)).permute(2, 0, 1)
+        upright = ImageOps.exif_transpose(image)
+        rgb = torch.from_numpy(_to_rgb(upright, path))  # (H, W, 3)
+        return rgb.permute(2, 0, 1)
 
 
 @contextmanager
@@ -253,7 +263,8 @@ def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
         grey = np.asarray(image).astype(np.int64)
         if grey.size and not 0 <= grey.min() <= grey.max() <= 65535:
             raise ImageError(f"grey values from {grey.min()} to {grey.max()}; expected 8 or 16 bits", path)
-        return np.repeat(((grey + 128) // 257).astype(np.uint8)[..., None], 3, axis=2)
+        scaled = (grey + 128) // 257  # 65535 becomes 255
+        return np.repeat(scaled.astype(np.uint8)[..., None], 3, axis=2)
     if image.mode == "F":
         raise ImageError("floating-point pixels; expected 8 or 16 bits", path)
     if "transparency" in image.info:

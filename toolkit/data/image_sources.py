@@ -132,7 +132,10 @@ class Archive(_Listed):
         self.path = path
         self.inner = inner
         self.watch = str(path)
-        self.entries = {name.removeprefix(start): entry for name, entry in members.items() if name.startswith(start)}
+        self.entries = {}
+        for name, entry in members.items():
+            if name.startswith(start):
+                self.entries[name.removeprefix(start)] = entry
 
     def __str__(self) -> str:
         return f"{self.path}/{self.inner}" if self.inner else str(self.path)
@@ -145,12 +148,13 @@ class Archive(_Listed):
                 data = file.read(size)
             else:
                 head = file.read(_LOCAL_HEADER.size)
-                signature, *lengths = _LOCAL_HEADER.unpack(head) if len(head) == _LOCAL_HEADER.size else (b"", 0, 0)
-                if signature != b"PK\3\4":
+                if len(head) != _LOCAL_HEADER.size or not head.startswith(b"PK\3\4"):
                     raise OSError(errno.EIO, f"damaged: no member of the archive stands at byte {offset}")
-                file.seek(offset + _LOCAL_HEADER.size + sum(lengths))
+                _, name_length, extra_length = _LOCAL_HEADER.unpack(head)
+                file.seek(offset + _LOCAL_HEADER.size + name_length + extra_length)
                 data = _unpacked(file.read(packed), size, method)
-        if len(data) != size or method is not None and zlib.crc32(data) != check:
+        is_checked = method is not None
+        if len(data) != size or is_checked and zlib.crc32(data) != check:
             raise OSError(errno.EIO, "damaged: length or checksum is not that of the archive's directory")
         return data
 
@@ -161,7 +165,8 @@ class Storage(_Listed):
     remote = True
 
     def __init__(self, url: str):
-        self.url = self.watch = url.rstrip("/")
+        self.url = url.rstrip("/")
+        self.watch = self.url
         try:
             system, root = fsspec.core.url_to_fs(self.url)
             files = system.find(root, detail=True)
@@ -170,7 +175,10 @@ class Storage(_Listed):
         if not files:
             raise BadInput(f"{url}: no files there (data.image_dir)")
         start = len(root.rstrip("/")) + 1
-        self.entries = {name[start:]: (info.get("size") or 0, name, _stamp(info)) for name, info in files.items()}
+        self.entries = {}
+        for name, info in files.items():
+            size = info.get("size") or 0
+            self.entries[name[start:]] = (size, name, _stamp(info))
 
     def __str__(self) -> str:
         return self.url
@@ -179,9 +187,10 @@ class Storage(_Listed):
         return _hash_of((name, size, stamp) for name, (size, _, stamp) in self.entries.items())
 
     def _fetch(self, entry: tuple) -> bytes:
+        _, name, _ = entry
         try:
-            # fsspec keeps one client for each process and thread
-            return fsspec.core.url_to_fs(self.url)[0].cat_file(entry[1])
+            system, _ = fsspec.core.url_to_fs(self.url)  # fsspec keeps one client for each process and thread
+            return system.cat_file(name)
         except Exception as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
@@ -239,8 +248,11 @@ def _row_group(process: int, url: str, group: int, column: str) -> pa.Array:
     process: part of the cache's key, since forked processes share no open file.
     """
     with open_shard(url) as file:
-        images = file.read_row_group(group, columns=[column]).column(column).combine_chunks()
-    return images.field("bytes") if pa.types.is_struct(images.type) else images
+        rows = file.read_row_group(group, columns=[column])
+        images = rows.column(column).combine_chunks()
+    if pa.types.is_struct(images.type):
+        return images.field("bytes")
+    return images
 
 
 class ImageSources:
@@ -252,8 +264,10 @@ class ImageSources:
     def __truediv__(self, name: str) -> Path | Stored:
         if len(self.parts) == 1:
             return self.parts[0].source(name)
-        holder = next((part for part in self.parts if part.holds(name)), None)
-        return Stored(self, name) if holder is None else holder.source(name)
+        for part in self.parts:
+            if part.holds(name):
+                return part.source(name)
+        return Stored(self, name)
 
     def read(self, name: str) -> bytes:
         """Raise FileNotFoundError: none of the places holds the file."""
@@ -319,7 +333,10 @@ def size_of(source: Path | Stored) -> int:
 
 def watched_of(root: Path | ImageSources, folders: Iterable[str] = ("",)) -> list[str]:
     """Return paths whose `digest_of` changes when images in these folders of the root do."""
-    return [path for part in parts_of(root) for path in part.watched(folders)]
+    paths = []
+    for part in parts_of(root):
+        paths += part.watched(folders)
+    return paths
 
 
 def digest_of(path: str | Path) -> str:
@@ -359,12 +376,14 @@ def _state_of(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _hash_of(files: Iterable[tuple]) -> str:
-    return hashlib.blake2b(repr(sorted(files)).encode(errors="replace"), digest_size=16).hexdigest()
+    text = repr(sorted(files))
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def _open(spec: str) -> Folder | Archive | Storage | Shards:
     if spec.startswith("parquet:"):
-        return Shards(*spec.removeprefix("parquet:").split(":", 1))
+        column, root = spec.removeprefix("parquet:").split(":", 1)
+        return Shards(column, root)
     if "://" in spec:
         return _storage(spec)
     path = Path(spec).expanduser()
@@ -403,12 +422,18 @@ def _members(path: str, digest: str) -> Mapping[str, tuple]:
 def _zip_members(path: str) -> Iterator[tuple[str, tuple]]:
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
-            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                way = "encrypted" if info.flag_bits & 1 else f"packed by method {info.compress_type}"
+            is_encrypted = info.flag_bits & 1
+            if is_encrypted or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                way = "encrypted" if is_encrypted else f"packed by method {info.compress_type}"
                 raise BadInput(f"{path}: {info.filename} is {way}; expected stored or deflated members")
             if info.filename and not info.is_dir():
-                entry = (info.file_size, info.compress_size, info.header_offset, info.compress_type, info.CRC)
-                yield os.path.normpath(info.filename), entry
+                yield os.path.normpath(info.filename), (
+                    info.file_size,
+                    info.compress_size,
+                    info.header_offset,
+                    info.compress_type,
+                    info.CRC,
+                )
 
 
 def _tar_members(path: str) -> Mapping[str, tuple]:
@@ -416,8 +441,9 @@ def _tar_members(path: str) -> Mapping[str, tuple]:
     with tarfile.open(path, "r:") as archive:
         for info in archive:
             name = os.path.normpath(info.name)
-            if info.islnk() and os.path.normpath(info.linkname) in members:
-                members[name] = members[os.path.normpath(info.linkname)]
+            target = os.path.normpath(info.linkname)
+            if info.islnk() and target in members:
+                members[name] = members[target]
             elif info.isreg() and not info.issparse():
                 members[name] = (info.size, info.size, info.offset_data, None, int(info.mtime))
             archive.members = []  # it would keep a kilobyte for each
@@ -427,8 +453,9 @@ def _tar_members(path: str) -> Mapping[str, tuple]:
 def _unpacked(data: bytes, size: int, method: int) -> bytes:
     if method == zipfile.ZIP_STORED:
         return data
+    decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # one byte beyond the size at most
+        return decompressor.decompress(data, size + 1)  # one byte beyond the size at most
     except zlib.error as error:
         raise OSError(errno.EIO, f"damaged: {error}") from error
 

@@ -30,7 +30,7 @@ from toolkit.data.transforms.geometry import (
 )
 from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
 
-RECIPES = ("detr", *index.RECIPES)
+RECIPE_NAMES = ("detr", *index.RECIPES)
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
 ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
 ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixels
@@ -42,12 +42,19 @@ def check_one_size(stride: int, sizes: Sequence[ImageSize], scales: Sequence[int
     Raises BadInput for `scales`, and for a size in pixels that is not a multiple of `stride`, whose images the loader
     would pad.
     """
-    faults = ["the detector needs images of one size: leave data.scales empty, set data.image_size"] if scales else []
-    for size in (size for size in sizes if any(side % stride for side in pair_hw(size))):
-        near = [max(1, round(side / stride)) * stride for side in pair_hw(size)]
-        padded = f"images of {size_text(pair_hw(size))} px (data.image_size, data.multi_scale) would be padded"
+    faults = []
+    if scales:
+        faults.append("the detector needs images of one size: leave data.scales empty, set data.image_size")
+    for size in sizes:
+        size_hw = pair_hw(size)
+        if all(side % stride == 0 for side in size_hw):
+            continue
+        near = [max(1, round(side / stride)) * stride for side in size_hw]
         nearest = near[0] if isinstance(size, int) else near
-        faults.append(f"{padded}, which the detector ignores: give multiples of {stride}, such as {nearest}")
+        faults.append(
+            f"images of {size_text(size_hw)} px (data.image_size, data.multi_scale) would be padded, which the "
+            f"detector ignores: give multiples of {stride}, such as {nearest}"
+        )
     if faults:
         raise BadInput(faults)
 
@@ -70,19 +77,29 @@ def train_transform(c: Any) -> Transform:
         from toolkit.data.transforms.policy import policy_of  # here, since few trainings have one
 
         return policy_of(c.augment, train_transform(replace(c, augment=None)))
-    options = {"zoom_out": c.zoom_out, "iou_crop": c.iou_crop, "flip": c.flip, "photometric": c.photometric}
     if c.recipe != "detr":
-        return index.load(index.RECIPES[c.recipe])(**options)
+        make = index.load(index.RECIPES[c.recipe])
+        return make(
+            zoom_out=c.zoom_out,
+            iou_crop=c.iou_crop,
+            flip=c.flip,
+            photometric=c.photometric,
+        )
     probability = 0.5 if c.flip else 0.0
     first = (SeenRegion(c.zoom_out, c.iou_crop),) if c.zoom_out > 1 or c.iou_crop else ()
     colours = (PhotometricDistortion(),) if c.photometric else ()
     if not c.scales:
-        before = Compose((*first, *((RandomFlip(probability),) if c.flip else ())))
-        return ThenResize(before, Compose(colours), pair_hw(c.image_size))
+        flips = (RandomFlip(probability),) if c.flip else ()
+        return ThenResize(
+            before=Compose((*first, *flips)),
+            after=Compose(colours),
+            size_hw=pair_hw(c.image_size),
+        )
     if c.random_crop:
         geometry = detr_train_transform(c.scales, c.max_size, flip_probability=probability)
     else:  # Faster R-CNN's, which crops nothing
-        geometry = Compose((RandomFlip(probability), ResizeShorter(tuple(c.scales), c.max_size)))
+        resize = ResizeShorter(tuple(c.scales), c.max_size)
+        geometry = Compose((RandomFlip(probability), resize))
     return Compose((*first, geometry, *colours))
 
 
@@ -103,7 +120,8 @@ def training_sizes(c: Any) -> VariableSizes | None:
             sizes_hw.append(pair_hw(size))
         except BadInput as error:
             faults += error.problems
-    faults += [] if faults else _aspects_apart(*sizes_hw)
+    if not faults:
+        faults += _aspects_apart(*sizes_hw)
     if c.multi_scale_every < 1:
         faults.append(f"data.multi_scale_every {c.multi_scale_every}: expected at least one batch")
     for name in ("multi_scale", "mosaic", "batch_mixup", "copy_blend"):
@@ -128,7 +146,11 @@ def _aspects_apart(base_hw: tuple[int, int], *several_hw: tuple[int, int]) -> li
     apart = [(h * width) / (w * height) for h, w in several_hw]
     if not any(max(ratio, 1 / ratio) > ASPECTS_APART for ratio in apart):
         return []
-    near = [[round((h * w * height / width) ** 0.5), round((h * w * width / height) ** 0.5)] for h, w in several_hw]
+    near = []  # of as many pixels, and the aspect of the first
+    for h, w in several_hw:
+        near_height = round((h * w * height / width) ** 0.5)
+        near_width = round((h * w * width / height) ** 0.5)
+        near.append([near_height, near_width])
     return [
         f"data.multi_scale {[list(hw) for hw in several_hw]} has other aspects than data.image_size {height} x {width} "
         f"px, at which the detector is evaluated: give [height, width] of about {near}"
@@ -137,18 +159,27 @@ def _aspects_apart(base_hw: tuple[int, int], *several_hw: tuple[int, int]) -> li
 
 def val_transform(image_size: ImageSize, scales: list[int], max_size: int) -> Transform:
     """Make the deterministic transform of validation images."""
-    return ResizeShorter((scales[-1],), max_size) if scales else exact_transform(image_size)
+    if scales:
+        return ResizeShorter((scales[-1],), max_size)
+    return exact_transform(image_size)
 
 
 def processor_size(image_size: ImageSize, scales: list[int], max_size: int) -> dict[str, int]:
     """Return the size of validation images in pixels, in the format of transformers' image processors."""
     if scales:
         return {"shortest_edge": scales[-1], "longest_edge": max_size}
-    return dict(zip(("height", "width"), pair_hw(image_size), strict=True))
+    height, width = pair_hw(image_size)
+    return {"height": height, "width": width}
 
 
 def loader_of_settings(
-    table: DetectionTable, c: Any, *, seed: int, stride: int, augmented: bool = True, pin: bool = False
+    table: DetectionTable,
+    c: Any,
+    *,
+    seed: int,
+    stride: int,
+    augmented: bool = True,
+    pin: bool = False,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """Make this rank's sampler and loader of the training data.
 
@@ -173,14 +204,26 @@ def loader_of_settings(
     if blocks is not None:
         _check_streamed(c, augmented)
     groups = aspect_ratio_groups(table.sizes_hw()) if c.group_by_aspect_ratio else None
-    order = {"groups": groups, "sizes": sizes, "blocks": blocks}
+    repeats = None
+    strata = None
     if augmented:
         repeats = _repeats(table, c.repeat_factor, c.predicate_repeat_factor)
         if c.shares:
-            order["strata"] = table.set_of_image()
-            repeats = set_repeats(order["strata"], max(1, len(table.sets)), c.shares, repeats)
-        order["repeats"] = repeats
-    sampler = EpochSampler(len(table), c.batch_size_per_device, *world(), seed, **order)
+            strata = table.set_of_image()
+            repeats = set_repeats(strata, max(1, len(table.sets)), c.shares, repeats)
+    rank, world_size = world()
+    sampler = EpochSampler(
+        len(table),
+        c.batch_size_per_device,
+        rank,
+        world_size,
+        seed,
+        groups=groups,
+        sizes=sizes,
+        repeats=repeats,
+        blocks=blocks,
+        strata=strata,
+    )
     if augmented:
         dataset = _augmented(table, transform, c, seed)
     else:
@@ -191,15 +234,18 @@ def loader_of_settings(
 def _check_streamed(c: Any, augmented: bool) -> None:
     everywhere = {"group_by_aspect_ratio": c.group_by_aspect_ratio}
     if augmented:
-        pixels = c.multi_scale and c.multi_scale_pixels
-        everywhere |= {"mixup": c.mixup, "mosaic": c.mosaic, "multi_scale_pixels": pixels}
-    chosen = [name for name, given in everywhere.items() if given]
-    if chosen:
-        raise BadInput(
-            f"data.{name} takes images from anywhere in the data, which data.streaming reads by row groups; leave one "
-            "of the two out"
-            for name in chosen
-        )
+        everywhere["mixup"] = c.mixup
+        everywhere["mosaic"] = c.mosaic
+        everywhere["multi_scale_pixels"] = c.multi_scale and c.multi_scale_pixels
+    faults = []
+    for name, given in everywhere.items():
+        if given:
+            faults.append(
+                f"data.{name} takes images from anywhere in the data, which data.streaming reads by row groups; leave "
+                "one of the two out"
+            )
+    if faults:
+        raise BadInput(faults)
 
 
 def _check_last_epochs(c: Any) -> None:
@@ -217,13 +263,27 @@ def _check_last_epochs(c: Any) -> None:
 
 
 def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int) -> DetectionDataset:
-    off = {"photometric": False, "zoom_out": 1.0, "iou_crop": False, "augment": None}
-    without = {name: off[name] for name in c.plain_without if name in off and getattr(c, name) != off[name]}
-    plain_hw = pair_hw(c.image_size) if c.multi_scale and "multi_scale" in c.plain_without else None
+    off = {
+        "photometric": False,
+        "zoom_out": 1.0,
+        "iou_crop": False,
+        "augment": None,
+    }
+    without = {}
+    for name in c.plain_without:
+        if name in off and getattr(c, name) != off[name]:
+            without[name] = off[name]
+    ends_multi_scale = c.multi_scale and "multi_scale" in c.plain_without
+    plain_hw = pair_hw(c.image_size) if ends_multi_scale else None
     mixing = {name: getattr(c, name) for name in MIXING}
-    options = {"seed": seed, "cache_images": c.cache_images, "mirrored": c.mirrored_predicates}
-    # samples of the recipe yolov3 draw whether they are mosaics, also where none is
-    if not (any(mixing.values()) or without or plain_hw or c.recipe == "yolov3"):
+    options = {
+        "seed": seed,
+        "cache_images": c.cache_images,
+        "mirrored": c.mirrored_predicates,
+    }
+    # Samples of the recipe yolov3 draw whether they are mosaics, also where none is.
+    is_mixed = any(mixing.values()) or c.recipe == "yolov3"
+    if not (is_mixed or without or plain_hw):
         return DetectionDataset(table, transform, **options)
     plain = train_transform(replace(c, **without)) if without else None
     return MixedDataset(table, transform, **options, **mixing, plain=plain, plain_hw=plain_hw)
@@ -246,7 +306,10 @@ def _repeats(table: DetectionTable, of_classes: float, of_predicates: float) -> 
 
 
 def repeat_factors(
-    labels: Sequence[np.ndarray], num_classes: int, threshold: float, setting: str = "repeat_factor"
+    labels: Sequence[np.ndarray],
+    num_classes: int,
+    threshold: float,
+    setting: str = "repeat_factor",
 ) -> np.ndarray:
     """Return (N,) float64, at least 1: repeats of each image in an epoch (Gupta et al., LVIS, 2019, section 4.1).
 
@@ -288,7 +351,8 @@ def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: 
     sums = np.bincount(sets, weights, minlength=count)
     if not sums.all():
         raise BadInput(f"data.shares: set {int(np.argmin(sums)) + 1} of {count} has no training images left")
-    return weights * (np.asarray(shares) / np.sum(shares) * sums.sum() / sums)[sets]
+    of_sets = np.asarray(shares) / np.sum(shares) * sums.sum() / sums
+    return weights * of_sets[sets]
 
 
 def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
@@ -297,7 +361,13 @@ def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
 
 
 def validation_loader(
-    table: DetectionTable, transform: Transform, *, batch_size: int, workers: int, stride: int, pin: bool = False
+    table: DetectionTable,
+    transform: Transform,
+    *,
+    batch_size: int,
+    workers: int,
+    stride: int,
+    pin: bool = False,
 ) -> torch.utils.data.DataLoader:
     """Make this rank's loader of the validation data; `pin` as in `make_loader`."""
     sampler = EvalSampler(len(table), batch_size, *world())
@@ -306,8 +376,8 @@ def validation_loader(
 
 def _check_transform(c: Any) -> None:
     faults = []
-    if c.recipe not in RECIPES:
-        faults.append(f"data.recipe is {c.recipe!r}; expected one of {', '.join(RECIPES)}")
+    if c.recipe not in RECIPE_NAMES:
+        faults.append(f"data.recipe is {c.recipe!r}; expected one of {', '.join(RECIPE_NAMES)}")
     elif c.scales and c.recipe != "detr":
         faults.append(
             f"data.recipe {c.recipe} makes images of one size, which data.scales does not: set data.recipe to detr, "
@@ -331,8 +401,9 @@ def blocks_of(table: DetectionTable) -> np.ndarray | None:
     root = table.image_root
     if not isinstance(root, ImageSources) or not isinstance(root.parts[0], Shards):
         return None
-    groups = pc.replace_substring_regex(table.rows["file_name"], "/[0-9]+$", "").combine_chunks().dictionary_encode()
-    return groups.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    groups = pc.replace_substring_regex(table.rows["file_name"], "/[0-9]+$", "")  # <file>/<row group>
+    numbers = groups.combine_chunks().dictionary_encode().indices
+    return numbers.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def largest_batch(dataset: DetectionDataset, count: int, stride: int, sizes: VariableSizes | None = None) -> Batch:
@@ -345,7 +416,9 @@ def largest_batch(dataset: DetectionDataset, count: int, stride: int, sizes: Var
     size_hw = None
     if sizes is not None:
         size_hw, count = sizes.largest(count)
-    by_boxes = np.argsort(-dataset.table.num_boxes(), kind="stable")[: count // 2].tolist()
-    by_pixels = np.argsort(-dataset.table.sizes_hw().astype(np.int64).prod(1), kind="stable")[:count].tolist()
-    chosen = list(dict.fromkeys([*by_boxes, *by_pixels]))[:count]
-    return collate([dataset[SampleKey(0, index, size_hw)] for index in chosen], stride)
+    pixels = dataset.table.sizes_hw().astype(np.int64).prod(1)
+    by_boxes = np.argsort(-dataset.table.num_boxes(), kind="stable")[: count // 2]
+    by_pixels = np.argsort(-pixels, kind="stable")[:count]
+    chosen = list(dict.fromkeys([*by_boxes.tolist(), *by_pixels.tolist()]))[:count]
+    samples = [dataset[SampleKey(0, index, size_hw)] for index in chosen]
+    return collate(samples, stride)

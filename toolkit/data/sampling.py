@@ -47,8 +47,11 @@ class VariableSizes:
     base_hw: tuple[int, int] | None = None
 
     def __post_init__(self):
-        sizes = self.sizes_hw if self.base_hw is None else (*self.sizes_hw, self.base_hw)
-        if not self.sizes_hw or min(min(size) for size in sizes) < 1 or self.every < 1:
+        sizes = list(self.sizes_hw)
+        if self.base_hw is not None:
+            sizes.append(self.base_hw)
+        has_empty = any(min(size_hw) < 1 for size_hw in sizes)
+        if not self.sizes_hw or has_empty or self.every < 1:
             raise BadInput(
                 "images of varying size need sizes (height, width) of at least one pixel, and at least one batch "
                 f"between two of them; got {self}"
@@ -56,27 +59,39 @@ class VariableSizes:
 
     def draw(self, seed: int, epoch: int, count: int) -> list[tuple[int, int]]:
         """Draw (h, w) of the first `count` micro-batches of an epoch; a larger count begins with the same sizes."""
-        draws = np.random.default_rng((seed, epoch, 1)).random(-(-count // self.every))
-        chosen = np.repeat((draws * len(self.sizes_hw)).astype(int), self.every)[:count]
-        return [self.sizes_hw[i] for i in chosen]
+        rng = np.random.default_rng((seed, epoch, 1))
+        draws = rng.random(-(-count // self.every))
+        chosen = (draws * len(self.sizes_hw)).astype(int)
+        of_batches = np.repeat(chosen, self.every)[:count]
+        return [self.sizes_hw[i] for i in of_batches]
 
     def batch_size(self, size_hw: tuple[int, int], batch_size: int) -> int:
         """Return the images of a batch of this size, where `batch_size` is the configured one."""
         if self.base_hw is None:
             return batch_size
-        return max(1, batch_size * self.base_hw[0] * self.base_hw[1] // (size_hw[0] * size_hw[1]))
+        height, width = size_hw
+        base_height, base_width = self.base_hw
+        pixels = batch_size * base_height * base_width
+        return max(1, pixels // (height * width))
 
     def largest(self, batch_size: int) -> tuple[tuple[int, int], int]:
         """Return the size with the most pixels in a batch, and its batch size; of several, the larger images."""
-        pairs = [(size, self.batch_size(size, batch_size)) for size in self.sizes_hw]
-        return max(pairs, key=lambda pair: (pair[0][0] * pair[0][1] * pair[1], pair[0]))
+
+        def pixels_and_size(pair: tuple[tuple[int, int], int]) -> tuple[int, tuple[int, int]]:
+            (height, width), images = pair
+            return height * width * images, (height, width)
+
+        pairs = [(size_hw, self.batch_size(size_hw, batch_size)) for size_hw in self.sizes_hw]
+        return max(pairs, key=pixels_and_size)
 
 
 def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return [start, stop) of this rank's share of `count` consecutive samples; 5 over 2 ranks are 3 and 2."""
     share, extra = divmod(count, world_size)
     start = rank * share + min(rank, extra)
-    return start, start + share + (rank < extra)
+    if rank < extra:
+        share += 1
+    return start, start + share
 
 
 def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.ndarray:
@@ -84,8 +99,12 @@ def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.
 
     full_sizes: the size of every batch, or of one after the other. If fewer samples than ranks are left over, they join
     the batch before. Fewer samples than ranks in all make no batch.
+
+    On 2 ranks, 10 samples in batches of 4 end at [4, 8, 10], and 9 samples at [4, 9].
     """
-    ends = np.cumsum(np.full(count // full_sizes, full_sizes) if isinstance(full_sizes, int) else full_sizes)
+    if isinstance(full_sizes, int):
+        full_sizes = np.full(count // full_sizes, full_sizes)
+    ends = np.cumsum(full_sizes)
     ends = ends[ends <= count]
     if count - ends.max(initial=0) >= world_size:
         return np.append(ends, count)
@@ -106,31 +125,44 @@ def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.
         if len(samples) == global_batch:
             arranged += samples
             waiting[group] = []
-    return np.array(arranged + [index for group in sorted(waiting) for index in waiting[group]], dtype=np.int64)
+    for group in sorted(waiting):
+        arranged += waiting[group]
+    return np.array(arranged, dtype=np.int64)
 
 
 def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draw a random order of samples, by their blocks (n,); samples of `MIXED_BLOCKS` blocks at a time are mixed."""
     names, block = np.unique(blocks, return_inverse=True)
-    pool = rng.permutation(len(names))[block] // MIXED_BLOCKS
-    return np.lexsort((rng.permutation(len(blocks)), pool))
+    place_of_block = rng.permutation(len(names))
+    pool = place_of_block[block] // MIXED_BLOCKS  # (n,) blocks of one pool are mixed
+    within_pool = rng.permutation(len(blocks))
+    return np.lexsort((within_pool, pool))
 
 
 def rank_runs(order: np.ndarray, batch_size: int, world_size: int) -> np.ndarray:
     """Rearrange `order` so that each rank walks through one contiguous part of it.
 
     Global micro-batches are cut out of the result as `batch_ends` says, and each is shared by `split_evenly`.
+
+    Samples 0 to 9 on 2 ranks with batches of 2 become 0 1 5 6, 2 3 7 8, 4 9: rank 0 has 0 to 4, rank 1 has 5 to 9.
     """
     ends = batch_ends(len(order), world_size * batch_size, world_size)
     if world_size == 1 or not len(ends):
         return order
-    whole = (len(ends) - 1) * batch_size
-    last = int(ends[-1]) - whole * world_size  # samples of the uneven batch
-    bounds = [split_evenly(last, rank, world_size) for rank in range(world_size)]
-    starts = np.cumsum([0, *(whole + stop - start for start, stop in bounds)])
-    runs = [order[first:last] for first, last in zip(starts[:-1], starts[1:], strict=True)]
-    full = np.stack([run[:whole].reshape(-1, batch_size) for run in runs], axis=1)
-    return np.concatenate([full.reshape(-1), *(run[whole:] for run in runs), order[starts[-1] :]])
+    whole = (len(ends) - 1) * batch_size  # samples of a rank in full batches
+    uneven = int(ends[-1]) - whole * world_size  # samples of all ranks in the last batch
+    full = []
+    remainders = []
+    first = 0
+    for rank in range(world_size):
+        start, stop = split_evenly(uneven, rank, world_size)
+        last = first + whole + stop - start
+        run = order[first:last]
+        full.append(run[:whole].reshape(-1, batch_size))
+        remainders.append(run[whole:])
+        first = last
+    full_batches = np.stack(full, axis=1)  # (batches, ranks, batch_size)
+    return np.concatenate([full_batches.reshape(-1), *remainders, order[first:]])
 
 
 class EpochSampler:
@@ -218,7 +250,8 @@ class EpochSampler:
     def advance_batches(self, n_batches: int) -> None:
         """Record that training has consumed this many more global micro-batches."""
         first = self.next_batch
-        self.advance(sum(self.samples_in_batch(i) for i in range(first, first + n_batches)))
+        counts = [self.samples_in_batch(i) for i in range(first, first + n_batches)]
+        self.advance(sum(counts))
 
     @property
     def next_batch(self) -> int:
@@ -230,7 +263,8 @@ class EpochSampler:
 
         i counts from the epoch's start, also after resuming.
         """
-        return int(self._ends[i] - (self._ends[i - 1] if i else 0))
+        start = self._ends[i - 1] if i else 0
+        return int(self._ends[i] - start)
 
     def __len__(self) -> int:
         """Return the number of micro-batches in the whole epoch."""
@@ -242,8 +276,9 @@ class EpochSampler:
         If the number of images follows their size, the number of micro-batches depends on the sizes drawn in the epoch.
         """
         drawn = self.sizes.draw(self.seed, epoch, self.num_samples + 1) if self._count_varies else None
-        count = len(self._batch_ends(self.num_samples, drawn, self.world_size, self.batch_size))
-        return -(-count // accumulation_at(epoch, accumulation_steps, accumulate_after_epoch))
+        ends = self._batch_ends(self.num_samples, drawn, self.world_size, self.batch_size)
+        accumulation = accumulation_at(epoch, accumulation_steps, accumulate_after_epoch)
+        return -(-len(ends) // accumulation)
 
     @property
     def _count_varies(self) -> bool:
@@ -258,7 +293,10 @@ class EpochSampler:
 
     def steps_in(self, epochs: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
         """Return the optimizer steps of so many epochs from the first one on; see `steps_of_epoch`."""
-        return sum(self.steps_of_epoch(epoch, accumulation_steps, accumulate_after_epoch) for epoch in range(epochs))
+        steps = 0
+        for epoch in range(epochs):
+            steps += self.steps_of_epoch(epoch, accumulation_steps, accumulate_after_epoch)
+        return steps
 
     def cut_as(self, world_size: int, batch_size: int) -> "EpochSampler":
         """Return the same data at the start of the first epoch, for other ranks and batches."""
@@ -278,9 +316,16 @@ class EpochSampler:
 
         It has seed, epoch, offset, world_size, batch_size and num_samples; `layout` and `sizes` describe the cut.
         """
-        names = ("seed", "epoch", "offset", "world_size", "batch_size", "num_samples")
-        layout = [list(segment) for segment in self._layout]
-        return {name: getattr(self, name) for name in names} | {"layout": layout, "sizes": repr(self.sizes)}
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "world_size": self.world_size,
+            "batch_size": self.batch_size,
+            "num_samples": self.num_samples,
+            "layout": [list(segment) for segment in self._layout],
+            "sizes": repr(self.sizes),
+        }
 
     def load_state_dict(self, state: dict[str, object]) -> list[str]:
         """Restore a saved state; return a message for each way in which the run cannot stay identical.
@@ -334,7 +379,11 @@ class EpochSampler:
         self._turns = np.zeros(self.num_samples, np.int64)
         if self.repeats is not None:
             self._images, self._turns = _repeated(
-                self.repeats, self.strata, self.num_samples, self.seed, self.epoch
+                self.repeats,
+                self.strata,
+                self.num_samples,
+                self.seed,
+                self.epoch,
             )
         groups = None if self.groups is None else self.groups[self._images]
         order = self._first_order()
@@ -343,13 +392,19 @@ class EpochSampler:
         drawn = self.sizes.draw(self.seed, self.epoch, self.num_samples + 1) if self.sizes else None
         for start, world_size, batch_size in self._layout:
             if groups is not None:
-                order = np.concatenate([order[:start], group_order(order[start:], groups, world_size * batch_size)])
+                left = group_order(order[start:], groups, world_size * batch_size)
+                order = np.concatenate([order[:start], left])
             if position is not None:  # the samples left, in the first order again, are shared among these ranks
-                left = order[start:][np.argsort(position[order[start:]])]
-                order = np.concatenate([order[:start], rank_runs(left, batch_size, world_size)])
-            ends = [end for end in ends if end < start] + [start] * (start > 0)
+                left = order[start:]
+                left = left[np.argsort(position[left])]
+                left = rank_runs(left, batch_size, world_size)
+                order = np.concatenate([order[:start], left])
+            ends = [end for end in ends if end < start]
+            if start > 0:
+                ends.append(start)
             left_sizes = drawn and drawn[len(ends) :]
-            ends += (start + self._batch_ends(self.num_samples - start, left_sizes, world_size, batch_size)).tolist()
+            ends_of_left = self._batch_ends(self.num_samples - start, left_sizes, world_size, batch_size)
+            ends += (start + ends_of_left).tolist()
         self._order = order
         self._ends = np.array(ends, dtype=np.int64)
         self._drawn = drawn
@@ -372,25 +427,35 @@ class EpochSampler:
         mine = self._order[first + start : first + stop]
         images = self._images[mine].tolist()
         turns = self._turns[mine].tolist()
-        return [SampleKey(self.epoch, image, size_hw, turn) for image, turn in zip(images, turns, strict=True)]
+        keys = []
+        for image, turn in zip(images, turns, strict=True):
+            keys.append(SampleKey(self.epoch, image, size_hw, turn))
+        return keys
 
 
 def _repeated(
-    repeats: np.ndarray, strata: np.ndarray | None, count: int, seed: int, epoch: int
+    repeats: np.ndarray,
+    strata: np.ndarray | None,
+    count: int,
+    seed: int,
+    epoch: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw (image, turn) of each of `count` samples of an epoch.
 
     Systematic sampling: the count of each image is off by at most one. turn: how often the image is among the samples
-    before.
+    before. Images a, b with repeats 1 and 2, shuffled to b, a, give b, b, a with the turns 0, 1, 0.
     """
     rng = np.random.default_rng((seed, epoch, 2))
     images = rng.permutation(len(repeats))
     if strata is not None:
         images = images[np.argsort(strata[images], kind="stable")]
-    ends = np.cumsum(repeats[images], dtype=np.float64)
-    points = (np.arange(count) + rng.random()) * (ends[-1] / count)
-    places = np.minimum(np.searchsorted(ends, points, side="right"), len(images) - 1)
-    return images[places], np.arange(count) - np.searchsorted(places, places)
+    numbers = np.arange(count)
+    ends = np.cumsum(repeats[images], dtype=np.float64)  # image i covers the points from ends[i - 1] to ends[i]
+    points = (numbers + rng.random()) * (ends[-1] / count)  # evenly spaced
+    places = np.searchsorted(ends, points, side="right")
+    places = np.minimum(places, len(images) - 1)
+    turns = numbers - np.searchsorted(places, places)
+    return images[places], turns
 
 
 class EvalSampler:
@@ -459,8 +524,13 @@ def steps_ahead(sampler: EpochSampler, epochs: float, *accumulation: int) -> flo
     """
     here = sampler.epoch + sampler.offset / sampler.num_samples
     end = sampler.epoch + 1
-    left = -(-(len(sampler) - sampler.next_batch) // accumulation_at(sampler.epoch, *accumulation))
+    batches_left = len(sampler) - sampler.next_batch
+    steps_left = -(-batches_left // accumulation_at(sampler.epoch, *accumulation))  # of this epoch
     if epochs < end:
-        return left * max(0.0, epochs - here) / (end - here) if end > here else 0.0
-    whole = sum(sampler.steps_of_epoch(epoch, *accumulation) for epoch in range(end, int(epochs)))
-    return left + whole + (epochs - int(epochs)) * sampler.steps_of_epoch(int(epochs), *accumulation)
+        if end <= here:
+            return 0.0
+        return steps_left * max(0.0, epochs - here) / (end - here)
+    last = int(epochs)
+    whole = sum(sampler.steps_of_epoch(epoch, *accumulation) for epoch in range(end, last))
+    of_last = (epochs - last) * sampler.steps_of_epoch(last, *accumulation)
+    return steps_left + whole + of_last

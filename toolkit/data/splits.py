@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,11 +77,14 @@ def check_splits(
     wanted = [source for source in sources if source is not None and not share_of(source)]
     named = [source if is_several(source) else str(source) for source in wanted]
     if is_several(path, *named):
-        sets = [one for pairs in all_faults(*(partial(paired, path, source) for source in named)) for one in pairs]
-        all_faults(*(partial(check_splits, source, path=one, format=format, name=name) for one, source in sets))
+        of_sources = all_faults(*[partial(paired, path, source) for source in named])
+        checks = []
+        for one, source in chain.from_iterable(of_sources):
+            checks.append(partial(check_splits, source, path=one, format=format, name=name))
+        all_faults(*checks)
     elif path is not None:
         folder = recognise(path, _folder_format(format))
-        all_faults(*(partial(split_in, folder, source) for source in named))
+        all_faults(*[partial(split_in, folder, source) for source in named])
     elif name is None:
         files = [Path(source).expanduser() for source in named if source.lower().endswith(".json")]
         missing = [file for file in files if not file.exists()]
@@ -89,7 +93,14 @@ def check_splits(
 
 
 def open_splits(
-    train: str, val: str | float, folder: Path, *, say: Say, max_train_images=None, overfit_images: int = 0, **reading
+    train: str,
+    val: str | float,
+    folder: Path,
+    *,
+    say: Say,
+    max_train_images=None,
+    overfit_images: int = 0,
+    **reading,
 ) -> tuple[DetectionTable, DetectionTable]:
     """Open training and validation data with the same classes; their problems are listed in `folder`.
 
@@ -107,8 +118,9 @@ def open_splits(
     if path:
         for one in path if is_several(path) else [path]:
             say(str(recognise(one, _folder_format(reading.get("format", "auto")))))
-    listings = [folder / f"data_problems_{name}.txt" for name in ("train", "val")]
-    opening = partial(open_split, train, say=say, listing=listings[0], **reading)
+    train_listing = folder / "data_problems_train.txt"
+    val_listing = folder / "data_problems_val.txt"
+    opening = partial(open_split, train, say=say, listing=train_listing, **reading)
     share = share_of(val)
     if share:
         whole = opening()
@@ -117,13 +129,15 @@ def open_splits(
         table, val_table = hold_out(whole, share, reading.get("cache_dir"))
         say(share_that_came_out(len(val_table), len(whole), share))
     else:
-        table, val_table = all_faults(opening, partial(open_split, val, say=say, listing=listings[1], **reading))
+        opening_val = partial(open_split, val, say=say, listing=val_listing, **reading)
+        table, val_table = all_faults(opening, opening_val)
         val_table = _in_classes_of(table, val_table, reading)
         _warn_of_overlap(table, val_table, ("the training data", "the validation data"), say)
     check_same_classes(table, val_table)
     table = table.head(max_train_images or len(table))
     if overfit_images:
-        table = val_table = table.head(overfit_images)
+        table = table.head(overfit_images)
+        val_table = table
     return table, val_table
 
 
@@ -179,11 +193,16 @@ def counts_of(table: DetectionTable) -> dict:
     """Return, JSON-able, the numbers of images and boxes, and in `sets` those of each set of a joined table."""
     boxes = table.num_boxes()
     of_image = table.set_of_image()
-    counts = {}
+    counts = {"images": len(table), "boxes": int(boxes.sum())}
     if table.sets:
-        parts = ((one.name, of_image == number) for number, one in enumerate(table.sets))
-        counts["sets"] = {name: {"images": int(rows.sum()), "boxes": int(boxes[rows].sum())} for name, rows in parts}
-    return {"images": len(table), "boxes": int(boxes.sum())} | counts
+        counts["sets"] = {}
+        for number, one in enumerate(table.sets):
+            rows = of_image == number
+            counts["sets"][one.name] = {
+                "images": int(rows.sum()),
+                "boxes": int(boxes[rows].sum()),
+            }
+    return counts
 
 
 def notes_of(table: DetectionTable) -> list[str]:
@@ -192,7 +211,8 @@ def notes_of(table: DetectionTable) -> list[str]:
     for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
         unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
         text = f"  {one.name}: {counts['images']} images, {counts['boxes']} boxes"
-        text += f"; does not label {', '.join(unlabelled)} (data.unlisted_classes unknown)" if unlabelled else ""
+        if unlabelled:
+            text += f"; does not label {', '.join(unlabelled)} (data.unlisted_classes unknown)"
         lines.append(text)
     return lines
 
@@ -225,7 +245,8 @@ def mostly_empty(table: DetectionTable) -> str:
     for number in np.unique(set_of_image).tolist():
         of_set = np.flatnonzero(set_of_image == number)
         empty = of_set[is_empty[of_set]]
-        if len(empty) == len(of_set) or len(of_set) >= FEW_IMAGES and len(empty) > MOSTLY_EMPTY_SHARE * len(of_set):
+        hardly_any = len(of_set) >= FEW_IMAGES and len(empty) > MOSTLY_EMPTY_SHARE * len(of_set)
+        if hardly_any or len(empty) == len(of_set):
             names = ", ".join(table.image_name(index) for index in empty[:3].tolist())
             of = f" of {table.sets[number].name}" if table.sets else ""
             faults.append(f"{len(empty)} of {len(of_set)} images{of} have no object, such as {names}")
@@ -249,11 +270,12 @@ def shared_images(first: DetectionTable, second: DetectionTable) -> int:
     """
     if first.image_root is None or second.image_root is None:
         return len(second) if first.fingerprint == second.fingerprint else 0
-    files = [
-        [os.path.normpath(f"{table.image_root}/{name}") for name in table.rows["file_name"].to_pylist()]
-        for table in (first, second)
-    ]
-    return len(set(files[1]).intersection(files[0]))
+    return len(_image_files(first) & _image_files(second))
+
+
+def _image_files(table: DetectionTable) -> set[str]:
+    names = table.rows["file_name"].to_pylist()
+    return {os.path.normpath(f"{table.image_root}/{name}") for name in names}
 
 
 def overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str]) -> str:
@@ -284,7 +306,13 @@ def _write_problems(table: DetectionTable, listing: Path | None) -> None:
 
 
 def open_all_splits(
-    train: str, val: str | float, test: str | float | None, folder: Path, *checks: Callable, say: Say, **options
+    train: str,
+    val: str | float,
+    test: str | float | None,
+    folder: Path,
+    *checks: Callable,
+    say: Say,
+    **options,
 ) -> tuple[DetectionTable, DetectionTable, DetectionTable | None]:
     """Open training and validation data by `open_splits`, and the test data with the same classes; None: no test data.
 
@@ -311,8 +339,8 @@ def open_all_splits(
         return table, val_table, None
     test_table = _in_classes_of(table, tested[0], reading)
     check_same_classes(table, test_table, "the test split")
-    for name, other in (("the training data", table), ("the validation data", val_table)):
-        _warn_of_overlap(other, test_table, (name, "the test split"), say)
+    _warn_of_overlap(table, test_table, ("the training data", "the test split"), say)
+    _warn_of_overlap(val_table, test_table, ("the validation data", "the test split"), say)
     return table, val_table, test_table
 
 
@@ -328,8 +356,7 @@ def _in_classes_of(train: DetectionTable, other: DetectionTable, reading: dict) 
         return other
     from toolkit.data.joining import with_classes_of  # here, since few trainings have several data sets
 
-    in_classes = partial(
-        with_classes_of, other, train, reading.get("unlisted_classes", "unknown"), reading.get("cache_dir")
-    )
+    unlisted = reading.get("unlisted_classes", "unknown")
+    in_classes = partial(with_classes_of, other, train, unlisted, reading.get("cache_dir"))
     first_on_each_machine(in_classes)
     return in_classes()

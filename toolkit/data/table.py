@@ -60,8 +60,10 @@ class Problem:
     def __str__(self) -> str:
         """Return one line, whatever names and values of the data are in it."""
         given = {"image": self.image_id, "annotation": self.annotation_id}
-        ids = ", ".join(f"{name} {shown(id_)}" for name, id_ in given.items() if id_ is not None)
-        where = shown(self.file, 300) + (f" ({ids})" if ids else "")
+        ids = [f"{name} {shown(id_)}" for name, id_ in given.items() if id_ is not None]
+        where = shown(self.file, 300)
+        if ids:
+            where += f" ({', '.join(ids)})"
         return f"{self.severity}: {where}: {shown(self.message, 1000)}"
 
 
@@ -99,12 +101,13 @@ class LabelledImages:
     def by_image(self) -> Iterator[tuple[ImageRow, list[tuple[int, list[float], float | None, bool]]]]:
         """Yield every image with the label, xyxy, score (None: annotated) and crowd flag of each of its boxes."""
         boxes = self.boxes
-        columns = boxes.labels, boxes.xyxy, boxes.scores, boxes.iscrowd
         for index, row in enumerate(self.images):
             part = boxes.of_image(index)
-            missing = [None] * (part.stop - part.start)
-            values = (missing if column is None else column[part].tolist() for column in columns)
-            yield row, list(zip(*values, strict=True))
+            labels = boxes.labels[part].tolist()
+            xyxy = boxes.xyxy[part].tolist()
+            scores = [None] * len(labels) if boxes.scores is None else boxes.scores[part].tolist()
+            iscrowd = boxes.iscrowd[part].tolist()
+            yield row, list(zip(labels, xyxy, scores, iscrowd, strict=True))
 
 
 @dataclass(eq=False)
@@ -140,20 +143,24 @@ class DetectionTable:
     @functools.cached_property
     def rows(self) -> pa.Table:
         """All columns but `image`, in memory. Raises BadInput: the file was changed or removed since it was opened."""
-        return self._content[0].slice(0, self.count)
+        everything, _ = self._content
+        return everything.slice(0, self.count)
 
     @functools.cached_property
     def _content(self) -> tuple[pa.Table, "_EmbeddedImages | None"]:
         may_have_images = self.image_root is None
+        # Mapped only for the moment of copying, so that embedded images need not be read.
+        open_file = pa.memory_map if may_have_images else pa.OSFile
         try:
-            # Mapped only for the moment of copying, so that embedded images need not be read.
-            file = (pa.memory_map if may_have_images else pa.OSFile)(str(self.arrow_file))
+            file = open_file(str(self.arrow_file))
         except FileNotFoundError as error:
             raise BadInput(_changed(self.arrow_file)) from error
         with file:
             content = file.read_buffer()
             try:
-                return _without_images(self.arrow_file, content) if may_have_images else (_read_all(content), None)
+                if may_have_images:
+                    return _without_images(self.arrow_file, content)
+                return _read_all(content), None
             except MemoryError:  # Arrow's is an ArrowException too
                 raise
             except (pa.ArrowException, OSError, ValueError) as error:
@@ -173,7 +180,7 @@ class DetectionTable:
             raise IndexError(f"row {index} of a table of {len(self)} images")
         position = bisect_right(self._starts, index) - 1
         row = self._batches[position].row(index - self._starts[position])
-        images = self._content[1]
+        _, images = self._content
         if images is not None:
             row["image"] = images.read(index)
         return row
@@ -187,11 +194,14 @@ class DetectionTable:
 
     def image_name(self, index: int) -> str:
         """Return one image's name for messages: "street/0001.jpg (id 17)"."""
-        return f"{self.file_name(index)} (id {self.rows['image_id'][int(index)].as_py()})"
+        image_id = self.rows["image_id"][int(index)].as_py()
+        return f"{self.file_name(index)} (id {image_id})"
 
     def image_source(self, row: Mapping) -> Path | Stored | bytes:
         """Return the input of `decode_image` for a row: the encoded bytes, or the place of the image file."""
-        return row["image"] if self.image_root is None else self.image_root / row["file_name"]
+        if self.image_root is None:
+            return row["image"]
+        return self.image_root / row["file_name"]
 
     def decode_image(self, row: Mapping) -> Tensor:
         """Decode the image of a row, uint8 (3, H, W), of the size that its boxes were read for.
@@ -221,7 +231,11 @@ class DetectionTable:
 
     def num_boxes(self) -> np.ndarray:
         """Return (len,) int64: objects per image, crowd regions included."""
-        return np.concatenate([np.diff(batch.objects["id"][0]) for batch in self._batches]).astype(np.int64)
+        counts = []
+        for batch in self._batches:
+            offsets, _ = batch.objects["id"]
+            counts.append(np.diff(offsets))
+        return np.concatenate(counts).astype(np.int64)
 
     def set_of_image(self) -> np.ndarray:
         """Return (len,) int64: the row of `sets` that each image belongs to; zeros without sets."""
@@ -231,8 +245,11 @@ class DetectionTable:
 
     @functools.cached_property
     def labelled_classes(self) -> np.ndarray | None:
-        """(sets, classes) bool: the classes that each set labels; None if all sets label all."""
-        mask = np.array([[row in one.classes for row in range(len(self.categories))] for one in self.sets], bool)
+        """The classes that each set labels, (sets, classes) bool; None if all sets label all."""
+        rows = []
+        for one in self.sets:
+            rows.append([label in one.classes for label in range(len(self.categories))])
+        mask = np.array(rows, bool)
         return None if mask.all() else mask
 
     def boxes(self) -> Boxes:
@@ -256,8 +273,14 @@ class DetectionTable:
 
     def labelled(self) -> LabelledImages:
         """Return all that the table holds except the images themselves, as columns."""
-        columns = self.boxes(), self.categories, self.relations(), self.predicates, self.attributes
-        return LabelledImages(self.image_rows(), *columns)
+        return LabelledImages(
+            images=self.image_rows(),
+            boxes=self.boxes(),
+            categories=self.categories,
+            relations=self.relations(),
+            predicates=self.predicates,
+            attributes=self.attributes,
+        )
 
     def image_rows(self) -> list[ImageRow]:
         """Return id, file name and size of every image."""
@@ -267,8 +290,12 @@ class DetectionTable:
     @functools.cached_property
     def identity(self) -> dict[str, str | int]:
         """JSON values by which `changed_since` tells this table from a later one."""
-        boxes = int(self.num_boxes().sum())
-        return {"fingerprint": self.fingerprint, "file": self.arrow_file.name, "images": len(self), "boxes": boxes}
+        return {
+            "fingerprint": self.fingerprint,
+            "file": self.arrow_file.name,
+            "images": len(self),
+            "boxes": int(self.num_boxes().sum()),
+        }
 
     def changed_since(self, before: Mapping) -> str:
         """Describe how this table differs from the one whose `identity` was `before`; "" if it does not.
@@ -283,12 +310,15 @@ class DetectionTable:
         counts = f"{counts.format(**before)} then, {counts.format(**now)} now"
         if not earlier.is_file():
             return counts
-        old, new = (
-            table.annotations_by_image() for table in (DetectionTable(earlier, (), count=before["images"]), self)
-        )
+        old_table = DetectionTable(earlier, (), count=before["images"])
+        old = old_table.annotations_by_image()
+        new = self.annotations_by_image()
         common = old.keys() & new.keys()
-        parts = {"gone": len(old) - len(common), "new": len(new) - len(common)}
-        parts["with other boxes or labels"] = sum(old[image_id] != new[image_id] for image_id in common)
+        parts = {
+            "gone": len(old) - len(common),
+            "new": len(new) - len(common),
+            "with other boxes or labels": sum(old[image_id] != new[image_id] for image_id in common),
+        }
         changes = [f"{number:,} {what}" for what, number in parts.items() if number]
         what = f"of the images {', '.join(changes)}" if changes else "other names, sizes or relations"
         return f"{counts}; {what}"
@@ -296,9 +326,11 @@ class DetectionTable:
     def annotations_by_image(self) -> dict[int | str, bytes]:
         """Return boxes, labels and crowd regions of every image, as bytes to compare."""
         boxes = self.boxes()
-        columns = np.concatenate([boxes.xyxy, boxes.labels[:, None], boxes.iscrowd[:, None]], axis=1)
+        parts = [boxes.xyxy, boxes.labels[:, None], boxes.iscrowd[:, None]]
+        columns = np.concatenate(parts, axis=1)
         of_images = np.split(columns, boxes.offsets[1:-1])
-        return {image_id: rows.tobytes() for image_id, rows in zip(self.image_ids().tolist(), of_images, strict=True)}
+        image_ids = self.image_ids().tolist()
+        return {image_id: rows.tobytes() for image_id, rows in zip(image_ids, of_images, strict=True)}
 
     @property
     def class_names(self) -> list[str]:
@@ -313,11 +345,14 @@ class DetectionTable:
     @functools.cached_property
     def _batches(self) -> list["_Batch"]:
         batches = [batch for batch in self.rows.to_batches() if batch.num_rows]
-        return [_Batch(batch) for batch in batches or [pa.RecordBatch.from_pylist([], self.rows.schema)]]
+        if not batches:
+            batches = [pa.RecordBatch.from_pylist([], self.rows.schema)]
+        return [_Batch(batch) for batch in batches]
 
     @functools.cached_property
     def _starts(self) -> list[int]:
-        return [0, *np.cumsum([batch.num_rows for batch in self._batches]).tolist()[:-1]]
+        ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
+        return [0, *ends[:-1]]
 
     def __getstate__(self) -> dict:
         """Return the state without rows and views; a spawned worker opens these itself."""
@@ -360,17 +395,22 @@ def _without_images(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, _Em
     reader = pa.ipc.open_stream(content)
     others = [name for name in reader.schema.names if name != "image"]
     has_images = len(others) < len(reader.schema.names)
-    starts, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    schema = pa.schema([reader.schema.field(name) for name in others])
+    starts = [np.zeros(0, np.int64)]
+    sizes = [np.zeros(0, np.int64)]
     copy = pa.BufferOutputStream()
-    with pa.ipc.new_stream(copy, pa.schema([reader.schema.field(name) for name in others])) as writer:
+    with pa.ipc.new_stream(copy, schema) as writer:
         for batch in reader:
             writer.write_batch(batch.select(others))
             if has_images and batch.num_rows:
                 _, offsets, values = batch.column("image").buffers()
                 offsets = np.frombuffer(offsets, np.int32, batch.num_rows + 1).astype(np.int64)
-                starts.append(offsets[:-1] + (values.address - content.address))
+                place = values.address - content.address  # of the batch's images in the file
+                starts.append(offsets[:-1] + place)
                 sizes.append(np.diff(offsets))
-    images = _EmbeddedImages(arrow_file, np.concatenate(starts), np.concatenate(sizes)) if has_images else None
+    images = None
+    if has_images:
+        images = _EmbeddedImages(arrow_file, np.concatenate(starts), np.concatenate(sizes))
     return _read_all(copy.getvalue()), images
 
 
@@ -396,7 +436,9 @@ class _Batch:
         ids = batch.column("image_id")
         self.int_ids = np.from_dlpack(ids) if pa.types.is_integer(ids.type) else None
         self.set_of_image = np.from_dlpack(batch.column("set")) if "set" in batch.schema.names else None
-        self.sizes_hw = np.stack([np.from_dlpack(batch.column(name)) for name in ("height", "width")], 1)
+        height = np.from_dlpack(batch.column("height"))
+        width = np.from_dlpack(batch.column("width"))
+        self.sizes_hw = np.stack([height, width], 1)
         self.objects = _list_views(batch.column("objects"))
         self.relations = _list_views(batch.column("relations"))
 
@@ -405,9 +447,16 @@ class _Batch:
             return self.int_ids
         return np.array(self.batch.column("image_id").to_pylist(), dtype=object)
 
+    def _image_id(self, index: int) -> int | str:
+        if self.int_ids is not None:
+            return int(self.int_ids[index])
+        return self.batch["image_id"][index].as_py()
+
     def row(self, index: int) -> dict:
-        image_id = int(self.int_ids[index]) if self.int_ids is not None else self.batch["image_id"][index].as_py()
-        row = {"image_id": image_id, "file_name": self.batch["file_name"][index].as_py()}
+        row = {
+            "image_id": self._image_id(index),
+            "file_name": self.batch["file_name"][index].as_py(),
+        }
         if self.set_of_image is not None:
             row["set"] = int(self.set_of_image[index])
         row["height"], row["width"] = self.sizes_hw[index].tolist()
@@ -421,10 +470,13 @@ def _list_views(column: pa.StructArray) -> Views:
     views = {}
     for struct_field in column.type:
         lists = column.field(struct_field.name)
-        values, shape = lists.values, (-1,)
+        values = lists.values
+        shape = (-1,)
         if isinstance(values, pa.FixedSizeListArray):
-            values, shape = values.values, (-1, values.type.list_size)
-        views[struct_field.name] = np.from_dlpack(lists.offsets), np.from_dlpack(values).reshape(shape)
+            shape = (-1, values.type.list_size)
+            values = values.values
+        flat = np.from_dlpack(values)
+        views[struct_field.name] = (np.from_dlpack(lists.offsets), flat.reshape(shape))
     return views
 
 
@@ -433,13 +485,22 @@ def _cut(views: Views, start: int, stop: int) -> dict[str, np.ndarray]:
 
     Floats become float32, whole numbers int64.
     """
-    cut = {name: values[offsets[start] : offsets[stop]] for name, (offsets, values) in views.items()}
-    return {name: part.copy() if part.dtype == np.float32 else part.astype(np.int64) for name, part in cut.items()}
+    cut = {}
+    for name, (offsets, values) in views.items():
+        part = values[offsets[start] : offsets[stop]]
+        cut[name] = part.copy() if part.dtype == np.float32 else part.astype(np.int64)
+    return cut
 
 
 def _joined(batches: Sequence[Views]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return (offsets (I + 1,), values by name) of all images of these batches."""
-    first = next(iter(batches[0]))
-    offsets = offsets_of(np.concatenate([np.diff(views[first][0]) for views in batches]))
+    names = list(batches[0])
+    counts = []
+    for views in batches:
+        offsets, _ = views[names[0]]  # the same for all names
+        counts.append(np.diff(offsets))
     parts = [_cut(views, 0, -1) for views in batches]
-    return offsets, {name: np.concatenate([part[name] for part in parts]) for name in batches[0]}
+    flat = {}
+    for name in names:
+        flat[name] = np.concatenate([part[name] for part in parts])
+    return offsets_of(np.concatenate(counts)), flat

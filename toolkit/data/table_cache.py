@@ -58,13 +58,15 @@ def cached_table(
     Raises:
         BadInput: errors in the data with `on_error` "raise"; no images; what `write` raises.
     """
-    digest = hashlib.blake2b(f"{TABLE_VERSION} {reading.max_image_pixels}".encode(), digest_size=16)
+    first = f"{TABLE_VERSION} {reading.max_image_pixels}"
+    digest = hashlib.blake2b(first.encode(), digest_size=16)
     for part in key:
-        digest.update(part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape"))
+        content = part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape")
+        digest.update(content)
     cache_file = cache_root(reading.cache_dir) / "tables" / f"{digest.hexdigest()}.json"
-    cached = open_table(cache_file)
-    if cached and all(digest_of(path) == digest for path, digest in cached[1].items()):
-        table = dataclasses.replace(cached[0], name=name)
+    table, checked = open_table(cache_file) or (None, {})
+    if table is not None and all(digest_of(path) == digest for path, digest in checked.items()):
+        table = dataclasses.replace(table, name=name)
     else:
         table = write(cache_file)
     table.max_image_pixels = reading.max_image_pixels
@@ -131,10 +133,19 @@ def write_table(
     """
     if attributes and "attributes" not in boxes.extra:
         boxes = dataclasses.replace(boxes, extra={"attributes": np.zeros((len(boxes), 1), np.int64)})
+    relations = relations or Relations.none(len(images))
     with _temporary(cache_file) as temporary:
-        _write_stream(images, boxes, relations or Relations.none(len(images)), encoded, set_of_image, temporary)
-        table = DetectionTable(temporary, tuple(categories), predicates, attributes, image_root, list(problems), name)
-        table.sets = tuple(sets)
+        _write_stream(images, boxes, relations, encoded, set_of_image, temporary)
+        table = DetectionTable(
+            temporary,
+            tuple(categories),
+            predicates,
+            attributes,
+            image_root,
+            problems=list(problems),
+            name=name,
+            sets=tuple(sets),
+        )
         return _publish(table, cache_file, checked or {})
 
 
@@ -162,19 +173,23 @@ def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: P
     import datasets  # here: once for a selection, and every start would wait for it
 
     chosen = np.asarray(indices, dtype=np.int64)
-    # with what `datasets` notes about the columns: the fingerprint is of the whole file, and known to earlier runs
-    schema = datasets.Dataset.from_file(str(table.arrow_file)).with_format("arrow")[:0].schema
+    # With what `datasets` notes about the columns: the fingerprint is of the whole file, and known to earlier runs.
+    whole = datasets.Dataset.from_file(str(table.arrow_file))
+    schema = whole.with_format("arrow")[:0].schema
     with _temporary(cache_file) as temporary:
         with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             start = 0
             # The file itself, and not `table.rows`, which lack embedded images.
             with pa.memory_map(str(table.arrow_file)) as source, pa.ipc.open_stream(source) as reader:
                 for batch in reader:
-                    inside = chosen[(chosen >= start) & (chosen < start + batch.num_rows)] - start
+                    stop = start + batch.num_rows
+                    inside = chosen[(chosen >= start) & (chosen < stop)] - start
                     if len(inside):
-                        writer.write_batch(batch.take(pa.array(inside)).cast(schema))
-                    start += batch.num_rows
-        return _publish(dataclasses.replace(table, arrow_file=temporary, problems=[], name=name), cache_file, {})
+                        rows = batch.take(pa.array(inside))
+                        writer.write_batch(rows.cast(schema))
+                    start = stop
+        selection = dataclasses.replace(table, arrow_file=temporary, problems=[], name=name)
+        return _publish(selection, cache_file, {})
 
 
 def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]) -> DetectionTable:
@@ -208,7 +223,9 @@ def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]
 
 def _fingerprint_of(arrow_file: Path, info: Mapping) -> str:
     """Return a digest of the rows and of the names of classes, predicates and attributes."""
-    names = [info["categories"], info["predicates"], *([info["attributes"]] if info["attributes"] else [])]
+    names = [info["categories"], info["predicates"]]
+    if info["attributes"]:
+        names.append(info["attributes"])
     with open(arrow_file, "rb") as stream:
         digest = hashlib.file_digest(stream, hashlib.blake2b)
     digest.update(json.dumps(names).encode())
@@ -227,7 +244,9 @@ def _digest_of_columns(arrow_file: Path) -> str:
             digest.update(str(batch.num_rows).encode())
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 buffers = column.buffers()
-                for buffer in buffers[:2] if name == "image" else buffers:
+                if name == "image":
+                    buffers = buffers[:2]
+                for buffer in buffers:
                     if buffer is not None:
                         digest.update(buffer)
     return digest.hexdigest()
@@ -275,8 +294,9 @@ def _fault_of(cache_file: Path, info: Mapping) -> str:
     arrow_file = cache_file.with_name(info["arrow"])
     if not arrow_file.exists():
         return f"{arrow_file.name} is missing"
-    if arrow_file.stat().st_size != info["size"]:
-        return f"{arrow_file.name} has {arrow_file.stat().st_size} bytes, written were {info['size']}"
+    size = arrow_file.stat().st_size
+    if size != info["size"]:
+        return f"{arrow_file.name} has {size} bytes, written were {info['size']}"
     if info["size"] > WHOLE_BYTES:
         is_whole = _digest_of_columns(arrow_file) == info["columns"]
     else:
@@ -300,15 +320,21 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
 
 
 def _schema(string_ids: bool, embedded: bool, attribute_columns: int, joined: bool) -> pa.Schema:
-    fields = {"image_id": pa.string() if string_ids else pa.int64(), "file_name": pa.string()}
+    fields = {"image_id": pa.string() if string_ids else pa.int64()}
+    fields["file_name"] = pa.string()
     if embedded:
         fields["image"] = pa.binary()
-    fields |= {"width": pa.int64(), "height": pa.int64()} | ({"set": pa.int64()} if joined else {})
+    fields["width"] = pa.int64()
+    fields["height"] = pa.int64()
+    if joined:
+        fields["set"] = pa.int64()
     of_objects = dict(OBJECT_TYPES)
     if attribute_columns:
         of_objects["attributes"] = pa.list_(ATTRIBUTE_ID, attribute_columns)
-    for name, types in (("objects", of_objects), ("relations", RELATION_TYPES)):
-        fields[name] = pa.struct({key: pa.list_(type_) for key, type_ in types.items()})
+    groups = {"objects": of_objects, "relations": RELATION_TYPES}
+    for name, types in groups.items():
+        lists = {key: pa.list_(type_) for key, type_ in types.items()}
+        fields[name] = pa.struct(lists)
     return pa.schema(fields)
 
 
@@ -338,15 +364,20 @@ def _write_stream(
         start = 0
         while start < len(images):
             held = None if encoded is None else _some(encoded)
-            stop = min(start + (BATCH_ROWS if held is None else len(held)), len(images))
+            count = BATCH_ROWS if held is None else len(held)
+            stop = min(start + count, len(images))
             rows = images[start:stop]
-            batch = {name: [getattr(row, name) for row in rows] for name in ImageRow._fields}
+            batch = {}
+            for name in ImageRow._fields:
+                batch[name] = [getattr(row, name) for row in rows]
             if held is not None:
                 batch["image"] = held
             if set_of_image is not None:
                 batch["set"] = set_of_image[start:stop]
-            for name, offsets, columns in (("objects", boxes.offsets, objects), ("relations", relations.offsets, ends)):
-                batch[name] = _lists(schema.field(name).type, offsets[start : stop + 1], columns)
+            of_boxes = boxes.offsets[start : stop + 1]
+            of_relations = relations.offsets[start : stop + 1]
+            batch["objects"] = _lists(schema.field("objects").type, of_boxes, objects)
+            batch["relations"] = _lists(schema.field("relations").type, of_relations, ends)
             arrays = [pa.array(batch[column.name], column.type) for column in schema]
             writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
             start = stop
@@ -388,8 +419,16 @@ def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Rel
         parts = [np.asarray(row[group][name], dtype).reshape(-1, *shape) for row in rows]
         return np.concatenate([np.zeros((0, *shape), dtype), *parts])
 
-    images = [ImageRow(*(row[name] for name in ImageRow._fields)) for row in rows]
-    attributed = [np.asarray(row["objects"]["attributes"]) for row in rows if len(row["objects"].get("attributes", ()))]
+    images = []
+    attributed = []
+    for row in rows:
+        images.append(ImageRow(row["image_id"], row["file_name"], row["width"], row["height"]))
+        attributes = row["objects"].get("attributes", ())
+        if len(attributes):
+            attributed.append(np.asarray(attributes))
+    extra = {}
+    if attributed:
+        extra["attributes"] = joined("objects", "attributes", np.int64, attributed[0].shape[1])
     boxes = Boxes(
         offsets_of([len(row["objects"]["id"]) for row in rows]),
         joined("objects", "bbox", np.float64, 4),
@@ -398,13 +437,19 @@ def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Rel
         area=joined("objects", "area", np.float64),
         iscrowd=joined("objects", "iscrowd", bool),
         ids=joined("objects", "id", np.int64),
-        extra={"attributes": joined("objects", "attributes", np.int64, attributed[0].shape[1])} if attributed else {},
+        extra=extra,
     )
-    ends = (joined("relations", name, np.int64) for name in RELATION_TYPES)
-    return images, boxes, Relations(offsets_of([len(row["relations"]["subject"]) for row in rows]), *ends)
+    relations = Relations(
+        offsets_of([len(row["relations"]["subject"]) for row in rows]),
+        subject=joined("relations", "subject", np.int64),
+        object=joined("relations", "object", np.int64),
+        predicate=joined("relations", "predicate", np.int64),
+    )
+    return images, boxes, relations
 
 
 def write_rows(rows: Sequence[Mapping], **options) -> DetectionTable:
     """Write rows with `write_table`; those with `image`, its encoded bytes, are embedded."""
     encoded = [row["image"] for row in rows] if rows and "image" in rows[0] else None
-    return write_table(*columns_of_rows(rows), encoded=encoded, **options)
+    images, boxes, relations = columns_of_rows(rows)
+    return write_table(images, boxes, relations, encoded=encoded, **options)

@@ -16,7 +16,12 @@ from toolkit.base.text import escaped
 from toolkit.evaluation.predictions import boxes_of, usable
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
-AREA_RANGES = {"all": (0.0, 1e10), "s": (0.0, 32.0**2), "m": (32.0**2, 96.0**2), "l": (96.0**2, 1e10)}
+AREA_RANGES = {  # square pixels
+    "all": (0.0, 1e10),
+    "s": (0.0, 32.0**2),
+    "m": (32.0**2, 96.0**2),
+    "l": (96.0**2, 1e10),
+}
 BACKGROUND_IOU = 0.1  # a prediction that overlaps nothing by more lies on the background (Bolya et al. 2020)
 MAX_DETECTIONS = (1, 10, 100)  # of an image and class that count for recall; the last number for precision too
 PAIRS_PER_CHUNK = 2**20

@@ -25,7 +25,7 @@ from toolkit.data.table import Category, LabelledImages
 
 log = logging.getLogger(__name__)
 
-Found = dict[str, Tensor]
+Detections = dict[str, Tensor]
 MIN_ATTRIBUTE_SCORE = 0.5
 PAIR_FIELDS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
 ABOUT_VERSION = 1  # of `FILE.about.json`
@@ -39,7 +39,7 @@ _OF_GRAPHS = (
 # ---- of one image ----------------------------------------------------------------------------------------------------
 
 
-def best_first(detections: Mapping[str, Tensor]) -> Found:
+def best_first(detections: Mapping[str, Tensor]) -> Detections:
     """Sort detections best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
     order = detections["scores"].argsort(descending=True, stable=True)
     order = order[detections["labels"][order] >= 0]
@@ -59,7 +59,9 @@ def best_first(detections: Mapping[str, Tensor]) -> Found:
     return {key: value.cpu() for key, value in result.items()}
 
 
-def detections_as_json(detections: Found, categories: Sequence[Category], attributes: Sequence[str] = ()) -> list[dict]:
+def detections_as_json(
+    detections: Detections, categories: Sequence[Category], attributes: Sequence[str] = ()
+) -> list[dict]:
     """Convert the detections of one image to COCO results, best first.
 
     `category_id` and `category` are those of the training data, `bbox` is [x, y, width, height] in pixels; `score`;

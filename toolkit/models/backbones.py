@@ -25,7 +25,11 @@ FREEZE_CHOICES = ("paper", "norms", "none")
 NORM_CHOICES = ("batch", "frozen", "group", "sync")
 PATCH = 16  # pixels; weights of other patches are resampled, as FlexiViT (Beyer et al., CVPR 2023) does
 PYRAMID_STRIDES = (4, 8, 16, 32)
-_PLAIN_VIT = {"features_only": True, "patch_size": PATCH, "dynamic_img_size": True}  # keywords of such a model
+_PLAIN_VIT = {  # keywords of such a model
+    "features_only": True,
+    "patch_size": PATCH,
+    "dynamic_img_size": True,
+}
 
 
 def feature_strides(name: str) -> list[int]:
@@ -40,7 +44,8 @@ def feature_strides(name: str) -> list[int]:
         raise BadInput(f"model.backbone: timm has no backbone {name!r}; {hint}.")
     try:
         with torch.device("meta"):  # only the shapes are needed
-            return list(timm.create_model(name, features_only=True).feature_info.reduction())
+            model = timm.create_model(name, features_only=True)
+        return list(model.feature_info.reduction())
     except (RuntimeError, AttributeError, AssertionError) as error:
         raise BadInput(f"model.backbone: {name!r} gives no feature maps ({error}); choose another one.") from error
 
@@ -86,7 +91,11 @@ def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
 
 
 def timm_features(
-    backbone: str, *, strides: Sequence[int], pretrained_backbone: bool | str = False, norm: str = "batch"
+    backbone: str,
+    *,
+    strides: Sequence[int],
+    pretrained_backbone: bool | str = False,
+    norm: str = "batch",
 ) -> tuple[nn.Module, list[int]]:
     """Build an extractor of feature maps: images (B, 3, H, W) to a list of maps (B, C_i, H / s_i, W / s_i).
 
@@ -125,13 +134,17 @@ def timm_features(
         features = freeze_batch_norms(features)
         if not pretrained_backbone:
             wake_frozen_norms(features)
-    channels_last = str(getattr(features, "output_fmt", "NCHW")).endswith("NHWC")
-    return (_ChannelsFirst(features) if channels_last else features), channels
+    format_ = str(getattr(features, "output_fmt", "NCHW"))
+    if format_.endswith("NHWC"):
+        features = _ChannelsFirst(features)
+    return features, channels
 
 
 def offered_strides(backbone: str) -> list[int]:
     """Return the strides in pixels of the maps that `timm_features` can give. Raises BadInput as `feature_strides`."""
-    return list(PYRAMID_STRIDES) if is_plain_vit(backbone) else feature_strides(backbone)
+    if is_plain_vit(backbone):
+        return list(PYRAMID_STRIDES)
+    return feature_strides(backbone)
 
 
 def leaves_stages(features: nn.Module) -> bool:
@@ -155,7 +168,9 @@ def group_norms(module: nn.Module) -> nn.Module:
 
 def number_of_groups(channels: int) -> int:
     """Return the groups of a group norm: 32 (Wu & He, ECCV 2018), or the next smaller divisor with 2 channels each."""
-    return max((groups for groups in range(1, min(32, channels // 2) + 1) if channels % groups == 0), default=1)
+    most = min(32, channels // 2)
+    divisors = [groups for groups in range(1, most + 1) if channels % groups == 0]
+    return max(divisors, default=1)
 
 
 def _group_norm(norm: nn.BatchNorm2d) -> nn.GroupNorm:
@@ -187,7 +202,8 @@ def _indices(backbone: str, strides: Sequence[int]) -> tuple[int, ...]:
             f"model.backbone: {backbone!r} has feature maps of strides {sorted(set(offered))}; wanted are increasing "
             f"strides {list(strides)}. Choose another backbone, or strides among those it has."
         )
-    return tuple(len(offered) - 1 - offered[::-1].index(stride) for stride in strides)
+    deepest = {stride: index for index, stride in enumerate(offered)}  # the last map of each stride
+    return tuple(deepest[stride] for stride in strides)
 
 
 def is_plain_vit(name: str) -> bool:
@@ -196,7 +212,8 @@ def is_plain_vit(name: str) -> bool:
         return False
     try:
         with torch.device("meta"):  # only the shapes are needed
-            strides = timm.create_model(name, **_PLAIN_VIT).feature_info.reduction()
+            model = timm.create_model(name, **_PLAIN_VIT)
+        strides = model.feature_info.reduction()
     except (TypeError, RuntimeError, AttributeError, AssertionError):  # a model without these keywords, or without maps
         return False
     return set(strides) == {PATCH}
@@ -222,10 +239,14 @@ class VitPyramid(nn.Module):
         self.norm = LayerNorm2d(width)
         self.scales = nn.ModuleList(_scale(width, stride) for stride in strides)
         widths = {4: width // 4, 8: width // 2}
-        maps = [
-            {"num_chs": widths.get(stride, width), "reduction": stride, "module": f"scales.{i}"}
-            for i, stride in enumerate(strides)
-        ]
+        maps = []
+        for i, stride in enumerate(strides):
+            of_map = {
+                "num_chs": widths.get(stride, width),
+                "reduction": stride,
+                "module": f"scales.{i}",
+            }
+            maps.append(of_map)
         self.feature_info = FeatureInfo(maps, tuple(range(len(maps))))
 
     def forward(self, pixels: Tensor) -> list[Tensor]:
@@ -239,7 +260,12 @@ def _scale(width: int, stride: int) -> nn.Module:
 
     if stride == 4:
         return nn.Sequential(twice(width), LayerNorm2d(width // 2), nn.GELU(), twice(width // 2))
-    return {8: twice(width), 16: nn.Identity(), 32: nn.MaxPool2d(2)}[stride]
+    by_stride = {
+        8: twice(width),
+        16: nn.Identity(),
+        32: nn.MaxPool2d(2),
+    }
+    return by_stride[stride]
 
 
 def wake_frozen_norms(backbone: nn.Module) -> None:
@@ -275,12 +301,15 @@ def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: boo
 
 def _parameters_before_stride_8(backbone: nn.Module, name: str) -> list[nn.Parameter]:
     with torch.device("meta"):
-        info = timm.create_model(name, features_only=True).feature_info.get_dicts(keys=["module", "reduction"])
+        model = timm.create_model(name, features_only=True)
+    info = model.feature_info.get_dicts(keys=["module", "reduction"])
     deeper = [feature["module"] for feature in info if feature["reduction"] > 4]
-    # timm flattens nested stages: module "stages.1" holds the parameters "stages_1.…".
-    prefixes = (f"{deeper[0]}.", f"{deeper[0].replace('.', '_')}.") if deeper else ()
-    names = [key for key, _ in backbone.named_parameters()]
-    first = next((i for i, key in enumerate(names) if key.startswith(prefixes)), 0) if prefixes else 0
+    first = 0
+    if deeper:
+        # timm flattens nested stages: module "stages.1" holds the parameters "stages_1.…".
+        prefixes = (f"{deeper[0]}.", f"{deeper[0].replace('.', '_')}.")
+        is_deeper = [key.startswith(prefixes) for key, _ in backbone.named_parameters()]
+        first = is_deeper.index(True) if any(is_deeper) else 0
     if first == 0:
         raise BadInput(f"model.freeze: 'paper' has no meaning for backbone {name!r}; use 'norms' or 'none'.")
     return list(backbone.parameters())[:first]

@@ -127,7 +127,12 @@ class Detector(nn.Module):
 
     @torch.no_grad()
     def postprocess(
-        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
+        self,
+        outputs: Mapping,
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
     ) -> list[dict[str, Tensor]]:
         """Return the first `top_k` detections of each image with scores above the threshold, on the CPU.
 
@@ -137,10 +142,12 @@ class Detector(nn.Module):
         def select() -> tuple[list[Tensor], None]:
             boxes, scores, labels = self.decode(outputs, sizes, orig_sizes, score_threshold, top_k)
             keep = (labels >= 0) & (scores > score_threshold)
-            return kept_first(keep & (keep.cumsum(1) <= top_k), boxes, scores, labels), None
+            is_in_top = keep.cumsum(1) <= top_k
+            return kept_first(keep & is_in_top, boxes, scores, labels), None
 
-        (counts, *columns), _ = settled(select)
-        return first_rows(counts.tolist(), dict(zip(("boxes", "scores", "labels"), columns, strict=True)))
+        (counts, boxes, scores, labels), _ = settled(select)
+        columns = {"boxes": boxes, "scores": scores, "labels": labels}
+        return first_rows(counts.tolist(), columns)
 
     def map_taps(self) -> list[MapTap]:
         """Return the taps of feature maps for models built on this one, such as scene graphs; none: there are none."""
@@ -178,13 +185,16 @@ class Detector(nn.Module):
     @property
     def denominator_names(self) -> tuple[str, ...]:
         """The names of the denominators, each once."""
-        named = (self.divided_by,) if isinstance(self.divided_by, str) else self.divided_by.values()
-        return tuple(dict.fromkeys(named))
+        if isinstance(self.divided_by, str):
+            return (self.divided_by,)
+        return tuple(dict.fromkeys(self.divided_by.values()))
 
 
 def denominator_of(detector: Detector, loss: str) -> str:
     """Return the name of the denominator that a loss is divided by."""
-    return detector.divided_by if isinstance(detector.divided_by, str) else detector.divided_by[loss]
+    if isinstance(detector.divided_by, str):
+        return detector.divided_by
+    return detector.divided_by[loss]
 
 
 def check_contract(detector: nn.Module) -> None:
@@ -198,10 +208,13 @@ def check_contract(detector: nn.Module) -> None:
     name = f"{cls.__module__}:{cls.__qualname__}"
     if not isinstance(detector, Detector):
         raise BadInput(f"{name} is not a detector: make it a subclass of toolkit.models.detector.Detector")
-    own_postprocess = cls.postprocess is not Detector.postprocess
-    for method in ("forward", "denominators", "criterion") + (() if own_postprocess else ("decode",)):
-        if getattr(cls, method) is getattr(Detector, method):
-            problems.append(f"{name} has no {method}(); {getattr(Detector, method).__doc__}")
+    required = ["forward", "denominators", "criterion"]
+    if cls.postprocess is Detector.postprocess:
+        required.append("decode")
+    for method in required:
+        default = getattr(Detector, method)
+        if getattr(cls, method) is default:
+            problems.append(f"{name} has no {method}(); {default.__doc__}")
     if not detector.loss_names:
         problems.append(f"{name} announces no loss_names: every loss that criterion() may return")
     if not detector.divided_by:

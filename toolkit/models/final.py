@@ -59,7 +59,10 @@ def save_transformers_folder(
         model.config.id2label = names
         model.config.label2id = {name: i for i, name in names.items()}
         # Trained batch norms are loaded from this folder as frozen buffers, which have no such counter.
-        weights = {k: v for k, v in model.state_dict().items() if not _counts_batches_of_frozen_norm(model, k)}
+        weights = {}
+        for name, tensor in model.state_dict().items():
+            if not _counts_batches_of_frozen_norm(model, name):
+                weights[name] = tensor
         model.save_pretrained(folder, state_dict=weights)
     finally:
         model.config = training_config
@@ -78,8 +81,10 @@ def save_detector_folder(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # clones: a detector of transformers below a scene graph has heads with two names, which safetensors refuses
-    weights = {k: v.clone(memory_format=torch.contiguous_format) for k, v in detector.state_dict().items()}
+    # Clones: a detector of transformers below a scene graph has heads with two names, which safetensors refuses.
+    weights = {}
+    for name, tensor in detector.state_dict().items():
+        weights[name] = tensor.clone(memory_format=torch.contiguous_format)
     save_file(weights, folder / "model.safetensors")
     options = without_machine(detector.resolved_options())  # `pretrained` may be a path of this machine
     config = {"format": FORMAT_VERSION, "model": options, "processor_size": processor_size}
@@ -122,7 +127,8 @@ def read_categories(file: Path) -> list[Category]:
     """Read the classes in a `categories.json`, in the order of the labels. Raises BadInput if it has no such list."""
     entries = read_json(file, list)
     for number, entry in enumerate(entries):
-        fits = isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("id"), int | str)
+        get = entry.get if isinstance(entry, dict) else {}.get
+        fits = isinstance(get("name"), str) and isinstance(get("id"), int | str)
         if not fits:
             raise BadInput(
                 f"{file}: entry {number} is {shown(entry)}; expected an object with a name (text) and an id (a whole "
@@ -136,7 +142,8 @@ def load_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], sourc
     try:
         detector.load_state_dict(tensors)
     except RuntimeError as error:
-        first = (str(error).splitlines()[1:] or [str(error)])[0].strip()[:300]
+        lines = str(error).splitlines()[1:] or [str(error)]
+        first = lines[0].strip()[:300]
         raise BadInput(f"{source}: the weights are not those of the detector beside them: {first}") from error
 
 
@@ -145,8 +152,10 @@ def checked_size(size: Any) -> Mapping[str, int] | None:
 
     Its forms are those of `toolkit.data.pipeline.processor_size`. Raises ValueError for anything else.
     """
-    known = isinstance(size, dict) and size.keys() in KEYS_OF_SIZE
-    if size is None or known and all(type(side) is int and 0 < side <= MAX_RESIZED_SIDE_PX for side in size.values()):
+    if size is None:
+        return size
+    is_known = isinstance(size, dict) and size.keys() in KEYS_OF_SIZE
+    if is_known and all(type(side) is int and 0 < side <= MAX_RESIZED_SIDE_PX for side in size.values()):
         return size
     raise ValueError(
         f"size {size!r}: expected null, height and width, or shortest_edge with or without longest_edge, in whole "
@@ -167,21 +176,28 @@ def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
     allowed = options_class(model["architecture"]).inference_only
     wrong = [key for key in asked if key not in allowed]
     if wrong:
+        known = f"there are {', '.join(allowed)}" if allowed else "it has none"
         raise BadInput(
-            f"{', '.join(wrong)}: no setting of {model['architecture']} that a trained model can change; "
-            + (f"there are {', '.join(allowed)}" if allowed else "it has none")
+            f"{', '.join(wrong)}: no setting of {model['architecture']} that a trained model can change; {known}"
         )
     changed = dict(model)
     for key, value in asked.items():
         name, _, entry = key.partition(".")
-        changed[name] = {**(changed.get(name) or {}), entry: value} if entry else value
+        if entry:
+            former = changed.get(name) or {}
+            changed[name] = {**former, entry: value}
+        else:
+            changed[name] = value
     return changed
 
 
 def _write_about(folder: Path, categories: Sequence) -> None:
     """Write the classes and the model card."""
-    table = [{"label": i, "id": category.id, "name": category.name} for i, category in enumerate(categories)]
-    (folder / "categories.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    table = []
+    for label, category in enumerate(categories):
+        table.append({"label": label, "id": category.id, "name": category.name})
+    text = json.dumps(table, indent=2) + "\n"
+    (folder / "categories.json").write_text(text, encoding="utf-8")
     write_card = index.tool("model_card")
     write_card(folder, [category.name for category in categories])
 

@@ -26,7 +26,7 @@ MAX_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
 PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
-class Trust(NamedTuple):
+class SuppressionTrust(NamedTuple):
     """The rounds and boxes per image that are assumed to suffice, and 0-dim bools: whether they did not."""
 
     rounds: int
@@ -34,7 +34,7 @@ class Trust(NamedTuple):
     doubts: list[Tensor]
 
 
-_trust: ContextVar[Trust | None] = ContextVar("trust", default=None)
+_trust: ContextVar[SuppressionTrust | None] = ContextVar("trust", default=None)
 Rest = TypeVar("Rest")
 
 
@@ -191,7 +191,7 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
     runs again with more of both, and finally with a synchronisation after each round.
     """
     for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, MAX_GROUP)):
-        trust = Trust(rounds, width, [])
+        trust = SuppressionTrust(rounds, width, [])
         token = _trust.set(trust)
         try:
             tensors, rest = compute()

@@ -184,7 +184,7 @@ def _other_values(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedExecution:
     """The value in use, and who decided it.
 
     precision: no, fp16 or bf16. tf32: as `run.tf32`. compile: as `optim.compile`, never None.
@@ -205,7 +205,7 @@ class Settled:
 
 def settle(
     given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
-) -> Settled:
+) -> ResolvedExecution:
     """Choose precision, TF32 and compilation: each from the first of settings, launcher and resumed run that sets it.
 
     Args:
@@ -223,7 +223,7 @@ def settle(
         by = f"run.precision auto: {why}"
         tf32 = able if tf32 is None else tf32
     compile, compile_by = _first("optim.compile", given["compile"], launched, began)
-    return Settled(precision or "no", by, tf32, compile or False, compile_by)
+    return ResolvedExecution(precision or "no", by, tf32, compile or False, compile_by)
 
 
 def _first(setting: str, given: object, launched: Mapping, began: Mapping) -> tuple[object, str]:

@@ -15,7 +15,7 @@ from toolkit.run.saving import load
 from toolkit.run.settings_file import ABOUT_STARTING, CONFIG_FILE, Change, changes, in_force, next_config, save_config
 from toolkit.run.training import Training
 from toolkit.run.validation import check_metric, evaluate, save_and_evaluate
-from toolkit.run.writer import About, RunWriter, data_facts, tracker_names
+from toolkit.run.writer import RunDescription, RunWriter, data_facts, tracker_names
 from toolkit.step.schedules import is_time
 
 
@@ -37,10 +37,11 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
     for note in run_on_main(lambda: _repair_rows(s)) if checkpoint is not None else []:
         s.say(note)
     job = run.job_type or ("eval" if run.eval_only else "train")
+    metric = t.validation.best.metric
     writer = RunWriter(
         s.folder,
         trackers=tracker_names(run.tracker),
-        about=About(run.project, run.name, settings, t.validation.best.metric, run.group, job, run.tags, run.notes),
+        about=RunDescription(run.project, run.name, settings, metric, run.group, job, run.tags, run.notes),
         data=data_facts({"train": table, "val": t.validation.table}),
         is_main=s.is_main,
         resume_state=checkpoint and checkpoint.of_part("log")["writer"],

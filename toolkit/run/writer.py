@@ -25,7 +25,7 @@ from toolkit.run.metrics_log import MetricsLog, read_metrics
 
 
 @dataclass(frozen=True)
-class About:
+class RunDescription:
     """The facts about a run before its first step.
 
     config: the settings, nested. metric: the one for best, below `val/`, such as "bbox_AP".
@@ -78,7 +78,7 @@ class Tracker:
         self.floor: int | None = None
         self.notes: dict = {}
 
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         """Begin, or goes on with `run_id` and `notes`. is_new: it has nothing of this run. was_closed: it got all."""
         raise NotImplementedError  # each tracker has its own
 
@@ -164,7 +164,7 @@ class RunWriter:
         folder: Path,
         *,
         trackers: Sequence[str] = (),
-        about: About | None = None,
+        about: RunDescription | None = None,
         data: Mapping[str, DataFacts] | None = None,
         is_main: bool = True,
         resume_state: Mapping | None = None,
@@ -175,7 +175,7 @@ class RunWriter:
         self._is_main = is_main
         self._track_unscaled = track_unscaled
         self._feeds: list[_Feed] = []
-        self._best = _BestNumbers((about or About()).metric)
+        self._best = _BestNumbers((about or RunDescription()).metric)
         if not is_main:
             return
         continues = resume_state is not None and (self.folder / "metrics.jsonl").exists()  # else a fork, or fresh
@@ -184,7 +184,7 @@ class RunWriter:
         earlier = _known_trackers(self.folder, resume_state) if continues else {}
         self._feeds = [_Feed(name, self.folder, self._save, earlier.get(name)) for name in trackers]
         for feed in self._feeds:
-            feed.start(about or About(), data or {})
+            feed.start(about or RunDescription(), data or {})
         for row in read_metrics(self._metrics.path) if trackers else ():
             self._send(row)
 
@@ -210,7 +210,8 @@ class RunWriter:
             self._send(row)
 
     def show(self, evaluation, step: int) -> None:
-        """Show an evaluation (`toolkit.tools.report.shown.Shown`) in the trackers that do not have this step's."""
+        """Show an evaluation (`toolkit.tools.report.shown.EvaluationDisplay`) in the trackers that do not have this
+        step's."""
         for feed in self._feeds:
             if feed.note("images", step):
                 feed.call(lambda tracker: tracker.show(evaluation, step))
@@ -275,7 +276,7 @@ class _Feed:
         self._closed = False
         self.tracker.run_id, self.tracker.notes = state.get("run_id"), dict(state.get("notes", {}))
 
-    def start(self, about: About, data: Mapping[str, DataFacts]) -> None:
+    def start(self, about: RunDescription, data: Mapping[str, DataFacts]) -> None:
         self.call(lambda tracker: tracker.start(self.folder, about, self._is_new, self._was_closed))
         if self.tracker.floor is not None:
             self._sent = dict.fromkeys(("train", "epoch", "val", "images"), self.tracker.floor)

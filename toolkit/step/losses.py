@@ -73,8 +73,9 @@ class LossWeights(nn.Module):
         defaults = {key: float(value) for key, value in default_weights.items()}
         # An entry of `weights` wins over any default, an exact or longer name over a shorter one.
         owners = {name: _owner(name, given) or _owner(name, defaults) for name in self.names}
-        _check(owners, given, {**defaults, **given}, weights)
-        self._entries = {name: given.get(owner, defaults.get(owner)) for name, owner in owners.items()}
+        entries = {**defaults, **given}
+        _check(owners, given, entries, weights)
+        self._entries = {name: entries.get(owner) for name, owner in owners.items()}
         self._learned = {name: owner for name, owner in owners.items() if self._entries[name] == "learned"}
         log_variances = {}
         for owner in self._learned.values():
@@ -288,7 +289,10 @@ def window_denominators(
         denominators = torch.where(is_averaged, means, positive) * len(local)
     else:
         raise BadInput(f"loss.denominators is {mode!r}; expected global or original")
-    return [dict(zip(names, row.unbind(), strict=True)) for row in denominators.to(dtype)]
+    of_micro_batches = []
+    for row in denominators.to(dtype):
+        of_micro_batches.append(dict(zip(names, row.unbind(), strict=True)))
+    return of_micro_batches
 
 
 def _on(counts: Tensor, device: torch.device | str) -> Tensor:
@@ -391,7 +395,8 @@ def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | Non
     if labelled is None:
         return None
     always = labelled.new_zeros(len(labelled), 1)
-    return torch.cat([always, ~labelled] if background == 0 else [~labelled, always], dim=1)
+    columns = [always, ~labelled] if background == 0 else [~labelled, always]
+    return torch.cat(columns, dim=1)
 
 
 def partial_log_softmax(logits: Tensor, classes: Tensor, unlabelled: Tensor | None, background: int) -> Tensor:
@@ -408,11 +413,16 @@ def partial_log_softmax(logits: Tensor, classes: Tensor, unlabelled: Tensor | No
     """
     if unlabelled is None:
         return logits.log_softmax(1)
-    is_background = torch.arange(logits.shape[1], device=logits.device) == background % logits.shape[1]
-    wanted = classes[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    is_background = columns == background % logits.shape[1]  # (C + 1,)
+    wanted = classes[:, None] == columns  # (N, C + 1)
+    # A class is the target: its softmax is that of the labelled classes.
     unknown = unlabelled & ~wanted
     known = logits.masked_fill(unknown, -torch.inf).log_softmax(1)
     known = known.where(~unknown, known[:, background, None])
-    nothing = logits.masked_fill(~(unlabelled | is_background), -torch.inf).logsumexp(1) - logits.logsumexp(1)
-    partial = torch.where((wanted & is_background).any(1, keepdim=True), nothing[:, None], known)
+    # The background is the target: the logarithm of its probability and that of all unlabelled classes together.
+    may_be_there = unlabelled | is_background
+    nothing = logits.masked_fill(~may_be_there, -torch.inf).logsumexp(1) - logits.logsumexp(1)
+    wants_background = (wanted & is_background).any(1, keepdim=True)
+    partial = torch.where(wants_background, nothing[:, None], known)
     return torch.where(unlabelled.any(1, keepdim=True), partial, logits.log_softmax(1))

@@ -26,7 +26,7 @@ from pathlib import Path
 from toolkit.base.files import PACKAGE, ROOT
 
 # Shorter names, and scripts that only serve developers.
-NAMES = {"check_data": "check"}
+COMMAND_NAMES = {"check_data": "check"}
 NOT_COMMANDS = {"__init__", "benchmark"}
 HELP_FLAGS = ("-h", "--help")
 BUILTIN_HELP = {
@@ -115,7 +115,7 @@ def detectors() -> list[str]:
 def commands() -> dict[str, Path]:
     """Return the other scripts by the name of their command."""
     scripts = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
-    return {NAMES.get(stem, stem): path for stem, path in scripts.items() if not stem.startswith("train_")}
+    return {COMMAND_NAMES.get(stem, stem): path for stem, path in scripts.items() if not stem.startswith("train_")}
 
 
 def usage() -> str:

@@ -22,7 +22,7 @@ from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import load_script
 from toolkit.tools.report.charts import LineChart, figure
-from toolkit.tools.report.figures import STEP, smooth_lines
+from toolkit.tools.report.figures import STEP_AXIS, smooth_lines
 
 CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP"]}
 
@@ -161,7 +161,7 @@ def _picture(file: Path, curves: Mapping[str, Sequence[str]]) -> bytes:
     charts = []
     for title, keys in curves.items():
         lines = [line for i, key in enumerate(keys) for line in smooth_lines(rows, key, key, i)]
-        charts.append(LineChart(title, lines, STEP))
+        charts.append(LineChart(title, lines, STEP_AXIS))
     return _encoded(figure(charts))
 
 

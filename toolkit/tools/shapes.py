@@ -34,8 +34,8 @@ from toolkit.data.table_cache import cache_root
 
 logger = logging.getLogger(__name__)
 
-FILES = "files.json"  # in the cache: sizes and digests of the files of the data set
-VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
+DIGESTS_FILE = "files.json"  # in the cache: sizes and digests of the files of the data set
+SHAPES_VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
 CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
 SPLITS = ("train", "val")
@@ -112,7 +112,7 @@ def ensure_shapes(
     """Return the data set's folder in the cache, made on the first call (seconds). Safe with several processes at once.
     """
     root = cache_root(cache_dir)
-    folder = root / f"shapes-v{VERSION}-{train_images}-{val_images}-{image_size}px-seed{seed}"
+    folder = root / f"shapes-v{SHAPES_VERSION}-{train_images}-{val_images}-{image_size}px-seed{seed}"
     if folder.exists() and _is_whole(folder):
         return folder
     try:
@@ -124,7 +124,7 @@ def ensure_shapes(
     try:
         made = temporary / "made"
         make_shapes(made, train_images, val_images, image_size, seed)
-        write_json(made / FILES, _state_of(made))
+        write_json(made / DIGESTS_FILE, _state_of(made))
         if folder.exists() and not _is_whole(folder):
             logger.warning("%s: the bundled data are damaged; they are made anew", folder)
             with contextlib.suppress(OSError):  # another process does the same
@@ -144,9 +144,9 @@ def _state_of(folder: Path) -> dict[str, str | int]:
     for directory, _, names in os.walk(folder):
         for name in names:
             path = Path(directory, name)
-            if path.suffix == ".json" and name != FILES:
+            if path.suffix == ".json" and name != DIGESTS_FILE:
                 state[path.relative_to(folder).as_posix()] = hashlib.blake2b(path.read_bytes()).hexdigest()
-            elif name != FILES:
+            elif name != DIGESTS_FILE:
                 state[path.relative_to(folder).as_posix()] = path.stat().st_size
     return state
 
@@ -154,7 +154,7 @@ def _state_of(folder: Path) -> dict[str, str | int]:
 def _is_whole(folder: Path) -> bool:
     """Return whether the files of the data set are those that were written."""
     try:
-        return json.loads((folder / FILES).read_text(encoding="utf-8")) == _state_of(folder)
+        return json.loads((folder / DIGESTS_FILE).read_text(encoding="utf-8")) == _state_of(folder)
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -199,7 +199,7 @@ def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) 
             }
             relations.append(entry)
     document = {
-        "info": {"description": f"textured shapes v{VERSION}, {split}, seed {seed}"},
+        "info": {"description": f"textured shapes v{SHAPES_VERSION}, {split}, seed {seed}"},
         "images": images,
         "annotations": annotations,
         "categories": _numbered(CLASSES),

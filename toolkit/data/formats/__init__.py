@@ -104,17 +104,26 @@ def paired(path: str | Path | Sequence | None, source: str | Sequence) -> list[t
 
     Raises BadInput: the two lists differ in length, a list is empty, or a set is named twice.
     """
-    columns = [list(value) if is_several(value) else [value] for value in (path, source)]
-    count = max(map(len, columns))
-    if any(len(column) not in (1, count) for column in columns) or not min(map(len, columns)):
+    paths = list(path) if is_several(path) else [path]
+    sources = list(source) if is_several(source) else [source]
+    lengths = (len(paths), len(sources))
+    count = max(lengths)
+    if not set(lengths) <= {1, count} or not min(lengths):
         raise BadInput(
-            f"data.path has {len(columns[0])} entries, data.train (or data.val) {len(columns[1])}: give as many of "
-            "both, or one of them once"
+            f"data.path has {len(paths)} entries, data.train (or data.val) {len(sources)}: give as many of both, or "
+            "one of them once"
         )
-    sets = list(zip(*(column * count if len(column) == 1 else column for column in columns), strict=True))
-    twice = [str(folder or name) for (folder, name), times in Counter(sets).items() if times > 1]
-    if twice:
-        raise BadInput(f"{name}: named twice; data.shares says how often a data set is drawn" for name in twice)
+    if len(paths) == 1:
+        paths = paths * count
+    if len(sources) == 1:
+        sources = sources * count
+    sets = list(zip(paths, sources, strict=True))
+    faults = []
+    for (folder, name), times in Counter(sets).items():
+        if times > 1:
+            faults.append(f"{folder or name}: named twice; data.shares says how often a data set is drawn")
+    if faults:
+        raise BadInput(faults)
     return sets
 
 

@@ -63,13 +63,20 @@ class Listing:
             height, width = probe_image(self.image_root / image.file_name).size_hw
             fault = []
         except ImageError as error:
-            height = width = UNKNOWN_SIZE
+            height = UNKNOWN_SIZE
+            width = UNKNOWN_SIZE
             fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
         self.images[index] = image._replace(width=width, height=height)
         return fault
 
     def add(
-        self, index: int, name: str, xyxy: Sequence[float], source: str, ignored: bool = False, shares: bool = False
+        self,
+        index: int,
+        name: str,
+        xyxy: Sequence[float],
+        source: str,
+        ignored: bool = False,
+        shares: bool = False,
     ) -> None:
         """Add a box of the image at `index`.
 
@@ -81,20 +88,28 @@ class Listing:
         if shares:
             if image.width == UNKNOWN_SIZE:
                 return
-            x1, y1, x2, y2 = x1 * image.width, y1 * image.height, x2 * image.width, y2 * image.height
+            x1 = x1 * image.width
+            y1 = y1 * image.height
+            x2 = x2 * image.width
+            y2 = y2 * image.height
         if x1 == x2 or y1 == y2:
             message = f"box {[x1, y1, x2, y2]} ({name}) in {source} has no area; left out"
             self.problems.append(Problem("warning", image.file_name, image.image_id, None, message))
         else:
+            id_ = len(self.annotations) + 1
             xywh = (x1, y1, x2 - x1, y2 - y1)
-            self.annotations.add_box(len(self.annotations) + 1, image.image_id, self._ids[name], xywh, ignored)
+            self.annotations.add_box(id_, image.image_id, self._ids[name], xywh, ignored)
 
 
 def split_of(name: str) -> str | None:
     """Return train, val or test if a file or folder is called like one of them; the ending does not count."""
-    stem = Path(name).stem.lower().removeprefix("instances_").removesuffix("_annotations")
+    stem = Path(name).stem.lower()
+    stem = stem.removeprefix("instances_").removesuffix("_annotations")
     stem = stem.rstrip("0123456789").rstrip("-_ ") or stem
-    return next((split for split, names in SPLIT_NAMES.items() if stem in names), None)
+    for split, names in SPLIT_NAMES.items():
+        if stem in names:
+            return split
+    return None
 
 
 def split_in_name(name: str) -> str | None:
@@ -104,7 +119,7 @@ def split_in_name(name: str) -> str | None:
     nothing; but one that says test, and does not say train, is of test (`test-dev`), so that it never trains.
     """
     words = [word.lower().removesuffix("set") for word in WORD.findall(Path(name).stem)]
-    found = {split for split, names in SPLIT_NAMES.items() if any(word in names for word in words)}
+    found = {split for split, names in SPLIT_NAMES.items() if not set(names).isdisjoint(words)}
     if "test" in found and "train" not in found:
         return "test"
     return found.pop() if len(found) == 1 else None
@@ -149,7 +164,11 @@ def not_among(candidates: Iterable[Path], used: Iterable[Path], folder: Path) ->
 def ordered(splits: Iterable[str]) -> tuple[str, ...]:
     """Sort names of splits: train, val, test, then the others."""
     order = list(SPLIT_NAMES)
-    return tuple(sorted(set(splits), key=lambda name: (order.index(name) if name in order else len(order), name)))
+
+    def place(name: str) -> tuple[int, str]:
+        return (order.index(name) if name in order else len(order), name)
+
+    return tuple(sorted(set(splits), key=place))
 
 
 def images_in(root: Path | ImageSources) -> list[str]:
@@ -179,15 +198,30 @@ def open_annotated(
         if not contents.images:
             raise BadInput([f"{name}: no images", *map(str, contents.problems)])
         valid = check(contents.annotations, name, reading.max_image_pixels)
-        # reported once, as the file's fault: that an unreadable image is too large is not a fault of its own
-        unread = {problem.image_id for problem in contents.problems if problem.severity == "error"} - {None}
-        faults = [p for p in valid.problems if p.annotation_id is not None or p.image_id not in unread]
-        valid = replace(valid, problems=contents.problems + faults)
-        limits = (reading.check_images, reading.max_image_pixels)
-        good, digests = with_good_files(valid, contents.image_root, *limits, contents.listed, "annotations")
-        checked = {str(path): digest_of(path) for path in contents.watched} | digests
-        root = contents.image_root.resolve()
-        return write_table(**good.columns(), cache_file=cache_file, image_root=root, name=name, checked=checked)
+        # Reported once, as the file's fault: that an unreadable image is too large is not a fault of its own.
+        unread = {problem.image_id for problem in contents.problems if problem.severity == "error"}
+        unread.discard(None)
+        problems = list(contents.problems)
+        for problem in valid.problems:
+            if problem.annotation_id is not None or problem.image_id not in unread:
+                problems.append(problem)
+        valid = replace(valid, problems=problems)
+        good, digests = with_good_files(
+            valid,
+            contents.image_root,
+            reading.check_images,
+            reading.max_image_pixels,
+            contents.listed,
+            "annotations",
+        )
+        of_watched = {str(path): digest_of(path) for path in contents.watched}
+        return write_table(
+            **good.columns(),
+            cache_file=cache_file,
+            image_root=contents.image_root.resolve(),
+            name=name,
+            checked={**of_watched, **digests},
+        )
 
     where = f"in {image_dir.resolve()}" if image_dir else ""
     key = [kind, split, reading.check_images, folder.resolve(), where]

@@ -71,16 +71,26 @@ def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[
     def make(cache_file: Path) -> DetectionTable:
         with gc_disabled():
             checked = check(read_annotations(file), str(file), reading.max_image_pixels)
-        root = image_dir or find_image_root(file, [row.file_name for row in checked.images], _folders_of_split(file))
-        # The siblings are read only where the images are checked.
-        others = set(chain.from_iterable(map(listed_names, siblings))) if check_images and checked.images else set()
+        root = image_dir
+        if not root:
+            names = [row.file_name for row in checked.images]
+            root = find_image_root(file, names, _folders_of_split(file))
+        others = set()
+        if check_images and checked.images:  # the siblings are read only where the images are checked
+            others.update(*map(listed_names, siblings))
         good, digests = with_good_files(checked, root, check_images, reading.max_image_pixels, others)
         good.problems[:0] = _notes(file)
-        target = {"cache_file": cache_file, "image_root": root.resolve()}
-        return write_table(**good.columns(), **target, name=str(file), checked=digests)
+        return write_table(
+            **good.columns(),
+            cache_file=cache_file,
+            image_root=root.resolve(),
+            name=str(file),
+            checked=digests,
+        )
 
     where = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
-    return cached_table(["coco", check_images, where, file_digest(file)], make, reading, name=str(file))
+    key = ["coco", check_images, where, file_digest(file)]
+    return cached_table(key, make, reading, name=str(file))
 
 
 def read_annotations(file: Path) -> Annotations:
@@ -143,8 +153,10 @@ def _candidates(folder: Path) -> list[Path]:
         return []
     of_splits = sorted(chain.from_iterable(folders_of_splits(folder).values()))
     found = []
-    for directory in (folder / "annotations", folder, *of_splits, *_other_folders(folder)):
-        for path in called_first(directory.glob("*.json")) if directory.is_dir() else ():
+    directories = (folder / "annotations", folder, *of_splits, *_other_folders(folder))
+    for directory in directories:
+        files = called_first(directory.glob("*.json")) if directory.is_dir() else []
+        for path in files:
             if not path.name.startswith(OTHER_TASKS) and _is_coco(path):
                 found.append(path)
     return found
@@ -153,8 +165,14 @@ def _candidates(folder: Path) -> list[Path]:
 def _other_folders(folder: Path) -> list[Path]:
     """List folders in a folder that are called like one of annotations, such as `labels`, but not those of YOLO labels.
     """
-    named = [inner for inner in folders_in(folder) if _says_annotations(inner.name) and inner.name != "annotations"]
-    return [inner for inner in named if split_in_name(inner.name) is None and next(inner.glob("*.txt"), None) is None]
+    found = []
+    for inner in folders_in(folder):
+        if inner.name == "annotations" or not _says_annotations(inner.name):
+            continue
+        has_text_files = any(inner.glob("*.txt"))
+        if split_in_name(inner.name) is None and not has_text_files:
+            found.append(inner)
+    return found
 
 
 def _says_annotations(name: str) -> bool:
@@ -173,8 +191,9 @@ def _files(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     unnamed = []
     for path in _candidates(folder):
-        is_below = path.parent not in (folder, folder / "annotations") and not _says_annotations(path.parent.name)
-        split = split_in_name(path.parent.name if is_below else path.name)
+        parent = path.parent
+        is_of_split = parent not in (folder, folder / "annotations") and not _says_annotations(parent.name)
+        split = split_in_name(parent.name if is_of_split else path.name)
         if split is None:
             unnamed.append(path)
         else:
@@ -191,9 +210,13 @@ def _folders_of_split(file: Path) -> list[Path]:
     split = split_in_name(file.name)
     if split is None:
         return []
-    near = [base / name for base in (file.parent, file.parent.parent) for name in ("", "images")]
-    folders = folders_of_splits(*near).get(split, [])
-    return [inner for folder in folders for inner in (folder, folder / "images")]
+    near = []
+    for base in (file.parent, file.parent.parent):
+        near += [base, base / "images"]
+    folders = []
+    for folder in folders_of_splits(*near).get(split, []):
+        folders += [folder, folder / "images"]
+    return folders
 
 
 def _is_coco(path: Path) -> bool:

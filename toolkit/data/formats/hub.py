@@ -87,24 +87,37 @@ def _copied(name: str, split: str, source: str, check_images: bool | str, max_pi
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
     stats = [os.stat(file["filename"]) for file in rows.cache_files]
     states = [(status.st_size, status.st_mtime_ns, status.st_ctime_ns) for status in stats]
+    key = ["hub", source, check_images, rows._fingerprint, rows.cache_files, states, columns]
 
     def make(cache_file: Path) -> DetectionTable:
         annotations, problems = _annotations(rows, columns, source)
-        full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
-        look = partial(_look, rows, columns.image, annotations, full if check_images else None, max_pixels)
+        full = None
+        if check_images:
+            full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
+        look = partial(_look, rows, columns.image, annotations, full, max_pixels)
         problems += parallel(look, range(len(rows)), "checking images")
         positions = {image.image_id: index for index, image in enumerate(annotations.images)}
-        checked = check(annotations, source)
-        good = checked.without({problem.image_id for problem in problems if problem.severity == "error"})
+        bad = {problem.image_id for problem in problems if problem.severity == "error"}
+        good = check(annotations, source).without(bad)
         good.problems[:0] = problems
-        encoded = (_encoded(rows[positions[row.image_id]][columns.image], max_pixels) for row in good.images)
-        return write_table(**good.columns(), cache_file=cache_file, encoded=encoded, name=source)
 
-    return ["hub", source, check_images, rows._fingerprint, rows.cache_files, states, columns], make
+        def encoded() -> Iterator[bytes]:
+            for image in good.images:
+                row = rows[positions[image.image_id]]
+                yield _encoded(row[columns.image], max_pixels)
+
+        return write_table(**good.columns(), cache_file=cache_file, encoded=encoded(), name=source)
+
+    return key, make
 
 
 def _look(
-    rows: datasets.Dataset, image_column: str, annotations: Annotations, full: bool | None, max_pixels: int, index: int
+    rows: datasets.Dataset,
+    image_column: str,
+    annotations: Annotations,
+    full: bool | None,
+    max_pixels: int,
+    index: int,
 ) -> list[Problem]:
     """Return the problems of an image, and fill in its size if the row lacks it.
 
@@ -116,23 +129,32 @@ def _look(
         height, width = probe_image(data, max_pixels).size_hw
         fault = []
     except ImageError as error:
-        # reported once, as the file's fault: neither the missing size nor a box outside it is another
-        height = width = UNKNOWN_SIZE
+        # Reported once, as the file's fault: neither the missing size nor a box outside it is another.
+        height = UNKNOWN_SIZE
+        width = UNKNOWN_SIZE
         fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
-    image = annotations.images[index] = image._replace(width=image.width or width, height=image.height or height)
-    return fault or ([] if full is None else check_image(image, data, full, max_pixels, "row"))
+    image = image._replace(width=image.width or width, height=image.height or height)
+    annotations.images[index] = image
+    if fault or full is None:
+        return fault
+    return check_image(image, data, full, max_pixels, "row")
 
 
 def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list, Make]:
     """Return the key of the cache and the function that makes the table, for data whose images stay in Parquet files.
     """
     files = _files(name, split)
-    root = os.path.commonpath([os.path.dirname(file) for file in files]) if "://" not in files[0] else _shared(files)
+    if "://" in files[0]:
+        root = _shared(files)
+    else:
+        folders = [os.path.dirname(file) for file in files]
+        root = os.path.commonpath(folders)
     with open_shard(files[0]) as first:
         features = datasets.Features.from_arrow_schema(first.schema_arrow)
     columns = columns_of(features, name)
     missing = [f"column {key!r}" for key in ("width", "height") if key not in features]
-    missing += ["class names (a ClassLabel)"] if columns.categories is None else []
+    if columns.categories is None:
+        missing.append("class names (a ClassLabel)")
     if missing:
         why = "since images are not read before training; leave data.streaming out, or write the data"
         raise BadInput(f"{name}: data.streaming needs {' and '.join(missing)}, {why} by {CONVERT}")
@@ -168,8 +190,10 @@ def _in_words(name: str, failure: str) -> Iterator[None]:
 def _load(name: str, split: str) -> datasets.Dataset:
     folder = Path(name).expanduser()
     with _in_words(name, f"split {split!r} cannot be loaded"):
-        if not (folder / "dataset_dict.json").exists() and not (folder / "state.json").exists():
-            return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
+        is_saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+        if not is_saved:
+            where = str(folder) if folder.is_dir() else name
+            return datasets.load_dataset(where, split=split)
         loaded = datasets.load_from_disk(str(folder))
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
@@ -202,12 +226,16 @@ def columns_of(features: datasets.Features, name: str, description: str = "") ->
     label = getattr(label, "feature", label)
     known = numbered(label.names) if isinstance(label, datasets.ClassLabel) else None
     triplet = _items(features["relations"]) if "relations" in features else {}
-    relations = set(TRIPLET_KEYS) <= set(triplet)
-    named = _told_names(name, description) if known is None or relations else {}
-    image = "image" if "image" in images else images[0]
-    id_key = next((key for key in ID_KEYS if key in feature), None)
-    predicates = named.get("rel_categories") if relations else ()
-    return Columns(image, category, id_key, known or named.get("categories"), predicates, relations)
+    has_relations = set(TRIPLET_KEYS) <= set(triplet)
+    named = _told_names(name, description) if known is None or has_relations else {}
+    return Columns(
+        image="image" if "image" in images else images[0],
+        category=category,
+        id=next((key for key in ID_KEYS if key in feature), None),
+        categories=known or named.get("categories"),
+        predicates=named.get("rel_categories") if has_relations else (),
+        relations=has_relations,
+    )
 
 
 def _items(feature: object) -> Mapping:
@@ -270,20 +298,38 @@ def numbered(names: Sequence[str]) -> list[dict]:
 def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Columns) -> None:
     """Add a row of a data set, whose `objects` and `relations` are a dict of lists or a list of dicts."""
     image_id = len(annotations.images) if row.get("image_id") is None else row["image_id"]
-    size = {key: row.get(key) for key in ("width", "height")}
-    annotations.add_image({"id": image_id, "file_name": file_name} | size)
-    keys = {"bbox": "bbox", "area": "area", "iscrowd": "iscrowd", columns.id: "id", columns.category: "category_id"}
+    image = {
+        "id": image_id,
+        "file_name": file_name,
+        "width": row.get("width"),
+        "height": row.get("height"),
+    }
+    annotations.add_image(image)
+    keys = {
+        "bbox": "bbox",
+        "area": "area",
+        "iscrowd": "iscrowd",
+        columns.id: "id",
+        columns.category: "category_id",
+    }
     for item in _listed(row["objects"]):
-        fields = {keys[key]: value for key, value in item.items() if key in keys and value is not None}
-        annotations.add({"id": len(annotations) + 1, "image_id": image_id} | fields)
-    for item in _listed(row["relations"]) if columns.relations else ():
-        annotations.relations.add({key: item[key] for key in TRIPLET_KEYS} | {"image_id": image_id})
+        entry = {"id": len(annotations) + 1, "image_id": image_id}
+        for key, value in item.items():
+            if key in keys and value is not None:
+                entry[keys[key]] = value
+        annotations.add(entry)
+    if columns.relations:
+        for item in _listed(row["relations"]):
+            relation = {key: item[key] for key in TRIPLET_KEYS}
+            relation["image_id"] = image_id
+            annotations.relations.add(relation)
 
 
 def _listed(items: Mapping | Sequence[dict] | None) -> Sequence[dict]:
     if not isinstance(items, Mapping):
         return items or []
-    return [dict(zip(items, values, strict=True)) for values in zip(*items.values(), strict=True)]
+    rows = zip(*items.values(), strict=True)
+    return [dict(zip(items, values, strict=True)) for values in rows]
 
 
 def _encoded(image: Mapping | None, max_pixels: int) -> bytes:
@@ -311,7 +357,8 @@ def _files(name: str, split: str) -> list[str]:
 
 def _shared(urls: list[str]) -> str:
     """Return the URL of the folder that all files are below."""
-    return os.path.commonprefix([f"{url.rpartition('/')[0]}/" for url in urls]).rpartition("/")[0]
+    folders = [f"{url.rpartition('/')[0]}/" for url in urls]
+    return os.path.commonprefix(folders).rpartition("/")[0]
 
 
 def _state(file: str) -> str:

@@ -59,7 +59,9 @@ class Whole:
 
 def items_of(path: Path, keys: Collection[str]) -> Iterator[tuple[str, object]]:
     """Iterate over the items of these lists only."""
-    return ((key, item) for key, item in stream_lists(path) if key in keys and not isinstance(item, Whole))
+    for key, item in stream_lists(path):
+        if key in keys and not isinstance(item, Whole):
+            yield key, item
 
 
 def _items(text: "_Text") -> Iterator[object]:
@@ -71,7 +73,8 @@ def _items(text: "_Text") -> Iterator[object]:
     while True:
         yield from _inside(text)
         yield text.value()
-        if separator := _NEXT.match(text.text, text.at):
+        separator = _NEXT.match(text.text, text.at)
+        if separator:
             text.at = separator.end()
             continue
         if text.next_sign() == "]":
@@ -174,7 +177,9 @@ class _Text:
         """Return line and column of what comes next, from 1."""
         consumed = self.text[: self.at]
         breaks = consumed.count("\n")
-        return self.lines + breaks, len(consumed) - consumed.rfind("\n") if breaks else self.column + len(consumed)
+        if breaks:
+            return self.lines + breaks, len(consumed) - consumed.rfind("\n")
+        return self.lines, self.column + len(consumed)
 
     def error(self, message: str) -> BadInput:
         line, column = self._position()

@@ -61,7 +61,9 @@ def mixup(first: Sample, second: Sample, lam: float) -> Sample:
     canvas[:, :height1, :width1] = image1.float() * lam
     canvas[:, :height2, :width2] += image2.float() * (1 - lam)
     joined = join_targets((target1, target2), size_hw)
-    joined["mixup"] = torch.cat([torch.full((num1,), lam), torch.full((num2,), 1 - lam)])
+    shares1 = torch.full((num1,), lam)
+    shares2 = torch.full((num2,), 1 - lam)
+    joined["mixup"] = torch.cat([shares1, shares2])
     return canvas.to(torch.uint8), joined
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.loss.loss_d_fine import weighting_function
 
 from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
-from toolkit.detectors.detr.detr_criterion import Matches, PaddedTargets, full_precision, pad_targets
+from toolkit.detectors.detr.detr_criterion import PaddedTargets, QueryMatches, full_precision, pad_targets
 from toolkit.detectors.detr.focal_criterion import match_focal
 from toolkit.detectors.detr.rt_detr_criterion import MATCHING_COSTS, VARIFOCAL_ALPHA, denoising_matches
 
@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
     references: Tensor  # (B, N, 4) cxcywh, which the offsets are relative to
 
 
-class Assignment(NamedTuple):
+class QueryAssignment(NamedTuple):
     """The object of each query, `(M, B, N)`, or `(1, B, N)` when it is the same in every output."""
 
     target: Tensor  # int64, index among the targets of the image
@@ -169,8 +169,8 @@ class DFineCriterion(nn.Module):
         self,
         outputs: Outputs,
         targets: PaddedTargets,
-        assigned: Assignment,
-        shared: Assignment,
+        assigned: QueryAssignment,
+        shared: QueryAssignment,
         denominators: tuple,
         share: Tensor | float,
     ) -> list[Tensor]:
@@ -212,7 +212,7 @@ class DFineCriterion(nn.Module):
             losses += values.unbind()
         return losses
 
-    def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: Assignment):
+    def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: QueryAssignment):
         """Return the loss `(M, B, N, C)` of equal logits. The target score is the IoU (vfl) or the IoU to the power of
         gamma (mal)."""
         labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
@@ -271,7 +271,7 @@ def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
     return (means * shares).sum(0) / shares.sum(0)
 
 
-def _assignment(matches: Matches, like: Tensor) -> Assignment:
+def _assignment(matches: QueryMatches, like: Tensor) -> QueryAssignment:
     """Return the matches of every output separately; `like (M, B, N, ...)` gives the shape."""
     target = torch.zeros(
         like.shape[:3],
@@ -282,10 +282,10 @@ def _assignment(matches: Matches, like: Tensor) -> Assignment:
     where = (matches.layer, matches.image, matches.query)
     target[where] = matches.target
     matched[where] = 1.0
-    return Assignment(target, matched)
+    return QueryAssignment(target, matched)
 
 
-def _union(matches: Matches, shape: Sequence[int], targets: PaddedTargets) -> Assignment:
+def _union(matches: QueryMatches, shape: Sequence[int], targets: PaddedTargets) -> QueryAssignment:
     """Return the queries `(B, N)` that any output matched, each with its most frequent object; ties take the first."""
     votes = targets.boxes_cxcywh.new_zeros(*shape, targets.labels.shape[1])
     where = (matches.image, matches.query, matches.target)
@@ -293,7 +293,7 @@ def _union(matches: Matches, shape: Sequence[int], targets: PaddedTargets) -> As
     votes.index_put_(where, one_each, accumulate=True)
     count, target = votes.max(-1)
     matched = (count > 0).to(votes.dtype)
-    return Assignment(target[None], matched[None])
+    return QueryAssignment(target[None], matched[None])
 
 
 def _of_targets(values: Tensor, target: Tensor) -> Tensor:

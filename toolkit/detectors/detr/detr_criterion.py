@@ -40,7 +40,7 @@ class PaddedTargets(NamedTuple):
     labelled: Tensor | None = None  # (B, C) bool
 
 
-class Matches(NamedTuple):
+class QueryMatches(NamedTuple):
     """Matched pairs of all layers and images, each `(N,)` int64, ordered by layer, then image, then query."""
 
     layer: Tensor
@@ -96,7 +96,7 @@ class MatchingCosts(NamedTuple):
 
 
 @torch.no_grad()
-def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> Matches:
+def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> QueryMatches:
     """Assign queries to targets one-to-one at the lowest cost, for every layer and image, with one copy to the host.
 
     Args:
@@ -107,7 +107,7 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
     """
     device = class_costs.device
     if class_costs.shape[-1] == 0:  # no targets
-        return Matches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
+        return QueryMatches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
     target_boxes = targets.boxes_cxcywh.to(boxes_cxcywh.dtype)
     coordinates = zip(boxes_cxcywh.unbind(-1), target_boxes.unbind(-1), strict=True)
     l1 = 0  # (L, B, Q, T); one coordinate after another, so that intermediates are small
@@ -119,7 +119,7 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
     # Infinity now marks invalid targets only, so the mask travels inside the one copy.
     total.masked_fill_(~targets.valid[:, None, :], torch.inf)
     pairs = _assigned(total.cpu().numpy())
-    return Matches(*send(torch.from_numpy(pairs), device))
+    return QueryMatches(*send(torch.from_numpy(pairs), device))
 
 
 def _assigned(total_costs: np.ndarray) -> np.ndarray:
@@ -149,7 +149,7 @@ def full_precision(tensor: Tensor) -> Tensor:
     return tensor.float() if is_half else tensor
 
 
-def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
+def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: QueryMatches) -> dict[str, Tensor]:
     """Return `loss_bbox` (L1 of normalised cxcywh) and `loss_giou` (1 - GIoU) summed over each layer's matches, `(L,)`.
 
     Every layer has the same number of matches, in the order of the layers: sums by layer are sums of rows.
@@ -170,7 +170,7 @@ def matching_metrics(
     logits: Tensor,
     cardinality: Tensor,
     targets: PaddedTargets,
-    matches: Matches,
+    matches: QueryMatches,
     suffixes: Sequence[str],
     detecting: int,
 ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -280,7 +280,7 @@ class DetrCriterion(nn.Module):
             losses = self._losses(log_probabilities, boxes_cxcywh, padded, matches, denominators)
             return losses, self._metrics(logits.detach(), padded, matches)
 
-    def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> Matches:
+    def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> QueryMatches:
         """Return the assignment of all layers, from `(L, B, Q, C + 1)` and `(L, B, Q, 4)`."""
         labels = targets.labels[:, None, :].expand(*log_probabilities.shape[:3], -1)  # (L, B, Q, T)
         probabilities = log_probabilities.detach().gather(-1, labels).exp()

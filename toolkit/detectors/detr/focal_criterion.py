@@ -13,9 +13,9 @@ from torchvision.ops import sigmoid_focal_loss
 
 from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy
 from toolkit.detectors.detr.detr_criterion import (
-    Matches,
     MatchingCosts,
     PaddedTargets,
+    QueryMatches,
     box_sums,
     full_precision,
     match,
@@ -139,7 +139,7 @@ def matched_losses(
     logits: Tensor,
     boxes_cxcywh: Tensor,
     targets: PaddedTargets,
-    matches: Matches,
+    matches: QueryMatches,
     suffixes: Sequence[str],
     class_terms: ClassTerms,
     class_loss: str,
@@ -169,7 +169,7 @@ def match_focal(
     targets: PaddedTargets,
     costs: MatchingCosts,
     groups: int = 1,
-) -> Matches:
+) -> QueryMatches:
     """Assign every layer's `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
 
     Each of the `groups` of queries is matched by itself, so a target has that many pairs in every layer.

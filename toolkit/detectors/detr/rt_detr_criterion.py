@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.base.batch import send
-from toolkit.detectors.detr.detr_criterion import Matches, MatchingCosts, full_precision, pad_targets
+from toolkit.detectors.detr.detr_criterion import MatchingCosts, QueryMatches, full_precision, pad_targets
 from toolkit.detectors.detr.focal_criterion import match_focal, matched_losses
 
 # The published values (RT-DETRv2 configs, transformers' RTDetrV2Config): of the matching, of the varifocal loss.
@@ -108,7 +108,7 @@ class RTDetrCriterion(nn.Module):
             return losses
 
 
-def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> Matches:
+def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> QueryMatches:
     """Return the object that each positive denoising query was made from: every group repeats its image's objects."""
     # Of 2 and 1 objects in 2 groups: targets 0 1 0 1 0 0 of the images 0 0 0 0 1 1.
     targets = [torch.arange(count).repeat(meta["dn_num_group"]) for count in counts]
@@ -117,7 +117,7 @@ def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, dev
     image, target = send(torch.stack([images, torch.cat(targets)]), device)
     query = torch.cat(list(meta["dn_positive_idx"]))
     layer = torch.arange(num_layers, device=device).repeat_interleave(len(query))
-    return Matches(
+    return QueryMatches(
         layer,
         image.repeat(num_layers),
         query.repeat(num_layers),

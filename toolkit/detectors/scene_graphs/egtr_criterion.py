@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from toolkit.base.batch import on_host, send
 from toolkit.base.box_ops import cxcywh_to_xyxy, generalized_box_iou
 from toolkit.base.seeding import image_generator
-from toolkit.detectors.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets
+from toolkit.detectors.detr.detr_criterion import MatchingCosts, PaddedTargets, QueryMatches
 from toolkit.detectors.detr.focal_criterion import ALPHA, focal_costs, match_focal
 
 
@@ -73,7 +73,7 @@ def match_with_quality(
     targets: PaddedTargets,
     costs: MatchingCosts,
     smoothing: float,
-) -> tuple[Matches, Tensor]:
+) -> tuple[QueryMatches, Tensor]:
     """Return the matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
 
     quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), 1 - `smoothing` for a perfect detection.
@@ -95,7 +95,7 @@ def relation_losses(
     predicates: Tensor,
     connectivity: Tensor,
     targets: Sequence[Mapping],
-    matches: Matches,
+    matches: QueryMatches,
     quality: Tensor,
     sampling: RelationSampling,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:

@@ -7,14 +7,14 @@ see `detections_as_json` and `relations_as_json`.
 import json
 from collections.abc import Mapping, Sequence
 
-from toolkit.evaluation.predictions import Found
+from toolkit.evaluation.predictions import Detections
 
 MAX_RELATIONS = 100  # of one image, as recall counts
 OBJECT_KEYS = ("category", "bbox", "score")
 GRAPH_SUFFIXES = {"dot": ".dot", "networkx": ".json"}
 
 
-def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
+def without_graph_constraint(graph: Detections, count: int = MAX_RELATIONS) -> Detections:
     """Return the graph of an image with its `count` best combinations of pair and predicate.
 
     They replace the one predicate of each pair. Equal scores are in the order of pairs, then predicates, as ng-R@K
@@ -35,7 +35,7 @@ def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
     }
 
 
-def relations_as_json(graph: Found, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
+def relations_as_json(graph: Detections, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
     """Convert the best relations of one image; `subject` and `object` are positions in its detections.
 
     all_scores: add `predicate_scores`, the probability of every predicate of the pair by name, best first.

@@ -13,7 +13,7 @@ COMPACT_FIELDS = ("predicates", "combinations", "two_predicates", "two_scores") 
 
 
 @dataclass
-class Matches:
+class TripletMatches:
     """Annotated relations of all images, one row each, and the predictions that find them.
 
     image, index, predicate: (R,) image, index among the image's relations, predicate of each relation.
@@ -52,7 +52,7 @@ def match_relations(
     iou_threshold: float,
     keep: int,
     one_box_each: bool = False,
-) -> Matches:
+) -> TripletMatches:
     """Match every predicted pair, and the `keep` best (pair, predicate) combinations, with the annotated relations.
 
     Arguments as in `evaluate_scene_graphs`. Pairs are taken in the given order with their best predicate
@@ -67,7 +67,8 @@ def match_relations(
         chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
-    return Matches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in Matches.__annotations__))
+    names = TripletMatches.__annotations__
+    return TripletMatches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in names))
 
 
 def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
@@ -256,7 +257,7 @@ class _Chunk:
         row, slot = bits.nonzero()
         return rows[row], slot
 
-    def match(self, keep: int, first_image: int, first_relation: int) -> Matches:
+    def match(self, keep: int, first_image: int, first_relation: int) -> TripletMatches:
         pair, slot = self._candidates(self.pairs)
         image = self.pair_image[pair]
         right = self._best_predicates(pair) == self.predicates[image, slot]
@@ -270,7 +271,7 @@ class _Chunk:
         unconstrained = self._match_unconstrained(keep)
         labels = self.end_labels[self.image, self.slot]
         predicate = self.predicates[self.image, self.slot]
-        return Matches(
+        return TripletMatches(
             image=self.image + first_image,
             index=self.slot,
             predicate=predicate,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.scene_graphs.matches import Matches, match_relations
+from toolkit.detectors.scene_graphs.matches import TripletMatches, match_relations
 
 PROTOCOLS = ("original", "strict")
 
@@ -138,7 +138,7 @@ def _wrong_scores(prediction: Mapping, num_predicates: int) -> list[str]:
 
 
 def _measure(
-    matches: Matches,
+    matches: TripletMatches,
     evaluated: np.ndarray,
     num_predicates: int,
     zero_shot: np.ndarray | None,
@@ -201,7 +201,7 @@ def _of_fixed_tops(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _accuracy(
-    matches: Matches,
+    matches: TripletMatches,
     images: np.ndarray,
     counts: np.ndarray,
     top: tuple[int, ...],
@@ -222,7 +222,7 @@ def _renamed(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: metrics[name] for name in order if name in metrics}
 
 
-def _recall(matches: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
+def _recall(matches: TripletMatches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
     """Return the (images,) share of the relations `among` that are hit; NaN for an image without any."""
     size = len(matches.counts)
     total = np.bincount(matches.image[among], minlength=size)
@@ -230,7 +230,9 @@ def _recall(matches: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
         return np.bincount(matches.image[among & hit], minlength=size) / total
 
 
-def _predicate_recall(matches: Matches, hit: np.ndarray, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
+def _predicate_recall(
+    matches: TripletMatches, hit: np.ndarray, evaluated: np.ndarray, num_predicates: int
+) -> np.ndarray:
     """Return (num_predicates,) recall per image and predicate, averaged over the images that contain it; 0 if none
     does."""
     kept = evaluated[matches.image]
@@ -242,13 +244,13 @@ def _predicate_recall(matches: Matches, hit: np.ndarray, evaluated: np.ndarray, 
     return recall.sum(0) / np.maximum((total > 0).sum(0), 1)
 
 
-def _images_per_predicate(matches: Matches, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
+def _images_per_predicate(matches: TripletMatches, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
     kept = evaluated[matches.image]
     cells = np.unique(matches.image[kept] * num_predicates + matches.predicate[kept])
     return np.bincount(cells % num_predicates, minlength=num_predicates)
 
 
-def _in_triplets(matches: Matches, triplets: np.ndarray | None) -> np.ndarray:
+def _in_triplets(matches: TripletMatches, triplets: np.ndarray | None) -> np.ndarray:
     """Return (R,) bool: is the relation's (subject class, object class, predicate) listed?"""
     if triplets is None or not len(triplets) or not len(matches.triplets):
         return np.zeros(len(matches.triplets), dtype=bool)

@@ -80,7 +80,7 @@ def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: flo
     return cxcywh_to_xyxy(torch.cat([centres, sizes], -1))
 
 
-class Objects(NamedTuple):
+class PaddedObjects(NamedTuple):
     """Boxes of a batch, padded to the largest number in an image, at least 1: xyxy fractions (B, T, 4), labels (B, T)
     int64 (0 on: classes; -1: padding), crowd (B, T) bool."""
 
@@ -89,11 +89,14 @@ class Objects(NamedTuple):
     crowd: Tensor
 
 
-def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> Objects:
-    """Convert the targets of a batch to `Objects`. image_hw: (2,) height and width of the batch's images in pixels."""
+def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> PaddedObjects:
+    """Convert the targets of a batch to `PaddedObjects`.
+
+    image_hw: (2,) height and width of the batch's images in pixels.
+    """
     boxes = _pad([target["boxes"] for target in targets], 0.0)
     crowd = _pad([target["iscrowd"] for target in targets], 0)
-    return Objects(
+    return PaddedObjects(
         boxes=normalize_boxes(boxes.float(), image_hw),
         labels=_pad([target["labels"] for target in targets], -1),
         crowd=crowd > 0,
@@ -107,7 +110,7 @@ def _pad(column: Sequence[Tensor], value: float) -> Tensor:
     return padded[:-1]
 
 
-def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float) -> tuple[Tensor, Tensor]:
+def match_anchors(anchors_cxcywh: Tensor, objects: PaddedObjects, iou_threshold: float) -> tuple[Tensor, Tensor]:
     """Assign a box to each anchor.
 
     An anchor takes the box that it overlaps most, if by an IoU of at least the threshold; each box takes the anchor

@@ -75,7 +75,7 @@ def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class AnchorAssignment:
     """The predictions that the T boxes of a batch are assigned to, and their targets.
 
     image, index: (T,) int64, image in the batch and prediction of that image.
@@ -99,7 +99,7 @@ class Assignment:
     counts: tuple[int, ...]
 
 
-def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, grid: Grid) -> Assignment:
+def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, grid: Grid) -> AnchorAssignment:
     """Assign each box to the cell of its centre and to the anchor, of all levels, that is nearest to it in shape.
 
     Args:
@@ -145,7 +145,7 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     count = len(grid.cells_xy)
     kept = _not_overwritten(image * count + index, crowd, len(counts) * count)
     image_areas = sizes_hw.to(device, dtype).prod(dim=1)
-    return Assignment(
+    return AnchorAssignment(
         image=image,
         index=index,
         kept=kept,
@@ -190,7 +190,7 @@ def _shape_iou(sizes1_wh: Tensor, sizes2_wh: Tensor) -> Tensor:
 @torch.no_grad()
 def objectness_targets(
     pred_boxes: Tensor,
-    assigned: Assignment,
+    assigned: AnchorAssignment,
     sizes_hw: Tensor,
     grid: Grid,
     ignore_iou: float,
@@ -222,7 +222,7 @@ def in_padding(sizes_hw: Tensor, grid: Grid) -> Tensor:
     return (begin_xy >= sizes_wh).any(dim=-1)
 
 
-def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tensor:
+def _covered(pred_boxes: Tensor, assigned: AnchorAssignment, threshold: float) -> Tensor:
     """Return (B, N) bool: IoU with a box > threshold, or that share of the prediction's area is inside a crowd region.
 
     inter / (area_p + area_g - inter) > t is inter > t / (1 + t) * (area_p + area_g): no division, and a crowd region is
@@ -264,7 +264,7 @@ def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Te
 def yolov3_losses(
     predictions: Tensor,
     objectness: Tensor,
-    assigned: Assignment,
+    assigned: AnchorAssignment,
     label_smoothing: bool = False,
     labelled: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -306,7 +306,7 @@ def yolov3_losses(
     }
 
 
-def _objectness_and_rows(predictions: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
+def _objectness_and_rows(predictions: Tensor, assigned: AnchorAssignment) -> tuple[Tensor, Tensor]:
     """Return objectness logits (B, N) and the predictions (T, 5 + C) at the boxes.
 
     Picked by one index: the gradient of each slice of its own would fill an array as large as the predictions.

@@ -19,7 +19,13 @@ MAX_NAMED_TENSORS = 4  # names of a list in a message
 
 # Names of `efficientnet_pytorch` (lukemelas) and its Lite variant, as the package registries distribute them.
 EFFICIENTNET_MARK = "_conv_stem.weight"  # a tensor that only these files have
-_OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+_OUTSIDE = {
+    "_conv_stem": "conv_stem",
+    "_bn0": "bn1",
+    "_conv_head": "conv_head",
+    "_bn1": "bn2",
+    "_fc": "classifier",
+}
 _EXPANDED = {
     "_expand_conv": "conv_pw",
     "_depthwise_conv": "conv_dw",
@@ -31,7 +37,12 @@ _EXPANDED = {
     "_se_expand": "se.conv_expand",
 }
 # A block that does not widen has no first convolution, and timm counts its norms from 1 too.
-_PLAIN = _EXPANDED | {"_project_conv": "conv_pw", "_bn1": "bn1", "_bn2": "bn2"}
+_PLAIN = {
+    **_EXPANDED,
+    "_project_conv": "conv_pw",
+    "_bn1": "bn1",
+    "_bn2": "bn2",
+}
 
 
 def read_backbone_file(file: str) -> dict[str, Tensor]:
@@ -65,9 +76,9 @@ def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
         model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": file}, **options)
     used = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     dropped = {key for key, tensor in wanted.items() if id(tensor) not in used}  # the classifier, stages without a map
-    load_matching(
-        *({key: x for key, x in tensors.items() if key not in dropped} for tensors in (wanted, offered)), name, file
-    )
+    wanted = {key: tensor for key, tensor in wanted.items() if key not in dropped}
+    offered = {key: tensor for key, tensor in offered.items() if key not in dropped}
+    load_matching(wanted, offered, name, file)
     return model
 
 
@@ -76,7 +87,9 @@ def names_of_efficientnet(offered: Mapping[str, Tensor], model: nn.Module) -> di
 
     The files number all blocks in a row, timm those of each stage.
     """
-    blocks = [(stage, block) for stage, blocks in enumerate(model.blocks) for block in range(len(blocks))]
+    places = []  # (stage, block in it) of each block
+    for stage, blocks in enumerate(model.blocks):
+        places += [(stage, block) for block in range(len(blocks))]
 
     def renamed(key: str) -> str:
         inner = re.fullmatch(r"_blocks\.(\d+)\.(\w+)\.(\w+)", key)
@@ -85,10 +98,11 @@ def names_of_efficientnet(offered: Mapping[str, Tensor], model: nn.Module) -> di
             return f"{_OUTSIDE.get(first, first)}.{last}"
         number = int(inner[1])
         part, last = inner.group(2, 3)
-        if number >= len(blocks):
+        if number >= len(places):
             return key
+        stage, block = places[number]
         names = _EXPANDED if f"_blocks.{number}._expand_conv.weight" in offered else _PLAIN
-        return "blocks.{}.{}.".format(*blocks[number]) + f"{names.get(part, part)}.{last}"
+        return f"blocks.{stage}.{block}.{names.get(part, part)}.{last}"
 
     return {renamed(key): tensor for key, tensor in offered.items()}
 
@@ -122,9 +136,10 @@ def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], n
     matching = {key for key in wanted if key in offered and offered[key].shape == wanted[key].shape}
     summary = _summary(wanted, offered, matching)
     weights = [key for key, tensor in wanted.items() if tensor.ndim > 1]
-    started = {_part(key) for key in matching.intersection(weights)}
+    loaded = matching.intersection(weights)
+    started = {_part(key) for key in loaded}
     fresh = [part for part in dict.fromkeys(map(_part, weights)) if part not in started]
-    if fresh or 2 * len(matching.intersection(weights)) < len(weights):
+    if fresh or 2 * len(loaded) < len(weights):
         what = f"no weight of {_listed(fresh)}" if fresh else "less than half of the weights"
         raise BadInput(
             f"{SETTING} {file}: it has {what} of {name!r} ({summary}); give a file of weights for this backbone, under "
@@ -139,18 +154,26 @@ def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], n
 def _summary(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], matching: set[str]) -> str:
     """Describe how many tensors were loaded, and the names of those that were not."""
     counted = [key for key in wanted if not key.endswith("num_batches_tracked")]  # a count, which older files lack
-    words = [f"taken {len(matching.intersection(counted))} of {len(counted)} tensors"]
-    unfit = [key for key in counted if key in offered and key not in matching]
+    loaded = matching.intersection(counted)
+    texts = [f"taken {len(loaded)} of {len(counted)} tensors"]
+    of_other_shape = []
+    for key in counted:
+        if key in offered and key not in matching:
+            of_other_shape.append(f"{key} {tuple(offered[key].shape)} instead of {tuple(wanted[key].shape)}")
     others = {
         "missing": [key for key in counted if key not in offered],
         "unused": [key for key in offered if key not in wanted],
-        "of another shape": [f"{k} {tuple(offered[k].shape)} instead of {tuple(wanted[k].shape)}" for k in unfit],
+        "of another shape": of_other_shape,
     }
-    return "; ".join(words + [f"{len(keys)} {what}: {_listed(keys)}" for what, keys in others.items() if keys])
+    for what, keys in others.items():
+        if keys:
+            texts.append(f"{len(keys)} {what}: {_listed(keys)}")
+    return "; ".join(texts)
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:MAX_NAMED_TENSORS]) + (", ..." if len(names) > MAX_NAMED_TENSORS else "")
+    text = ", ".join(names[:MAX_NAMED_TENSORS])
+    return f"{text}, ..." if len(names) > MAX_NAMED_TENSORS else text
 
 
 def _part(name: str) -> str:

@@ -17,7 +17,15 @@ from toolkit.base.errors import BadInput
 from toolkit.models.weights.names import Description, Publisher
 
 # Keys under which programs save the weights; averaged ones come first.
-INSIDE = (("ema", "module"), ("ema",), ("ema_model",), ("model_ema",), ("state_dict_ema",), ("model",), ("state_dict",))
+INSIDE = (
+    ("ema", "module"),
+    ("ema",),
+    ("ema_model",),
+    ("model_ema",),
+    ("state_dict_ema",),
+    ("model",),
+    ("state_dict",),
+)
 KNOWN = (
     "torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
     "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
@@ -60,7 +68,8 @@ def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
     file = path.with_suffix(suffix)
     if not file.is_file():
         return known
-    names = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = file.read_text(encoding="utf-8").splitlines()
+    names = [line.strip() for line in lines if line.strip()]
     if len(names) != len(known):
         what = "classes" if suffix == ".names" else "predicates"
         raise BadInput(f"{file}: {len(names)} names, but {path.name} has {len(known)} {what}")
@@ -90,7 +99,8 @@ def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([Namespace, SimpleNamespace]):  # flags, which relatives of DETR save
             document = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError) as error:
-        reason = (str(error).splitlines() or ["it is empty"])[0][:120]
+        lines = str(error).splitlines() or ["it is empty"]
+        reason = lines[0][:120]
         if isinstance(error, pickle.UnpicklingError) and _looks_like_a_save(path):
             raise BadInput(
                 f"{setting} {path}: it holds objects beside tensors, which would run their program when loaded. "
@@ -114,8 +124,10 @@ def _tensors(document: object, path: Path, setting: str) -> dict[str, Tensor]:
         entry = document
         for key in keys:
             entry = entry.get(key) if isinstance(entry, Mapping) else None
-        if isinstance(entry, Mapping) and any(isinstance(value, Tensor) for value in entry.values()):
-            tensors = {str(name): value for name, value in entry.items() if isinstance(value, Tensor)}
+        if not isinstance(entry, Mapping):
+            continue
+        tensors = {str(name): value for name, value in entry.items() if isinstance(value, Tensor)}
+        if tensors:
             wrappers = re.compile(r"^(module\.|_orig_mod\.)*")  # of DistributedDataParallel and torch.compile
             return {wrappers.sub("", name): value for name, value in tensors.items()}
     raise BadInput(f"{setting} {path}: it holds no tensors by name")

@@ -31,22 +31,31 @@ class WeightTable:
 
     def entries(self) -> list[tuple[str, str, str]]:
         """Return (outcome, name, note) of every tensor of the model, then of the unused ones."""
-        rows = []
+        entries = []
         for name, source in self.sources.items():
-            note = self.rows.get(name, "" if name == source else f"<- {source}")
-            rows.append(("mapped" if note else "loaded", name, note))
-        return [*rows, *(("new", name, "") for name in self.new), *(("unused", name, "") for name in self.unused)]
+            note = "" if name == source else f"<- {source}"
+            note = self.rows.get(name, note)
+            entries.append(("mapped" if note else "loaded", name, note))
+        entries += [("new", name, "") for name in self.new]
+        entries += [("unused", name, "") for name in self.unused]
+        return entries
 
     def table(self) -> str:
         """Format one line per tensor: loaded (same name), mapped (from another, or by rows), new; then the unused."""
-        return "\n".join(f"{what:<7s} {name} {note}".rstrip() for what, name, note in self.entries())
+        lines = [f"{what:<7s} {name} {note}" for what, name, note in self.entries()]
+        return "\n".join(map(str.rstrip, lines))
 
     def summary(self) -> str:
         """Format `table` with one line for all tensors of a part of the model that have the same outcome."""
-        entries = [(what, _part(name), "" if note.startswith("<-") else note) for what, name, note in self.entries()]
-        counts = Counter(entries)
+        counts = Counter()
+        for what, name, note in self.entries():
+            if note.startswith("<-"):
+                note = ""
+            counts[what, _part(name), note] += 1
         width = max((len(part) for _, part, _ in counts), default=0)
-        lines = (f"{what:<7s} {part:<{width}s} {n:5d} tensors  {note}" for (what, part, note), n in counts.items())
+        lines = []
+        for (what, part, note), count in counts.items():
+            lines.append(f"{what:<7s} {part:<{width}s} {count:5d} tensors  {note}")
         return "\n".join(map(str.rstrip, lines))
 
 
@@ -69,10 +78,14 @@ def map_weights(
     prefixes = prefixes or {}
     table = WeightTable()
     problems = _check_prefixes(model, checkpoint, prefixes)
-    problems += _check_classes(classes, source_classes) if class_tensors else []
+    if class_tensors:
+        problems += _check_classes(classes, source_classes)
     for name, value in model.items():
-        prefix = max((p for p in prefixes if _below(name, p)), key=len, default=None)
-        source = name if prefix is None else prefixes[prefix] + name[len(prefix) :]
+        fitting = [prefix for prefix in prefixes if _below(name, prefix)]
+        source = name
+        if fitting:
+            prefix = max(fitting, key=len)
+            source = prefixes[prefix] + name[len(prefix) :]
         if source not in checkpoint:
             table.new.append(name)
             continue
@@ -101,7 +114,11 @@ def map_weights(
 
 
 def copy_class_rows(
-    target: Tensor, source: Tensor, layout: ClassLayout, classes: Sequence[str], source_classes: Sequence[str]
+    target: Tensor,
+    source: Tensor,
+    layout: ClassLayout,
+    classes: Sequence[str],
+    source_classes: Sequence[str],
 ) -> Tensor | None:
     """Return `target` with the rows that `source` has for the same class, and those for no class.
 
@@ -109,25 +126,39 @@ def copy_class_rows(
     """
     target_rows, target_blocks = _row_meanings(len(target), layout, classes)
     source_rows, source_blocks = _row_meanings(len(source), layout, source_classes)
-    if target_blocks != source_blocks or target.shape[1:] != source.shape[1:] or not target_blocks:
+    have_one_layout = target_blocks == source_blocks and target.shape[1:] == source.shape[1:]
+    if not have_one_layout or not target_blocks:
         return None
     source_row_of = {meaning: row for row, meaning in enumerate(source_rows)}
-    pairs = [(row, source_row_of[meaning]) for row, meaning in enumerate(target_rows) if meaning in source_row_of]
-    if not pairs:
+    into = []
+    taken = []
+    for row, meaning in enumerate(target_rows):
+        if meaning in source_row_of:
+            into.append(row)
+            taken.append(source_row_of[meaning])
+    if not into:
         return target
-    rows, source_rows_taken = torch.tensor(pairs).unbind(1)
     result = target.clone()
-    result[rows.to(target.device)] = source[source_rows_taken].to(target.device, target.dtype)
+    values = source[torch.tensor(taken)].to(target.device, target.dtype)
+    result[torch.tensor(into).to(target.device)] = values
     return result
 
 
 def _row_meanings(rows: int, layout: ClassLayout, classes: Sequence[str]) -> tuple[list[tuple], int]:
-    """Return the meaning of each row of a class tensor, and its number of blocks; 0 for an incomplete block."""
+    """Return the meaning of each row of a class tensor, and its number of blocks; 0 for an incomplete block.
+
+    With the layout (1, 2, 0) and the classes a and b, the five rows of a block are: before, a 0, a 1, b 0, b 1.
+    """
     before, per_class, after = layout
-    block = [("before", i) for i in range(before)] + [("class", name, i) for name in classes for i in range(per_class)]
+    block = [("before", i) for i in range(before)]
+    for name in classes:
+        block += [("class", name, i) for i in range(per_class)]
     block += [("after", i) for i in range(after)]
     blocks, rest = divmod(rows, len(block))
-    return [(b, *meaning) for b in range(blocks) for meaning in block], 0 if rest else blocks
+    meanings = []
+    for number in range(blocks):
+        meanings += [(number, *meaning) for meaning in block]
+    return meanings, 0 if rest else blocks
 
 
 def _layout(name: str, class_tensors: Mapping[str, ClassLayout]) -> ClassLayout | None:
@@ -144,21 +175,26 @@ def _sentence(classes: Sequence[str], source_classes: Sequence[str]) -> str:
 
 
 def _check_prefixes(model: Mapping, checkpoint: Mapping, prefixes: Mapping[str, str]) -> list[str]:
-    return [
-        f"weight mapping {ours} <- {theirs}: the {side} has no parameter below {prefix!r}"
-        for ours, theirs in prefixes.items()
-        for prefix, names, side in ((ours, model, "model"), (theirs, checkpoint, "checkpoint"))
-        if not any(_below(name, prefix) for name in names)
-    ]
+    faults = []
+    for ours, theirs in prefixes.items():
+        sides = ((ours, model, "model"), (theirs, checkpoint, "checkpoint"))
+        for prefix, names, side in sides:
+            if not any(_below(name, prefix) for name in names):
+                faults.append(f"weight mapping {ours} <- {theirs}: the {side} has no parameter below {prefix!r}")
+    return faults
 
 
 def _check_classes(classes: Sequence[str], source_classes: Sequence[str]) -> list[str]:
-    return [
-        f"class {name!r} stands {side[name]} times in the {where}: a class needs a name of its own"
-        for side, where in ((Counter(classes), "data"), (Counter(source_classes), "checkpoint"))
-        for name in dict.fromkeys(classes)
-        if side[name] > 1 and list(classes) != list(source_classes)
-    ]
+    if list(classes) == list(source_classes):
+        return []
+    faults = []
+    for names, where in ((classes, "data"), (source_classes, "checkpoint")):
+        counts = Counter(names)
+        for name in dict.fromkeys(classes):
+            times = counts[name]
+            if times > 1:
+                faults.append(f"class {name!r} stands {times} times in the {where}: a class needs a name of its own")
+    return faults
 
 
 def _below(name: str, prefix: str) -> bool:

@@ -47,7 +47,8 @@ class Publisher:
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the publisher's tensors under our names."""
         weights = {name: tensor for name, tensor in state.items() if not re.search(self.left_out, name)}
-        return copied(renamed(split_attention(weights), self.names), self.copies)
+        weights = renamed(split_attention(weights), self.names)
+        return copied(weights, self.copies)
 
 
 def pairs(table: str, below: Pairs = (("", ""),)) -> Pairs:
@@ -56,7 +57,10 @@ def pairs(table: str, below: Pairs = (("", ""),)) -> Pairs:
     The entries are repeated below each pair of prefixes in `below`.
     """
     entries = [entry.split() for entry in re.split(r"[,\n]", table) if entry.strip()]
-    return [(source + theirs, target + ours) for source, target in below for theirs, ours in entries]
+    repeated = []
+    for source, target in below:
+        repeated += [(source + theirs, target + ours) for theirs, ours in entries]
+    return repeated
 
 
 def renamed(state: Mapping[str, Tensor], pairs: Pairs) -> dict[str, Tensor]:
@@ -71,7 +75,8 @@ def renamed(state: Mapping[str, Tensor], pairs: Pairs) -> dict[str, Tensor]:
 
 
 def _pattern(prefix: str) -> re.Pattern:
-    return re.compile(re.escape(prefix).replace(r"\*", r"(\d+)") + r"(?=\.|$)")
+    with_numbers = re.escape(prefix).replace(r"\*", r"(\d+)")
+    return re.compile(with_numbers + r"(?=\.|$)")
 
 
 def _renamed(name: str, rules: Sequence[tuple[re.Pattern, str]]) -> str:
@@ -92,8 +97,8 @@ def split_attention(state: Mapping[str, Tensor], joint: str = ".in_proj_") -> di
     for name, tensor in state.items():
         stem, separator, leaf = name.rpartition(joint)
         if separator:
-            parts = tensor.chunk(3)
-            result |= {f"{stem}.{which}_proj.{leaf}": part for which, part in zip("qkv", parts, strict=True)}
+            for which, part in zip("qkv", tensor.chunk(3), strict=True):
+                result[f"{stem}.{which}_proj.{leaf}"] = part
         else:
             result[name] = tensor
     return result
@@ -103,13 +108,17 @@ def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, 
     """Return the tensors, with those below a prefix under another one too. copies: {prefix of the copy: prefix}."""
     result = dict(state)
     for into, source in copies.items():
-        result |= {into + n[len(source) :]: t for n, t in state.items() if n.startswith(f"{source}.")}
+        for name, tensor in state.items():
+            if name.startswith(f"{source}."):
+                result[into + name[len(source) :]] = tensor
     return result
 
 
 def count(state: Mapping[str, Tensor], prefix: str) -> int:
     """Return the number of numbered parts below a prefix: one more than the largest number."""
-    numbers = [int(match[1]) for name in state if (match := re.match(re.escape(prefix) + r"\.(\d+)\.", name))]
+    pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
+    matches = [pattern.match(name) for name in state]
+    numbers = [int(match[1]) for match in matches if match]
     return max(numbers, default=-1) + 1
 
 
@@ -176,5 +185,12 @@ def coco_by_id(first: int, last: int = 90) -> list[str]:
 
 def named(rows: int) -> list[str]:
     """Return names for a classifier of `rows` classes without background; numbered if the data set is not known."""
-    by_rows = {80: COCO_80, 90: coco_by_id(1), 91: coco_by_id(0), 20: VOC_20, 150: VG_150}
-    return list(by_rows.get(rows) or [f"class {i}" for i in range(rows)])
+    by_rows = {
+        80: COCO_80,
+        90: coco_by_id(1),
+        91: coco_by_id(0),
+        20: VOC_20,
+        150: VG_150,
+    }
+    numbered = [f"class {i}" for i in range(rows)]
+    return list(by_rows.get(rows, numbered))

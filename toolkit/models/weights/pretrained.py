@@ -166,8 +166,11 @@ def load_into(
     try:
         return load_pretrained(detector, source, class_names, fresh)
     except BadInput as error:
-        structure = {name: value for name, value in given.items() if name not in ("architecture", *ABOUT_STARTING)}
-        different = [name for name, value in structure.items() if source.options.get(name, not value) != value]
+        different = []
+        for name, value in given.items():
+            is_structure = name not in ("architecture", *ABOUT_STARTING)
+            if is_structure and source.options.get(name, not value) != value:
+                different.append(name)
         if len(error.problems) < 4 or not different:
             raise
         flags = ", ".join(f"--model.{name}" for name in different)
@@ -193,8 +196,13 @@ def load_pretrained(
     state = detector.state_dict()
     left_out = _tensors_below(state, fresh)
     tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out}
-    names = {"classes": class_names, "source_classes": source.class_names}
-    table = map_weights(state, tensors, class_tensors=getattr(detector, "class_tensors", {}), **names)
+    table = map_weights(
+        state,
+        tensors,
+        class_tensors=getattr(detector, "class_tensors", {}),
+        classes=class_names,
+        source_classes=source.class_names,
+    )
     if not table.sources:
         raise BadInput(
             f"model.pretrained {source.name}: none of its {len(source.tensors)} tensors has the name of one of this "
@@ -206,11 +214,15 @@ def load_pretrained(
 
 def _tensors_below(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> set[str]:
     """Return the names of the tensors below some prefixes, and of those that share their memory under another name."""
-    below = {prefix: [name for name in state if f"{name}.".startswith(f"{prefix}.")] for prefix in prefixes}
-    unknown = [prefix for prefix, names in below.items() if not names]
-    if unknown:
-        raise BadInput([f"model.fresh_prefixes: the detector has no tensor below {prefix!r}" for prefix in unknown])
-    memory = {state[name].data_ptr() for names in below.values() for name in names}
+    memory = set()
+    faults = []
+    for prefix in prefixes:
+        below = [tensor for name, tensor in state.items() if f"{name}.".startswith(f"{prefix}.")]
+        if not below:
+            faults.append(f"model.fresh_prefixes: the detector has no tensor below {prefix!r}")
+        memory |= {tensor.data_ptr() for tensor in below}
+    if faults:
+        raise BadInput(faults)
     return {name for name, tensor in state.items() if tensor.data_ptr() in memory}
 
 
@@ -231,7 +243,8 @@ def cached_when_offline() -> Iterator[None]:
 def hub_answers() -> bool:
     """Return whether the hub can be reached."""
     try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=PROBE_S).close()
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+        urllib.request.urlopen(request, timeout=PROBE_S).close()
     except urllib.error.HTTPError:  # an answer, if not the wanted one
         return True
     except OSError:

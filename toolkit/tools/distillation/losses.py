@@ -19,7 +19,7 @@ from toolkit.base.errors import BadInput
 from toolkit.models.detector import Detector, kept_maps
 
 # Losses by name: default weight, and what they are averaged over.
-LOSSES = {
+DISTILLATION_LOSSES = {
     "loss_distill_maps": (1.0, "images"),
     "loss_distill_classes": (1.0, "boxes"),
     "loss_distill_boxes": (5.0, "boxes"),
@@ -66,18 +66,18 @@ class Distillation(nn.Module):
 
     @property
     def loss_names(self) -> list[str]:
-        """Return the names in `LOSSES` that apply to these two detectors."""
-        return list(LOSSES)[0 if self.maps else 1 : 3 if self.has_queries else 1]
+        """Return the names in `DISTILLATION_LOSSES` that apply to these two detectors."""
+        return list(DISTILLATION_LOSSES)[0 if self.maps else 1 : 3 if self.has_queries else 1]
 
     @property
     def default_weights(self) -> dict[str, float]:
         """Return the weight of each loss that the settings do not give."""
-        return {name: LOSSES[name][0] for name in self.loss_names}
+        return {name: DISTILLATION_LOSSES[name][0] for name in self.loss_names}
 
     @property
     def divided_by(self) -> dict[str, str]:
         """Return what each loss is averaged over: "images" or "boxes"."""
-        return {name: LOSSES[name][1] for name in self.loss_names}
+        return {name: DISTILLATION_LOSSES[name][1] for name in self.loss_names}
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict]:
         """Return the optimizer group of the convolutions, or no group if there are no maps."""
@@ -114,7 +114,7 @@ class Distillation(nn.Module):
         self._outputs = outputs
 
     def forward(self) -> dict[str, Tensor]:
-        """Return the losses in float32, each a mean over the images or boxes of the batch, as `LOSSES` says."""
+        """Return the losses in float32, means over the images or boxes of the batch as in `DISTILLATION_LOSSES`."""
         student, teacher = self._both
         batch = self._batch
         with torch.autocast(batch.images.device.type, enabled=False):

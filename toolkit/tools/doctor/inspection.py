@@ -20,7 +20,7 @@ from toolkit.tools.writers import names_by_content, write_coco_folder
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # the shorter side of a small box, at the input size
-RARE = 0.01  # share of all boxes
+RARE_SHARE = 0.01  # share of all boxes
 
 
 @dataclass
@@ -288,9 +288,9 @@ def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, 
 
 def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
     counts = {name: entry["boxes"] for name, entry in summary.classes.items() if entry["boxes"]}
-    rare = [name for name, count in counts.items() if count < RARE * summary.boxes]
+    rare = [name for name, count in counts.items() if count < RARE_SHARE * summary.boxes]
     if rare:
-        message = f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
+        message = f"{split}: {', '.join(rare[:10])} have less than {RARE_SHARE:.0%} of the boxes; "
         message += "--data.repeat_factor 0.01 shows images with rare classes more often"
         yield Finding("note", "balance", message, rare)
     most = summary.largest_count

@@ -16,8 +16,8 @@ from toolkit.data.dataset import row_target
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_picture
 
-SAMPLES = 9
-TILE = 320
+NUM_SAMPLES = 9
+TILE_SIDE_PX = 320
 MAX_BOXES = 200_000
 LABEL_WIDTH = 0.09  # of the label of a tick, as a share of the axis
 TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # in each decade; the first fit is used
@@ -52,14 +52,14 @@ def draw_batch(batch: Batch, class_names: list[str], file: Path) -> Path:
     file."""
     tiles = []
     for image, (height, width), target in zip(batch.images, batch.sizes.tolist(), batch.targets, strict=True):
-        tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE))
+        tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE_SIDE_PX))
     return _grid(tiles, file)
 
 
 def _with_class(truth: Boxes, label: int) -> list[int]:
     has = np.isin(np.arange(truth.num_images), truth.image_index[truth.labels == label])
     order = np.random.default_rng(0).permutation(truth.num_images)[:20_000]
-    return order[has[order]][:SAMPLES].tolist()
+    return order[has[order]][:NUM_SAMPLES].tolist()
 
 
 def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
@@ -68,11 +68,11 @@ def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
     target = row_target(row, tuple(image.shape[-2:]))
     keep = target["labels"] == label
     objects = {name: target[name][keep] for name in ("boxes", "labels", "iscrowd")}
-    return picture_with_boxes(image, objects, table.class_names, TILE)
+    return picture_with_boxes(image, objects, table.class_names, TILE_SIDE_PX)
 
 
 def _grid(tiles: list[Image.Image], file: Path) -> Path:
-    small = [fitted(tile, TILE - 4) for tile in tiles]
+    small = [fitted(tile, TILE_SIDE_PX - 4) for tile in tiles]
     return save_picture(montage(small, math.ceil(math.sqrt(len(small))), gap=4), file)
 
 

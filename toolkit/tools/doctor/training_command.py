@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.base.files import ROOT
 from toolkit.data.formats.annotated import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.tools.export.check import check_outputs
-from toolkit.tools.export.files import AT_LEAST, About, write_onnx, write_program
+from toolkit.tools.export.files import MIN_TOP_K, ExportMetadata, write_onnx, write_program
 from toolkit.tools.export.graph import copy_for_files, detector_meant, make_graph, trace, trace_hw
 
 
@@ -61,7 +61,7 @@ def export_detector(
     check_exportable(detector)
     detector = copy_for_files(detector)
     kept = max_detections or detector.max_detections
-    top_k = top_k or max(AT_LEAST, kept)
+    top_k = top_k or max(MIN_TOP_K, kept)
     graph = make_graph(detector, top_k)
     architecture = detector.options["architecture"]
     stride = graph.detector.stride
@@ -71,7 +71,7 @@ def export_detector(
         graph.sides = "fixed"
         say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
     program = trace(graph, (height, width), grid_sample)
-    about = About(
+    about = ExportMetadata(
         architecture,
         categories,
         size,
@@ -89,7 +89,7 @@ def _write(
     program: ExportedProgram,
     folder: Path,
     formats: Sequence[str],
-    about: About,
+    about: ExportMetadata,
     say: Callable[[str], None],
 ) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)

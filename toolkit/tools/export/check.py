@@ -14,12 +14,12 @@ from toolkit.tools.export.files import open_file
 
 # Largest differences due to rounding: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
-MOSTLY = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
-BATCHES = (1, 2, 5)
+MIN_MATCHED_SHARE = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
+BATCH_SIZES = (1, 2, 5)
 
 
 @dataclass
-class Difference:
+class OutputDifference:
     """Distance between two sets of detections. matched: share of the rows of the first set that the second has too;
     score, box: the largest differences among those, the box in units of the image's longer side."""
 
@@ -32,10 +32,10 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        return self.matched >= MOSTLY
+        return self.matched >= MIN_MATCHED_SHARE
 
 
-def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
+def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> OutputDifference:
     """Compare an exported file with PyTorch on these images. Raises RuntimeError if they differ by more than
     rounding."""
     with torch.no_grad():
@@ -51,7 +51,7 @@ def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
     return apart
 
 
-def difference(expected, outputs, side: int) -> Difference:
+def difference(expected, outputs, side: int) -> OutputDifference:
     """Compare the boxes, scores and labels of two runs; rows are matched, since equal scores come in any order.
 
     A row is found again when a row of its label has its score and its box, each within its tolerance.
@@ -67,20 +67,20 @@ def difference(expected, outputs, side: int) -> Difference:
     real = scores > 0
     matched = real & nearest.values.isfinite()
     if not matched.any():
-        return Difference(float(not real.any()), 0.0, 0.0)
+        return OutputDifference(float(not real.any()), 0.0, 0.0)
     partner = nearest.indices[..., None]
     apart = apart.gather(2, partner)[..., 0][matched]
     of_score = of_score.gather(2, partner)[..., 0][matched]
-    return Difference(
+    return OutputDifference(
         (matched.sum() / real.sum()).item(),
         of_score.max().item(),
         apart.max().item(),
     )
 
 
-def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
-    """Run `check_outputs` for batches of each size in `BATCHES`, which repeat the given images."""
-    rows = {size: torch.arange(size) % len(images) for size in BATCHES}
+def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, OutputDifference]:
+    """Run `check_outputs` for batches of each size in `BATCH_SIZES`, which repeat the given images."""
+    rows = {size: torch.arange(size) % len(images) for size in BATCH_SIZES}
     return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
 

@@ -13,8 +13,8 @@ from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.tools.export import export_detector
-from toolkit.tools.export.check import Difference, batches_agree, milliseconds
-from toolkit.tools.export.files import About, open_file, runner_of, write_openvino
+from toolkit.tools.export.check import OutputDifference, batches_agree, milliseconds
+from toolkit.tools.export.files import ExportMetadata, open_file, runner_of, write_openvino
 from toolkit.tools.export.graph import trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import export_graph
@@ -28,7 +28,7 @@ from toolkit.tools.predict.prediction import (
     resized,
 )
 
-FILES = {
+EXPORTED_FILES = {
     "onnx": "model.onnx",
     "torch": "model.pt2",
     "fp16": "model_fp16.onnx",
@@ -36,18 +36,18 @@ FILES = {
     "int8": "model_int8.xml",
 }
 LOSSY = ("fp16", "int8")  # these change the outputs by design, so that only their AP counts
-BENCHMARK = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
+BENCHMARK_CASES = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
 EXAMPLES = 5  # images that a file is compared on
 CANDIDATES = 64  # first images of the data, from which those of one size are taken
 
 
 @dataclass
-class Asked:
+class ExportRequest:
     """The files to write, and how to judge them.
 
-    formats: of `FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata. calibration:
-    images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may drop in int8.
-    benchmark: measure `BENCHMARK`, not one image on the threads of this process alone.
+    formats: of `EXPORTED_FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata.
+    calibration: images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may
+    drop in int8. benchmark: measure `BENCHMARK_CASES`, not one image on the threads of this process alone.
     """
 
     formats: Sequence[str] = ("onnx", "torch")
@@ -61,7 +61,7 @@ class Asked:
 
 
 @dataclass
-class Line:
+class ExportResult:
     """A file beside PyTorch. AP: None if no data are known; milliseconds: per image, by batch and threads;
     differences: by the number of images of a batch."""
 
@@ -69,16 +69,16 @@ class Line:
     AP: float | None
     milliseconds: dict[str, float]
     AP_moved: float | None = None
-    differences: dict[int, Difference] = field(default_factory=dict)
+    differences: dict[int, OutputDifference] = field(default_factory=dict)
 
 
 def write_and_check(
     trained: OwnDetector,
     table: DetectionTable | None,
     out: Path,
-    asked: Asked,
+    asked: ExportRequest,
     say: Callable[[str], None] = print,
-) -> tuple[list[Line], dict[str, str]]:
+) -> tuple[list[ExportResult], dict[str, str]]:
     """Write the files; return a table that compares them with PyTorch, and by name the problems of those that are
     renamed.
 
@@ -89,7 +89,7 @@ def write_and_check(
     """
     written, graph, about = _write(trained, table, out, asked)
     images = example_images(table, trained, graph)
-    cases = BENCHMARK if asked.benchmark else ((1, torch.get_num_threads()),)
+    cases = BENCHMARK_CASES if asked.benchmark else ((1, torch.get_num_threads()),)
     run = runner_of(graph)
     expected = Predictor(
         "PyTorch",
@@ -97,7 +97,7 @@ def write_and_check(
         predict_with(run, about),
         max_detections=trained.max_detections,
     )
-    lines = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
+    lines = [ExportResult("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
     problems = {}
     for name, path in written.items():
         say(f"comparing {path} with PyTorch")
@@ -110,7 +110,7 @@ def write_and_check(
         )
         ap = ap_of(predictor, table)
         times = milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases)
-        line = Line(path.name, ap, times)
+        line = ExportResult(path.name, ap, times)
         problem = _problem(name, path, graph, images, lines[0].AP, line, asked)
         if problem:
             problems[path.name] = problem
@@ -123,8 +123,8 @@ def _write(
     trained: OwnDetector,
     table: DetectionTable | None,
     out: Path,
-    asked: Asked,
-) -> tuple[dict[str, Path], nn.Module, About]:
+    asked: ExportRequest,
+) -> tuple[dict[str, Path], nn.Module, ExportMetadata]:
     """Write the files; return their paths by format, the graph that they hold, and what an ONNX file says of itself."""
     # The others are made from the ONNX file, so it is written in any case.
     of_program = [name for name in ("torch", "onnx") if name in asked.formats or name == "onnx"]
@@ -142,7 +142,7 @@ def _write(
     )
     onnx_file = written["onnx"]
     _, about = open_file(onnx_file)
-    for name, file_name in FILES.items():
+    for name, file_name in EXPORTED_FILES.items():
         if name not in asked.formats or name in of_program:
             continue
         path = out / file_name
@@ -159,7 +159,9 @@ def _write(
     return written, graph, about
 
 
-def _problem(name: str, path: Path, graph, images, expected: float | None, line: Line, asked: Asked) -> str | None:
+def _problem(
+    name: str, path: Path, graph, images, expected: float | None, line: ExportResult, asked: ExportRequest
+) -> str | None:
     """Return the problem of a file, or None, and complete its line of the table."""
     problem = None
     if name not in LOSSY:
@@ -183,7 +185,7 @@ def write_relations(
     trained: OwnDetector,
     table: DetectionTable | None,
     out: Path,
-    asked: Asked,
+    asked: ExportRequest,
     problems: dict[str, str],
     say: Callable[[str], None] = print,
 ) -> list[dict]:
@@ -278,7 +280,7 @@ def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count:
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 
 
-def lines_as_table(lines: Sequence[Line]) -> str:
+def lines_as_table(lines: Sequence[ExportResult]) -> str:
     """Return the lines as a Markdown table."""
     cases = [*lines[0].milliseconds]
     head = ["file", "AP", "moved by", *(f"ms an image, {case}" for case in cases), "largest difference"]

@@ -16,9 +16,9 @@ from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, graph_text
 from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
 
 # The files and folders that `scripts/predict.py` writes.
-OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv", "uncertain.csv")
-OUTPUTS += ("labels", "annotations", "pictures", "videos", "graphs")
-FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *GRAPH_SUFFIXES)
+OUTPUT_FILES = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv")
+OUTPUT_FILES += ("uncertain.csv", "labels", "annotations", "pictures", "videos", "graphs")
+OUTPUT_FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *GRAPH_SUFFIXES)
 
 
 def write_outputs(
@@ -34,8 +34,8 @@ def write_outputs(
         document: as in predictions.json, see scripts/predict.py.
         detections: the same images with their boxes as columns.
         names: a relative path for each image, all different, after which files of its own are named.
-        formats: of `FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list of
-            COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
+        formats: of `OUTPUT_FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list
+            of COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
             centre and size as shares of the image, and score; voc, an XML file for each image; csv, a row for each
             detection, all three clipped to the image as data sets are; and of scene graphs a file for each image in
             graphs/: dot (Graphviz), networkx (its node-link JSON).
@@ -79,7 +79,7 @@ def names_of_outputs(files: Mapping[Path, Path], fetched: Set[Path], formats: Se
     Args:
         files: the image files, each with its name below the folder that was given for it.
         fetched: those of them that came from an address; they are gone afterwards and keep their names.
-        formats: of `FORMATS`.
+        formats: of `OUTPUT_FORMATS`.
 
     Raises:
         BadInput: YOLO is asked for, and two images would have the same file of labels.
@@ -178,7 +178,7 @@ def clear_outputs(folder: Path) -> None:
 
 
 def _earlier(folder: Path) -> list[Path]:
-    return [folder / name for name in OUTPUTS if (folder / name).exists()]
+    return [folder / name for name in OUTPUT_FILES if (folder / name).exists()]
 
 
 def _as_text(document: Mapping) -> str:

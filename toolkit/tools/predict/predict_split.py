@@ -1,6 +1,6 @@
 """Predictions on a split, from any source: a run, a checkpoint, an exported model, or a predictions file."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.splits import READING, open_split
+from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
@@ -20,12 +20,10 @@ from toolkit.models.detector import Detector
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
-from toolkit.tools.distillation.losses import LOSSES as DISTILLED
+from toolkit.tools.distillation.losses import DISTILLATION_LOSSES
 from toolkit.tools.predict.open import evaluated_detections, load_detector, open_predictor, with_settings
 from toolkit.tools.predict.prediction import labels_in, predict_table, relabelled
 from toolkit.tools.predictions_file import read_about, read_predictions
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -160,7 +158,7 @@ def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.d
 
 def _loss_weights(run: Run, detector: Detector) -> LossWeights:
     """Return the loss weights of a run without those of distillation; learned ones are the checkpoint's."""
-    weights = {name: value for name, value in run.config["loss"]["weights"].items() if name not in DISTILLED}
+    weights = {name: value for name, value in run.config["loss"]["weights"].items() if name not in DISTILLATION_LOSSES}
     loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
     loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
     return loss_weights

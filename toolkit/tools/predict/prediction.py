@@ -19,10 +19,10 @@ from toolkit.data.decoding import ImageError, pixels_of
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
-from toolkit.evaluation.predictions import Found, best_first, detections_as_json, joined
-from toolkit.tools.export.files import AT_LEAST, About, Runner
+from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined
+from toolkit.tools.export.files import MIN_TOP_K, ExportMetadata, Runner
 
-IMAGES_AT_ONCE = 8
+IMAGES_PER_CHUNK = 8
 DEFAULT_THRESHOLD = 0.3
 NO_BOXES = {"boxes": torch.zeros(0, 4)}
 
@@ -49,7 +49,7 @@ class Predictor:
 
     source: str
     categories: list[Category]
-    predict: Callable[[Sequence[Tensor], float], list[Found]]
+    predict: Callable[[Sequence[Tensor], float], list[Detections]]
     predicates: Sequence[str] = ()
     attributes: Sequence[str] = ()
     given: str | None = None
@@ -77,7 +77,7 @@ class Predictor:
         )
         return detections if several else detections[0]
 
-    def as_json(self, detections: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+    def as_json(self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True) -> dict:
         """Return `detections` of an image as in predictions.json, and `relations` of a scene graph."""
         entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
         if "pairs" in detections:
@@ -149,8 +149,8 @@ def smallest_threshold(predictor: Predictor) -> float:
     return max(0.0, min(predictor.thresholds.values()) - 1e-6)
 
 
-def _filtered(predictor: Predictor, wanted: Callable[[Found], Tensor]) -> Predictor:
-    def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Found]:
+def _filtered(predictor: Predictor, wanted: Callable[[Detections], Tensor]) -> Predictor:
+    def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Detections]:
         predictions = predictor.predict(images, score_threshold, *given)
         result = []
         for detections in predictions:
@@ -169,18 +169,18 @@ def _loop(prepare: Callable, find: Callable):
 
     Args:
         prepare: (image, its given boxes) -> (pixels as the detector wants them, what else belongs to them).
-        find: (these of images with pixels of one shape, sizes (B, 2) int64 of the images, score_threshold) -> `Found`
-            of each, in pixels of the image.
+        find: (these of images with pixels of one shape, sizes (B, 2) int64 of the images, score_threshold) ->
+            `Detections` of each, in pixels of the image.
     """
 
     @torch.no_grad()
-    def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Found] = ()) -> list[Found]:
+    def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Detections] = ()) -> list[Detections]:
         pairs = zip(images, given or [NO_BOXES] * len(images), strict=True)
         prepared = [prepare(image, boxes) for image, boxes in pairs]
         groups: dict[torch.Size, list[int]] = {}
         for i, (pixels, _) in enumerate(prepared):
             groups.setdefault(pixels.shape, []).append(i)
-        predictions: list[Found] = [{}] * len(images)
+        predictions: list[Detections] = [{}] * len(images)
         for group in groups.values():
             sizes_hw = torch.tensor([images[i].shape[-2:] for i in group])
             of_group = find([prepared[i] for i in group], sizes_hw, score_threshold)
@@ -191,11 +191,11 @@ def _loop(prepare: Callable, find: Callable):
     return predict
 
 
-def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = AT_LEAST):
+def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = MIN_TOP_K):
     """Return the `Predictor.predict` of a detector of this toolkit. size: what images are resized to, as in
     `input_hw`; top_k: maximum number of detections per image."""
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Detections]:
         device = next(detector.parameters()).device
         batch = collate(prepared, detector.stride).to(device)
         given = [batch.targets] if "labels" in batch.targets[0] else []
@@ -211,11 +211,11 @@ def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int 
     return _loop(partial(resized, size), find)
 
 
-def predict_with(run: Runner, about: About, top_k: int | None = None):
+def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
     """Return the `Predictor.predict` of an exported detector. top_k: maximum number of detections per image, None:
     all rows."""
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Detections]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
         outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
         for boxes, scores, labels, *relations, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
@@ -234,7 +234,7 @@ def _relations_among(
     pairs: Tensor,
     predicate_scores: Tensor,
     triplet_scores: Tensor,
-) -> Found:
+) -> Detections:
     """Return the relations of an exported graph between the objects `keep`, rows of its `count` objects."""
     place = torch.full((count,), -1)
     place[keep] = torch.arange(len(keep))
@@ -243,7 +243,7 @@ def _relations_among(
     return columns | {"predicates": predicate_scores[rows].argmax(1), "triplet_scores": triplet_scores[rows]}
 
 
-def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
+def transformers_predict(model: nn.Module, processor, top_k: int = MIN_TOP_K):
     """Return the `Predictor.predict` of a detector of transformers, whose processor prepares images one by one.
     top_k: maximum number of detections per image."""
     device = next(model.parameters()).device
@@ -252,7 +252,7 @@ def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
         inputs = processor(images=[image], return_tensors="pt", input_data_format="channels_first").to(device)
         return inputs["pixel_values"], inputs
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Detections]:
         joined = {key: torch.cat([inputs[key] for _, inputs in prepared]) for key in prepared[0][1]}
         sizes_hw = sizes_hw.to(device)
         found = processor.post_process_object_detection(
@@ -269,7 +269,7 @@ def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
     return _loop(prepare, find)
 
 
-def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Found = NO_BOXES) -> tuple[Tensor, Found]:
+def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Detections = NO_BOXES) -> tuple[Tensor, Detections]:
     """Resize an image for a detector, and return it with a target of its boxes, without relations. size: as in
     `input_hw`."""
     count = len(boxes["boxes"])
@@ -306,7 +306,7 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
     return joined(predictions, table.image_ids().tolist())
 
 
-def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Found]:
+def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Detections]:
     """Yield the detections of any score in each image of a table, in the labels of the predictor, with relations of
     graphs.
 
@@ -321,8 +321,8 @@ def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Foun
         disable=None,
     )
     with bar, ThreadPoolExecutor() as pool:
-        for start in range(0, len(table), IMAGES_AT_ONCE):
-            rows = map(table.row, range(start, min(start + IMAGES_AT_ONCE, len(table))))
+        for start in range(0, len(table), IMAGES_PER_CHUNK):
+            rows = map(table.row, range(start, min(start + IMAGES_PER_CHUNK, len(table))))
             try:
                 images = list(pool.map(table.decode_image, rows))
             except ImageError as error:
@@ -345,7 +345,7 @@ def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tenso
     return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
 
 
-def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Found:
+def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Detections:
     """Return the best `max_detections` of an image in the labels of a table, without classes that the table lacks."""
     table_labels = labels[torch.as_tensor(detections["labels"]).long()]
     keep = (table_labels >= 0).nonzero().flatten()[:max_detections]

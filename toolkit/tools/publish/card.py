@@ -14,8 +14,8 @@ from toolkit.base.text import as_code, in_markdown
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_file import CONFIG_FILE, read_groups
 
-SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
-SHOWN_CLASSES = 100
+SHOWN_METRICS = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
+MAX_SHOWN_CLASSES = 100
 LICENCE = "apache-2.0"  # the licence of this program; the data may require another
 LICENCES_BELOW = (
     "for the weights, as far as the licences of the training data and of the weights that training began with allow "
@@ -108,8 +108,8 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
 
 
 def _counted_classes(names: Sequence[str]) -> str:
-    listed = ", ".join(map(as_code, names[:SHOWN_CLASSES]))
-    more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
+    listed = ", ".join(map(as_code, names[:MAX_SHOWN_CLASSES]))
+    more = f" and {len(names) - MAX_SHOWN_CLASSES} more" if len(names) > MAX_SHOWN_CLASSES else ""
     return f"{len(names)} {'class' if len(names) == 1 else 'classes'}: {listed}{more}"
 
 
@@ -129,7 +129,10 @@ def best_row(run: Path) -> dict:
 
 def _index(settings: Mapping, row: Mapping) -> list[dict]:
     data = settings.get("data", {})
-    metrics = [{"type": k, "name": name, "value": row[k]} for k, name in SHOWN.items() if row.get(k) is not None]
+    metrics = []
+    for key, name in SHOWN_METRICS.items():
+        if row.get(key) is not None:
+            metrics.append({"type": key, "name": name, "value": row[key]})
     dataset = {
         "type": str(data.get("name") or data.get("format") or "images"),
         "name": str(data.get("val")),
@@ -138,7 +141,7 @@ def _index(settings: Mapping, row: Mapping) -> list[dict]:
 
 
 def _figures(row: Mapping, run: Path | None) -> str:
-    metrics = {name: row[key] for key, name in SHOWN.items() if row.get(key) is not None}
+    metrics = {name: row[key] for key, name in SHOWN_METRICS.items() if row.get(key) is not None}
     if not metrics:
         return "None were measured."
     intervals = read_json_object(run / "report" / "report.json").get("intervals_95") or {}

@@ -15,17 +15,18 @@ from toolkit.base.boxes import common_and_union
 from toolkit.evaluation.matches import BACKGROUND_IOU, Matches, paired
 from toolkit.tools.report.thresholds import sweep
 
-KINDS = {
+SUSPICIONS = {
     "no box": "a confident prediction where nothing is annotated",
     "class": "a confident prediction of another class on an annotated box",
     "place": "a confident prediction beside a box, which nothing else supports, or less than half on it",
     "nothing there": "an annotated box that no prediction supports",
 }
-ENOUGH = 20  # found objects of a class from which it has its own threshold
-ON_IT = 0.5  # IoU from which a prediction is on a box
-BESIDE = BACKGROUND_IOU  # IoU from which it is beside one
-APART, SCALE = 1.0, 2.0  # of a moved box: largest distance in units of its side, and largest ratio of sizes
-WEAK = 0.25  # share of the threshold above which a prediction of any class still supports a box
+MIN_FOUND_OBJECTS = 20  # found objects of a class from which it has its own threshold
+MATCH_IOU = 0.5  # IoU from which a prediction is on a box
+BESIDE_IOU = BACKGROUND_IOU  # IoU from which it is beside one
+MAX_MOVED_DISTANCE = 1.0  # largest distance of a moved box, in units of its side
+MAX_SIZE_RATIO = 2.0  # largest ratio of the sizes of a moved box and of the one that is found
+MIN_SUPPORT_SHARE = 0.25  # share of the threshold above which a prediction of any class still supports a box
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def suspects(matches: Matches) -> list[Suspect]:
 
     # Masks of the pairs (P,) of a prediction and a box that overlap.
     with_object = ~m.crowd[m.gt]
-    on_box = with_object & (m.iou >= ON_IT)
-    beside_box = with_object & (m.iou >= BESIDE) & (m.iou < ON_IT)
+    on_box = with_object & (m.iou >= MATCH_IOU)
+    beside_box = with_object & (m.iou >= BESIDE_IOU) & (m.iou < MATCH_IOU)
     right_class = on_box & m.same_class & strong[m.det]
 
     explained = m.crowd.copy()  # (G,) boxes that need no explanation
@@ -65,10 +66,10 @@ def suspects(matches: Matches) -> list[Suspect]:
         result.append(_predicted(m, "place", det, gt))
 
     covered = np.zeros(len(m.found), bool)  # predictions on a box, or in a crowd
-    covered[m.det[m.iou >= ON_IT]] = True
+    covered[m.det[m.iou >= MATCH_IOU]] = True
     lone = np.flatnonzero(strong & ~used & ~covered & ~_beside_another(m, strong)).tolist()
     support = _support(m, on_box, threshold)
-    empty = np.flatnonzero(~explained & (support < WEAK)).tolist()
+    empty = np.flatnonzero(~explained & (support < MIN_SUPPORT_SHARE)).tolist()
     moved = _moved(m, lone, empty)
     for det in lone:
         if det in moved:
@@ -150,7 +151,7 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
     narrower = true_sides / np.maximum(sides, 1e-9)
     ratio = np.maximum(wider, narrower).max(axis=1)
 
-    near = np.flatnonzero((distance <= APART) & (ratio <= SCALE))
+    near = np.flatnonzero((distance <= MAX_MOVED_DISTANCE) & (ratio <= MAX_SIZE_RATIO))
     nearest_first = near[np.argsort(distance[near], kind="stable")]
     pairs: dict[int, int] = {}
     for i in nearest_first.tolist():
@@ -167,7 +168,7 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     images = m.found.image_index[rows]
     for first, second in paired(images, images):
         common, union = common_and_union(m.found.xyxy[rows[first]], m.found.xyxy[rows[second]])
-        is_duplicate = (common > ON_IT * union) & (first < second)
+        is_duplicate = (common > MATCH_IOU * union) & (first < second)
         result[rows[second[is_duplicate]]] = True
     return result
 
@@ -178,6 +179,6 @@ def thresholds_of_classes(m: Matches) -> np.ndarray:
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)
     true_positives = np.bincount(m.found.labels[m.right], minlength=m.num_classes)
-    for label in np.flatnonzero(true_positives >= ENOUGH).tolist():
+    for label in np.flatnonzero(true_positives >= MIN_FOUND_OBJECTS).tolist():
         result[label] = sweep(m, label).best.threshold
     return result

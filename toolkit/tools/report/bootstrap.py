@@ -15,11 +15,11 @@ from toolkit.base.files import usable_cores
 from toolkit.evaluation.coco_numbers import ByClass, CocoNumbers, summary
 from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
 
-DRAWS = 1000
-VALUES_AT_ONCE = 1_000_000  # float32 values of one array, as many as fit in the cache of a core
+NUM_DRAWS = 1000
+VALUES_PER_CHUNK = 1_000_000  # float32 values of one array, as many as fit in the cache of a core
 
 
-def resample(matches: Matches, draws: int = DRAWS, seed: int = 0) -> CocoNumbers:
+def resample(matches: Matches, draws: int = NUM_DRAWS, seed: int = 0) -> CocoNumbers:
     """Draw `draws` bootstrap samples; all detectors with the same number of images and the same seed get the same
     images."""
     images = matches.num_images
@@ -37,7 +37,7 @@ def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
     shared = ByClass(matches)
 
     def one_class(label: int) -> tuple[np.ndarray, np.ndarray]:
-        width = max(16, VALUES_AT_ONCE // max(1, len(shared.near[label])))
+        width = max(16, VALUES_PER_CHUNK // max(1, len(shared.near[label])))
         blocks = (np.ascontiguousarray(weights[:, b : b + width]) for b in range(0, draws, width))
         parts = [_one_class(shared, label, block) for block in blocks]
         return tuple(np.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True))

@@ -14,9 +14,9 @@ from toolkit.base.text import in_plot
 from toolkit.tools.report.style import STYLE
 
 PALETTE = dict(re.findall(r"--(\w+):(#\w{6})", STYLE.partition("}")[0]))  # names in the page's style, on light
-COLOURS = [PALETTE[f"c{i}"] for i in range(8)]
+SERIES_COLOURS = [PALETTE[f"c{i}"] for i in range(8)]
 INK, DIM, GRID = PALETTE["fg"], PALETTE["dim"], PALETTE["line"]
-MOST_POINTS = 300  # of a line
+MAX_POINTS = 300  # of a line
 LONG_NUMBER = re.compile(r"(?<!: )\b\d+\.\d+")  # coordinates, not a style
 # In matplotlib's SVG: a style for all of the page, its font, sizes, names that nothing refers to, turns by nothing, and
 # the "L" that a path repeats.
@@ -29,9 +29,9 @@ NEEDLESS = re.compile(
 
 
 @dataclass
-class Line:
+class ChartLine:
     """A line of a chart. x, y: of the same length; values that are not finite are left out. colour: an index of
-    `COLOURS`.
+    `SERIES_COLOURS`.
 
     dots: each point is marked. faint: behind the others, which alone set the ends of the axis. Without a name it is
     not in the legend.
@@ -46,13 +46,13 @@ class Line:
     faint: bool = False
 
     def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the points that can be drawn, thinned evenly to MOST_POINTS; log: only the positive ones."""
+        """Return the points that can be drawn, thinned evenly to MAX_POINTS; log: only the positive ones."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         can_be_drawn = np.isfinite(x) & np.isfinite(y)
         if log:
             can_be_drawn &= y > 0
         keep = np.flatnonzero(can_be_drawn)
-        evenly = np.linspace(0, len(keep) - 1, min(len(keep), MOST_POINTS))
+        evenly = np.linspace(0, len(keep) - 1, min(len(keep), MAX_POINTS))
         keep = keep[np.unique(evenly.astype(int))]
         return x[keep], y[keep]
 
@@ -63,7 +63,7 @@ class LineChart:
     lines (x, text)."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     x_label: str = ""
     x_range: tuple[float | None, float | None] = (None, None)
     y_range: tuple[float | None, float | None] = (None, None)
@@ -89,7 +89,7 @@ class LineChart:
                 continue
             style = {"linewidth": 0.8, "alpha": 0.3, "zorder": 1} if line.faint else {"linewidth": 1.6}
             style |= {
-                "color": COLOURS[line.colour % len(COLOURS)],
+                "color": SERIES_COLOURS[line.colour % len(SERIES_COLOURS)],
                 "label": in_plot(line.name) if line.name else "_",
             }
             marker = "o" if line.dots or len(x) == 1 else None
@@ -152,7 +152,7 @@ class BarChart:
 
     def draw(self, axes) -> None:
         names, values, texts = zip(*self.bars, strict=True)
-        drawn = axes.barh(range(len(names)), values, color=COLOURS[0])
+        drawn = axes.barh(range(len(names)), values, color=SERIES_COLOURS[0])
         axes.bar_label(drawn, texts, padding=4, color=DIM)
         axes.set_yticks(range(len(names)), map(in_plot, names))
         axes.set_xticks([])
@@ -184,7 +184,7 @@ class MatrixChart:
         cells = np.argwhere(self.matrix)
         counts = self.matrix[tuple(cells.T)]
         totals = self.matrix.sum(axis=1)[cells[:, 0]]
-        shades = [(COLOURS[0], 0.75 * share) for share in counts / totals]
+        shades = [(SERIES_COLOURS[0], 0.75 * share) for share in counts / totals]
         axes.bar(
             cells[:, 1],
             1,

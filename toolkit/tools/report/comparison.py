@@ -10,20 +10,20 @@ import numpy as np
 from toolkit.base.errors import BadInput
 from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report import figures
-from toolkit.tools.report.bootstrap import DRAWS, interval
-from toolkit.tools.report.errors import KINDS
-from toolkit.tools.report.gallery import LEGEND, Pictures, whole_image
+from toolkit.tools.report.bootstrap import NUM_DRAWS, interval
+from toolkit.tools.report.errors import ERROR_KINDS
+from toolkit.tools.report.gallery import LEGEND, PictureMaker, whole_image
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 
-MOST_CLASSES = 100  # in the table
+MAX_TABLE_CLASSES = 100  # in the table
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 NOT_CHANCE = Html("<b>not explained by chance</b>")
 _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
 
 
 @dataclass(frozen=True)
-class Difference:
+class MetricDifference:
     """Difference of `other` to `base` in one number: `value` with its 95 % interval over images, paired."""
 
     metric: str
@@ -60,7 +60,7 @@ class Comparison:
     """
 
     judged: Sequence[Judgement]
-    differences: list[Difference]
+    differences: list[MetricDifference]
     images: list[int]
     groups: dict[str, dict]
 
@@ -95,7 +95,7 @@ def settings_without_seed(config: Mapping) -> str:
     return json.dumps(dict(config) | {"run": run}, sort_keys=True, default=str)
 
 
-def difference(base: Judgement, other: Judgement, metric: str) -> Difference | None:
+def difference(base: Judgement, other: Judgement, metric: str) -> MetricDifference | None:
     """Compute the paired bootstrap: both were drawn with the same seed, so that draw b holds the same images for
     both."""
     values = base.numbers[metric], other.numbers[metric]
@@ -105,7 +105,7 @@ def difference(base: Judgement, other: Judgement, metric: str) -> Difference | N
         other.draws.numbers[metric] - base.draws.numbers[metric],
         values[1] - values[0],
     )
-    return None if drawn is None else Difference(metric, base.name, other.name, values[1] - values[0], *drawn)
+    return None if drawn is None else MetricDifference(metric, base.name, other.name, values[1] - values[0], *drawn)
 
 
 def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
@@ -129,8 +129,8 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
 def verdict(c: Comparison) -> str:
     rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50")]
     text = (
-        f"Each is compared with {c.judged[0].name}, on the same {DRAWS:,} bootstrap samples of the images (paired), "
-        "in percent points. Such an interval shows what other images may change, not what another seed would."
+        f"Each is compared with {c.judged[0].name}, on the same {NUM_DRAWS:,} bootstrap samples of the images "
+        "(paired), in percent points. Such an interval shows what other images may change, not what another seed would."
     )
     return table(["", ""], rows, text=(0, 1)) + paragraph(text, "dim") + _precisions_apart(c)
 
@@ -158,7 +158,7 @@ def numbers(c: Comparison) -> str:
     precisions = [j.about.get("precision") for j in c.judged]
     if any(precisions):
         rows.append(("trained in", *(PRECISIONS.get(kind, kind or "?") for kind in precisions)))
-    for kind in KINDS:
+    for kind in ERROR_KINDS:
         rows.append((f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)))
     if any(j.graphs for j in c.judged):
         for name in ("R@50", "R@100", "mR@50", "mR@100"):
@@ -205,7 +205,7 @@ def classes(c: Comparison) -> str:
         aps = [number(j.class_ap[label]) for j in c.judged]
         rows.append((name, first.matches.num_truth[label], *aps, *shown))
     changes = np.nan_to_num(last.class_ap - first.class_ap)
-    rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MOST_CLASSES]]
+    rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MAX_TABLE_CLASSES]]
     head = [
         "class",
         "boxes",
@@ -216,7 +216,7 @@ def classes(c: Comparison) -> str:
     return table(head, rows)
 
 
-def changed(c: Comparison, maker: Pictures) -> str:
+def changed(c: Comparison, maker: PictureMaker) -> str:
     pair = (c.judged[0], c.judged[-1])
     shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
     return LEGEND + shown if shown else ""

@@ -44,7 +44,7 @@ class Judgement:
         predictions: Boxes | Mapping,
         table,
         about: Mapping | None = None,
-        draws: int = bootstrap.DRAWS,
+        draws: int = bootstrap.NUM_DRAWS,
     ):
         self.name = name
         self.table = table

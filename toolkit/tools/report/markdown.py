@@ -8,7 +8,7 @@ from toolkit.base.text import in_markdown
 from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report.charts import save_charts
 from toolkit.tools.report.facts import RunFacts
-from toolkit.tools.report.figures import LOSSES, PRECISION, training_charts
+from toolkit.tools.report.figures import LOSSES_HEADING, PRECISION_HEADING, training_charts
 
 GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
 
@@ -20,7 +20,7 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
     A chart whose columns are missing is left out; a picture without charts is not written.
     """
     groups = training_charts(rows)
-    files = {"curves.png": groups[LOSSES], "ap.png": groups[PRECISION]}
+    files = {"curves.png": groups[LOSSES_HEADING], "ap.png": groups[PRECISION_HEADING]}
     written = [save_charts(charts, Path(out_folder) / name) for name, charts in files.items()]
     return [path for path in written if path is not None]
 

@@ -10,7 +10,7 @@ WANTED_PRECISION = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
 @dataclass(frozen=True)
-class Sweep:
+class ThresholdSweep:
     """Numbers at IoU 0.5 when predictions with at least a score count; one row per distinct score, highest first.
 
     score, precision, recall, f1: (S,). total: boxes to find.
@@ -58,7 +58,7 @@ class Point:
     f1: float
 
 
-def sweep(matches: Matches, label: int | None = None) -> Sweep:
+def sweep(matches: Matches, label: int | None = None) -> ThresholdSweep:
     """Compute precision, recall and F1 of one class, or of all boxes of all classes together (`label` None)."""
     rows = matches.order
     if label is not None:
@@ -71,7 +71,7 @@ def sweep(matches: Matches, label: int | None = None) -> Sweep:
     true_positives = right[last].astype(float)
     kept = last + 1.0
     recall = true_positives / total if total else np.full(len(last), np.nan)
-    return Sweep(
+    return ThresholdSweep(
         score[last],
         true_positives / kept,
         recall,

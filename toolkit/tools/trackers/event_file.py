@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.run.writer import About, Tracker, flat
+from toolkit.run.writer import RunDescription, Tracker, flat
 
 THRESHOLDS = 127  # of a curve, from 0 to 1; TensorBoard's own default
 
 
 class TensorBoardTracker(Tracker):
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 

@@ -10,11 +10,11 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from toolkit.base.files import distinct
-from toolkit.run.writer import About, Tracker, flat
+from toolkit.run.writer import RunDescription, Tracker, flat
 
 
 class AccelerateTracker(Tracker):
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         kind = LOGGER_TYPE_TO_CLASS[self.name]
         goes_on = self.run_id is not None
         place = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
@@ -47,7 +47,7 @@ class AccelerateTracker(Tracker):
         self._inner.finish()
 
 
-def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
+def options(name: str, about: RunDescription, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
     """Return the arguments that a tracker takes for the name, id, group, tags and notes of a run.
 
     run_id: None if the tracker chooses it. goes_on: whether the run exists already.
@@ -96,7 +96,7 @@ def mlflow_names(names: Iterable[str]) -> list[str]:
     return distinct(re.sub(r"[^/\w.\- :]|(?<=/)\.+(?=/|$)|(?<=/)/|/$", "_", name) for name in names)
 
 
-def run_id(name: str, inner: Any, about: About) -> str | None:
+def run_id(name: str, inner: Any, about: RunDescription) -> str | None:
     """Return the id by which the tracker finds the run again. inner: its own object, as Accelerate's `tracker` gives
     it."""
     if name == "mlflow":
@@ -108,7 +108,7 @@ def run_id(name: str, inner: Any, about: About) -> str | None:
     return about.name  # Trackio and DVCLive use names and folders
 
 
-def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None:
+def _name_afterwards(name: str, inner: Any, about: RunDescription, goes_on: bool) -> None:
     """Set the name and tags for trackers that take them from a run that has begun; tags only once."""
     tags = [] if goes_on else about.tags
     if name == "comet_ml":

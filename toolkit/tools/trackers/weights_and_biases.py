@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.run.writer import About, DataFacts, Tracker, agent_run_id, flat
+from toolkit.run.writer import DataFacts, RunDescription, Tracker, agent_run_id, flat
 
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 300  # so that a lost network does not delay a finished run; older releases lack this
 CURVE_POINTS = 100
-FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
+LOGGED_FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
 
 
 class WandbTracker(Tracker):
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         import wandb  # imported here, since it takes half a second
 
         # Copies of the pictures in tables wait there to be sent; without a network they stay with the run.
@@ -34,7 +34,7 @@ class WandbTracker(Tracker):
             self.floor = self._run.step - 1  # of the server; -1 without a network: a row sent twice has the same step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        for name in FILES:
+        for name in LOGGED_FILES:
             if (folder / name).exists():
                 self._run.save(str(folder / name), base_path=str(folder), policy="now")
 
@@ -94,7 +94,7 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=0 if state == "done" else 1)
 
 
-def _init(wandb, folder: Path, about: About, run_id: str):
+def _init(wandb, folder: Path, about: RunDescription, run_id: str):
     """Start the run, online if possible, otherwise offline with one warning."""
     limits = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S}
     settings = wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields})

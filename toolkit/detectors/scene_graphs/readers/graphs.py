@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Annotations, Reading
 from toolkit.data.check_files import with_good_files
-from toolkit.data.checks import Checked, check
+from toolkit.data.checks import CheckedAnnotations, check
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cached_table, file_digest, write_table
@@ -15,7 +15,7 @@ from toolkit.data.table_cache import cached_table, file_digest, write_table
 
 def read_graphs(
     files: Sequence[Path],
-    read: Callable[[Path | ImageSources], Annotations | Checked],
+    read: Callable[[Path | ImageSources], Annotations | CheckedAnnotations],
     reading: Reading,
     what: str,
     *,
@@ -42,7 +42,7 @@ def read_graphs(
 
     def make(cache_file: Path) -> DetectionTable:
         annotations = read(sources)
-        is_checked = isinstance(annotations, Checked)
+        is_checked = isinstance(annotations, CheckedAnnotations)
         checked = annotations if is_checked else check(annotations, str(files[0]), max_image_pixels)
         good, digests = with_good_files(checked, sources, check_images, max_image_pixels)
         return write_table(

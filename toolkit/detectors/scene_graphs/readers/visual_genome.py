@@ -16,7 +16,7 @@ import numpy as np
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
 from toolkit.data.annotations import Reading
-from toolkit.data.checks import Checked
+from toolkit.data.checks import CheckedAnnotations
 from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import Category, DetectionTable, Problem
 from toolkit.data.table_cache import columns_of_rows
@@ -203,13 +203,13 @@ def read_visual_genome(
     files = find_files(Path(folder))
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
 
-    def read(images: Path | ImageSources) -> Checked:
+    def read(images: Path | ImageSources) -> CheckedAnnotations:
         return _checked(load_graphs(files[0], *options), files, images, split)
 
     return read_graphs(files, read, reading, split, key=["visual_genome", *options])
 
 
-def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSources, split: str) -> Checked:
+def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSources, split: str) -> CheckedAnnotations:
     h5_file, names_file, images_file = files
     classes, predicates, attributes = load_names(names_file)
     with h5py.File(h5_file, "r") as h5:
@@ -232,7 +232,7 @@ def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSourc
             rows.append(row)
     listed = {entry["file_name"] for entry in images}
     categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
-    return Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
+    return CheckedAnnotations(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
 
 
 def _faults(
