@@ -67,8 +67,10 @@ def match_relations(
         chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
-    names = TripletMatches.__annotations__
-    return TripletMatches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in names))
+    columns = {}
+    for name in TripletMatches.__annotations__:
+        columns[name] = _joined([getattr(chunk, name) for chunk in chunks], name)
+    return TripletMatches(**columns)
 
 
 def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
@@ -228,9 +230,12 @@ class _Chunk:
         for i, (truth, rows) in enumerate(zip(truths, relations, strict=True)):
             if not len(rows):
                 continue
-            self.ends[i, : len(rows)] = rows[:, :2]
-            self.end_boxes[i, : len(rows)] = np.asarray(truth["boxes"], np.float32)[rows[:, :2]]
-            self.end_labels[i, : len(rows)] = np.asarray(truth["labels"])[rows[:, :2]]
+            ends = rows[:, :2]
+            boxes = np.asarray(truth["boxes"], np.float32)
+            labels = np.asarray(truth["labels"])
+            self.ends[i, : len(rows)] = ends
+            self.end_boxes[i, : len(rows)] = boxes[ends]
+            self.end_labels[i, : len(rows)] = labels[ends]
             self.predicates[i, : len(rows)] = rows[:, 2]
 
     def _box_matches(self, end: int) -> np.ndarray:
@@ -336,7 +341,8 @@ class _Chunk:
         """Return (n,) bool: does the union box of the pair match that of the relation? Always true except in phrdet."""
         if not self.union:
             return np.ones(len(pair), bool)
-        predicted = union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
+        subjects, objects = self.pairs[pair].T
+        predicted = union_boxes(self.boxes[subjects], self.boxes[objects])
         true = self.end_boxes[self.pair_image[pair], slot]
         annotated = union_boxes(true[:, 0], true[:, 1])
         return iou_plus_one(predicted, annotated) >= self.threshold

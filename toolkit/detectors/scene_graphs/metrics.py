@@ -131,7 +131,10 @@ def _wrong_scores(prediction: Mapping, num_predicates: int) -> list[str]:
         return [] if shape == expected else [f"predicate_scores is {shape}; expected {expected}"]
     rows = prediction["combinations"]
     predicates = prediction["predicates"]
-    inside = not len(rows) or (rows.min() >= 0 and rows[:, 0].max() < pairs and rows[:, 1].max() < num_predicates)
+    inside = True
+    if len(rows):
+        last_pair, last_predicate = rows.max(axis=0)
+        inside = rows.min() >= 0 and last_pair < pairs and last_predicate < num_predicates
     if inside and len(predicates) == pairs:
         return []
     return [f"combinations and predicates do not fit {pairs} pairs and {num_predicates} predicates"]
