@@ -23,12 +23,15 @@ train: .venv/installed
 	$(BIN)/python scripts/train_faster_rcnn.py $(ARGS)
 
 # One thread a process: two test processes share two cores without getting in each other's way. Files in their order,
-# not those with the fewest tests last: these are long, and one process would wait for the other.
+# not those with the fewest tests last: these are long, and one process would wait for the other. Bytecode is written,
+# whatever the shell says: the processes that tests start would compile the toolkit each.
+TESTING = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'slow or not slow' $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'slow or not slow' $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

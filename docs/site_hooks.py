@@ -86,7 +86,8 @@ def settings_page() -> str:
         lines += [f"## {title}\n", f"{text}\n", *_table(group, rows)]
     lines.append("## model\n\nThe keys follow `--model.architecture`; a key of another architecture is an error.\n")
     options = {}
-    for file in sorted((ROOT / "toolkit").rglob("options.py")):
+    of_all_detectors = ROOT / "toolkit" / "models" / "__init__.py"
+    for file in (of_all_detectors, *sorted((ROOT / "toolkit").rglob("options.py"))):
         options |= classes_of(file)
     for architecture, name in options_by_architecture().items():
         lines += [f"### {architecture}\n", f"{options[name][1]}\n", *_table("model", inherited(name, options))]

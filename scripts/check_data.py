@@ -25,7 +25,7 @@ import yaml
 from toolkit.base.errors import BadInput, says_bad_input
 from toolkit.base.files import parse_yaml
 from toolkit.data.check_files import depth
-from toolkit.data.formats import FORMATS, NAMED, open_dataset, recognise
+from toolkit.data.formats import FORMATS, MAX_UNUSED_NAMED, open_dataset, recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
 from toolkit.tools.arguments import Program, add_data_flag
@@ -34,7 +34,7 @@ from toolkit.tools.doctor.training_command import Source, command_for
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
-LISTED = 50
+MAX_LISTED = 50
 CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 
 
@@ -51,7 +51,7 @@ def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], li
         else:
             layout = recognise(given, options.format)
             print(layout)
-            if len(layout.unused) > NAMED:
+            if len(layout.unused) > MAX_UNUSED_NAMED:
                 print(f"all {len(layout.unused)} that are not used: {', '.join(layout.unused)}")
             source = Source(given, layout.splits)
             names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
@@ -95,9 +95,9 @@ def _lines_of(finding: Finding) -> list[str]:
         return [f"  {_item(item)}" for item in finding.items]
     lines = [f"  {finding.message}"]
     if finding.kind not in ("small boxes", "unused classes", "missing classes", "balance", "classes"):
-        lines += [f"    {_item(item)}" for item in finding.items[:LISTED]]
-        if len(finding.items) > LISTED:
-            lines.append(f"    and {len(finding.items) - LISTED} more; --json lists all")
+        lines += [f"    {_item(item)}" for item in finding.items[:MAX_LISTED]]
+        if len(finding.items) > MAX_LISTED:
+            lines.append(f"    and {len(finding.items) - MAX_LISTED} more; --json lists all")
     return lines
 
 

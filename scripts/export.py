@@ -34,7 +34,14 @@ from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_file import load_config_dict
 from toolkit.tools.arguments import Program, add_data_flag, inference_flags
 from toolkit.tools.export import check_exportable
-from toolkit.tools.export.judge import FILES, Asked, graphs_as_table, lines_as_table, write_and_check, write_relations
+from toolkit.tools.export.judge import (
+    EXPORTED_FILES,
+    ExportRequest,
+    graphs_as_table,
+    lines_as_table,
+    write_and_check,
+    write_relations,
+)
 from toolkit.tools.predict.open import OwnDetector, add_flags, open_own_detector, report_thresholds
 from toolkit.tools.predict.predict_split import SplitOptions, data_settings
 from toolkit.tools.signals import interrupt_ends_at_once
@@ -47,8 +54,8 @@ def export(arguments: argparse.Namespace) -> bool:
     out = arguments.out
     if arguments.score_threshold is None:
         recommended = report_thresholds(Path(arguments.model).expanduser()) or {}
-        arguments.score_threshold = recommended.get("", Asked.score_threshold)
-    asked = Asked(**{field.name: getattr(arguments, field.name) for field in fields(Asked)})
+        arguments.score_threshold = recommended.get("", ExportRequest.score_threshold)
+    asked = ExportRequest(**{field.name: getattr(arguments, field.name) for field in fields(ExportRequest)})
     lines, problems = write_and_check(trained, table, out, asked)
     graphs = write_relations(trained, table, out, asked, problems)
     for file, problem in problems.items():
@@ -92,7 +99,9 @@ def parser() -> Program:
     parser = Program(__doc__)
     parser.add_argument("model", help="run folder, checkpoint or final/ folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--formats", nargs="+", choices=FILES, default=list(Asked.formats), help="default: onnx torch")
+    parser.add_argument(
+        "--formats", nargs="+", choices=EXPORTED_FILES, default=list(ExportRequest.formats), help="default: onnx torch"
+    )
     add_flags(parser, "--weights", "--trust")
     parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize images to this size")
     rows = "maximum number of detections per image (default 300, or as many as the run evaluates where that is more)"
@@ -107,12 +116,12 @@ def parser() -> Program:
     images = "folder, archive or URL of its images; may be repeated"
     add_data_flag(parser, "--image-dir", help=images)
     add_data_flag(parser, "--format", default="coco", help="its format (default coco)")
-    asked = {key: {"type": float, "default": getattr(Asked, key)} for key in ("tolerance", "int8_tolerance")}
+    asked = {key: {"type": float, "default": getattr(ExportRequest, key)} for key in ("tolerance", "int8_tolerance")}
     parser.add_argument("--tolerance", **asked["tolerance"], help="maximum change of AP, R@100 (default %(default)s)")
     drop = "maximum drop of AP in int8 (default %(default)s)"
     parser.add_argument("--int8-tolerance", **asked["int8_tolerance"], help=drop)
     images = "calibration images for int8 (default %(default)s)"
-    parser.add_argument("--calibration", type=int, default=Asked.calibration, help=images)
+    parser.add_argument("--calibration", type=int, default=ExportRequest.calibration, help=images)
     return parser
 
 

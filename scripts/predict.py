@@ -48,13 +48,13 @@ from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.draw import draw_found
-from toolkit.detectors.scene_graphs.formats import SUFFIXES, without_graph_constraint
+from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, without_graph_constraint
 from toolkit.evaluation.predictions import joined
 from toolkit.tools.arguments import Program, inference_flags
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
 from toolkit.tools.predict.open import add_flags, open_predictor
 from toolkit.tools.predict.outputs import (
-    FORMATS,
+    OUTPUT_FORMATS,
     check_outputs,
     clear_outputs,
     images_root,
@@ -140,7 +140,7 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
     if arguments.boxes and not predictor.given:
         raise BadInput(f"--boxes {arguments.boxes}: {predictor.source} finds boxes by itself; leave it out")
     flags = ["--all-scores"] * arguments.all_scores
-    flags += [f"--format {name}" for name in arguments.format if name in SUFFIXES]
+    flags += [f"--format {name}" for name in arguments.format if name in GRAPH_SUFFIXES]
     flags += ["--no-graph-constraint"] * arguments.no_graph_constraint
     if flags and not predictor.predicates:
         raise BadInput(f"{flags[0]} is for scene graphs, and {predictor.source} finds none; see scripts/train_sgg.py")
@@ -236,7 +236,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("images", nargs="*", default=[], help=images)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier prediction in that folder")
-    parser.add_argument("--format", nargs="+", choices=FORMATS, default=["json"], help="files to write (default json)")
+    parser.add_argument(
+        "--format", nargs="+", choices=OUTPUT_FORMATS, default=["json"], help="files to write (default json)"
+    )
     parser.add_argument("--boxes", type=Path, metavar="FILE", help="COCO file with the given boxes of a graph model")
     parser.add_argument("--all-scores", action="store_true", help="write the scores of all predicates of each pair")
     free = "keep the 100 best (pair, predicate) combinations, not one predicate per pair"

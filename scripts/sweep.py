@@ -28,8 +28,8 @@ from toolkit.base.errors import BadInput, Preempted
 from toolkit.base.files import write_json_atomic
 from toolkit.base.imports import import_extra
 from toolkit.base.signals import StopSignals
-from toolkit.run.settings_file import CONFIG, read_groups
-from toolkit.run.status import LOCK
+from toolkit.run.settings_file import CONFIG_FILE, read_groups
+from toolkit.run.status import LOCK_FILE
 from toolkit.tools.arguments import Program
 from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.tools.watch import POLL_S, WatchedRun
@@ -114,8 +114,8 @@ def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict
 def wait_until_free(folder: Path, signals: StopSignals) -> None:
     """Wait for a training that outlives its killed worker; it ends by itself, and its state counts."""
     announced = False
-    while (folder / LOCK).exists() and not signals.received:
-        with locked(folder / LOCK, wait=False) as free:
+    while (folder / LOCK_FILE).exists() and not signals.received:
+        with locked(folder / LOCK_FILE, wait=False) as free:
             if free:
                 return
         if not announced:
@@ -186,7 +186,7 @@ def write_table(study, out: Path, parameters: list[str]) -> None:
 def precision_of(run_folder: Path) -> str:
     """Return the precision that a trial was trained in; "" before it has begun, or if its settings are damaged."""
     try:
-        return str(read_groups(run_folder / CONFIG)["run"]["precision"])
+        return str(read_groups(run_folder / CONFIG_FILE)["run"]["precision"])
     except (BadInput, OSError, KeyError, TypeError):
         return ""
 

@@ -80,7 +80,7 @@ def train_one_epoch(t: "Training") -> dict[str, float]:
 def train(s: "Session") -> dict[str, float]:
     """Train in a session that has started, and return the last evaluation."""
     from toolkit.detectors.scene_graphs.start import lacking_relations, start_scene_graph
-    from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
+    from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
 
     table, val_table = s.open_data()
     detector = s.make_detector(table, start_scene_graph)
@@ -89,7 +89,7 @@ def train(s: "Session") -> dict[str, float]:
         s.say(note)
     for note in lacking_relations(table, val_table):
         s.say(note)
-    of_graphs = {key: getattr(s.config.eval, key) for key in OF_GRAPHS}
+    of_graphs = {key: getattr(s.config.eval, key) for key in GRAPH_EVAL_SETTINGS}
     evaluator = make_evaluator(detector, val_table, s.config.eval.backend, **of_graphs)
     t = s.training(detector, table, val_table, evaluator)
     while not t.finished:

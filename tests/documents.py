@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.data.annotations import Annotations
-from toolkit.data.checks import Checked, check
+from toolkit.data.checks import CheckedAnnotations, check
 
 DIRTY = Path(__file__).parent / "data" / "dirty"
 BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
@@ -67,5 +67,5 @@ def columns_of(document: dict) -> Annotations:
     return columns
 
 
-def checked(document: dict, file: str = "f.json") -> Checked:
+def checked(document: dict, file: str = "f.json") -> CheckedAnnotations:
     return check(columns_of(document), file)

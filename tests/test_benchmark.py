@@ -138,13 +138,13 @@ def test_reading_a_coco_file_is_measured(benchmark):
 @pytest.mark.slow
 def test_costs_of_a_step_and_bytes_of_its_collectives(benchmark):
     """The figures of docs/scaling.md: parts are parts of the step, and gradients are four bytes a parameter."""
-    from benches.scaling import PARTS, bench_scaling
+    from benches.scaling import STEP_PARTS, bench_scaling
 
     small = ["--data.max_train_images", "64", "--data.workers", "0", "--data.batch_size_per_device", "4"]
     rows = {(row["name"], row["unit"]): row["value"] for row in bench_scaling((1, 2), 6, small)}
     for count in (1, 2):
         parts, step = ({part: rows[f"scaling, {count} processes, {part}", "s"] for part in names}
-                       for names in (PARTS, ["a step"]))  # fmt: skip
+                       for names in (STEP_PARTS, ["a step"]))  # fmt: skip
         assert min(parts.values()) >= 0 and sum(parts.values()) <= 1.2 * step["a step"]
         assert rows[f"scaling, {count} processes, checkpoint", "MB"] > 90
     trained = rows["scaling, 2 processes, trained", "parameters"]

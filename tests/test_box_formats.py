@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.base.errors import BadInput
-from toolkit.data.checks import EVIDENCE, format_fault
+from toolkit.data.checks import MIN_EVIDENCE_BOXES, format_fault
 from toolkit.data.formats.json_stream import Whole, stream_lists
 from toolkit.tools.shapes import make_shapes
 
@@ -112,7 +112,9 @@ def test_objects_that_leave_their_image_on_any_side_are_no_evidence(seed, count,
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32), count=st.integers(1, EVIDENCE - 1), format=st.sampled_from(sorted(CONVERTED)))
+@given(
+    seed=st.integers(0, 2**32), count=st.integers(1, MIN_EVIDENCE_BOXES - 1), format=st.sampled_from(sorted(CONVERTED))
+)
 def test_a_few_boxes_are_no_evidence(seed, count, format):
     assert verdict(convert(random_document(seed, count, 0.1, 0.6), CONVERTED[format])) is None
 

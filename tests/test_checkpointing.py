@@ -1,6 +1,8 @@
 """Gradient checkpointing: the same numbers to the bit, from fewer activations that are kept."""
 
 import copy
+import os
+import warnings
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from toolkit.base.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.step.execution import checkpoint_in_place, compile_in_place, repeated_blocks
+from toolkit.step.execution import be_deterministic, checkpoint_in_place, compile_in_place, repeated_blocks
 
 DEEP = {  # backbones whose stages have several blocks, with live batch norms
     "ssd": EVERY["ssd"] | {"backbone": "resnet18", "strides": [4, 8]},
@@ -76,3 +78,20 @@ def test_what_has_nothing_to_checkpoint_is_refused():
         checkpoint_in_place(small("detr"), True, "inductor")
     with pytest.raises(BadInput, match="no backend 'mine'; give true, or one of .*inductor"):
         compile_in_place(nn.Linear(2, 2), "mine")
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_cublas_gets_what_it_needs_to_be_deterministic(monkeypatch, before, after):
+    """Without it a product on a GPU only warns that it is not deterministic. A value of the user's own stays."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which is put back
+    was_set = torch.backends.cudnn.benchmark
+    try:
+        be_deterministic()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = was_set

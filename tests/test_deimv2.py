@@ -9,7 +9,7 @@ from transformers import Deimv2Config, Deimv2ForObjectDetection
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.deimv2 import as_its_program_
-from toolkit.detectors.detr.deimv2_sizes import SIZES, size_config
+from toolkit.detectors.detr.deimv2_sizes import DEIMV2_SIZES, size_config
 from toolkit.detectors.detr.weights_deimv2 import DEIMV2, vit_names
 from toolkit.detectors.detr.weights_rf_detr import RF_DETR
 from toolkit.models.final import load_detector_folder
@@ -21,7 +21,7 @@ LEARNING = {"atto": 508983, "femto": 983943, "pico": 1539537, "n": 3600419, "s":
             "x": 51206742}  # fmt: skip
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", DEIMV2_SIZES)
 def test_a_size_has_as_many_weights_as_the_program_s(size):
     with torch.device("meta"):
         config = Deimv2Config.from_dict(size_config(size) | {"num_labels": 80})

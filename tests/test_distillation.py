@@ -8,7 +8,7 @@ from small_detectors import CLASSES, batch_of, small
 
 from toolkit.base.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.tools.distillation.losses import LOSSES, Distillation, correlation_loss, query_losses
+from toolkit.tools.distillation.losses import DISTILLATION_LOSSES, Distillation, correlation_loss, query_losses
 from toolkit.tools.distillation.teacher import open_teacher
 
 
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_refused_all_at_once():
         distilled("detr", "detr", classes=["b"])
     with pytest.raises(BadInput, match="no such run"):
         open_teacher("/nowhere/at/all", small("detr"), CLASSES, True)
-    assert set(LOSSES) >= {"loss_distill_maps"}
+    assert set(DISTILLATION_LOSSES) >= {"loss_distill_maps"}
 
 
 def test_a_checkpoint_knows_its_teacher_by_content():

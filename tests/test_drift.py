@@ -17,7 +17,7 @@ ALLOWED = {
     "train_sgg": {  # a head on a detector starts in its own way, and recall is measured, not AP
         "train": [
             "- from toolkit.evaluation.coco import CocoEvaluator",
-            "+ from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator",
+            "+ from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator",
             "+ from toolkit.detectors.scene_graphs.start import lacking_relations, start_scene_graph",
             "- detector = s.make_detector(table)",
             "- t = s.training(detector, table, val_table, CocoEvaluator(val_table, s.config.eval.backend))",
@@ -27,7 +27,7 @@ ALLOWED = {
             "+ s.say(note)",
             "+ for note in lacking_relations(table, val_table):",
             "+ s.say(note)",
-            "+ of_graphs = {key: getattr(s.config.eval, key) for key in OF_GRAPHS}",
+            "+ of_graphs = {key: getattr(s.config.eval, key) for key in GRAPH_EVAL_SETTINGS}",
             "+ evaluator = make_evaluator(detector, val_table, s.config.eval.backend, **of_graphs)",
             "+ t = s.training(detector, table, val_table, evaluator)",
         ]

@@ -21,9 +21,9 @@ import train_detr
 
 from toolkit.base.errors import BadInput
 from toolkit.models import options_class
-from toolkit.run.checkpoint_content import FORMAT
+from toolkit.run.checkpoint_content import FORMAT_VERSION
 from toolkit.run.open_run import script_of, settings_beside
-from toolkit.run.settings_file import GROUPS, NEEDED, load_config_dict, save_config
+from toolkit.run.settings_file import GROUPS, REQUIRED_KEYS, load_config_dict, save_config
 from toolkit.tools.report.facts import run_facts
 
 REMOVED = object()
@@ -64,7 +64,7 @@ def drawn(number: int) -> tuple[str, list, set[str]]:
     """An edit of a group, or of a setting of one plain type: its name, (group, key, value), who refuses it."""
     change = list(CHANGED)[number % len(CHANGED)]
     group, key = random.Random(number).choice(PLACES)
-    value, is_needed = DEFAULTS[group], group in NEEDED and key in (None, *NEEDED[group])
+    value, is_needed = DEFAULTS[group], group in REQUIRED_KEYS and key in (None, *REQUIRED_KEYS[group])
     value = value if key is None else value[key]
     if change == "misspelt":
         wrong = (group + "s", None) if key is None else (group, key + "s")
@@ -154,7 +154,7 @@ def test_a_run_of_another_version_is_said_to_be_that_and_no_setting_is_blamed(ru
     edit(run, [("optim", "lrr", 1), ("optim", "lr", REMOVED)])
     (run / "checkpoints" / "step_000001" / "MANIFEST.json").write_text('{"format": 2, "files": {}}')
     for program, told in said_by_all(run, monkeypatch, capsys):
-        version = f"was written by another version of this toolkit (format 2; this one reads {FORMAT})"
+        version = f"was written by another version of this toolkit (format 2; this one reads {FORMAT_VERSION})"
         assert version in told, program
         assert "lrr" not in told and "Put back" not in told, told
 
@@ -163,7 +163,7 @@ def test_a_detector_that_cannot_be_imported_is_one_sentence(run, monkeypatch, ca
     """Nothing is wrong with the settings, so that nothing has to be put back."""
     edit(run, [("model", "architecture", "nowhere_to_be_found:Detector"), ("optim", "lrr", 1)])
     with pytest.raises(BadInput, match="is a class that a file names.*add --trust") as error:
-        load_config_dict(run / "config.yaml", options_class, NEEDED)
+        load_config_dict(run / "config.yaml", options_class, REQUIRED_KEYS)
     assert len(error.value.problems) == 1
     out = ["--out", str(run / "out")]
     arguments = {evaluate: [], predict: [str(ROOT / "tests"), *out], export: out}
@@ -176,15 +176,15 @@ def test_a_detector_that_cannot_be_imported_is_one_sentence(run, monkeypatch, ca
 
 def test_what_a_run_writes_is_read_as_it_is(run):
     written = yaml.safe_load((run / "config.yaml").read_text())
-    assert load_config_dict(run / "config.yaml", options_class, NEEDED) == written
+    assert load_config_dict(run / "config.yaml", options_class, REQUIRED_KEYS) == written
     edit(run, [("optim", "lr", "1e-3"), ("hub", None, REMOVED), ("data", "path", REMOVED)])  # as YAML has 1e-3: text
-    assert load_config_dict(run / "config.yaml", options_class, NEEDED)["optim"]["lr"] == 1e-3
+    assert load_config_dict(run / "config.yaml", options_class, REQUIRED_KEYS)["optim"]["lr"] == 1e-3
 
 
 def test_a_script_of_ones_own_may_have_settings_of_its_own(run):
     (run / "environment.json").write_text(json.dumps({"script": {"path": "mine.py", "sha256": "0"}}))
     edit(run, [("mine", None, {"a": 1}), ("loss", "focus", 2)])
-    assert load_config_dict(run / "config.yaml", options_class, NEEDED)["loss"]["focus"] == 2
+    assert load_config_dict(run / "config.yaml", options_class, REQUIRED_KEYS)["loss"]["focus"] == 2
     edit(run, [("loss", "wieghts", {}), ("loss", "weights", REMOVED)])
     with pytest.raises(BadInput, match="no such setting loss.wieghts; did you mean weights?"):
         load_config_dict(run / "config.yaml", options_class)

@@ -14,7 +14,7 @@ from transformers import DeformableDetrConfig, DeformableDetrModel
 from toolkit.base.box_ops import cxcywh_to_xyxy, denormalize_boxes
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.detr_criterion import MatchingCosts, pad_targets
-from toolkit.detectors.scene_graphs.egtr import BELOW, EgtrHead, kept_states
+from toolkit.detectors.scene_graphs.egtr import DETECTORS_BELOW, EgtrHead, kept_states
 from toolkit.detectors.scene_graphs.egtr_criterion import (
     RelationSampling,
     count_entries,
@@ -164,7 +164,7 @@ def batch(table):
 
 
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in BELOW]
+    "architecture", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DETECTORS_BELOW]
 )
 def test_it_is_a_detector_like_the_others(table, batch, tmp_path, architecture):
     for freeze in ("detector", "none"):

@@ -24,13 +24,13 @@ from timm.layers.pool2d_same import MaxPool2dSame
 from torch.nn.functional import pad
 
 from scripts import export as script
-from toolkit.base import trust
+from toolkit.base import imports
 from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.models import build_detector
 from toolkit.tools.export import check_exportable, export_detector, export_final, judge, operators
 from toolkit.tools.export.check import batches_agree, check_outputs, difference
-from toolkit.tools.export.files import KEY, About, open_file, write_onnx
+from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_file, write_onnx
 from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import PixelsToGraph, export_graph
@@ -159,12 +159,12 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd):
         assert (about.score_threshold, about.sides, about.top_k) == (0.3, "fixed", 300)
     session = onnx.load(files["onnx"])
     assert [node.domain for node in session.graph.node if node.domain not in ("", "pkg.onnxscript.torch_lib")] == []
-    assert json.loads({each.key: each.value for each in session.metadata_props}[KEY])["architecture"] == "ssd"
+    assert json.loads({each.key: each.value for each in session.metadata_props}[METADATA_KEY])["architecture"] == "ssd"
 
 
 def test_files_predict_on_images_of_any_size_as_the_detector(ssd, detectors, tmp_path, monkeypatch):
     files, _ = ssd
-    monkeypatch.setattr(trust, "_all", True)
+    monkeypatch.setattr(imports, "_trusts_all", True)
     detectors("ssd, few layers").save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
     images = [images_of(1, *hw, seed=i)[0] for i, hw in enumerate([(64, 64), (90, 120), (33, 20), (90, 120)])]
     expected = open_predictor(tmp_path).predict(images, 0.0)
@@ -213,7 +213,8 @@ def test_same_padding_leaves_no_maximum_in_the_sizes(stride, tmp_path):
         images = images_of(3, *hw)
         for one, other in zip(graph(images), program.module()(images), strict=True):
             torch.testing.assert_close(one, other)
-    write_onnx(program, tmp_path / "model.onnx", About("cells", CATEGORIES, None, "any", stride, 0.3, 5, "test"))
+    about = ExportMetadata("cells", CATEGORIES, None, "any", stride, 0.3, 5, "test")
+    write_onnx(program, tmp_path / "model.onnx", about)
     run = open_file(tmp_path / "model.onnx")[0]
     for hw in [(96, 128), (95, 129)]:  # sides that are multiples of the stride, and others: padded in the file
         images = images_of(3, *hw)
@@ -256,7 +257,7 @@ def test_same_padding_is_that_of_timm():
 def test_the_lines_of_the_documentation_give_what_the_toolkit_gives(ssd, tmp_path, monkeypatch, size):
     """In a program that can import neither PyTorch nor the toolkit."""
     model, side = onnx.load(ssd[0]["onnx"]), 64 if size is None else 128
-    entry = next(each for each in model.metadata_props if each.key == KEY)
+    entry = next(each for each in model.metadata_props if each.key == METADATA_KEY)
     entry.value = json.dumps(json.loads(entry.value) | {"size": size, "score_threshold": 0.1})
     (tmp_path / "exported").mkdir()
     onnx.save(model, tmp_path / "exported" / "model.onnx")
@@ -379,7 +380,7 @@ def assert_function_gives_graphs(detector):
     assert detector.graph_obstacle() is None
     with torch.no_grad():
         outputs = [output.numpy() for output in PixelsToGraph(detector)(images)]
-    about = About("x", CATEGORIES, None, "fixed", 32, 0.3, 100, "here", predicates=RELATIONS["predicates"])
+    about = ExportMetadata("x", CATEGORIES, None, "fixed", 32, 0.3, 100, "here", predicates=RELATIONS["predicates"])
     found = predict_with(lambda _: outputs, about)(list(images), 0.0)
     assert_same_graphs(found, own_predict(detector, None)(list(images), 0.0))
     return found
@@ -415,7 +416,7 @@ def test_a_graph_that_cannot_be_exported_says_why(capsys):
         detector = build_detector("scene_graph", class_names=CLASSES, **options | more)
         assert words in detector.graph_obstacle()
     trained = OwnDetector("here", detector, CATEGORIES, None)
-    assert judge.write_relations(trained, None, Path("there"), judge.Asked(), {}) == []
+    assert judge.write_relations(trained, None, Path("there"), judge.ExportRequest(), {}) == []
     assert "the relations are not exported, the files have the detector alone: in predcls" in capsys.readouterr().out
 
 
@@ -426,7 +427,7 @@ def test_an_exported_graph_is_judged_by_its_recall(tmp_path):
     detector = build_detector("egtr", class_names=table.class_names, **options).eval()
     trained = OwnDetector("here", detector, table.categories, {"height": 64, "width": 64})
     problems = {}
-    torch_line, file_line = judge.write_relations(trained, table, tmp_path, judge.Asked(), problems)
+    torch_line, file_line = judge.write_relations(trained, table, tmp_path, judge.ExportRequest(), problems)
     assert not problems and (tmp_path / "graph.onnx").is_file() and torch_line["R@100"] is not None
     for name in ("R@20", "R@50", "R@100", "mR@100"):
         assert file_line[name] == pytest.approx(torch_line[name], abs=0.02)
@@ -463,7 +464,7 @@ def test_every_detector_as_every_file(detectors, tmp_path, name):
     size = {"shortest_edge": 70, "longest_edge": 200} if graph.sides == "any" else wide
     table = labelled(own_predict(graph.detector, size), tmp_path / "images")
     more = ["openvino"] if importlib.util.find_spec("openvino") else []
-    asked = judge.Asked(["onnx", "torch", "fp16", *more], top_k=100)
+    asked = judge.ExportRequest(["onnx", "torch", "fp16", *more], top_k=100)
     own = OwnDetector(name, detector, CATEGORIES, size)
     lines, problems = judge.write_and_check(own, table, tmp_path / "out", asked)
     refused = {"model.xml"} if name == "rf_detr" and more else set()  # OpenVINO's finds other boxes
@@ -519,7 +520,7 @@ def test_settings_of_prediction_are_in_the_file_and_its_times_beside_its_ap(dete
     detectors("ssd, few layers").save_final(tmp_path / "final", CATEGORIES, size)
     words = [str(tmp_path / "final"), "--formats", "onnx", "fp16", "--top-k", "50", "--score-threshold", "0.25"]
     words += ["--model.nms_threshold", "0.01", "--benchmark", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(judge, "BENCHMARK", ((1, 1), (8, 2)))
+    monkeypatch.setattr(judge, "BENCHMARK_CASES", ((1, 1), (8, 2)))
     assert script.main(words) == 0
     assert "ms an image, batch 1, 1 thread | ms an image, batch 8, 2 threads" in capsys.readouterr().out
     run, about = open_file(tmp_path / "out" / "model.onnx")

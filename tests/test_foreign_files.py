@@ -21,7 +21,7 @@ from PIL import Image
 
 from scripts import predict, train_sgg
 from scripts.train_faster_rcnn import Config
-from toolkit.base import trust
+from toolkit.base import imports
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import ImageRow
@@ -30,12 +30,12 @@ from toolkit.data.table import Category, LabelledImages
 from toolkit.models import build_detector, options_class
 from toolkit.models.final import read_categories
 from toolkit.models.weights.pretrained import open_pretrained
-from toolkit.run.checkpoint_content import FORMAT
+from toolkit.run.checkpoint_content import FORMAT_VERSION
 from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import open_run, open_script
 from toolkit.run.settings_file import load_config_dict
-from toolkit.tools.export.files import KEY, About, open_file
+from toolkit.tools.export.files import METADATA_KEY, ExportMetadata, open_file
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.replay.report import load_report
@@ -48,8 +48,8 @@ CLASS = "strangers_module:Detector"
 
 @pytest.fixture(autouse=True)
 def nobody_is_trusted(monkeypatch):
-    monkeypatch.setattr(trust, "_all", False)
-    monkeypatch.setattr(trust, "_named", set())
+    monkeypatch.setattr(imports, "_trusts_all", False)
+    monkeypatch.setattr(imports, "_trusted_classes", set())
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ BELOW = {"architecture": "scene_graph", "predicates": ["on"], "mode": "sgdet", "
 def test_a_class_that_a_file_names_is_not_imported(model, ran, tmp_path, capsys):
     final = tmp_path / "final"
     final.mkdir()
-    (final / "config.json").write_text(json.dumps({"format": FORMAT, "model": model, "processor_size": None}))
+    (final / "config.json").write_text(json.dumps({"format": FORMAT_VERSION, "model": model, "processor_size": None}))
     (final / "categories.json").write_text(json.dumps([{"label": 0, "id": 1, "name": "a"}]))
     for opened in (lambda: open_predictor(final), lambda: open_predictor(final, settings={"score_threshold": 0.1}),
                    lambda: open_pretrained(str(final)), lambda: rebuild_detector({"model": model}, ["a"])):  # fmt: skip
@@ -85,7 +85,7 @@ def test_a_class_that_a_file_names_is_not_imported(model, ran, tmp_path, capsys)
     (tmp_path / "photo.jpg").write_bytes(b"")
     assert predict.main([str(final), "photo.jpg", "--out", "out"]) == 2
     assert CLASS in capsys.readouterr().err and not ran.exists()
-    trust.trust_files()
+    imports.trust_files()
     assert type(rebuild_detector({"model": {"architecture": CLASS}}, ["a"])).__name__ == "Own" and ran.exists()
 
 
@@ -98,8 +98,8 @@ def test_a_class_is_imported_where_a_person_named_it(argv, ran, tmp_path):
 
 def test_a_class_below_a_scene_graph_that_a_person_named_or_that_the_program_imported_needs_no_trust(ran):
     parse_config(train_sgg.Config, ["--model.detector_options", f"{{architecture: '{CLASS}'}}"])
-    assert trust.may_import(CLASS) and not ran.exists()
-    trust._named.clear()
+    assert imports.may_import(CLASS) and not ran.exists()
+    imports._trusted_classes.clear()
     importlib.import_module("strangers_module")
     assert type(build_detector(CLASS, class_names=["a"])).__name__ == "Own"
 
@@ -168,7 +168,7 @@ def test_a_pt2_file_is_not_opened_before_it_is_trusted(program, ran, tmp_path, c
 
 def test_a_pt2_file_that_is_cut_off_is_one_sentence(program, tmp_path, capfd):
     whole = program.read_bytes()
-    trust.trust_files()
+    imports.trust_files()
     for size in (0, 100, len(whole) // 2, len(whole) - 10):
         path = tmp_path / "model.pt2"
         path.write_bytes(whole[:size])
@@ -187,7 +187,7 @@ def test_only_scripts_of_this_project_are_run_again_before_the_run_is_trusted(ra
     assert open_script({"path": str(own), "sha256": "another"})[0].__name__ == "replayed_train_detr"
     for nothing in (None, [], {}, {"path": 3}):
         assert open_script(nothing)[0] is None
-    trust.trust_files()
+    imports.trust_files()
     assert open_script({"path": str(script), "sha256": ""})[0] is not None and ran.exists()
 
 NAMES = ["=1+1", "'=1+1", "+x", "-x", "@SUM(A1)", "'it'", "it's", "''", "plain", "a,b", 'say "=x"', "＝1", "=it'"]
@@ -289,7 +289,7 @@ def test_categories_of_another_form_are_one_sentence(entry, tmp_path):
 def test_numbers_beyond_all_bounds_in_an_exported_file_are_one_sentence(about):
     text = f'{{"categories": [], "size": null, "score_threshold": 0.3, {about}}}'
     with pytest.raises(BadInput, match="model.onnx: it does not say what its classes and sizes are"):
-        About.from_text(text, "model.onnx")
+        ExportMetadata.from_text(text, "model.onnx")
 
 
 def onnx_file(path: Path, of_input: str = "images", outputs=(4,), about: dict | None = None) -> Path:
@@ -306,7 +306,7 @@ def onnx_file(path: Path, of_input: str = "images", outputs=(4,), about: dict | 
     entries = {"architecture": "ssd", "categories": [{"id": 1, "name": "a"}], "size": {"height": 8, "width": 8},
                "sides": "fixed", "stride": 1, "score_threshold": 0.3, "top_k": 5, "source": "s"}  # fmt: skip
     text = DEEP if about is None else json.dumps(entries | about)
-    model.metadata_props.add(key=KEY, value=text)
+    model.metadata_props.add(key=METADATA_KEY, value=text)
     onnx.save(model, path)
     return path
 

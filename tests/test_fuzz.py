@@ -34,7 +34,7 @@ from PIL import Image
 from visual_genome_writer import write_visual_genome
 
 from scripts.train_ssd import Config
-from toolkit.base import trust
+from toolkit.base import imports
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput, sentence
 from toolkit.data.decoding import ImageError, decode_image
@@ -454,7 +454,7 @@ def watched():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_file_is_read_or_refused_in_sentences(kind, once, tmp_path, watched, monkeypatch, capfd):
-    monkeypatch.setattr(trust, "_all", False)
+    monkeypatch.setattr(imports, "_trusts_all", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))

@@ -12,7 +12,7 @@ from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
 from toolkit.run.log import Log
 from toolkit.step.meters import (
-    KINDS,
+    METER_KINDS,
     Averages,
     Meters,
     MomentumMeter,
@@ -74,7 +74,7 @@ def test_meters_and_averages_continue_from_json_as_if_never_stopped(make):
 def test_each_kind_smooths_as_its_original():
     values = [4.0, 1.0, 2.0, 9.0]
     shown, smoothed = {}, {}
-    for kind in KINDS:
+    for kind in METER_KINDS:
         meters = make_meters(kind, steps_per_epoch=2)
         for value in values:
             meters.update(loss=value)

@@ -10,7 +10,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.batches import make_loader
 from toolkit.data.dataset import ALL_EPOCHS, DetectionDataset, MixedDataset, mixed_epochs
 from toolkit.data.sampling import EpochSampler, SampleKey, VariableSizes
-from toolkit.data.transforms.geometry import FILL_RGB
+from toolkit.data.transforms.geometry import GLUONCV_FILL_RGB
 from toolkit.data.transforms.mixing import draw_point, mosaic
 from toolkit.detectors.yolov3.transforms import yolov3_transform
 
@@ -55,7 +55,7 @@ def test_four_quadrants_and_what_none_covers():
     corners = {40: ((0, 0), (19, 39)), 80: ((0, 79), (19, 40)), 120: ((20, 39), (47, 16)), 160: ((20, 40), (47, 63))}
     for level, places in corners.items():
         assert all(image[0, y, x] == level for y, x in places), level
-    assert image[:, 47, 15].tolist() == image[:, 20, 64].tolist() == list(FILL_RGB)
+    assert image[:, 47, 15].tolist() == image[:, 20, 64].tolist() == list(GLUONCV_FILL_RGB)
 
 
 def test_points_are_in_the_middle():

@@ -104,7 +104,7 @@ def test_stored_with_what_its_cells_show(path):
 
 
 def test_what_must_not_be_stored_is_found_and_left_out(tmp_path):
-    said = f"run folder: {tmp_path}/runs/a\n10 %\rdone\nepoch 1  elapsed 0:00:02\nTraining took 3.5 s\nAP 0.31\n"
+    said = f"run folder: {tmp_path}/runs/a\n10 %\rdone\nepoch 1  step 1/9  eta 0:00:02\nTraining took 3.5 s\nAP 0.31\n"
     output, cell = nbformat.v4.new_output, nbformat.v4.new_code_cell
     given = [output("stream", name="stdout", text=said), output("stream", name="stderr", text="UserWarning: a\n"),
              output("stream", name="stdout", text="best AP 0.31\n"),

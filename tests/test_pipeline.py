@@ -15,7 +15,7 @@ from samples import assert_same, assert_well_formed, generator, painted, sample,
 from toolkit.base.errors import BadInput
 from toolkit.data import splits
 from toolkit.data.dataset import DetectionDataset, MixedDataset
-from toolkit.data.pipeline import RECIPES, loader_of_settings, train_transform, training_sizes, val_transform
+from toolkit.data.pipeline import RECIPE_NAMES, loader_of_settings, train_transform, training_sizes, val_transform
 from toolkit.data.sampling import SampleKey, VariableSizes
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
@@ -87,7 +87,7 @@ def test_a_recipe_gives_what_its_own_transform_gives(flip, photometric):
             assert_same(transform(image, target, generator(seed), *size), direct(image, target, generator(seed), *size))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_with_everything_off_a_recipe_is_a_resize_and_equals_that_of_validation(recipe):
     image, target = sample([[5, 5, 30, 40]], (60, 80))
     transform = train_transform(DataConfig(recipe=recipe, image_size=SIDE, flip=False))

@@ -27,7 +27,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category, LabelledImages
 from toolkit.detectors.scene_graphs.draw import draw_arrow, draw_found, left_out_in_words
-from toolkit.evaluation.draw import COLOURS, picture_with_boxes
+from toolkit.evaluation.draw import CLASS_COLOURS, picture_with_boxes
 from toolkit.evaluation.predictions import detections_as_json
 from toolkit.models import options_class
 from toolkit.run.open_run import kind_of, open_run
@@ -189,7 +189,7 @@ def test_a_mistyped_path_is_answered_with_the_names_near_it(tmp_path, monkeypatc
 
 
 def colour(label: int) -> list[int]:
-    return [int(COLOURS[label][i : i + 2], 16) for i in (1, 3, 5)]
+    return [int(CLASS_COLOURS[label][i : i + 2], 16) for i in (1, 3, 5)]
 
 
 def drawn(image, boxes, *others) -> np.ndarray:
@@ -238,7 +238,7 @@ def test_a_relation_is_an_arrow_from_its_subject_to_its_object(tmp_path):
     assert columns.min() < 100 and rows.min() > 140 and rows.max() > 200
 
     picture = Image.new("RGB", (100, 100))
-    draw_arrow(ImageDraw.Draw(picture), (50, 10), (50, 90), COLOURS[0], 8, gap=20)
+    draw_arrow(ImageDraw.Draw(picture), (50, 10), (50, 90), CLASS_COLOURS[0], 8, gap=20)
     rows = (np.asarray(picture) == colour(0)).all(-1).any(1).nonzero()[0]
     assert rows.min() == 10 and 64 < rows.max() <= 70, "it ends before its object"
 

@@ -15,7 +15,7 @@ from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, 
 from toolkit.detectors.scene_graphs.formats import relations_as_json
 from toolkit.detectors.scene_graphs.frequency import predicate_weights
 from toolkit.detectors.scene_graphs.geometry import iou_plus_one, reading_order
-from toolkit.detectors.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.heads import RELATION_HEADS, HeadSizes, build_relation_head
 from toolkit.detectors.scene_graphs.heads.layers import AVERAGE_RATIO, RunningMean
 from toolkit.detectors.scene_graphs.heads.trees import grow_trees
 from toolkit.detectors.scene_graphs.heads.vctree import drawn_columns
@@ -87,7 +87,7 @@ def image_of(batch: RelationBatch, i: int) -> RelationBatch:
 
 
 @pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", RELATION_HEADS)
 def test_images_do_not_see_each_other(name, mode):
     """Together with others, among them one without objects and one with a single object, or alone: the same."""
     head = head_of(name, mode).eval()
@@ -101,7 +101,7 @@ def test_images_do_not_see_each_other(name, mode):
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in HEADS if name != "frequency"])
+@pytest.mark.parametrize("name", [name for name in RELATION_HEADS if name != "frequency"])
 def test_every_batch_trains(name, precision):
     """Finite losses under the announced names and gradients, for a batch without objects or pairs too."""
     for mode in ("predcls", "sgdet"):
@@ -369,7 +369,7 @@ def test_union_features_of_all_images_at_once(monkeypatch):
     torch.testing.assert_close(features[6:], alone)
     seen = []
     pool.register_forward_hook(lambda _, __, pooled: seen.append(len(pooled)))
-    monkeypatch.setattr("toolkit.detectors.scene_graphs.union.PAIRS_AT_ONCE", 5)
+    monkeypatch.setattr("toolkit.detectors.scene_graphs.union.PAIRS_PER_CHUNK", 5)
     in_parts, _ = union(maps, batch.boxes_xyxy, batch.pairs, batch.num_pairs, batch.sizes_hw)
     torch.testing.assert_close(in_parts, features)
     assert seen == [5, 3], "the pairs of an image may be in two parts"

@@ -11,7 +11,12 @@ from PIL import Image
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import loader_of_settings
-from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text, relations_as_json, without_graph_constraint
+from toolkit.detectors.scene_graphs.formats import (
+    GRAPH_SUFFIXES,
+    graph_text,
+    relations_as_json,
+    without_graph_constraint,
+)
 from toolkit.run.settings import DataConfig
 
 
@@ -69,7 +74,7 @@ def test_images_with_rare_predicates_come_more_often(tmp_path):
 
 
 def test_gqa_keeps_its_most_frequent_names(tmp_path, monkeypatch):
-    monkeypatch.setattr("toolkit.detectors.scene_graphs.readers.gqa.CLASSES", 2)
+    monkeypatch.setattr("toolkit.detectors.scene_graphs.readers.gqa.NUM_CLASSES", 2)
     pictures(tmp_path / "images", ["1.jpg", "2.jpg", "3.jpg"])
 
     def image(*objects):
@@ -134,12 +139,12 @@ GRAPH = {
 
 
 def test_every_format_keeps_objects_and_relations():
-    texts = {name: graph_text(GRAPH, name) for name in SUFFIXES}
+    texts = {name: graph_text(GRAPH, name) for name in GRAPH_SUFFIXES}
     assert 'n0 [label="0 cup \\"x\\" \\\\"];' in texts["dot"] and 'n0 -> n1 [label="near 0.20"];' in texts["dot"]
     read = networkx.node_link_graph(json.loads(texts["networkx"]), edges="edges")
     assert isinstance(read, networkx.MultiDiGraph) and read.nodes[1]["category"] == "table"
     assert [edge["predicate"] for edge in read[0][1].values()] == ["on", "near"]
-    for name in SUFFIXES:
+    for name in GRAPH_SUFFIXES:
         assert graph_text({"file_name": "a.jpg", "detections": [], "relations": []}, name)
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from report_data import found_of, table_of
 
 from toolkit.base.text import in_markdown
-from toolkit.evaluation.draw import COLOURS, choose_images, draw_grid, draw_predictions, montage
+from toolkit.evaluation.draw import CLASS_COLOURS, choose_images, draw_grid, draw_predictions, montage
 from toolkit.run.settings import EvalConfig, RunConfig, ScheduleConfig
 from toolkit.run.status import ENDINGS, in_words
 from toolkit.tools.report import plot_curves, series, smoothed, write_report
@@ -128,9 +128,11 @@ def test_predictions_stand_beside_the_ground_truth(tmp_path):
     picture = pixels(draw_grid([(image, found, truth)], ["zero", "one", "two", "three"], tmp_path / "a/b.png"))
     half = picture.shape[1] // 2
     left, right = picture[:, :half], picture[:, half:]
-    assert has_colour(left, COLOURS[0]) and not has_colour(left, COLOURS[1])
-    assert has_colour(right, COLOURS[1]) and has_colour(right, COLOURS[2])
-    assert not has_colour(right, COLOURS[3]) and not has_colour(right, COLOURS[0])  # 0.2 is below the threshold
+    assert has_colour(left, CLASS_COLOURS[0]) and not has_colour(left, CLASS_COLOURS[1])
+    assert has_colour(right, CLASS_COLOURS[1]) and has_colour(right, CLASS_COLOURS[2])
+    assert not has_colour(right, CLASS_COLOURS[3]) and not has_colour(
+        right, CLASS_COLOURS[0]
+    )  # 0.2 is below the threshold
     assert picture.shape[1] > 2 * 384  # small images are drawn larger
 
 

@@ -22,7 +22,7 @@ from toolkit.base.boxes import COLUMNS
 from toolkit.base.errors import BadInput
 from toolkit.evaluation import matches
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
+from toolkit.evaluation.coco_numbers import COCO_METRICS, exact_numbers
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predictions import about_file, boxes_of, write_predictions
 from toolkit.evaluation.voc import voc_metrics
@@ -30,7 +30,7 @@ from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.annotations import suspects
 from toolkit.tools.report.bootstrap import interval, resample, weighted_numbers
 from toolkit.tools.report.comparison import compare
-from toolkit.tools.report.errors import KINDS, strata, tide_errors
+from toolkit.tools.report.errors import ERROR_KINDS, strata, tide_errors
 from toolkit.tools.report.judgement import as_json, judge
 from toolkit.tools.report.own_errors import Doubt, doubt
 from toolkit.tools.report.thresholds import calibration, confusion_matrix, sweep
@@ -48,7 +48,7 @@ def test_a_draw_counts_an_image_as_often_as_it_was_drawn(tmp_path):
     again = table_of(tmp_path / "b", truth, table.class_names, draw=False)
     expected = exact_numbers(match(predictions_of(again, found), again))
     drawn = weighted_numbers(match(predictions, table), times[:, None].astype(np.float32))
-    for name in TWELVE:  # AR: no interpolation at recalls that rounding moves, no order among equals
+    for name in COCO_METRICS:  # AR: no interpolation at recalls that rounding moves, no order among equals
         tolerance = 1e-6 if name in ("AR1", "AR10", "AR100") else 2e-2
         expected_number = pytest.approx(expected.numbers[name][0], abs=tolerance, nan_ok=True)
         assert drawn.numbers[name][0] == expected_number, name
@@ -73,7 +73,7 @@ def test_ground_truth_as_predictions_is_perfect(tmp_path):
     assert judged.numbers["AP"] == 1 and judged.overall.best.f1 == 1
     assert judged.matrix.trace() == boxes == judged.matrix.sum()
     assert not judged.suspects and not judged.errors.missed.any()
-    assert all(len(judged.errors.of(kind)) == 0 for kind in KINDS[:-1])
+    assert all(len(judged.errors.of(kind)) == 0 for kind in ERROR_KINDS[:-1])
     assert judged.errors.ap50 == 1 and judged.errors.cost["class"] == 0
 
 
@@ -485,5 +485,5 @@ def test_a_perfect_detector_an_evaluation_in_training_and_small_blocks(tmp_path,
     expected = voc_metrics(match(predictions, table))
     row = CocoEvaluator(table).evaluate(predictions)
     assert all(row[f"{year}_mAP"] == expected[f"{year}_mAP"] for year in ("voc07", "voc12"))
-    monkeypatch.setattr(matches, "PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr(matches, "PAIRS_PER_CHUNK", 7)
     assert voc_metrics(match(predictions, table)) == expected

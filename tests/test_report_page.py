@@ -23,10 +23,19 @@ from toolkit.models import options_class
 from toolkit.run.status import RunStatus
 from toolkit.tools.report import PREDICTIONS, figures, gallery, sections, write_report
 from toolkit.tools.report.advice import MORE_BOXES, advise
-from toolkit.tools.report.charts import COLOURS, MOST_POINTS, BarChart, Line, LineChart, figure, save_charts, svg
+from toolkit.tools.report.charts import (
+    MAX_POINTS,
+    SERIES_COLOURS,
+    BarChart,
+    ChartLine,
+    LineChart,
+    figure,
+    save_charts,
+    svg,
+)
 from toolkit.tools.report.facts import RunFacts, run_facts
 from toolkit.tools.report.judgement import judge
-from toolkit.tools.report.thresholds import Sweep
+from toolkit.tools.report.thresholds import ThresholdSweep
 from toolkit.tools.report.write import write_comparison, write_page
 
 
@@ -145,7 +154,7 @@ def test_a_crowded_picture_names_its_mistakes_alone(tmp_path):
     found = {10: {"boxes": np.array(boxes), "labels": np.array([0, 0, 1, 0, 0, 0]), "scores": np.full(6, 0.9)}}
     judged = judge("a", found, table_of(tmp_path, [[(box, 0) for box in boxes]], size=(40, 140)), draws=2)
 
-    class Marks(gallery.Pictures):
+    class Marks(gallery.PictureMaker):
         def figure(self, picture, caption, link=""):
             return caption
 
@@ -154,37 +163,38 @@ def test_a_crowded_picture_names_its_mistakes_alone(tmp_path):
             return super().of(image, marks, caption, focus)
 
     assert gallery.whole_image(judged, maker := Marks(judged.table, tmp_path), 0).endswith("5 right, 1 wrong, 1 missed")
-    assert [mark.colour for mark in maker.marks if mark.text] == [gallery.WRONG]
+    assert [mark.colour for mark in maker.marks if mark.text] == [gallery.WRONG_COLOUR]
 
 
 def test_charts_of_odd_values(tmp_path):
-    nothing = [LineChart("x", [Line("a", [], [])]), LineChart("x", [Line("a", [1], [np.nan])]), BarChart("x", []),
-               LineChart("x", [Line("a", [1, 2], [0, -1])], log=True)]  # fmt: skip
+    lines = ChartLine("a", [], []), ChartLine("a", [1], [np.nan])
+    nothing = [*(LineChart("x", [line]) for line in lines), BarChart("x", [])]
+    nothing.append(LineChart("x", [ChartLine("a", [1, 2], [0, -1])], log=True))
     assert [svg(chart) for chart in nothing] == [""] * 4 and save_charts(nothing, tmp_path / "a.png") is None
-    axes = figure([LineChart("x", [Line("a", [0, 1], [0, 1])], marks=[(0.6, "best")])]).axes[0]
+    axes = figure([LineChart("x", [ChartLine("a", [0, 1], [0, 1])], marks=[(0.6, "best")])]).axes[0]
     assert axes.lines[1].get_xdata() == [0.6, 0.6] and axes.texts[0].get_text() == "best"
     rates = [{"step": step, "train/lr/a": 1e-3, "train/lr/b": 1e-3} for step in (1, 2)]
-    chart = next(c for c in figures.training_charts(rows=rates)[figures.LOSSES] if c.title == "Learning rates")
+    chart = next(c for c in figures.training_charts(rows=rates)[figures.LOSSES_HEADING] if c.title == "Learning rates")
     assert [line.dashed for line in chart.lines] == [False, True], "one curve over the other"
-    sweep = Sweep(*np.array([[0.5], [0.2], [0.1], [0.15]]), total=10)
+    sweep = ThresholdSweep(*np.array([[0.5], [0.2], [0.1], [0.15]]), total=10)
     for chart in (figures.f1_chart({"a": sweep}), figures.precision_recall_chart({"a": sweep})):
         axes = figure([chart]).axes[0]
         assert axes.get_xlim() == axes.get_ylim() == (0, 1)
-    assert "<use" in svg(LineChart("x", [Line("a", [1], [2])])), "one point is a dot"
-    assert len(Line("a", range(10**5), np.random.default_rng(0).random(10**5)).points()[0]) == MOST_POINTS
-    odd = svg(LineChart("x", [Line("a", [1, 2, 3], [1e-30, np.inf, 1e30])], log=True))
+    assert "<use" in svg(LineChart("x", [ChartLine("a", [1], [2])])), "one point is a dot"
+    assert len(ChartLine("a", range(10**5), np.random.default_rng(0).random(10**5)).points()[0]) == MAX_POINTS
+    odd = svg(LineChart("x", [ChartLine("a", [1, 2, 3], [1e-30, np.inf, 1e30])], log=True))
     assert "nan" not in odd and "inf" not in odd
 
 
 def test_a_chart_has_the_colours_of_the_page_and_says_its_words_as_they_are(tmp_path):
-    lines = [Line("0.12345 <b>", [1, 2], [1, 2]), Line("$x", [1, 2], [2, 1], 1), Line("none", [], [])]
+    lines = [ChartLine("0.12345 <b>", [1, 2], [1, 2]), ChartLine("$x", [1, 2], [2, 1], 1), ChartLine("none", [], [])]
     text = svg(LineChart("0.6789 & so", lines, "step"))
     assert "0.12345 &lt;b&gt;" in text and ">$x<" in text and "0.6789 &amp; so" in text and "none<" not in text
     assert "var(--c0)" in text and "var(--c1)" in text and not re.search('#[0-9a-f]{6}[;"]', text)
-    faint = LineChart("x", [Line("", [1, 2], [0, 99], faint=True), Line("a", [1, 2], [1, 2])])
+    faint = LineChart("x", [ChartLine("", [1, 2], [0, 99], faint=True), ChartLine("a", [1, 2], [1, 2])])
     assert figure([faint]).axes[0].get_ylim()[1] < 3, "faint lines do not set the ends of the axis"
     path = save_charts([faint, LineChart("y", lines)], tmp_path / "new" / "a.png")
-    assert COLOURS[1] == "#d55e00" and path.stat().st_size > 1000
+    assert SERIES_COLOURS[1] == "#d55e00" and path.stat().st_size > 1000
 
 
 def topics(*arguments) -> dict[str, str]:

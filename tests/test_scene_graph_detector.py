@@ -26,7 +26,7 @@ from toolkit.data.transforms.geometry import RandomFlip
 from toolkit.detectors.scene_graphs.draw import correct_triplets
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
 from toolkit.detectors.scene_graphs.frequency import log_frequencies
-from toolkit.detectors.scene_graphs.heads import HEADS
+from toolkit.detectors.scene_graphs.heads import RELATION_HEADS
 from toolkit.detectors.scene_graphs.options import EgtrOptions, SceneGraphOptions, without_detector
 from toolkit.detectors.scene_graphs.sampling import annotated_graph, count_sampled_pairs, match_labels, sampled_pairs
 from toolkit.detectors.scene_graphs.start import (
@@ -60,7 +60,7 @@ def batch(table):
 
 @pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
 def test_losses_are_divided_as_announced_and_reach_all_that_trains(table, batch, mode):
-    for head in HEADS if mode == "predcls" else ("vctree", "vtranse"):
+    for head in RELATION_HEADS if mode == "predcls" else ("vctree", "vtranse"):
         model = model_of(table, mode, head, attributes=ATTRIBUTES).train()
         outputs = model(batch.images, batch.sizes, batch.targets)
         assert_losses_are_divided_as_announced(model, outputs, batch.targets)
@@ -83,7 +83,7 @@ def test_micro_batches_make_the_gradient_of_the_big_batch(table, batch, mode):
     detections that the objects are among them."""
     options = {"freeze": "norms", "pairs_per_image": 9, "detections_per_image": 40, "attributes": ATTRIBUTES}
     options["detector_options"] = INNER | {"score_threshold": 0.0}
-    for head in HEADS:
+    for head in RELATION_HEADS:
         of_head = {} if head in ("frequency", "imp", "vtranse") else {"dropout": 0.0}
         model = model_of(table, mode, head, head_options=of_head, **options).train()
         seed_images(batch.targets, 0, 0)

@@ -12,7 +12,7 @@ from toolkit.data.sampling import accumulation_at
 from toolkit.run.plan import StepBudget
 from toolkit.run.settings import ScheduleConfig
 from toolkit.step.schedules import (
-    SHAPES,
+    SCHEDULES,
     PlateauSchedule,
     Schedule,
     is_time,
@@ -29,7 +29,7 @@ def optimizer(*rates):
     return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "cyclic"])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "cyclic"])
 def test_warm_up_rises_to_the_schedule_without_a_jump(name):
     options = {"total_steps": 100, "warmup_steps": 10, "warmup_factor": 0.1, **OPTIONS.get(name, {})}
     factors = [lr_factor(step, name, **options) for step in range(100)]

@@ -14,8 +14,8 @@ from torchvision.ops import box_iou
 from toolkit.base.box_ops import cxcywh_to_xyxy
 from toolkit.base.distributed import all_reduce, world
 from toolkit.detectors.ssd.criterion import (
-    IGNORED,
-    Objects,
+    IGNORED_LABEL,
+    PaddedObjects,
     SsdCriterion,
     decode_offsets,
     encode_boxes,
@@ -102,7 +102,7 @@ def test_matching_is_that_of_a_loop_over_boxes(images, threshold):
     anchors = torch.rand(40, 4, generator=generator) * torch.tensor([1, 1, 0.3, 0.3]) + torch.tensor([0, 0, 0.02, 0.02])
     width = max(1, *(len(boxes) for boxes in images))
     shape = (len(images), width)
-    objects = Objects(torch.zeros(*shape, 4), torch.full(shape, -1), torch.zeros(shape, dtype=torch.bool))
+    objects = PaddedObjects(torch.zeros(*shape, 4), torch.full(shape, -1), torch.zeros(shape, dtype=torch.bool))
     for i, boxes in enumerate(images):
         for j, (x, y, w, h, crowd) in enumerate(boxes):
             objects.boxes[i, j] = torch.tensor([x, y, x + w, y + h])
@@ -125,7 +125,7 @@ def loop_match(anchors, boxes, crowd, threshold):
         label = best + 1 if best is not None and overlaps[best] >= threshold else 0
         least = threshold * float((anchor[2:] - anchor[:2]).prod())
         if not label and any(crowd[j] and float(common_area(anchor, boxes[j])) >= least for j in range(len(boxes))):
-            label = IGNORED
+            label = IGNORED_LABEL
         labels.append(label)
     for j in real:
         labels[int(torch.stack([iou_plus(anchor, boxes[j]) for anchor in anchors]).argmax())] = j + 1
@@ -156,7 +156,7 @@ def test_decoding_is_the_inverse_of_encoding(box, anchor, variances):
 
 def test_the_hardest_negatives_of_each_image_count():
     labels = torch.zeros(3, 30, dtype=torch.int64)
-    labels[0, [3, 4]], labels[1, :12], labels[2, 20:] = 1, 2, IGNORED
+    labels[0, [3, 4]], labels[1, :12], labels[2, 20:] = 1, 2, IGNORED_LABEL
     loss = torch.rand(3, 30, generator=torch.Generator().manual_seed(0))
     mined = mine_negatives(loss, labels, ratio=3)
     assert mined.sum(1).tolist() == [6, 18, 0]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import generator, painted
 
 from toolkit.base.box_ops import pairwise_iou
-from toolkit.data.transforms.zoom_crop_colour import FILL_RGB, draw_iou_crop, draw_zoom_out, keep_seen, view
+from toolkit.data.transforms.zoom_crop_colour import SSD_FILL_RGB, draw_iou_crop, draw_zoom_out, keep_seen, view
 
 
 def test_zooming_out_leaves_the_image_on_the_canvas_and_keeps_its_shape():
@@ -67,7 +67,7 @@ def test_what_lies_beyond_the_image_is_filled_and_boxes_fit_their_pixels():
     assert seen.shape == (3, 120, 160) and moved["size"].tolist() == [120, 160]
     assert moved["boxes"].tolist() == [[50, 45, 60, 55]]
     assert seen[:, 46:54, 51:59].min() > 250
-    assert [int(plane[0, 0]) for plane in seen] == list(FILL_RGB)
+    assert [int(plane[0, 0]) for plane in seen] == list(SSD_FILL_RGB)
     assert not seen[:, 32:44, 42:48].any()
     black = (seen == 0).all(0).sum() + 100
     assert abs(int(black) - 30 * 40) < 150

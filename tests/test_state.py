@@ -21,10 +21,10 @@ from toolkit.run.saving import save
 from toolkit.run.validation import evaluate, finish
 from toolkit.run.window import TrainingWindow
 from toolkit.step.ema import Ema
-from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
+from toolkit.step.guard import STATE_PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.losses import LossWeights
 from toolkit.tools.replay.diagnosis import diagnose, replay
-from toolkit.tools.replay.report import STATE, load_named_state, load_report
+from toolkit.tools.replay.report import STATE_TENSORS_FILE, load_named_state, load_report
 from toolkit.tools.replay.session import window_of_report
 
 NAN, INF = math.nan, math.inf
@@ -69,11 +69,11 @@ def trained():
 def test_every_part_of_the_state_is_seen_and_named(name, value):
     state, parts = trained()
     assert nonfinite(state()) == []  # and a mask of infinities is none of it
-    assert all(looks_finite(state(), part) for part in range(PARTS))
+    assert all(looks_finite(state(), part) for part in range(STATE_PARTS))
     with torch.no_grad():
         parts[name].view(-1)[0] = value
     assert nonfinite(state()) == ([] if math.isfinite(value) else [name])
-    looked = [bool(looks_finite(state(), part)) for part in range(PARTS)]
+    looked = [bool(looks_finite(state(), part)) for part in range(STATE_PARTS)]
     assert looked.count(False) == 1 or value == 3e38  # that one is told from an infinity by `nonfinite`
 
 
@@ -168,9 +168,9 @@ def test_the_last_update_is_looked_at_with_the_next_step(tmp_path):
     t = ready(tmp_path)
     save(t)
     t.step = 2
-    assert [sums_of(t)["state_finite"] for _ in range(PARTS)] == [1.0] * PARTS
+    assert [sums_of(t)["state_finite"] for _ in range(STATE_PARTS)] == [1.0] * STATE_PARTS
     fill(t, INF)
-    assert [sums_of(t)["state_finite"] for _ in range(PARTS)].count(0.0) == 1
+    assert [sums_of(t)["state_finite"] for _ in range(STATE_PARTS)].count(0.0) == 1
     with pytest.raises(StoppedByGuard, match="left what is not finite: weight weight"):
         judged(t, state_finite=0.0)
     assert newest_valid(tmp_path / "checkpoints")[0].step == 0  # nothing newer was written
@@ -225,7 +225,7 @@ def test_a_report_holds_the_state_that_broke_and_is_replayed(tmp_path, name, fou
     again = replay(t.detector, report, window, list, load_named_state(folder))
     assert (again["reproduced"], again["nonfinite_state"], again["lacking"]) == (True, [name], [])
 
-    (folder / STATE).unlink()  # as older versions left them
+    (folder / STATE_TENSORS_FILE).unlink()  # as older versions left them
     with torch.no_grad():
         t.detector.norm.running_var.fill_(1.0)
     older = replay(t.detector, report, window, list, load_named_state(folder))

@@ -83,7 +83,7 @@ def test_a_long_chain_takes_more_rounds_than_are_made_at_once(length, runs_neede
 @pytest.mark.parametrize("trusting", [True, False])
 def test_classes_are_suppressed_on_a_device_as_on_a_cpu(monkeypatch, usual, largest, trusting):
     monkeypatch.setattr("toolkit.models.nms.USUAL_GROUP", usual)
-    monkeypatch.setattr("toolkit.models.nms.LARGEST_GROUP", largest)
+    monkeypatch.setattr("toolkit.models.nms.MAX_GROUP", largest)
     torch.manual_seed(0)
     boxes, scores = some_boxes(3, 4, 40), torch.rand(3, 4, 40)
     scores = scores.where(scores > 0.6, 0)

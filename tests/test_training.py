@@ -129,6 +129,20 @@ def note_step(t) -> None:
     loop.note_step(t, window_with(t, [NOTHING], STEP))
 
 
+def test_the_time_that_is_left_is_no_longer_than_the_minutes_that_are_left(tmp_path):
+    """Until the length is planned from the speed, the steps that are left are those of all epochs."""
+    t = make_training(tmp_path)
+    rows = []
+    t.log.start(SimpleNamespace(log=rows.append), {}, 0, t.plan.total_steps)
+    t.log.log_every = 1
+    t.plan.budget = StepBudget(max_minutes=1e-9)
+    t.log.timer.start()
+    t.sampler.advance_batches(1)
+    t.step = 1
+    note_step(t)
+    assert rows[0]["time/eta_s"] == pytest.approx(6e-8) and rows[0]["time/step_s"] > 6e-8
+
+
 def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     """As in DETR, and each line is a row too. Fifteen images for two ranks."""
     t, rows, images = make_training(tmp_path), [], []

@@ -247,7 +247,7 @@ def test_images_are_checked_by_a_few_rows_at_a_time(monkeypatch, capsys):
     """Millions of rows are not handed to threads at once; without a terminal progress is plain lines."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS has none
     given, submit, ahead = [0], ThreadPoolExecutor.submit, []
-    monkeypatch.setattr("toolkit.data.check_files.AT_ONCE", 4)
+    monkeypatch.setattr("toolkit.data.check_files.ROWS_PER_CHUNK", 4)
     monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *a: given.__setitem__(0, given[0] + 1) or submit(*a))
     rows = parallel(lambda row: ahead.append(given[0] - row) or [row], range(10), "checking images")
     assert rows == list(range(10)) and max(ahead) <= 4

@@ -35,7 +35,7 @@ from toolkit.run.console import (
 )
 from toolkit.run.metrics_log import MetricsFollower, MetricsLog, read_metrics, repair_rows
 from toolkit.run.plan import length_warnings
-from toolkit.run.writer import About, DataFacts, RunWriter, agent_run_id, tracker_names
+from toolkit.run.writer import DataFacts, RunDescription, RunWriter, agent_run_id, tracker_names
 from toolkit.step.meters import Meters
 from toolkit.tools.trackers import weights_and_biases
 from toolkit.tools.trackers.of_accelerate import mlflow_names, options
@@ -183,7 +183,7 @@ def test_bad_metrics_files_and_a_full_disk_are_bad_input(tmp_path):
 def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
     config = {"optim": {"lr": 1e-4, "name": None}, "data": {"sizes": [1, 2]}}
     data = {split: DataFacts(f"{split}0123456789abcdef", "images", 9, 20, 2) for split in ("train", "val")}
-    about = About(config=config, name="named", group="ablation", tags=["small"], notes="why", job_type="train")
+    about = RunDescription(config=config, name="named", group="ablation", tags=["small"], notes="why", job_type="train")
     return RunWriter(folder, trackers=trackers, about=about, data=data, **options)
 
 
@@ -197,14 +197,17 @@ def log_rows(folder: Path, *steps: int, trackers: Sequence[str] = (), **options)
 
 def evaluation():
     """One image with an annotated and two found boxes, of two classes."""
-    from toolkit.tools.report.shown import Shown, ShownImage
-    from toolkit.tools.report.thresholds import Sweep  # here: what imports this file anew need not wait for it
+    from toolkit.tools.report.shown import EvaluationDisplay, ShownImage
+    from toolkit.tools.report.thresholds import ThresholdSweep  # here: what imports this file anew need not wait for it
 
     image = ShownImage(7, Image.new("RGB", (8, 6), (255, 0, 0)), np.array([[1.0, 1, 5, 5]]), np.array([1]),
                        np.array([[1.0, 1, 5, 4], [0, 0, 2, 2]]), np.array([1, 0]), np.array([0.75, 0.25]))  # fmt: skip
-    sweep = Sweep(np.array([0.75, 0.25]), np.array([1.0, 0.5]), np.array([1.0, 1.0]), np.array([1.0, 2 / 3]), 1)
-    return Shown(["ring", "star"], [image], image.picture, {"all classes": sweep, "star": sweep}, {"star": 1.0},
-                 np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]]), ["ring", "star"], 0.5)  # fmt: skip
+    numbers = np.array([[0.75, 0.25], [1.0, 0.5], [1.0, 1.0], [1.0, 2 / 3]])
+    sweep = ThresholdSweep(*numbers, total=1)
+    curves = {"all classes": sweep, "star": sweep}
+    matrix = np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]])
+    names = ["ring", "star"]
+    return EvaluationDisplay(names, [image], image.picture, curves, {"star": 1.0}, matrix, names, 0.5)
 
 
 def run_and_resume(folder: Path, *trackers: str) -> None:
@@ -305,7 +308,7 @@ def test_a_program_that_accelerate_knows_keeps_name_and_group_over_a_resume(tmp_
     module.init = lambda **options: runs.append(options) or run
     monkeypatch.setitem(sys.modules, "trackio", module)
     PartialState()
-    about = About(project="p", name="mine", group="g", tags=["t"])
+    about = RunDescription(project="p", name="mine", group="g", tags=["t"])
     writer = RunWriter(tmp_path, trackers=["trackio"], about=about)
     writer.log(train_row(1))
     state = writer.state_dict()
@@ -318,7 +321,7 @@ def test_a_program_that_accelerate_knows_keeps_name_and_group_over_a_resume(tmp_
 
 @pytest.mark.parametrize("name", sorted({str(name) for name in LOGGER_TYPE_TO_CLASS} - {"wandb", "tensorboard"}))
 def test_accelerate_s_trackers_are_told_name_and_id(tmp_path, name):
-    about = About(project="p", name="mine", group="g", tags=["t"], notes="why")
+    about = RunDescription(project="p", name="mine", group="g", tags=["t"], notes="why")
     fresh, later = (options(name, about, tmp_path, *known) for known in ((None, False), ("id7", True)))
     kind = LOGGER_TYPE_TO_CLASS[name]
     place = {"logging_dir": "."} if kind.requires_logging_directory else {}

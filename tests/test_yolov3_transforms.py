@@ -8,7 +8,7 @@ from samples import generator, painted, sample, samples, target_of
 from torchvision.transforms.v2 import functional as F
 
 from toolkit.base.box_ops import pairwise_iou
-from toolkit.data.transforms.geometry import FILL_RGB, centres_in_region
+from toolkit.data.transforms.geometry import GLUONCV_FILL_RGB, centres_in_region
 from toolkit.detectors.yolov3.transforms import (
     INTERPOLATIONS,
     ColourDistortion,
@@ -59,7 +59,7 @@ def test_expanding_moves_boxes_with_their_pixels_and_fills_the_rest():
         assert 20 <= height <= 80 and 30 <= width <= 120
         x0, y0, x1, y1 = found["boxes"][0].int().tolist()
         assert (out[:, y0:y1, x0:x1] == 255).all()
-        filled = (out == torch.tensor(FILL_RGB, dtype=torch.uint8)[:, None, None]).all(0).sum()
+        filled = (out == torch.tensor(GLUONCV_FILL_RGB, dtype=torch.uint8)[:, None, None]).all(0).sum()
         assert filled == height * width - 600
         assert found["size"].tolist() == [height, width]
     untouched, _ = RandomExpand(probability=0.0)(image, target, generator(0))

@@ -16,12 +16,12 @@ from .loading import write_photographs
 from .measuring import row
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RECIPES = """detr/detr_r50_coco detr/rtdetr_v2_r18_coco detr/d_fine_s_coco detr/deimv2_s_coco detr/own_data
+CONFIG_NAMES = """detr/detr_r50_coco detr/rtdetr_v2_r18_coco detr/d_fine_s_coco detr/deimv2_s_coco detr/own_data
 faster_rcnn/faster_rcnn_r50_fpn_coco faster_rcnn/own_data ssd/mobilevit_s_coco ssd/own_data
 yolov3/darknet53_coco yolov3/own_data""".split()
 
 
-def bench_augmentation(num_images: int = 48, recipes: Iterable[str] = RECIPES) -> list[dict]:
+def bench_augmentation(num_images: int = 48, recipes: Iterable[str] = CONFIG_NAMES) -> list[dict]:
     """Measure decoding, augmenting and padding of 640 x 480 JPEGs by processor time. Returns rows with `name`,
     `value` and `unit`."""
     threads = torch.get_num_threads()

@@ -21,7 +21,7 @@ from toolkit.tools.writers import write_coco
 
 from .measuring import against, in_turn, random_boxes, row, table_row
 
-NAMES = [f"bbox_{name}" for name in "AP AP50 AP75 APs APm APl AR1 AR10 AR100 ARs ARm ARl".split()]
+METRIC_NAMES = [f"bbox_{name}" for name in "AP AP50 AP75 APs APm APl AR1 AR10 AR100 ARs ARm ARl".split()]
 
 
 def bench_evaluation(
@@ -41,7 +41,7 @@ def bench_evaluation(
         rounds = in_turn(
             lambda: evaluator.evaluate(predictions), lambda: plain_pycocotools(truth, predictions), repeats
         )
-    apart = max(abs(ours[name] - plain[name]) for name in NAMES)
+    apart = max(abs(ours[name] - plain[name]) for name in METRIC_NAMES)
     return [*against("evaluation", "pycocotools", rounds), row("evaluation, largest difference", apart, "AP")]
 
 
@@ -87,7 +87,7 @@ def plain_pycocotools(truth: COCO, predictions: Mapping[int, Mapping]) -> dict[s
         run.evaluate()
         run.accumulate()
         run.summarize()
-    return dict(zip(NAMES, map(float, run.stats), strict=True))
+    return dict(zip(METRIC_NAMES, map(float, run.stats), strict=True))
 
 
 def _coco_ground_truth(table: DetectionTable, file: Path) -> COCO:

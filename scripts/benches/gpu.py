@@ -36,7 +36,7 @@ from .measuring import row
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 WAIT = "called a synchronizing CUDA operation"  # as torch.cuda.set_sync_debug_mode says it
-RECIPES = {  # the recipe of each script's model
+RECIPE_CONFIGS = {  # the recipe of each script's model
     "train_detr": "detr/rtdetr_v2_r18_coco",
     "train_faster_rcnn": "faster_rcnn/faster_rcnn_r50_fpn_coco",
     "train_ssd": "ssd/mobilevit_s_coco",
@@ -63,9 +63,9 @@ TIMEOUT_S = 1200
 
 
 def bench_gpu(
-    scripts: Sequence[str] = tuple(RECIPES),
+    scripts: Sequence[str] = tuple(RECIPE_CONFIGS),
     modes: Sequence[str] = tuple(MODES),
-    resumed: Sequence[str] = tuple(RECIPES),
+    resumed: Sequence[str] = tuple(RECIPE_CONFIGS),
     warm_up: int = 15,
     steps: int = 60,
     waited: int = 5,
@@ -103,7 +103,7 @@ def bench_gpu(
 def _recipe(script: str) -> list[str]:
     random = [] if script == "train_sgg" else ["--model.pretrained_backbone", "false"]  # train_sgg has no such setting
     workers = ["--data.workers", str(max(1, min(8, usable_cores() - 1)))]
-    return ["--config", str(ROOT / "configs" / f"{RECIPES[script]}.yaml"), *ON_SHAPES, *random, *workers]
+    return ["--config", str(ROOT / "configs" / f"{RECIPE_CONFIGS[script]}.yaml"), *ON_SHAPES, *random, *workers]
 
 
 class Bench:

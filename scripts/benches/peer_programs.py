@@ -27,7 +27,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 @dataclass
-class Plan:
+class PeerPlan:
     """The data to train on (COCO files and folders of images), the length of the training, and the folder for its
     results."""
 
@@ -71,7 +71,7 @@ class Clock:
         return {"steps": self.steps, "images": self.images, "seconds": self.seconds}
 
 
-class Pictures(Dataset):
+class PictureDataset(Dataset):
     """A COCO file's images as squares in memory: (uint8 (side, side, 3), boxes xyxy in its pixels, labels from 0)."""
 
     def __init__(self, annotations: str, folder: str, side: int):
@@ -116,7 +116,7 @@ def mirrored_or_not(pixels: np.ndarray, boxes: np.ndarray) -> tuple[torch.Tensor
     return image, torch.stack([x1, y1, x2, y2], dim=1)
 
 
-def our_detector(plan: Plan, config: str):
+def our_detector(plan: PeerPlan, config: str):
     """Return a detector of this toolkit with random weights, and the settings of its configuration."""
     import yaml
 
@@ -128,7 +128,7 @@ def our_detector(plan: Plan, config: str):
     return build_detector(model.pop("architecture"), class_names=names, pretrained_backbone=False, **model), settings
 
 
-def transformers_trainer(plan: Plan, ours: bool = False) -> tuple[list[dict], Clock]:
+def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict], Clock]:
     """Train with transformers' Trainer as in its object-detection example: albumentations, AdamW, cosine.
 
     ours: begin with weights as we draw them, at the rates, weight decay and clipping of our configuration.
@@ -158,7 +158,7 @@ def transformers_trainer(plan: Plan, ours: bool = False) -> tuple[list[dict], Cl
         ],
         bbox_params=albumentations.BboxParams("pascal_voc", label_fields=["labels"], clip=True, min_area=25),
     )
-    train, val = (Pictures(*split, plan.side) for split in splits(plan))
+    train, val = (PictureDataset(*split, plan.side) for split in splits(plan))
 
     def collate(samples: list) -> dict:
         images, annotations = [], []
@@ -198,7 +198,7 @@ def transformers_trainer(plan: Plan, ours: bool = False) -> tuple[list[dict], Cl
     return found, clock
 
 
-def torchvision_loop(plan: Plan) -> tuple[list[dict], Clock]:
+def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
     """Train with torchvision's reference: its Faster R-CNN with the anchors, widths and numbers of boxes of our
     configuration, on resnet18; SGD at 0.02 for 16 images, warmed up, a tenth after 16 and 22 of 26 parts."""
     import yaml
@@ -209,7 +209,7 @@ def torchvision_loop(plan: Plan) -> tuple[list[dict], Clock]:
     from torchvision.ops import MultiScaleRoIAlign
 
     o = yaml.safe_load((CONFIGS / "faster_rcnn" / f"{plan.data}.yaml").read_text())["model"]
-    train, val = (Pictures(*split, plan.side) for split in splits(plan))
+    train, val = (PictureDataset(*split, plan.side) for split in splits(plan))
     levels = {"layer1": "0", "layer2": "1", "layer3": "2"}  # strides 4, 8, 16, and a pooled one
     backbone = BackboneWithFPN(resnet18(weights=None), levels, [64, 128, 256], o["fpn_channels"])
     sizes = [*o["anchor_sizes"], [2 * size for size in o["anchor_sizes"][-1]]]
@@ -259,11 +259,11 @@ def torchvision_loop(plan: Plan) -> tuple[list[dict], Clock]:
     return found, clock
 
 
-def detr_engine(plan: Plan) -> tuple[list[dict], Clock]:
+def detr_engine(plan: PeerPlan) -> tuple[list[dict], Clock]:
     """Train with `engine.py` and the criterion of facebookresearch/detr around our small DETR, with our weights and
     rates. Its own network begins with trained weights that have to be downloaded."""
     detector, settings = our_detector(plan, "detr/shapes_detr")
-    train, val = (Pictures(*split, plan.side) for split in splits(plan))
+    train, val = (PictureDataset(*split, plan.side) for split in splits(plan))
     folder = Path(os.environ["DETR_FOLDER"])
     if not (folder / "engine.py").is_file():
         raise RuntimeError(f"{folder}: git clone https://github.com/facebookresearch/detr into it")
@@ -340,11 +340,11 @@ def cosine(share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * share))
 
 
-def splits(plan: Plan) -> tuple[tuple[str, str], tuple[str, str]]:
+def splits(plan: PeerPlan) -> tuple[tuple[str, str], tuple[str, str]]:
     return (plan.train, plan.train_images), (plan.val, plan.val_images)
 
 
-def with_ours(plan: Plan) -> tuple[list[dict], Clock]:
+def with_ours(plan: PeerPlan) -> tuple[list[dict], Clock]:
     return transformers_trainer(plan, ours=True)
 
 
@@ -361,13 +361,15 @@ def lines_of(program: Callable) -> int:
     docstrings."""
     program = transformers_trainer if program is with_ours else program
     lines = [
-        line.strip() for part in (program, Pictures, mirrored_or_not) for line in inspect.getsource(part).splitlines()
+        line.strip()
+        for part in (program, PictureDataset, mirrored_or_not)
+        for line in inspect.getsource(part).splitlines()
     ]
     return sum(bool(line) and not line.startswith(("#", '"""')) for line in lines)
 
 
 def main(path: Path) -> None:
-    plan = Plan(**json.loads(path.read_text()))
+    plan = PeerPlan(**json.loads(path.read_text()))
     torch.manual_seed(plan.seed)
     random.seed(plan.seed)
     found, clock = PROGRAMS[plan.program](plan)

@@ -30,7 +30,7 @@ from toolkit.tools.shapes import ensure_shapes
 from toolkit.tools.writers import write_folder
 
 from .measuring import row
-from .peer_programs import PROGRAMS, Plan, lines_of
+from .peer_programs import PROGRAMS, PeerPlan, lines_of
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 CONFIGS = SCRIPTS.parent / "configs"
@@ -77,7 +77,7 @@ def bench_peers(
             folder = (LOGS / data / f"{re.sub('[^a-z0-9]+', '_', name.lower())}_{seed}").absolute()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            plan = Plan(**plans, minutes=minutes, seed=seed, folder=str(folder), program=name)
+            plan = PeerPlan(**plans, minutes=minutes, seed=seed, folder=str(folder), program=name)
             title = f"peers, {data}, {name}, seed {seed}"
             try:
                 yield from _measured(title, plan)
@@ -104,7 +104,7 @@ def _plan(data: str, paths: Sequence[str], side: int, batch: int) -> dict:
             "side": side, "batch": batch}  # fmt: skip
 
 
-def _measured(title: str, plan: Plan) -> Iterator[dict]:
+def _measured(title: str, plan: PeerPlan) -> Iterator[dict]:
     run = _ours if plan.program in OURS else _ultralytics if plan.program.startswith("ultralytics") else _program
     watch = Watch(Path(plan.folder))
     ran = run(plan, watch)
@@ -167,7 +167,7 @@ def judged(annotations: str, detections: Path) -> dict[str, float]:
     return {"AP": float(evaluation.stats[0]), "AP50": float(evaluation.stats[1])}
 
 
-def _ours(plan: Plan, watch: Watch) -> Ran:
+def _ours(plan: PeerPlan, watch: Watch) -> Ran:
     """Run a script of ours with the configuration as it is, but in float32 and without an evaluation during
     training, which would choose the best weights for the bundled pictures."""
     script, config = OURS[plan.program]
@@ -186,7 +186,7 @@ def _ours(plan: Plan, watch: Watch) -> Ran:
     return Ran(steps, steps * plan.batch, 60 * plan.minutes, 1)
 
 
-def _program(plan: Plan, watch: Watch) -> Ran:
+def _program(plan: PeerPlan, watch: Watch) -> Ran:
     """Run one of `PROGRAMS` in its own process."""
     write_json(watch.folder / "plan.json", asdict(plan))
     paths = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
@@ -196,7 +196,7 @@ def _program(plan: Plan, watch: Watch) -> Ran:
     return Ran(**read_json(watch.folder / "trained.json"), lines=lines_of(PROGRAMS[plan.program]))
 
 
-def _ultralytics(plan: Plan, watch: Watch) -> Ran:
+def _ultralytics(plan: PeerPlan, watch: Watch) -> Ran:
     """Run ultralytics by its command line alone, with its defaults: batches of 16, its own rates and augmentations."""
     yolo = Path(sys.executable).with_name("yolo")
     data = watch.folder / "yolo"

@@ -23,8 +23,8 @@ import numpy as np
 from toolkit.tools.arguments import ShortUsage
 from toolkit.tools.shapes import ensure_shapes
 
-PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
-PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]
+STEP_PARTS = ["wait for data", "forward", "criterion", "backward", "gradient norm", "what the step must know", "guard"]
+STEP_PARTS += ["optimizer", "averaged weights", "meters and rows", "the rest"]
 DRIVEN = "--driven"
 FASTEST = 25  # percentile over the steps: other work of the machine makes a step slower, never faster
 
@@ -36,7 +36,8 @@ def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options
     rows = []
     for count in processes:
         measured = _measure(count, steps + 2, options)
-        measurements = [(part, measured["parts"][part], "s") for part in ("a step", "a step, processor time", *PARTS)]
+        parts = ("a step", "a step, processor time", *STEP_PARTS)
+        measurements = [(part, measured["parts"][part], "s") for part in parts]
         measurements += [(name, size, "bytes/step") for name, size in measured["bytes"].items()]
         measurements += [("checkpoint", measured["checkpoint"], "MB"), ("checkpoint", measured["save"], "s")]
         measurements += [("evaluation of 200 images", measured["evaluate"], "s")]

@@ -15,7 +15,7 @@ from toolkit.detectors.scene_graphs.sampling import pairs_to_ask
 
 from .measuring import against, in_turn, random_boxes, row
 
-TOP = (20, 50, 100)
+RECALL_AT = (20, 50, 100)
 
 
 def bench_graph_evaluation(
@@ -83,15 +83,15 @@ def random_scene_graphs(num_images: int, num_objects: int, num_pairs: int, num_p
 
 
 def our_evaluation(truths: Sequence[Mapping], predictions: Sequence[Mapping], zero_shot: np.ndarray, num_predicates):
-    return evaluate_scene_graphs(truths, predictions, "sgcls", num_predicates, zero_shot, top=TOP).values
+    return evaluate_scene_graphs(truths, predictions, "sgcls", num_predicates, zero_shot, top=RECALL_AT).values
 
 
 def plain_evaluation(
     truths: Sequence[Mapping], predictions: Sequence[Mapping], zero_shot: np.ndarray, num_predicates: int
 ) -> dict[str, np.ndarray]:
-    """Compute R, ngR, zR, ngzR, mR, ngmR and A at TOP, image by image as the original does it, in NumPy."""
+    """Compute R, ngR, zR, ngzR, mR, ngmR and A at RECALL_AT, image by image as the original does it, in NumPy."""
     recall: dict[str, list] = {"R": [], "ngR": [], "zR": [], "ngzR": []}
-    per_predicate = {name: [[[] for _ in range(num_predicates)] for _ in TOP] for name in ("mR", "ngmR")}
+    per_predicate = {name: [[[] for _ in range(num_predicates)] for _ in RECALL_AT] for name in ("mR", "ngmR")}
     accuracy = []
     for truth, pred in zip(truths, predictions, strict=True):
         relations = truth["relations"]
@@ -100,11 +100,11 @@ def plain_evaluation(
         unseen = (_triplets(truth["labels"], relations)[:, None] == zero_shot).all(-1).any(1)
         constrained = np.column_stack([pairs, scores.argmax(1)])
         everything = pred["scores"][pairs].prod(1)[:, None] * scores
-        best = np.unravel_index(np.argsort(-everything.ravel())[: TOP[-1]], everything.shape)
+        best = np.unravel_index(np.argsort(-everything.ravel())[: RECALL_AT[-1]], everything.shape)
         unconstrained = np.column_stack([pairs[best[0]], best[1]])
         for prefix, triplets in (("ng", unconstrained), ("", constrained)):
             matched = _plain_matches(truth, pred, triplets)
-            for k, lists in zip(TOP, per_predicate[f"{prefix}mR"], strict=True):
+            for k, lists in zip(RECALL_AT, per_predicate[f"{prefix}mR"], strict=True):
                 hit = matched[:, :k].any(1)
                 recall[f"{prefix}R"].append(hit.mean())
                 if unseen.any():
@@ -112,8 +112,8 @@ def plain_evaluation(
                 for predicate in np.unique(relations[:, 2]):
                     lists[predicate].append(hit[relations[:, 2] == predicate].mean())
         given = (pairs[:, None] == relations[:, :2]).all(-1).any(1)
-        accuracy.append([matched[:, given][:, :k].any(1).sum() for k in TOP])
-    result = {name: np.reshape(values, (-1, len(TOP))).mean(0) for name, values in recall.items()}
+        accuracy.append([matched[:, given][:, :k].any(1).sum() for k in RECALL_AT])
+    result = {name: np.reshape(values, (-1, len(RECALL_AT))).mean(0) for name, values in recall.items()}
     for name, tops in per_predicate.items():
         result[name] = np.asarray([np.mean([np.mean(v) if v else 0.0 for v in lists]) for lists in tops])
     return result | {"A": np.sum(accuracy, 0) / sum(len(truth["relations"]) for truth in truths)}

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from toolkit.data.batches import windows
 from toolkit.data.sampling import accumulation_at
 from toolkit.detectors.ssd.criterion import (
-    IGNORED,
-    Objects,
+    IGNORED_LABEL,
+    PaddedObjects,
     SelfWeighting,
     SsdCriterion,
     anchor_scales,
@@ -194,10 +194,10 @@ def test_anchors(golden):
     torch.testing.assert_close(torch.cat(levels), data["boxes_cxcywh"], rtol=1e-5, atol=0)
 
 
-def matched(case) -> tuple[Objects, torch.Tensor, torch.Tensor]:
+def matched(case) -> tuple[PaddedObjects, torch.Tensor, torch.Tensor]:
     """The case's boxes, padded, and our labels and indices for its anchors. Label 0 is the background there."""
     labels = torch.where(case["gt_labels"] > 0, case["gt_labels"] - 1, -1)
-    objects = Objects(case["gt_boxes_xyxy"].nan_to_num(), labels, torch.zeros_like(labels, dtype=torch.bool))
+    objects = PaddedObjects(case["gt_boxes_xyxy"].nan_to_num(), labels, torch.zeros_like(labels, dtype=torch.bool))
     return objects, *match_anchors(case["anchors_cxcywh"], objects, float(case["iou_threshold"]))
 
 
@@ -255,7 +255,7 @@ def test_self_weighting(golden):
         parts = [loc_sum * after / positives, cls_sum / positives]
         np.testing.assert_allclose([sum(parts), *parts], data["total_reg_cls"][call], rtol=1e-5)
         before = after
-    assert not bool((labels == IGNORED).any())
+    assert not bool((labels == IGNORED_LABEL).any())
     assert len(set(data["wt_loc_after"].tolist())) > 1
 
 

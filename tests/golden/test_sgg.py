@@ -35,7 +35,7 @@ from toolkit.detectors.scene_graphs.heads.layers import label_embedding
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.readers import visual_genome as vg
 from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import our_name
-from toolkit.evaluation.coco_numbers import TWELVE, exact_numbers
+from toolkit.evaluation.coco_numbers import COCO_METRICS, exact_numbers
 from toolkit.evaluation.matches import match_boxes
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.optim import gradient_norm, gradient_table, parameter_groups
@@ -140,7 +140,7 @@ def test_box_ap_counts_the_first_box(golden, box_group):
     names = [str(i) for i in range(int(arrays(golden, "evaluator")["num_obj_classes_with_bg"]) - 1)]
     matches = match_boxes(truth, found, range(len(truths)), names, case["image_size_wh"][:, ::-1])
     numbers = exact_numbers(matches).numbers
-    ours = np.nan_to_num([numbers[name][0] for name in TWELVE], nan=-1)
+    ours = np.nan_to_num([numbers[name][0] for name in COCO_METRICS], nan=-1)
     np.testing.assert_allclose(ours, case["coco_stats_ids_from_1"], rtol=0, atol=1e-9)
 
 

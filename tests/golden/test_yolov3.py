@@ -21,7 +21,7 @@ from toolkit.detectors.yolov3.model import YOLOv3, class_nms, class_scores
 from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
 from toolkit.detectors.yolov3.targets import (
     STRIDES,
-    Assignment,
+    AnchorAssignment,
     assign_boxes,
     class_targets,
     decode_boxes,
@@ -77,7 +77,7 @@ def sizes_of(image_hw: torch.Tensor, batch: int) -> torch.Tensor:
     return image_hw.long().expand(batch, 2)
 
 
-def dense(assigned: Assignment, predictions: int, classes: torch.Tensor) -> dict[str, torch.Tensor]:
+def dense(assigned: AnchorAssignment, predictions: int, classes: torch.Tensor) -> dict[str, torch.Tensor]:
     """Our assignment of boxes as GluonCV's arrays over all predictions."""
     kept, places = assigned.kept, (assigned.image[assigned.kept], assigned.index[assigned.kept])
     shape = (len(assigned.counts), predictions)
@@ -167,7 +167,7 @@ def test_losses_and_gradients(golden, loss_case):
         boxes, crowd = torch.zeros(len(n), 4), torch.zeros_like(n, dtype=torch.bool)
         boxes_of = {"boxes": boxes, "crowd": crowd, "kept": ~crowd, "labels": labels[inside], "counts": ()}
         places = {"image": i - (images.start or 0), "index": n}
-        assigned = Assignment(**places, **boxes_of, **{name: value[i, n] for name, value in values.items()})
+        assigned = AnchorAssignment(**places, **boxes_of, **{name: value[i, n] for name, value in values.items()})
         return yolov3_losses(predictions[images], objectness[images], assigned, smoothing)
 
     for b in range(len(objectness)):

@@ -26,7 +26,9 @@ PRELOAD = (
     "toolkit.detectors.detr.rt_detr", "toolkit.tools.report", "toolkit.evaluation.coco",
     "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed", "pandas", "attrs",
     "toolkit.detectors.faster_rcnn.model", "toolkit.detectors.ssd.model", "toolkit.detectors.yolov3.model",
-    "toolkit.detectors.scene_graphs.start", "toolkit.tools.predict.open",
+    "toolkit.detectors.scene_graphs.start", "toolkit.detectors.scene_graphs.two_stage", "toolkit.tools.predict.open",
+    "toolkit.tools.predict.image_files", "toolkit.tools.predict.predict_split", "toolkit.tools.report.write",
+    "toolkit.tools.report.comparison", "matplotlib.backends.backend_agg", "matplotlib.figure",
 )  # fmt: skip
 
 

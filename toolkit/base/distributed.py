@@ -17,7 +17,7 @@ from toolkit.base.batch import send
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
 
 Result = TypeVar("Result")
-IMAGES_AT_ONCE = 1000  # images whose predictions are sent in one message
+IMAGES_PER_MESSAGE = 1000  # images whose predictions are sent in one message
 
 
 class UnannouncedName(BadInput):
@@ -141,9 +141,9 @@ def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, 
     else:
         by_rank = [[] for _ in range(world_size)]
         most = agree_max(len(local))
-    for first in range(0, most, IMAGES_AT_ONCE):
+    for first in range(0, most, IMAGES_PER_MESSAGE):
         parts = [None] * world_size if rank == 0 else None
-        dist.gather_object(local[first : first + IMAGES_AT_ONCE], parts, dst=0)
+        dist.gather_object(local[first : first + IMAGES_PER_MESSAGE], parts, dst=0)
         for predictions, part in zip(by_rank, parts or (), strict=False):
             predictions += part
     gathered: dict[int | str, dict] = {}

@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel has scripts/ and configs/ inside the package; in a checkout they stand beside it.
 ROOT = PACKAGE if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
 MAX_IMAGE_PIXELS = 100_000_000  # default of data.max_image_pixels: 300 MB decoded
-MOST_YAML = 1_000_000  # letters and nodes of a YAML file after its aliases are expanded
+MAX_YAML_SIZE = 1_000_000  # letters and nodes of a YAML file after its aliases are expanded
 STALLED_S = 30.0  # seconds of waiting for a disk before a message
 _NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot hold
 
@@ -169,7 +169,7 @@ class _Loader(YamlLoader):
                 parts = entry if isinstance(entry, tuple) else (entry,)
                 size += sum(1 if isinstance(part, str) else self.sizes[part] for part in parts)
             self.sizes[node] = size
-        if self.sizes.get(node, math.inf) > MOST_YAML:
+        if self.sizes.get(node, math.inf) > MAX_YAML_SIZE:
             raise yaml.composer.ComposerError(None, None, "it contains itself, or far too much", node.start_mark)
         return node
 

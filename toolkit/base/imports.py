@@ -44,6 +44,9 @@ def import_without(module: str, hidden: str) -> None:
         del sys.modules[hidden]
 
 
+_has_frozen = False  # whether `importing` has frozen the objects of this process's first imports
+
+
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector inside the block.
@@ -67,9 +70,11 @@ def importing() -> Iterator[None]:
     The objects of a process's first imports stay, so the collector leaves them out from then on. Later imports freeze
     nothing: their objects may be in use for a while only.
     """
+    global _has_frozen
     with gc_disabled():
         yield
-        if gc.get_freeze_count() == 0:
+        if not _has_frozen:  # asking `gc` for it would walk through all frozen objects
+            _has_frozen = True
             gc.freeze()
             atexit.register(gc.unfreeze)  # otherwise libraries that count report the uncollected objects as leaked
 
@@ -79,26 +84,26 @@ def importing() -> Iterator[None]:
 # (`.pt2`). Its author chooses what that code does, so each is refused until a person names it or gives `--trust`. See
 # docs/security.md.
 
-TRUST = "run the code that files name or are: they are yours, or of someone you trust"  # help of the flag --trust
-_named: set[str] = set()
-_all = False
+TRUST_HELP = "run the code that files name or are: they are yours, or of someone you trust"  # help of the flag --trust
+_trusted_classes: set[str] = set()
+_trusts_all = False
 
 
 def trust_files(trusted: bool = True) -> None:
     """Set whether files may run code in this process."""
-    global _all
-    _all = trusted
+    global _trusts_all
+    _trusts_all = trusted
 
 
 def files_are_trusted() -> bool:
-    return _all
+    return _trusts_all
 
 
 def trust_class(class_path: str) -> None:
     """Record that a person named this `module:Class`: files may name it too."""
-    _named.add(class_path)
+    _trusted_classes.add(class_path)
 
 
 def may_import(class_path: str) -> bool:
     """Return whether a `module:Class` may be imported; if its module is imported already, no code of it runs."""
-    return _all or class_path in _named or class_path.partition(":")[0] in sys.modules
+    return _trusts_all or class_path in _trusted_classes or class_path.partition(":")[0] in sys.modules

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from toolkit.base.text import shown
 
-LARGEST = 2**53  # of a count: further whole numbers are none of a float
-LARGEST_SEED = 2**64
+MAX_EXACT_INTEGER = 2**53  # every whole number up to it has a float64 of its own
+MAX_SEED = 2**64
 
 
 class Kind(NamedTuple):
@@ -52,7 +52,7 @@ def _is_whole(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, float):
         return True
-    return _is_whole(value) and abs(value) <= LARGEST
+    return _is_whole(value) and abs(value) <= MAX_EXACT_INTEGER
 
 
 def _is_id(value: object) -> bool:
@@ -66,7 +66,7 @@ def one_of(*values: str) -> Kind:
     return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
 
 
-def whole(least: int, most: int = LARGEST) -> Kind:
+def whole(least: int, most: int = MAX_EXACT_INTEGER) -> Kind:
     """Make the kind of a whole number in a range, its ends included."""
     return Kind(
         f"a whole number from {least}",
@@ -79,7 +79,7 @@ TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 # of a step -1: there is none yet
 COUNT = whole(0)
 POSITIVE = whole(1)
-STEP = whole(-1)
+STEP_OR_MINUS_ONE = whole(-1)
 NUMBER = Kind("a finite number", lambda value: _is_number(value) and math.isfinite(value))
 DURATION = Kind("a number from 0", lambda value: _is_number(value) and 0 <= value < math.inf)
 FACTOR = Kind("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf)
@@ -124,6 +124,6 @@ def faults_of(value: object, expected: Any, file: str, where: str = "") -> Itera
 
 
 def _other(value: object, words: str, file: str, where: str) -> str:
-    if isinstance(value, int) and abs(value) > LARGEST_SEED:
+    if isinstance(value, int) and abs(value) > MAX_SEED:
         return f"{where} in {file} is a whole number beyond all bounds; expected {words}"
     return f"{where or 'all'} in {file} is {str(value)[:60]!r}; expected {words}"

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.base.kinds import MAX_EXACT_INTEGER
 from toolkit.data.image_sources import ImageSources
 
-FLOATS = {float}
-NUMBERS = {int, float}
-MOST = 2**53  # whole numbers below it have a float64
+FLOAT_TYPES = {float}
+NUMBER_TYPES = {int, float}
 NO_ID = -(2**63)
-LARGEST_ID = 2**63 - 1
-TRIPLET = ("subject_id", "object_id", "predicate_id")
-LARGEST_AREA = 3e38  # the table's are float32
+MAX_ID = 2**63 - 1
+TRIPLET_KEYS = ("subject_id", "object_id", "predicate_id")
+MAX_AREA = 3e38  # the table's are float32
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Annotations:
         is_whole = np.array([kind is int for kind in map(type, flat)]).reshape(-1, 4)
         bits = is_whole @ np.array([1, 2, 4, 8], np.uint8)
         self.whole.frombytes(bits.astype(np.uint8).tobytes())
-        usable = (areas > 0) & (areas < LARGEST_AREA)
+        usable = (areas > 0) & (areas < MAX_AREA)
         self.area.frombytes(np.where(usable, areas, np.nan).tobytes())
         self.crowd.extend(crowds)
 
@@ -183,7 +183,7 @@ class Annotations:
         if "attribute_ids" in entry:
             self.attribute_ids[len(self)] = entry["attribute_ids"]
         area = entry.get("area")
-        is_usable = type(area) in NUMBERS and 0 < area < LARGEST_AREA
+        is_usable = type(area) in NUMBER_TYPES and 0 < area < MAX_AREA
         self.add_box(
             entry["id"],
             entry["image_id"],
@@ -240,8 +240,8 @@ class RelationColumns:
         has_triplet = _has_triplet(entry)
         if not has_triplet or not _ids_fit(entry):
             self.odd[len(self)] = entry
-            triplet = [entry[key] for key in TRIPLET] if has_triplet else (NO_ID, NO_ID, None)
-            entry = dict(zip(TRIPLET, triplet, strict=True))
+            triplet = [entry[key] for key in TRIPLET_KEYS] if has_triplet else (NO_ID, NO_ID, None)
+            entry = dict(zip(TRIPLET_KEYS, triplet, strict=True))
         self.id.append(entry.get("id", NO_ID))
         self.subject.append(entry["subject_id"])
         self.object.append(entry["object_id"])
@@ -251,7 +251,7 @@ class RelationColumns:
     def add_triplet(self, entry: object) -> None:
         """Add an entry of `relations`: a row [subject id, object id, predicate id]."""
         if isinstance(entry, list) and len(entry) == 3:
-            entry = dict(zip(TRIPLET, entry, strict=True))
+            entry = dict(zip(TRIPLET_KEYS, entry, strict=True))
         self.add(entry)
 
     def extend(self, other: "RelationColumns") -> None:
@@ -303,7 +303,7 @@ def is_unicode(text: str) -> bool:
 
 def _is_number(value: object) -> bool:
     """Return whether a value is a whole number of 64 bits; the smallest one is reserved for "none"."""
-    return type(value) is int and NO_ID < value <= LARGEST_ID
+    return type(value) is int and NO_ID < value <= MAX_ID
 
 
 def _columns(entries: list[dict]) -> tuple | None:
@@ -321,16 +321,18 @@ def _columns(entries: list[dict]) -> tuple | None:
     whole_columns = (ids, image_ids, category_ids, crowds)
     if any(set(map(type, column)) != {int} for column in whole_columns):
         return None
-    if min(ids) <= NO_ID or max(ids) > LARGEST_ID or min(crowds) < 0 or max(crowds) > 1:
+    if min(ids) <= NO_ID or max(ids) > MAX_ID or min(crowds) < 0 or max(crowds) > 1:
         return None
     if set(map(type, boxes)) != {list} or set(map(len, boxes)) != {4}:
         return None
     numbers = list(chain.from_iterable(boxes))
-    if not NUMBERS.issuperset(map(type, chain(numbers, areas))):
+    if not NUMBER_TYPES.issuperset(map(type, chain(numbers, areas))):
         return None
     if any("attribute_ids" in entry for entry in entries):
         return None
-    if not all(-MOST < value < MOST for value in numbers if type(value) is int):
+    if not NUMBER_TYPES.issuperset(map(type, chain(numbers, areas))):
+        return None
+    if not all(-MAX_EXACT_INTEGER < value < MAX_EXACT_INTEGER for value in numbers if type(value) is int):
         return None
     return ids, image_ids, category_ids, numbers, np.array(areas, np.float64), crowds
 
@@ -347,6 +349,8 @@ def _fits(entry: object) -> bool:
     if type(bbox) is not list or len(bbox) != 4:
         return False
     types = set(map(type, bbox))
-    if types == FLOATS:
+    if types == FLOAT_TYPES:
         return True
-    return types <= NUMBERS and all(-MOST < value < MOST for value in bbox if type(value) is int)
+    whole_numbers = [value for value in bbox if type(value) is int]
+    are_exact = all(-MAX_EXACT_INTEGER < value < MAX_EXACT_INTEGER for value in whole_numbers)
+    return types <= NUMBER_TYPES and are_exact

@@ -25,7 +25,7 @@ from toolkit.base.signals import ignore_in_worker, sigterm_held_back
 from toolkit.data.dataset import MixedDataset
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey
 
-NAMED_IMAGES = 8  # of the batch of a worker that was killed
+MAX_NAMED_IMAGES = 8  # of the batch of a worker that was killed
 _open: "weakref.WeakSet[_Batches]" = weakref.WeakSet()  # batches with workers in this process
 _running: weakref.WeakSet = weakref.WeakSet()  # torch's iterators over them
 
@@ -95,15 +95,15 @@ class _Batches(Dataset):
         self.dataset = dataset
         self.stride = stride
         # of each worker: its process, and the first images of its last batch, -1 after them
-        self.at_work = torch.full((workers, 1 + NAMED_IMAGES), -1).share_memory_()
+        self.at_work = torch.full((workers, 1 + MAX_NAMED_IMAGES), -1).share_memory_()
         if workers:
             _open.add(self)
 
     def __getitem__(self, keys: list[SampleKey]) -> Batch | BadInput:
         worker = get_worker_info()
         if worker is not None:
-            images = [key.index for key in keys[:NAMED_IMAGES]]
-            unused = [-1] * (NAMED_IMAGES - len(images))
+            images = [key.index for key in keys[:MAX_NAMED_IMAGES]]
+            unused = [-1] * (MAX_NAMED_IMAGES - len(images))
             self.at_work[worker.id] = torch.tensor([os.getpid(), *images, *unused])
         try:
             samples = [self.dataset[key] for key in keys]

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
-from toolkit.data.annotations import LARGEST_AREA, Annotations, ImageRow, RelationColumns, is_id
+from toolkit.data.annotations import MAX_AREA, Annotations, ImageRow, RelationColumns, is_id
 from toolkit.data.table import Problem
 
 CLIP_TOLERANCE = 0.01  # pixels; COCO rounds coordinates to two places, which alone can put an edge this far outside
-LARGEST_SIDE = 2**31  # pixels
-LARGEST_COORDINATE = 1e15  # pixels; sums and products of such ones stay finite
+MAX_IMAGE_SIDE_PX = 2**31  # pixels
+MAX_COORDINATE_PX = 1e15  # pixels; sums and products of such ones stay finite
 
 
 class AnnotationIndex:
@@ -170,7 +170,7 @@ def _inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[
         suspicious |= (high - size > CLIP_TOLERANCE).any(axis=1)
     np.copyto(low, 0, where=low < 0)
     np.copyto(high, size, where=high > size)
-    is_moderate = (np.abs(xywh) < LARGEST_COORDINATE).all(axis=1)
+    is_moderate = (np.abs(xywh) < MAX_COORDINATE_PX).all(axis=1)
     suspicious |= ~is_moderate
     suspicious |= (xywh[:, 2:] <= 0).any(axis=1)
     suspicious |= (high <= low).any(axis=1)
@@ -290,7 +290,7 @@ def _box(bbox: object, row: ImageRow | None) -> tuple[tuple[float, ...] | None, 
         return None, [f"bbox {bbox!r} holds something that is not a number"], []
     x, y, w, h = bbox
     # compared, not converted: a number of 400 digits has no float
-    if not all(-LARGEST_COORDINATE < value < LARGEST_COORDINATE for value in bbox):
+    if not all(-MAX_COORDINATE_PX < value < MAX_COORDINATE_PX for value in bbox):
         return None, [f"non-finite coordinate in bbox {list(bbox)}"], []
     if w < 0 or h < 0:
         side = "width" if w < 0 else "height"
@@ -324,10 +324,10 @@ def has_size(row: ImageRow) -> bool:
 
 
 def is_side(value: object) -> bool:
-    """Return whether `value` is a positive whole number of pixels, at most `LARGEST_SIDE`."""
+    """Return whether `value` is a positive whole number of pixels, at most `MAX_IMAGE_SIDE_PX`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return 0 < value <= LARGEST_SIDE and not value % 1
+    return 0 < value <= MAX_IMAGE_SIDE_PX and not value % 1
 
 
 def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
@@ -337,7 +337,7 @@ def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
     x1, y1, x2, y2 = box
     _, _, width, height = entry["bbox"]  # before it was clipped
     is_number = isinstance(area, int | float) and not isinstance(area, bool)
-    if is_number and 0 < area < LARGEST_AREA:
+    if is_number and 0 < area < MAX_AREA:
         of_unclipped = clipped and math.isclose(area, width * height, rel_tol=1e-6)
         if not of_unclipped:
             return float(area)

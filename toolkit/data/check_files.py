@@ -16,15 +16,15 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, usable_cores, with_stall_warnings
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
-from toolkit.data.checks import Checked, unsafe_file_name
+from toolkit.data.checks import CheckedAnnotations, unsafe_file_name
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_file
 from toolkit.data.image_sources import ImageSources, Stored, digest_of, is_there, parts_of, size_of, watched_of
 from toolkit.data.table import Problem
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
 REMOTE_THREADS = 32
-AT_ONCE = 4096  # rows submitted to the pool at a time
-UNLISTED_NAMED = 10
+ROWS_PER_CHUNK = 4096  # rows submitted to the pool at a time
+MAX_UNLISTED_NAMED = 10
 UNLISTED = "not listed in the annotation file; not used"
 TAIL = {"JPEG": (b"\xff\xd9", 1024), "PNG": (b"IEND", 64)}  # end marker, and how far from the end to look for it
 
@@ -103,13 +103,13 @@ def waits_for(image_root: Path | ImageSources) -> int | None:
 
 
 def with_good_files(
-    checked: Checked,
+    checked: CheckedAnnotations,
     image_root: Path | ImageSources,
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
     listed: Set[str] = frozenset(),
     source: str = "JSON",
-) -> tuple[Checked, dict[str, str]]:
+) -> tuple[CheckedAnnotations, dict[str, str]]:
     """Drop images whose files have errors, and add the problems of the files.
 
     Also returns what a cache of the table depends on, as `check_image_files` gives it. The files are not looked at if
@@ -169,15 +169,15 @@ def _problem(row: ImageRow, severity: str, message: str) -> Problem:
 def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: int | None = None) -> list:
     """Apply `check` to every row in threads, and return the results in order.
 
-    A progress bar is shown if it takes long; without a terminal, a line for every `AT_ONCE` rows. A stalled disk is
-    reported. threads: their number; None: one for each core.
+    A progress bar is shown if it takes long; without a terminal, a line for every `ROWS_PER_CHUNK` rows. A stalled disk
+    is reported. threads: their number; None: one for each core.
     """
 
     def results(pool: ThreadPoolExecutor) -> Iterator[list]:
-        for start in range(0, len(rows), AT_ONCE):  # the pool keeps an object for each row that it was given
+        for start in range(0, len(rows), ROWS_PER_CHUNK):  # the pool keeps an object for each row that it was given
             if start and not sys.stderr.isatty():
                 print(f"{what}: {start} of {len(rows)}", file=sys.stderr, flush=True)
-            yield from pool.map(check, rows[start : start + AT_ONCE])
+            yield from pool.map(check, rows[start : start + ROWS_PER_CHUNK])
 
     with ThreadPoolExecutor(max_workers=threads or min(32, usable_cores())) as pool:
         read = with_stall_warnings(results(pool), what)
@@ -243,7 +243,7 @@ def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], list
     """
     listed = {os.path.normpath(name) for name in listed}
     names = [name for name in image_names(image_root, folders) if name not in listed]
-    if len(names) <= UNLISTED_NAMED:
+    if len(names) <= MAX_UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]
     first = ", ".join(map(shown, names[:3]))
     message = f"{len(names)} image files {UNLISTED}: {first}, ..."

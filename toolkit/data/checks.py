@@ -14,15 +14,15 @@ from toolkit.data.annotations import Annotations, ImageRow, is_id, is_unicode, s
 from toolkit.data.box_checks import check_boxes, check_relations, fits_int64, is_side, wrong_id
 from toolkit.data.table import Category, Problem
 
-EVIDENCE = 10  # boxes that must leave their image as they are; fewer may be slips
+MIN_EVIDENCE_BOXES = 10  # boxes that must leave their image as they are; fewer may be slips
 TIMES_BETTER = 10  # boxes that leave their image as they are, for each that does in the other format
-OVERSHOOT = 0.1  # of its own side that a box must be outside to count, and
-PIXELS = 2.0  # at least so many pixels: rounding and padding do not count as evidence
-LARGEST_FRACTION = 1.01  # of boxes in fractions of the image, rounding included
-MOST = 0.99  # of the boxes must be fractions; a few may be slips
-SMALLEST_SIDE = 16  # pixels of an image in which boxes of one pixel are not objects
-LARGEST = 1e9  # pixels; larger values are not numbers of pixels
-NAMES = {
+MIN_OVERSHOOT_SHARE = 0.1  # of its own side that a box must be outside to count, and
+MIN_OVERSHOOT_PX = 2.0  # at least so many pixels: rounding and padding do not count as evidence
+MAX_FRACTION = 1.01  # of boxes in fractions of the image, rounding included
+MIN_SHARE_OF_FRACTIONS = 0.99  # of the boxes must be fractions; a few may be slips
+MIN_IMAGE_SIDE_PX = 16  # pixels of an image in which boxes of one pixel are not objects
+MAX_PLAUSIBLE_PX = 1e9  # pixels; larger values are not numbers of pixels
+BOX_FORMATS = {
     "xyxy": ("corners [x1, y1, x2, y2]", ("x1", "y1", "x2 - x1", "y2 - y1")),
     "cxcywh": ("centre and size [cx, cy, width, height]", ("cx - width / 2", "cy - height / 2", "width", "height")),
     "xywh": ("[x, y, width, height]", ("x", "y", "width", "height")),
@@ -32,7 +32,7 @@ _SUSPICIOUS = re.compile(r"^/|\.\.|[\\:\0]")  # in every name that leaves a fold
 
 
 @dataclass
-class Checked:
+class CheckedAnnotations:
     """The usable part of the annotations, and the problems found.
 
     images: in the order of the file, with `boxes` and `relations` of theirs. listed: every file name of the file, those
@@ -52,7 +52,7 @@ class Checked:
         """Return the arguments of `write_table`."""
         return {name: value for name, value in vars(self).items() if name != "listed"}
 
-    def without(self, image_ids: Set) -> "Checked":
+    def without(self, image_ids: Set) -> "CheckedAnnotations":
         """Return the rest without the images with these ids."""
         if not image_ids:
             return self
@@ -65,7 +65,7 @@ class Checked:
         )
 
 
-def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> Checked:
+def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> CheckedAnnotations:
     """Check the annotations that a reader yields, whatever its format.
 
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
@@ -90,7 +90,7 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     boxes, index = check_boxes(annotations, file, rows, labels, attribute_rows, problems)
     predicates, predicate_rows = _categories(annotations.predicates, file, "predicate", problems)
     relations = check_relations(annotations.relations, file, index, predicate_rows, problems)
-    checked = Checked(
+    checked = CheckedAnnotations(
         images=list(rows.values()),
         boxes=boxes,
         relations=relations,
@@ -240,21 +240,21 @@ def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow])
         images: by image id; boxes of others do not count.
     """
     boxes, sizes = _readable(annotations, images)
-    large = sizes.min(axis=1, initial=math.inf) >= SMALLEST_SIDE
-    small = large & (np.abs(boxes) <= LARGEST_FRACTION).all(axis=1)
-    if large.sum() >= EVIDENCE and small.sum() >= MOST * large.sum():
+    large = sizes.min(axis=1, initial=math.inf) >= MIN_IMAGE_SIDE_PX
+    small = large & (np.abs(boxes) <= MAX_FRACTION).all(axis=1)
+    if large.sum() >= MIN_EVIDENCE_BOXES and small.sum() >= MIN_SHARE_OF_FRACTIONS * large.sum():
         fractions = boxes[large]
         if (fractions % 1 == 0).all(axis=1).sum() < 0.5 * len(fractions):
             return _fractions(fractions)  # no number exceeds 1, and most are not whole: not objects in pixels
     doubtful = _outside(boxes, "xywh", sizes)
-    if doubtful < EVIDENCE:
+    if doubtful < MIN_EVIDENCE_BOXES:
         return None
     outside = {name: _outside(boxes, name, sizes) for name in ("xyxy", "cxcywh")}
     other = min(outside, key=outside.get)
     wrong = outside[other]
     if wrong * TIMES_BETTER > doubtful:
         return None
-    called, formula = NAMES[other]
+    called, formula = BOX_FORMATS[other]
     return (
         f"the boxes look like {called}, expected [x, y, width, height]: read as such {doubtful} of {len(boxes)} leave "
         f"their image, read as {called} {wrong or 'none'} would; write every bbox as [{', '.join(formula)}], or clip "
@@ -266,8 +266,8 @@ def _fractions(boxes: np.ndarray) -> str:
     one = np.ones((len(boxes), 2))
     outside = {name: _outside(boxes, name, one, 0.01) for name in _READ_AS}
     name = min(_READ_AS, key=outside.get)
-    called, formula = NAMES[name]
-    others = [NAMES[other][0] for other in _READ_AS if other != name and outside[other] == outside[name]]
+    called, formula = BOX_FORMATS[name]
+    others = [BOX_FORMATS[other][0] for other in _READ_AS if other != name and outside[other] == outside[name]]
     if others:
         called += f" (or {' or '.join(others)}: these boxes cannot tell)"
     products = []
@@ -302,7 +302,7 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
         if kept[number]:
             boxes[number] = [_number(value) for value in bbox]
             sizes[number] = sizes_by_id[image_id]
-    kept &= (np.abs(boxes) < LARGEST).all(axis=1)
+    kept &= (np.abs(boxes) < MAX_PLAUSIBLE_PX).all(axis=1)
     if kept.all():
         return boxes, sizes
     return boxes[kept], sizes[kept]
@@ -312,14 +312,14 @@ def _number(value: object) -> float:
     """Return a value as float; NaN if it is not a number of pixels, which validation reports."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value) if -LARGEST < value < LARGEST else math.nan
+    return float(value) if -MAX_PLAUSIBLE_PX < value < MAX_PLAUSIBLE_PX else math.nan
 
 
 def _is_size(row: ImageRow) -> bool:
-    return all(isinstance(side, int | float) and 0 < side < LARGEST for side in (row.width, row.height))
+    return all(isinstance(side, int | float) and 0 < side < MAX_PLAUSIBLE_PX for side in (row.width, row.height))
 
 
-def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float = PIXELS) -> int:
+def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float = MIN_OVERSHOOT_PX) -> int:
     """Count the boxes that, read in a format, have no extent or leave their image by more than a slip."""
     low = boxes[:, :2]
     high = boxes[:, 2:]
@@ -329,7 +329,7 @@ def _outside(boxes: np.ndarray, read_as: str, sizes: np.ndarray, rounding: float
         low = boxes[:, :2] - boxes[:, 2:] / 2
         high = boxes[:, :2] + boxes[:, 2:] / 2
     sides = high - low
-    slip = np.maximum(OVERSHOOT * sides, rounding)
+    slip = np.maximum(MIN_OVERSHOOT_SHARE * sides, rounding)
     leaves = (low < -slip) | (high > sizes + slip)
     is_wrong = leaves | (sides <= 0)
     return int(is_wrong.any(axis=1).sum())

@@ -34,8 +34,8 @@ EXTENSIONS = {
 BROKEN = (SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError)
 BROKEN += (struct.error, Image.DecompressionBombError)
 IMAGE_SUFFIXES = frozenset().union(*EXTENSIONS.values())
-KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe (FIFO)", stat.S_IFSOCK: "socket"}
-KINDS |= dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "device")
+SPECIAL_FILE_TYPES = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe (FIFO)", stat.S_IFSOCK: "socket"}
+SPECIAL_FILE_TYPES |= dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "device")
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit lets twice as much pass, and could not be raised by the setting
 
 
@@ -123,7 +123,7 @@ def open_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.Buffer
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        kind = KINDS.get(stat.S_IFMT(status.st_mode), "special file")
+        kind = SPECIAL_FILE_TYPES.get(stat.S_IFMT(status.st_mode), "special file")
         raise ImageError(f"not an image file: it is a {kind}", Path(path))
     _check_bytes(status.st_size, max_pixels, Path(path))
     return open(path, "rb")

@@ -16,10 +16,12 @@ from toolkit.data.image_sources import ImageSources, Shards, parts_of
 from toolkit.data.table import Category, DetectionTable, JoinedSet
 from toolkit.data.table_cache import cache_root, open_table, write_table
 
-Paired = Sequence[tuple[str | Path | None, str]]  # (data.path, data.train) of each set
+FoldersAndSplits = Sequence[tuple[str | Path | None, str]]  # (data.path, data.train) of each set
 
 
-def open_joined(sets: Paired, open_one: Callable[..., DetectionTable], unlisted: str, cache_dir) -> DetectionTable:
+def open_joined(
+    sets: FoldersAndSplits, open_one: Callable[..., DetectionTable], unlisted: str, cache_dir
+) -> DetectionTable:
     """Open one cached table of the images of all sets, in their order, without attributes.
 
     Relations are kept if all sets list the same predicates, in whatever order, and left out otherwise: in data that do
@@ -61,7 +63,7 @@ def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str,
     return _joined([table], [table.name], train.categories, predicates, unlisted, cache_dir)
 
 
-def _short_names(sets: Paired) -> list[str]:
+def _short_names(sets: FoldersAndSplits) -> list[str]:
     """Return names that distinguish the sets: their paths without what these have in common at both ends."""
     parts = []
     for folder, source in sets:

@@ -30,7 +30,7 @@ from toolkit.data.transforms.geometry import (
 )
 from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
 
-RECIPES = ("detr", *index.RECIPES)
+RECIPE_NAMES = ("detr", *index.RECIPES)
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
 ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
 ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixels
@@ -376,8 +376,8 @@ def validation_loader(
 
 def _check_transform(c: Any) -> None:
     faults = []
-    if c.recipe not in RECIPES:
-        faults.append(f"data.recipe is {c.recipe!r}; expected one of {', '.join(RECIPES)}")
+    if c.recipe not in RECIPE_NAMES:
+        faults.append(f"data.recipe is {c.recipe!r}; expected one of {', '.join(RECIPE_NAMES)}")
     elif c.scales and c.recipe != "detr":
         faults.append(
             f"data.recipe {c.recipe} makes images of one size, which data.scales does not: set data.recipe to detr, "

@@ -18,9 +18,9 @@ from toolkit.data.formats import is_several, open_dataset, paired, recognise, sp
 from toolkit.data.table import DetectionTable
 
 Say = Callable[[str], None]
-MOSTLY = 0.95  # share of images without an object that is asked about
+MOSTLY_EMPTY_SHARE = 0.95  # share of images without an object that is asked about
 FEW_IMAGES = 20  # below this, a few images more or less say nothing
-NAMED = 120  # characters of the first problem of a kind
+MAX_PROBLEM_COLUMNS = 120  # characters of the first problem of a kind
 # Severities of problems, and their names in singular and plural.
 COUNTED = (
     ("error", "record left out", "records left out"),
@@ -228,7 +228,7 @@ def what_was_wrong(table: DetectionTable) -> str:
         found = [problem for problem in table.problems if problem.severity == severity]
         if not found:
             continue
-        first = shown(f"{Path(found[0].file).name}: {found[0].message}", NAMED)
+        first = shown(f"{Path(found[0].file).name}: {found[0].message}", MAX_PROBLEM_COLUMNS)
         if len(found) == 1:
             parts.append(f"1 {one} ({first})")
         else:
@@ -252,7 +252,7 @@ def mostly_empty(table: DetectionTable) -> str:
     for number in np.unique(set_of_image).tolist():
         of_set = np.flatnonzero(set_of_image == number)
         empty = of_set[is_empty[of_set]]
-        hardly_any = len(of_set) >= FEW_IMAGES and len(empty) > MOSTLY * len(of_set)
+        hardly_any = len(of_set) >= FEW_IMAGES and len(empty) > MOSTLY_EMPTY_SHARE * len(of_set)
         if hardly_any or len(empty) == len(of_set):
             names = ", ".join(table.image_name(index) for index in empty[:3].tolist())
             of = f" of {table.sets[number].name}" if table.sets else ""

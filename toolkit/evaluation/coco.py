@@ -110,14 +110,15 @@ class CocoEvaluator:
         return draw_predictions(self.table, predictions, count, path)
 
 
-OF_GRAPHS = ("protocol", "zero_shot", "phrase_detection")  # settings of the group `eval` for scene graphs only
+# Settings of the group `eval` for scene graphs only.
+GRAPH_EVAL_SETTINGS = ("protocol", "zero_shot", "phrase_detection")
 
 
 def make_evaluator(detector, table, backend: str, **settings):
     """Make the evaluator of a detector on a table: that of its own `make_evaluator`, else `CocoEvaluator`.
 
-    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as `OF_GRAPHS`.
-    Raises BadInput as the detector's own `make_evaluator`.
+    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as
+    `GRAPH_EVAL_SETTINGS`. Raises BadInput as the detector's own `make_evaluator`.
     """
     evaluator = detector.make_evaluator(table, backend, **settings)
     if evaluator is None:

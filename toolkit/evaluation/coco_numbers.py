@@ -12,10 +12,10 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.imports import gc_disabled
-from toolkit.evaluation.matches import AREAS, IOUS, Matches
+from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
 
-TWELVE = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
-RECALLS = np.linspace(0.0, 1.0, 101)
+COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ def summary(results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_de
         for each smaller area.
     """
     slots = [f"AR{most}" for most in max_detections]
-    slots += [f"AR{name}" for name in AREAS if name != "all"]
+    slots += [f"AR{name}" for name in AREA_RANGES if name != "all"]
     results = list(results)  # empty without classes; every number is then NaN
     ap = np.array([of_class[0] for of_class in results])
-    ap = ap.reshape(-1, len(AREAS), len(IOUS), draws)
+    ap = ap.reshape(-1, len(AREA_RANGES), len(IOU_THRESHOLDS), draws)
     recall = np.array([of_class[1] for of_class in results])
-    recall = recall.reshape(-1, len(slots), len(IOUS), draws)
+    recall = recall.reshape(-1, len(slots), len(IOU_THRESHOLDS), draws)
     whole = ap[:, 0]  # (K, T, B) of boxes of any area
     numbers = {
         "AP": _mean(whole, (0, 1)),
         "AP50": _mean(whole[:, 0], (0,)),
         "AP75": _mean(whole[:, 5], (0,)),
     }
-    for a, area in enumerate(AREAS):
+    for a, area in enumerate(AREA_RANGES):
         if a:
             numbers[f"AP{area}"] = _mean(ap[:, a], (0, 1))
     for slot, name in enumerate(slots):
@@ -96,7 +96,7 @@ class ByClass:
             near = np.flatnonzero(candidate[rows] >= 0)
             self.near.append(near)
             self.candidate.append(candidate[rows[near]])
-        self.required = np.stack([~matches.ignored(area) for area in AREAS])  # (A, G)
+        self.required = np.stack([~matches.ignored(area) for area in AREA_RANGES])  # (A, G)
         totals = []
         for required in self.required:
             of_boxes = matches.truth.labels[required]
@@ -105,7 +105,7 @@ class ByClass:
 
     def inside(self, label: int, area: str) -> np.ndarray:
         """Return whether the predictions of a class are in the area range, (rows of the class,) bool."""
-        low, high = AREAS[area]
+        low, high = AREA_RANGES[area]
         area_of = self.matches.found.area[self.of_class[label]]
         return (area_of >= low) & (area_of <= high)
 
@@ -118,9 +118,9 @@ class ByClass:
 
     def undefined(self, draws: int) -> tuple[np.ndarray, np.ndarray]:
         """Return AP (areas, IoUs, B) and recall (as for `summary`) of one class, filled with NaN."""
-        slots = len(self.matches.max_detections) + len(AREAS) - 1
-        ap = np.full((len(AREAS), len(IOUS), draws), np.nan)
-        recall = np.full((slots, len(IOUS), draws), np.nan)
+        slots = len(self.matches.max_detections) + len(AREA_RANGES) - 1
+        ap = np.full((len(AREA_RANGES), len(IOU_THRESHOLDS), draws), np.nan)
+        recall = np.full((slots, len(IOU_THRESHOLDS), draws), np.nan)
         return ap, recall
 
 
@@ -132,12 +132,12 @@ def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
     near = shared.near[label]
     candidate = shared.candidate[label]
     rank = m.rank[rows]
-    for a, area in enumerate(AREAS):
+    for a, area in enumerate(AREA_RANGES):
         total = shared.totals[a, label]
         if not total:
             continue
         inside = shared.inside(label, area)
-        for t in range(len(IOUS)):
+        for t in range(len(IOU_THRESHOLDS)):
             gt = np.full(len(rows), -1, np.int64)
             gt[near] = m.coco.gt[a, t, candidate]
             right = (gt >= 0) & shared.required[a][gt]
@@ -160,7 +160,7 @@ def exact_average_precision(right: np.ndarray, wrong: np.ndarray, total: int) ->
     false_positives = false_positives[keep].astype(float)
     precision = true_positives / np.maximum(true_positives + false_positives, 1)
     precision = np.maximum.accumulate(precision[::-1])[::-1]
-    at = np.searchsorted(true_positives / total, RECALLS, side="left")
+    at = np.searchsorted(true_positives / total, RECALL_THRESHOLDS, side="left")
     at = np.minimum(at, len(precision))
     with_end = np.append(precision, 0.0)  # a recall that is not reached has precision 0
     return float(with_end[at].mean())

@@ -13,13 +13,14 @@ from torch import Tensor
 from toolkit.base.text import JOINERS, escaped, shown
 
 # Okabe & Ito (2008), distinct with every kind of colour vision; without black, plus three of Tol's.
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499", "#DDCC77", "#117733")
-PANEL = 384  # longest side of an image in the grid, in pixels
-LEAST_SCORE = 0.3  # lowest score of predictions in the grid
-BAR = 24
-GAP = 10
-BACKGROUND = "#FFFFFF"
-TEXT = "#222222"
+CLASS_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#AA4499")
+CLASS_COLOURS += ("#DDCC77", "#117733")
+PANEL_SIDE_PX = 384  # longest side of an image in the grid, in pixels
+MIN_DRAWN_SCORE = 0.3  # lowest score of predictions in the grid
+CAPTION_HEIGHT_PX = 24
+GAP_PX = 10
+BACKGROUND_COLOUR = "#FFFFFF"
+TEXT_COLOUR = "#222222"
 
 
 @dataclass
@@ -96,7 +97,7 @@ def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: S
     """Write one PNG with a pair of panels per image, two pairs in a row. Returns `path`.
 
     The left panel has the ground truth (crowds dashed), the right one the predictions with a score of at least
-    `LEAST_SCORE`.
+    `MIN_DRAWN_SCORE`.
 
     Args:
         samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {name, boxes (N, 4),
@@ -105,13 +106,13 @@ def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: S
     """
     panels = []
     for image, predictions, truth in samples:
-        strong = predictions["scores"] >= LEAST_SCORE
+        strong = predictions["scores"] >= MIN_DRAWN_SCORE
         kept = {key: predictions[key][strong] for key in ("boxes", "scores", "labels")}
         num_objects = _counted(len(truth["labels"]), "object")
         caption = f"{drawable(truth['name'], 60)}:  {num_objects}"
         panels.append(_panel(image, truth, class_names, caption))
         num_predictions = _counted(len(kept["labels"]), "prediction")
-        caption = f"{num_predictions} ≥ {LEAST_SCORE:g}"
+        caption = f"{num_predictions} ≥ {MIN_DRAWN_SCORE:g}"
         panels.append(_panel(image, kept, class_names, caption))
     columns = 2 * min(2, len(samples)) or 1
     return save_picture(montage(panels, columns), path)
@@ -122,16 +123,16 @@ def _counted(count: int, name: str) -> str:
 
 
 def _panel(image: Tensor, objects: Mapping, class_names: Sequence[str], caption: str) -> Image.Image:
-    """Draw an image with its boxes, as long as `PANEL`, below a line of text."""
-    picture = fitted(picture_of(image), PANEL)
+    """Draw an image with its boxes, as long as `PANEL_SIDE_PX`, below a line of text."""
+    picture = fitted(picture_of(image), PANEL_SIDE_PX)
     marks = marks_of(objects, class_names, image.shape[-2:])
     draw_marks(picture, marks, scale=picture.width / image.shape[-1])
-    panel = Image.new("RGB", (picture.width, picture.height + BAR), BACKGROUND)
-    panel.paste(picture, (0, BAR))
+    panel = Image.new("RGB", (picture.width, picture.height + CAPTION_HEIGHT_PX), BACKGROUND_COLOUR)
+    panel.paste(picture, (0, CAPTION_HEIGHT_PX))
     draw = ImageDraw.Draw(panel)
     font = text_font(14)
     text = _shortened(caption, picture.width, draw, font)
-    draw.text((2, 2), text, fill=TEXT, font=font)
+    draw.text((2, 2), text, fill=TEXT_COLOUR, font=font)
     return panel
 
 
@@ -175,7 +176,7 @@ def fitted(picture: Image.Image, side: int) -> Image.Image:
     return picture.resize(size, Image.Resampling.BICUBIC)
 
 
-def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Image.Image:
+def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP_PX) -> Image.Image:
     """Arrange pictures in a grid of `columns`, `gap` pixels apart and from the edges."""
     rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
     widths = []
@@ -188,7 +189,7 @@ def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP) -> Im
     lefts = _starts(widths, gap)
     tops = _starts(heights, gap)
     size = (max(lefts[-1], 1), max(tops[-1], 1))
-    whole = Image.new("RGB", size, BACKGROUND)
+    whole = Image.new("RGB", size, BACKGROUND_COLOUR)
     for row, top in zip(rows, tops, strict=False):
         for picture, left in zip(row, lefts, strict=False):
             whole.paste(picture, (left, top))
@@ -228,7 +229,7 @@ def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int
         text = drawable(class_names[label]) if is_known else f"label {label}?"
         if scores[i] is not None:
             text = f"{text} {scores[i]:.2f}"
-        colour = COLOURS[label % len(COLOURS)]
+        colour = CLASS_COLOURS[label % len(CLASS_COLOURS)]
         marks.append(Mark(boxes[i].tolist(), colour, text, bool(crowd[i])))
     return marks
 

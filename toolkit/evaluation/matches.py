@@ -15,8 +15,8 @@ from toolkit.base.boxes import Boxes, intersection_area
 from toolkit.base.text import escaped
 from toolkit.evaluation.predictions import boxes_of, usable
 
-IOUS = np.linspace(0.5, 0.95, 10)
-AREAS = {  # square pixels
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
+AREA_RANGES = {  # square pixels
     "all": (0.0, 1e10),
     "s": (0.0, 32.0**2),
     "m": (32.0**2, 96.0**2),
@@ -24,7 +24,7 @@ AREAS = {  # square pixels
 }
 BACKGROUND_IOU = 0.1  # a prediction that overlaps nothing by more lies on the background (Bolya et al. 2020)
 MAX_DETECTIONS = (1, 10, 100)  # of an image and class that count for recall; the last number for precision too
-PAIRS_AT_ONCE = 2**20
+PAIRS_PER_CHUNK = 2**20
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Matches:
 
     def ignored(self, area: str) -> np.ndarray:
         """Return the boxes that need not be found, (G,) bool: crowds, and boxes outside of the area range."""
-        low, high = AREAS[area]
+        low, high = AREA_RANGES[area]
         return self.crowd | (self.truth.area < low) | (self.truth.area > high)
 
     @cached_property
@@ -209,7 +209,7 @@ def _best_of_each_class(detections: Boxes, most: int) -> tuple[Boxes, np.ndarray
 
 
 def paired(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield all pairs of rows that share a group, in blocks of about PAIRS_AT_ONCE, ordered by first, then second row.
+    """Yield all pairs of rows that share a group, in chunks of about PAIRS_PER_CHUNK, by first, then second row.
 
     first_groups, second_groups: (N,), (M,) int64 from 0, the group of each row: its image, or image and class.
 
@@ -224,7 +224,7 @@ def paired(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tupl
     start = 0
     while start < len(first_groups):
         done = ends[start - 1] if start else 0
-        stop = int(np.searchsorted(ends, done + PAIRS_AT_ONCE))
+        stop = int(np.searchsorted(ends, done + PAIRS_PER_CHUNK))
         stop = max(stop, start + 1)
         some = repeats[start:stop]
         rows = np.repeat(np.arange(start, start + len(some)), some)
@@ -282,16 +282,16 @@ def _greedy(m: Matches) -> CocoMatches:
 
     Shapes: A areas, T IoU thresholds, C predictions with a near box, G boxes; in one round p pairs of c predictions.
     """
-    near = m.same_class & (m.iou >= IOUS[0])
+    near = m.same_class & (m.iou >= IOU_THRESHOLDS[0])
     det = m.det[near]
     gt = m.gt[near]
     iou = m.iou[near]
     rows, row = np.unique(det, return_inverse=True)
-    shape = (len(AREAS), len(IOUS))
+    shape = (len(AREA_RANGES), len(IOU_THRESHOLDS))
     matched = np.full((*shape, len(rows)), -1, np.int64)
     free = np.ones((*shape, len(m.truth)), bool)
-    required = np.stack([~m.ignored(area) for area in AREAS])[:, None]  # (A, 1, G)
-    thresholds = np.minimum(IOUS, 1 - 1e-10)[:, None]  # (T, 1)
+    required = np.stack([~m.ignored(area) for area in AREA_RANGES])[:, None]  # (A, 1, G)
+    thresholds = np.minimum(IOU_THRESHOLDS, 1 - 1e-10)[:, None]  # (T, 1)
     rounds = m.rank[det]
     order = np.argsort(rounds, kind="stable")
     cuts = np.searchsorted(rounds[order], np.arange(rounds.max(initial=-1) + 2))

@@ -17,7 +17,7 @@ from toolkit.base.distributed import agree_max, gather_by_image, gather_objects,
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
 
-LITTLE = 10**9  # bytes
+ALWAYS_FITS_BYTES = 10**9  # bytes
 TENSOR_BYTES = 500  # of a tensor beside its values
 
 
@@ -120,7 +120,7 @@ def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> st
                 of_items += TENSOR_BYTES + value.numel() * value.element_size()
     needed = images / len(items) * of_items
     free = psutil.virtual_memory().available
-    if needed < min(LITTLE, free / 4):
+    if needed < min(ALWAYS_FITS_BYTES, free / 4):
         return ""
     memory = f"{needed / 1e9:.1f} GB of the main process, where {free / 1e9:.1f} GB are free"
     if needed > free / 2:

@@ -25,10 +25,10 @@ from toolkit.data.table import Category, LabelledImages
 
 log = logging.getLogger(__name__)
 
-Found = dict[str, Tensor]
+Detections = dict[str, Tensor]
 MIN_ATTRIBUTE_SCORE = 0.5
-OF_PAIRS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
-VERSION = 1  # of `FILE.about.json`
+PAIR_FIELDS = ("pairs", "predicates", "triplet_scores", "predicate_scores")
+ABOUT_VERSION = 1  # of `FILE.about.json`
 # The predictions of a run's best weights on the validation data, in its report folder.
 PREDICTIONS = "predictions.json"
 _OF_GRAPHS = (
@@ -39,7 +39,7 @@ _OF_GRAPHS = (
 # ---- of one image ----------------------------------------------------------------------------------------------------
 
 
-def best_first(detections: Mapping[str, Tensor]) -> Found:
+def best_first(detections: Mapping[str, Tensor]) -> Detections:
     """Sort detections best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
     order = detections["scores"].argsort(descending=True, stable=True)
     order = order[detections["labels"][order] >= 0]
@@ -53,13 +53,15 @@ def best_first(detections: Mapping[str, Tensor]) -> Found:
         is_placeholder = pairs[:, 0] == pairs[:, 1]  # the pair of a lone object
         kept = has_both & ~is_placeholder
         result["pairs"] = pairs[kept]
-        for key in OF_PAIRS[1:]:
+        for key in PAIR_FIELDS[1:]:
             if key in detections:
                 result[key] = detections[key][kept]
     return {key: value.cpu() for key, value in result.items()}
 
 
-def detections_as_json(detections: Found, categories: Sequence[Category], attributes: Sequence[str] = ()) -> list[dict]:
+def detections_as_json(
+    detections: Detections, categories: Sequence[Category], attributes: Sequence[str] = ()
+) -> list[dict]:
     """Convert the detections of one image to COCO results, best first.
 
     `category_id` and `category` are those of the training data, `bbox` is [x, y, width, height] in pixels; `score`;
@@ -219,7 +221,7 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
         np.savez_compressed(graphs_file, **graphs)
     ids_and_names = [(str(category.id), category.name) for category in table.categories]
     content = {
-        "version": VERSION,
+        "version": ABOUT_VERSION,
         "made_on": {
             "name": table.name,
             "fingerprint": table.fingerprint,

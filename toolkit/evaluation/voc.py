@@ -11,7 +11,8 @@ import numpy as np
 from toolkit.base.boxes import Boxes, common_and_union
 from toolkit.evaluation.matches import Matches, best_pairs, paired
 
-RECALLS_07 = np.arange(0.0, 1.1, 0.1)  # with its rounding: 0.3 is 0.30000000000000004, as in the programs of the field
+# With the rounding of `arange`: 0.3 is 0.30000000000000004, as in the programs of the field.
+RECALL_THRESHOLDS_07 = np.arange(0.0, 1.1, 0.1)
 
 
 def voc_metrics(matches: Matches) -> dict[str, float | None]:
@@ -90,7 +91,7 @@ def _average_precision(right: np.ndarray, wrong: np.ndarray, total: int, mean) -
 def _eleven_points(recall: np.ndarray, precision: np.ndarray) -> float:
     """Return the mean over eleven recalls of the best precision at that recall or more."""
     mean = 0.0
-    for least in RECALLS_07:
+    for least in RECALL_THRESHOLDS_07:
         best = precision[recall >= least].max(initial=0.0)
         mean += best / 11
     return mean

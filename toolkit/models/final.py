@@ -24,10 +24,10 @@ from toolkit.base.text import shown
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.weights.files import read_tensors
-from toolkit.run.checkpoint_content import FORMAT, stale
+from toolkit.run.checkpoint_content import FORMAT_VERSION, stale
 from toolkit.run.settings_check import type_faults
 
-LARGEST_SIDE = 20_000  # pixels that an image may be resized to
+MAX_RESIZED_SIDE_PX = 20_000  # pixels that an image may be resized to
 KEYS_OF_SIZE = ({"height", "width"}, {"shortest_edge", "longest_edge"}, {"shortest_edge"})
 
 
@@ -87,7 +87,7 @@ def save_detector_folder(
         weights[name] = tensor.clone(memory_format=torch.contiguous_format)
     save_file(weights, folder / "model.safetensors")
     options = without_machine(detector.resolved_options())  # `pretrained` may be a path of this machine
-    config = {"format": FORMAT, "model": options, "processor_size": processor_size}
+    config = {"format": FORMAT_VERSION, "model": options, "processor_size": processor_size}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_about(folder, categories)
 
@@ -155,11 +155,11 @@ def checked_size(size: Any) -> Mapping[str, int] | None:
     if size is None:
         return size
     is_known = isinstance(size, dict) and size.keys() in KEYS_OF_SIZE
-    if is_known and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in size.values()):
+    if is_known and all(type(side) is int and 0 < side <= MAX_RESIZED_SIDE_PX for side in size.values()):
         return size
     raise ValueError(
         f"size {size!r}: expected null, height and width, or shortest_edge with or without longest_edge, in whole "
-        f"pixels up to {LARGEST_SIDE:,}"
+        f"pixels up to {MAX_RESIZED_SIDE_PX:,}"
     )
 
 

@@ -22,11 +22,11 @@ from toolkit.base.box_ops import intersection_and_union
 
 ROUNDS = 16  # before a check whether they were enough
 USUAL_GROUP = 1024  # boxes, whose pairs fill 4 MB of float32
-LARGEST_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
-PAIRS_AT_ONCE = 2**27  # boxes compared with boxes: 512 MB of float32
+MAX_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
+PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
-class Trust(NamedTuple):
+class SuppressionTrust(NamedTuple):
     """The rounds and boxes per image that are assumed to suffice, and 0-dim bools: whether they did not."""
 
     rounds: int
@@ -34,7 +34,7 @@ class Trust(NamedTuple):
     doubts: list[Tensor]
 
 
-_trust: ContextVar[Trust | None] = ContextVar("trust", default=None)
+_trust: ContextVar[SuppressionTrust | None] = ContextVar("trust", default=None)
 Rest = TypeVar("Rest")
 
 
@@ -59,7 +59,7 @@ def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: 
 
 def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tensor:
     _, classes, in_class = scores.shape
-    if classes * in_class**2 > LARGEST_GROUP**2:
+    if classes * in_class**2 > MAX_GROUP**2:
         of_image = boxes_xyxy.flatten(1, 2)  # (B, C * N, 4)
         turns = _best_of_image(of_image, scores.flatten(1), in_class, threshold)
         return turns.view_as(scores)
@@ -78,7 +78,7 @@ def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: floa
     if trust is None:
         counts = (ranked > 0).sum(1)
         width = int(counts.amax()) if len(ranked) else 0
-        if width > LARGEST_GROUP:  # pairs would fill the memory
+        if width > MAX_GROUP:  # pairs would fill the memory
             return _image_by_image(boxes, scores, in_class, threshold, order)
     else:
         width = trust.width
@@ -158,7 +158,7 @@ def sorted_nms(
     count = valid.shape[1]
     trust = _trust.get()
     later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
-    groups_at_once = max(1, PAIRS_AT_ONCE // max(1, count**2))
+    groups_at_once = max(1, PAIRS_PER_CHUNK // max(1, count**2))
     parts = []
     for part in boxes_xyxy.split(groups_at_once):
         common, union = intersection_and_union(part[:, :, None], part[:, None])
@@ -190,8 +190,8 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
     Suppression inside assumes that few boxes and rounds suffice, and the copy shows whether they did. If not, `compute`
     runs again with more of both, and finally with a synchronisation after each round.
     """
-    for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, LARGEST_GROUP)):
-        trust = Trust(rounds, width, [])
+    for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, MAX_GROUP)):
+        trust = SuppressionTrust(rounds, width, [])
         token = _trust.set(trust)
         try:
             tensors, rest = compute()

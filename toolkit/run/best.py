@@ -9,7 +9,7 @@ _STATE = ("value", "step", "without_better", "evaluated_step")
 
 
 def is_minimised(metric: str) -> bool:
-    """Whether smaller values of an evaluation metric are better, as for losses and errors."""
+    """Return whether smaller values of an evaluation metric are better, as for losses and errors."""
     name = metric.rpartition("ema/")[2]
     return name.startswith("loss") or "_error" in name
 
@@ -69,7 +69,7 @@ class Best:
         return better
 
     def larger_is_better(self, row: Mapping[str, float | None]) -> float | None:
-        """The metric of a row, its sign changed where less is better; None where it is undefined."""
+        """Return the metric of a row, its sign changed where less is better; None where it is undefined."""
         value = row[f"val/{self.metric}"]
         return None if value is None else (-value if is_minimised(self.metric) else value)
 
@@ -88,6 +88,6 @@ class Best:
 
 
 def no_such_metric(metric: str, metrics: Iterable[str], has_average: bool = True) -> BadInput:
-    """The error about an unknown metric, which lists the metrics there are."""
+    """Make the error about an unknown metric, which lists the known ones."""
     hint = "" if has_average else " ema/ metrics need --optim.ema_decay above 0."
     return BadInput(f"--eval.metric_for_best {metric}: no such metric; there are {', '.join(sorted(metrics))}.{hint}")

@@ -29,11 +29,11 @@ from torch import Tensor
 from toolkit.base.errors import BadInput
 from toolkit.base.files import decode_json, encode_json, fsync_folder
 from toolkit.run.checkpoint_content import (
-    EXTRA,
-    FORMAT,
-    MANIFEST,
-    OPTIMIZER,
-    STATE,
+    EXTRA_FILE,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
     changed_files,
     faults_of_run,
     joined_by_part,
@@ -65,11 +65,11 @@ class Checkpoint:
     kind: str = "run"
 
     def by_part(self) -> dict[str, dict]:
-        """The state of every part of the run, by its name."""
+        """Return the state of every part of the run by its name."""
         return joined_by_part(self.tensors, self.optimizer, self.state, self.extra)
 
     def of_part(self, name: str) -> dict:
-        """The plain values in the state of one part; empty where it has none."""
+        """Return the plain values in the state of one part; empty where it has none."""
         return self.state["parts"].get(name, {})
 
     @property
@@ -126,7 +126,7 @@ def save_checkpoint(
         temp.mkdir()
         for stem, named in tensors.items():
             safetensors.torch.save_file(_storable(named), temp / f"{stem}.safetensors")
-        for name, saved in ((OPTIMIZER, optimizer), (EXTRA, extra or None)):
+        for name, saved in ((OPTIMIZER_FILE, optimizer), (EXTRA_FILE, extra or None)):
             if saved is not None:
                 with open(temp / name, "wb") as file:
                     torch.save(saved, file)
@@ -163,9 +163,9 @@ def replace_state(folder: Path, step: int, state: dict, *, keep: int, best: bool
     try:
         _clean(folder)
         temp.mkdir()
-        for name in manifest["files"].keys() - {STATE}:
+        for name in manifest["files"].keys() - {STATE_FILE}:
             _link(path / name, temp / name)
-        unchanged = {name: entry for name, entry in manifest["files"].items() if name != STATE}
+        unchanged = {name: entry for name, entry in manifest["files"].items() if name != STATE_FILE}
         _complete(temp, folder, step, manifest["kind"], text, best, known=unchanged)
     except OSError as error:
         shutil.rmtree(temp, ignore_errors=True)
@@ -187,7 +187,7 @@ def _complete(
 
     known: as of `_seal`. Raises OSError.
     """
-    (temp / STATE).write_text(state_text, encoding="utf-8")
+    (temp / STATE_FILE).write_text(state_text, encoding="utf-8")
     sequence = 1 + max(_by_age(folder)[0].values(), default=0)
     _seal(temp, {"kind": kind, "step": step, "sequence": sequence}, known)
     path = _put_in_place(temp, folder / f"step_{step:06d}")
@@ -293,8 +293,8 @@ def _seal(temp: Path, about: dict, known: Mapping[str, dict] = MappingProxyType(
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
             files[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    manifest = {"format": FORMAT, **about, "files": files}
-    with open(temp / MANIFEST, "w", encoding="utf-8") as file:
+    manifest = {"format": FORMAT_VERSION, **about, "files": files}
+    with open(temp / MANIFEST_FILE, "w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
@@ -391,12 +391,12 @@ def _load(path: Path, manifest: dict) -> Checkpoint:
     tensors = {}
     pickled = {}
     state = {}
-    name = MANIFEST
+    name = MANIFEST_FILE
     try:
         for name in manifest["files"]:
             if name.endswith(".safetensors"):
                 tensors[name.removesuffix(".safetensors")] = safetensors.torch.load_file(path / name)
-            elif name in (OPTIMIZER, EXTRA):
+            elif name in (OPTIMIZER_FILE, EXTRA_FILE):
                 pickled[name] = torch.load(path / name, map_location="cpu", weights_only=True)
             else:
                 state = decode_json(json.loads((path / name).read_text(encoding="utf-8")))
@@ -406,18 +406,18 @@ def _load(path: Path, manifest: dict) -> Checkpoint:
         reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
         raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
     of_run = manifest["kind"] == "run"
-    optimizer = pickled.get(OPTIMIZER)
+    optimizer = pickled.get(OPTIMIZER_FILE)
     faults = faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []
     if faults:
         raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
-    extra = pickled.get(EXTRA, {})
+    extra = pickled.get(EXTRA_FILE, {})
     if not isinstance(extra, dict):
-        raise CheckpointError(f"Checkpoint {path}: {EXTRA} holds a {type(extra).__name__}; expected a mapping.")
+        raise CheckpointError(f"Checkpoint {path}: {EXTRA_FILE} holds a {type(extra).__name__}; expected a mapping.")
     return Checkpoint(path, manifest["step"], tensors, optimizer, state, extra, manifest["kind"])
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a `checkpoints` folder, if any, and a sentence for each one passed over."""
+    """Return the newest whole checkpoint of a `checkpoints` folder, if any, and a sentence for each one passed over."""
     paths, passed_over = _by_age(Path(folder))
     for path in paths:
         try:
@@ -428,7 +428,8 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def linked(folder: Path, name: str) -> Path | None:
-    """The step folder that the link `name` ("latest" or "best") in `folder` points at; None without such a link."""
+    """Return the step folder that the link `name` ("latest" or "best") in `folder` points at; None without such a link.
+    """
     link = Path(folder) / name
     try:
         target = os.readlink(link) if link.is_symlink() else link.read_text(encoding="utf-8").strip()
@@ -469,8 +470,8 @@ def resolve_resume(value: str, run_folder: Path, of_run: bool = False) -> tuple[
         messages = [f"Passed over {reason}" for reason in passed_over]
     if of_run and checkpoint.kind != "run":
         raise CheckpointError(
-            f"Checkpoint {checkpoint.path}: {MANIFEST} says that it is of kind {checkpoint.kind}; expected run. Give a "
-            "checkpoint that a training wrote."
+            f"Checkpoint {checkpoint.path}: {MANIFEST_FILE} says that it is of kind {checkpoint.kind}; expected run. "
+            "Give a checkpoint that a training wrote."
         )
     return checkpoint, [*messages, f"Resuming from {checkpoint.path} (step {checkpoint.step})."]
 
@@ -483,7 +484,7 @@ def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
         return load_checkpoint(target), []
     if not path.exists():
         raise CheckpointError(f"--run.resume {path} does not exist. Give a checkpoint folder, a run folder, or latest.")
-    if (path / MANIFEST).exists() or _STEP_FOLDER.fullmatch(path.name):
+    if (path / MANIFEST_FILE).exists() or _STEP_FOLDER.fullmatch(path.name):
         return load_checkpoint(path), []
     checkpoint, passed_over = newest_valid(path if path.name == "checkpoints" else path / "checkpoints")
     if checkpoint is None:
@@ -494,16 +495,18 @@ def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
 def _read_manifest(path: Path) -> dict:
     """Read the manifest and checks its structure, which the other functions rely on."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        reason = f"there is no {MANIFEST}, so it was never finished" if path.is_dir() else "the folder does not exist"
+        reason = (
+            f"there is no {MANIFEST_FILE}, so it was never finished" if path.is_dir() else "the folder does not exist"
+        )
         raise CheckpointError(f"Checkpoint {path}: {reason}.") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({_first_line(error)}).") from error
-    if isinstance(manifest, dict) and (fault := stale(manifest.get("format", FORMAT))):
+        raise CheckpointError(f"Checkpoint {path}: {MANIFEST_FILE} cannot be read ({_first_line(error)}).") from error
+    if isinstance(manifest, dict) and (fault := stale(manifest.get("format", FORMAT_VERSION))):
         raise CheckpointError(f"Checkpoint {path} {fault}")
     if not well_formed(manifest):
-        raise CheckpointError(f"Checkpoint {path}: {MANIFEST} is not what this toolkit writes.")
+        raise CheckpointError(f"Checkpoint {path}: {MANIFEST_FILE} is not what this toolkit writes.")
     return manifest
 
 
@@ -513,7 +516,7 @@ def _step_folders(folder: Path) -> list[Path]:
 
 
 def _by_age(folder: Path) -> tuple[dict[Path, int], list[str]]:
-    """The step folders with a readable manifest and their sequence numbers, newest first; why others are left out."""
+    """Return the step folders with their sequence numbers, newest first, and a sentence for each unreadable one."""
     sequences = {}
     reasons = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -535,7 +538,8 @@ def _bytes_needed(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict |
 
 
 def _os_errno(error: BaseException | None) -> int | None:
-    """The operating system's error number behind `error`: torch and safetensors hide it in a chain or in their text."""
+    """Return the operating system's error number behind `error`, which torch and safetensors hide; None: there is none.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error.errno

@@ -19,10 +19,10 @@ from toolkit.base.kinds import (
     DURATION,
     FACTOR,
     ID,
-    LARGEST_SEED,
+    MAX_SEED,
     NUMBER,
     POSITIVE,
-    STEP,
+    STEP_OR_MINUS_ONE,
     TEXT,
     TEXTS,
     TRUTH,
@@ -35,18 +35,18 @@ from toolkit.base.kinds import (
     whole,
 )
 from toolkit.step.ema import UPDATES
-from toolkit.step.schedules import SHAPES
+from toolkit.step.schedules import SCHEDULES
 
-FORMAT = 5  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
-MANIFEST = "MANIFEST.json"
-MOST_FAULTS = 30  # of a state that are named one by one
-STATE = "state.json"
-OPTIMIZER = "optimizer.pt"
-EXTRA = "extra.pt"
-KINDS = ("run", "state")  # of a run, and of anything else
+FORMAT_VERSION = 5  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
+MANIFEST_FILE = "MANIFEST.json"
+MAX_NAMED_FAULTS = 30  # of a state that are named one by one
+STATE_FILE = "state.json"
+OPTIMIZER_FILE = "optimizer.pt"
+EXTRA_FILE = "extra.pt"
+CHECKPOINT_KINDS = ("run", "state")  # of a run, and of anything else
 _MANIFEST = Keys({
     "files": Each(dict, Keys({"size": COUNT, "sha256": TEXT}, {})), "step": COUNT, "sequence": COUNT,
-    "kind": Kind(f"one of {KINDS}", lambda value: value in KINDS),
+    "kind": Kind(f"one of {CHECKPOINT_KINDS}", lambda value: value in CHECKPOINT_KINDS),
 }, {})  # fmt: skip
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.
@@ -59,7 +59,7 @@ _METER = Keys({"fmt": TEXT}, {
     "momentum": ANY_NUMBER, "value": ANY_NUMBER, "sum": ANY_NUMBER, "count": ANY_NUMBER,
 })  # fmt: skip
 _SAMPLER = Keys({
-    "seed": whole(-LARGEST_SEED, LARGEST_SEED), "epoch": COUNT, "offset": COUNT, "world_size": POSITIVE,
+    "seed": whole(-MAX_SEED, MAX_SEED), "epoch": COUNT, "offset": COUNT, "world_size": POSITIVE,
     "batch_size": POSITIVE, "num_samples": COUNT,
 }, {"layout": Each(list, Each(list, COUNT, 3)), "sizes": TEXT})  # fmt: skip
 _SCHEDULE_OPTIONS = Keys({}, {
@@ -72,7 +72,7 @@ _SCHEDULE_OPTIONS = Keys({}, {
     "decayed": Each(list, NUMBER, 2),
 })  # fmt: skip
 _SCHEDULE = Keys({}, {
-    "name": one_of(*SHAPES), "total_steps": OrNull(DURATION), "scale": FACTOR, "options": _SCHEDULE_OPTIONS,
+    "name": one_of(*SCHEDULES), "total_steps": OrNull(DURATION), "scale": FACTOR, "options": _SCHEDULE_OPTIONS,
     "clock": Each(list, NUMBER, 3), "decays": COUNT, "best": OrNull(NUMBER), "bad": COUNT, "cooling": COUNT,
 })  # fmt: skip
 _BUDGET = Keys({}, {
@@ -98,17 +98,17 @@ _LOG = Keys({
     "elapsed_s": DURATION,
     "epoch_s": DURATION,
     "epoch_steps": COUNT,
-    "logged_epoch": STEP,
-    "logged_steps": STEP,
+    "logged_epoch": STEP_OR_MINUS_ONE,
+    "logged_steps": STEP_OR_MINUS_ONE,
     "has_notes": TRUTH,
     "writer": Keys({"rows": COUNT, "run_ids": Each(dict, OrNull(ID))}, {}),
 }, {})  # fmt: skip
 _BEST = Keys({
     "metric": TEXT,
     "value": OrNull(NUMBER),
-    "step": STEP,
+    "step": STEP_OR_MINUS_ONE,
     "without_better": COUNT,
-    "evaluated_step": STEP,
+    "evaluated_step": STEP_OR_MINUS_ONE,
 }, {})  # fmt: skip
 _DATA = Keys(
     {"categories": Each(list, Keys({"id": ID, "name": TEXT}, {}))},
@@ -175,39 +175,41 @@ def joined_by_part(
 
 
 def stale(version: object) -> str:
-    """A message if something was written in another format than the current one, else ""."""
-    if version == FORMAT:
+    """Return a message if something was written in another format than the current one, else ""."""
+    if version == FORMAT_VERSION:
         return ""
     return (
-        f"was written by another version of this toolkit (format {version}; this one reads {FORMAT}): use it with that "
-        "version, whose commit is in environment.json of its run, or train again."
+        f"was written by another version of this toolkit (format {version}; this one reads {FORMAT_VERSION}): use it "
+        "with that version, whose commit is in environment.json of its run, or train again."
     )
 
 
 def stale_run(folder: Path) -> str:
-    """A message if all checkpoints of a run folder were written in another format, else ""."""
-    manifests = sorted(folder.glob(f"checkpoints/step_*/{MANIFEST}"))
-    faults = [stale(read_json_object(path).get("format", FORMAT)) for path in manifests]
+    """Return a message if all checkpoints of a run folder were written in another format, else ""."""
+    manifests = sorted(folder.glob(f"checkpoints/step_*/{MANIFEST_FILE}"))
+    faults = [stale(read_json_object(path).get("format", FORMAT_VERSION)) for path in manifests]
     return f"Run {folder} {faults[-1]}" if faults and all(faults) else ""
 
 
 def well_formed(manifest) -> bool:
-    """Whether a manifest has the structure that the other functions rely on."""
-    return not any(faults_of(manifest, _MANIFEST, MANIFEST))
+    """Return whether a manifest has the structure that the other functions rely on."""
+    return not any(faults_of(manifest, _MANIFEST, MANIFEST_FILE))
 
 
 def changed_files(path: Path, manifest: dict) -> list[str]:
     """Describe every difference between the folder and its manifest."""
     problems = []
     for name, entry in manifest["files"].items():
-        if Path(name).name != name or not (name in (STATE, OPTIMIZER, EXTRA) or name.endswith(".safetensors")):
+        if Path(name).name != name or not (
+            name in (STATE_FILE, OPTIMIZER_FILE, EXTRA_FILE) or name.endswith(".safetensors")
+        ):
             problems.append(f"the manifest lists {name!r}, which no checkpoint holds")
         elif not (path / name).is_file():
             problems.append(f"{name} is missing")
         else:
             problems += _changes(path / name, entry)
-    if STATE not in manifest["files"]:
-        problems.append(f"the manifest does not list {STATE}")
+    if STATE_FILE not in manifest["files"]:
+        problems.append(f"the manifest does not list {STATE_FILE}")
     for extra in sorted(path.iterdir()):
         if extra.name not in manifest["files"] and extra.suffix.lower() in _PICKLE_SUFFIXES:
             problems.append(f"{extra.name} is not in the manifest and may hold a pickle; remove it")
@@ -243,15 +245,15 @@ def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object)
 
 
 def _faults_of_state(step: int, state: dict) -> list[str]:
-    faults = list(faults_of(state, RUN_STATE, STATE))
+    faults = list(faults_of(state, RUN_STATE, STATE_FILE))
     if faults:
-        more = f"and {len(faults) - MOST_FAULTS} more places of state.json"
-        return faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
+        more = f"and {len(faults) - MAX_NAMED_FAULTS} more places of state.json"
+        return faults[:MAX_NAMED_FAULTS] + [more] * (len(faults) > MAX_NAMED_FAULTS)
     return [] if state["step"] == step else [f"state.json is of step {state['step']}"]
 
 
 def _is_state_of_optimizer(optimizer: object) -> bool:
-    """Whether it has the structure of `optimizer.state_dict()`, on which everything that reads it relies."""
+    """Return whether it has the structure of `optimizer.state_dict()`, on which everything that reads it relies."""
     if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
         return False
     of_parameters = optimizer["state"]
@@ -263,7 +265,7 @@ def _is_state_of_optimizer(optimizer: object) -> bool:
 
 
 def not_finite(tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]) -> list[str]:
-    """One sentence that names the tensors with a NaN or an infinity; none where all are finite.
+    """Return one sentence that names the tensors with a NaN or an infinity; none where all are finite.
 
     infinite: names of tensors of the model that may be infinite, by design, but not NaN.
     """

@@ -136,7 +136,10 @@ def _print_help(
 
 
 def _parser_of(cls: type, groups: list[tuple[str, type, Callable]]) -> ArgumentParser:
-    """The parser of `--config` and of a flag for each setting. groups: name, class and default factory of each."""
+    """Return the parser of `--config` and of a flag for each setting.
+
+    groups: name, class and default factory of each.
+    """
     parser = ArgumentParser(
         exit_on_error=False,
         allow_abbrev=False,
@@ -225,7 +228,7 @@ def _groups(cls: type, architecture: str | None) -> list[tuple[str, type, Callab
 
 
 def _options_of_family(default: type[DetectorOptions], architecture: str) -> type[DetectorOptions]:
-    """The options of an architecture that the script can train: one of its own family, or any `module:Class`."""
+    """Return the options of an architecture that the script can train: one of its own family, or any `module:Class`."""
     if ":" in architecture:
         trust_class(architecture)  # a person named it, in a flag or in a settings file
         kind = options_class(architecture)
@@ -243,7 +246,7 @@ def _options_of_family(default: type[DetectorOptions], architecture: str) -> typ
 
 
 def _family(options: type[DetectorOptions]) -> list[str]:
-    """The architectures whose options are defined in the same module; the index names it, so none is imported."""
+    """Return the architectures whose options are defined in the same module, which the index names."""
     return [name for name, (_, reference) in DETECTORS.items() if reference.startswith(f"{options.__module__}:")]
 
 
@@ -253,8 +256,7 @@ def _with_full_names(argv: Sequence[str]) -> list[str]:
 
 
 def _files_first(argv: Sequence[str]) -> list[str]:
-    """The arguments with every `--config FILE`, as two words, before all flags, which would else be lost where a file
-    follows them."""
+    """Move every `--config FILE` before all flags: a file that follows a flag would undo it."""
     files = []
     rest = []
     words = iter(argv)
@@ -277,8 +279,10 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _given_settings(argv: list[str]) -> dict[str, dict[str, object]]:
-    """Groups of the settings that flags give, with their values read as YAML; `--loss.weights.loss_ce 2` is an entry of
-    the setting `weights`."""
+    """Return the settings that flags give, by group, with their values read as YAML.
+
+    `--loss.weights.loss_ce 2` is an entry of the setting `weights`.
+    """
     groups: dict[str, dict[str, object]] = {}
     for flag, value in _flags(argv):
         name, dot, key = flag.removeprefix("--").partition(".")
@@ -300,7 +304,7 @@ def _given_settings(argv: list[str]) -> dict[str, dict[str, object]]:
 
 
 def _null_settings(argv: list[str]) -> dict[str, dict[str, object]]:
-    """Groups of the settings that flags set to null, or to a list or mapping with a null in it.
+    """Return the settings, by group, that flags set to null, or to a list or mapping with a null in it.
 
     A setting that takes text too would take the word null, or the whole list, for text.
     """
@@ -321,7 +325,7 @@ def _read_yaml(path: str) -> dict:
 
 
 def _chosen_architecture(argv: list[str], files: dict[str, dict]) -> str | None:
-    """The `model.architecture` that wins: the last one in the order of the arguments."""
+    """Return the `model.architecture` that wins: the last one in the order of the arguments."""
     chosen = None
     for flag, value in _flags(argv):
         if flag == "--config" and value is not None:
@@ -363,7 +367,7 @@ def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str]
 
 
 def _keys_of_another_detector(content: Mapping, model: type[DetectorOptions]) -> list[str]:
-    """Settings in a file for another of this toolkit's architectures that the chosen one does not have.
+    """Return the settings in a file for another of this toolkit's architectures that the chosen one does not have.
 
     A key that neither has is not among them: it may be misspelt.
     """
@@ -377,7 +381,7 @@ def _keys_of_another_detector(content: Mapping, model: type[DetectorOptions]) ->
 
 
 def _is_entry_of(flag: str, groups: dict[str, type]) -> bool:
-    """Whether a flag sets one entry of a setting that is a dict, such as `--loss.weights.loss_ce`."""
+    """Return whether a flag sets one entry of a setting that is a dict, such as `--loss.weights.loss_ce`."""
     group, _, rest = flag.removeprefix("--").partition(".")
     key = rest.partition(".")[0]
     return "." in rest and group in groups and "dict" in str({f.name: f.type for f in fields(groups[group])}.get(key))

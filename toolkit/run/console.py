@@ -1,6 +1,6 @@
 """The lines that a run prints while it trains, and its progress bar.
 
-A line has at most as many columns as the terminal, or `WIDTH`: what has no room is left to metrics.jsonl.
+A line has at most as many columns as the terminal, or `DEFAULT_COLUMNS`: what has no room is left to metrics.jsonl.
 """
 
 import math
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from toolkit.base.text import columns
 from toolkit.step.meters import Meters
 
-WIDTH = 120  # columns of a line where the output is no terminal
+DEFAULT_COLUMNS = 120  # columns of a line where the output is no terminal
 WAIT_SHARE = 0.1  # of a step's time, from which on waiting for data is told
 # Names of losses that the console leaves to metrics.jsonl: those of auxiliary layers, and unweighted ones.
 _OTHER_LOSSES = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
@@ -24,7 +24,7 @@ _OTHER_LOSSES = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
 
 @dataclass
 class Progress:
-    """How far a run is: steps done, and of how many.
+    """The progress of a run: steps done, and of how many.
 
     steps_per_epoch: of an epoch with batches of now. recut: steps more that the run would have made with these always.
     """
@@ -45,8 +45,9 @@ class Progress:
         return f"epoch {self.epoch + 1}  step {self.step}/{self.total_steps}"
 
 
-def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = WIDTH) -> str:
-    """A training row as one line for people, which has at most `width` columns; metrics.jsonl has all of the row.
+def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = DEFAULT_COLUMNS) -> str:
+    """Format a training row as one line for people, which has at most `width` columns; metrics.jsonl has all of the
+    row.
 
     It has the smoothed losses, without those of auxiliary layers, the smoothed errors in percent, the first learning
     rate, the time of a step and the peak of memory. Losses that have no room are left out from the last one on.
@@ -74,8 +75,9 @@ def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = 
     return fit_line(head, terms, tail, width)
 
 
-def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, width: int = WIDTH) -> str:
-    """The averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out."""
+def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, width: int = DEFAULT_COLUMNS) -> str:
+    """Format the averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out.
+    """
     names = [name for name in means if name != "loss" and not _OTHER_LOSSES.search(name)]
     terms = [f"{name.removeprefix('loss_')} {short_number(means[name])}" for name in names]
     loss = f"loss {short_number(means['loss'])}" if "loss" in means else ""
@@ -110,23 +112,25 @@ def short_number(value: float) -> str:
 
 
 def step_time(step_s: float, data_s: float) -> str:
-    """The time of a step, and the share of waiting for data if that is notable: "0.868 s/step (data 23%)"."""
+    """Format the time of a step, and the share of waiting for data if that is notable: "0.868 s/step (data 23%)"."""
     share = data_s / step_s if step_s else 0.0
     return f"{short_number(step_s)} s/step{f' (data {share:.0%})' if share >= WAIT_SHARE else ''}"
 
 
 def console_width() -> int:
-    """Columns of the terminal, or of the lines of a file."""
-    return shutil.get_terminal_size((WIDTH, 24)).columns
+    """Return the columns of the terminal, or of a line in a file."""
+    return shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns
 
 
 def training_time_line(elapsed_s: float, steps: int) -> str:
-    """The time of a whole run as one line, evaluations and checkpoints included, as DETR and Scene-Graph-Benchmark."""
+    """Format the time of a whole run as one line, evaluations and checkpoints included, as DETR and
+    Scene-Graph-Benchmark.
+    """
     return f"Training time {timedelta(seconds=round(elapsed_s))} ({elapsed_s / max(steps, 1):.3f} s / step)"
 
 
 def progress_bar(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
-    """A bar over optimizer steps with the time left, on a terminal; elsewhere it stays silent.
+    """Make a bar over optimizer steps with the time left, on a terminal; elsewhere it stays silent.
 
     `bar.update()` at each step; `bar.write(line)` prints a line above the bar, or plainly where there is none.
 

@@ -26,7 +26,7 @@ from toolkit.base.files import replace_nonfinite, usable_cores, write_json_atomi
 from toolkit.run.status import FolderLock, holds_a_run, now
 
 STAGING = ".tmp-start"
-ERRORS = "errors.log"
+ERRORS_FILE = "errors.log"
 PACKAGES = (
     "torch torchvision accelerate transformers timm datasets wandb pycocotools jsonargparse safetensors scipy numpy "
     "tensorboard"
@@ -181,14 +181,15 @@ def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[
     except Exception as error:  # noqa: BLE001  pictures, reports and trackers never end a training
         note_traceback(folder, what)
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        say(f"warning: {what} failed, and the run goes on without ({reason}). {folder / ERRORS} has the traceback.")
+        where = folder / ERRORS_FILE
+        say(f"warning: {what} failed, and the run goes on without ({reason}). {where} has the traceback.")
         return None
 
 
 def note_traceback(folder: Path, what: str) -> None:
     """Add the exception under way to `errors.log`, if that can be written."""
     try:
-        with open(folder / ERRORS, "a", encoding="utf-8", errors="replace") as file:
+        with open(folder / ERRORS_FILE, "a", encoding="utf-8", errors="replace") as file:
             file.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {what}\n{traceback.format_exc()}\n")
     except OSError:
         return

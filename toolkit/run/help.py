@@ -52,9 +52,9 @@ FIRST_SETTINGS = {
         "run.tracker": "wandb, tensorboard, mlflow, ..., beside metrics.jsonl.",
     },
 }
-WIDTH = 100  # columns at most; in a narrower terminal its own, but at least
-LEAST_WIDTH = 80
-LONGEST_DEFAULT = 16  # columns of a value on the first screen; a longer one takes a line of its own
+MAX_COLUMNS = 100  # columns at most; in a narrower terminal its own, but at least
+MIN_COLUMNS = 80
+MAX_DEFAULT_COLUMNS = 16  # columns of a value on the first screen; a longer one takes a line of its own
 EVERY_SETTING = "--help all shows every setting."
 OPTIONS = """\
   --config FILE.yaml
@@ -160,7 +160,7 @@ def help_text(
     sources: Sequence[str],
     architectures: Sequence[str],
 ) -> str:
-    """Return what `--help` prints, at most `WIDTH` columns wide.
+    """Return what `--help` prints, at most `MAX_COLUMNS` columns wide.
 
     Args:
         topics: the words after `--help`: none, "all", names of groups, and beginnings of settings.
@@ -172,7 +172,7 @@ def help_text(
 
     Raises BadInput: a topic that is neither; lists the groups.
     """
-    width = max(LEAST_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns))
+    width = max(MIN_COLUMNS, min(MAX_COLUMNS, shutil.get_terminal_size((MAX_COLUMNS, 0)).columns))
     if not topics:
         return _first_screen(cls, groups, default_config, sources, architectures, width)
     shown = list(groups) if "all" in topics else _chosen(groups, topics)
@@ -209,7 +209,7 @@ def _chosen(groups: Sequence[Group], topics: Sequence[str]) -> list[Group]:
 
 
 def _is_meant(setting: Setting, group: Group, topic: str) -> bool:
-    """Whether a topic is the group, the setting without its group, or a beginning of its whole name."""
+    """Return whether a topic is the group, the setting without its group, or a beginning of its whole name."""
     key = setting.name.partition(".")[2]
     return topic in (group.name, key) or "." in topic and setting.name.startswith(topic)
 
@@ -240,7 +240,7 @@ def _first_screen(
     names = [name for texts in sections.values() for name in texts]
     values = {name: _as_typed(settings[name].value) for name in names}
     name_width = max(map(len, names), default=0) + 2
-    value_width = max((len(value) for value in values.values() if len(value) <= LONGEST_DEFAULT), default=0)
+    value_width = max((len(value) for value in values.values() if len(value) <= MAX_DEFAULT_COLUMNS), default=0)
     indent = " " * (2 + name_width + 2 + value_width + 2)
     lines = [*textwrap.wrap(title, width), "", *_example_commands(default_config, width), ""]
     lines.append(f"{'What to set first':{2 + name_width}}  {'default':{value_width}}  (null: not set)")

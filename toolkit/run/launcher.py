@@ -28,7 +28,7 @@ OTHER_TRAINERS = {
     "MPI": ("mpirun",),
 }
 _SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
-TYPES = _SHARDED | {"TPU": "TPU", "XLA": "TPU"}  # of `distributed_type` in a settings file
+DISTRIBUTED_TYPES = _SHARDED | {"TPU": "TPU", "XLA": "TPU"}  # of `distributed_type` in a settings file
 SWITCHES = _SHARDED | {"PARALLELISM_CONFIG": "a parallelism config", "SAGEMAKER": "SageMaker"}  # ACCELERATE_USE_...
 TPU_VARIABLES = ("PJRT_DEVICE", "XRT_TPU_CONFIG", "TPU_WORKER_ID")
 INSTEAD = {"gradient_accumulation_steps": "--optim.accumulation_steps", "gradient_clipping": "--optim.max_norm"}
@@ -57,8 +57,10 @@ class Launch:
 
 
 def find_launch() -> Launch | None:
-    """The `accelerate launch` that started this process, from any distance; None: there is none, or it cannot be seen,
-    as from another container or machine."""
+    """Find the `accelerate launch` that started this process, directly or through other programs.
+
+    None: there is none, or it cannot be seen, as from another container or machine.
+    """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # every launch sets it
         return None
     try:
@@ -135,7 +137,7 @@ def _of_launch(launch: Launch) -> Iterator[tuple[str, str]]:
             yield what, f"--{name}"
     if launch.flags.keys() & {"cpu", "multi_gpu"}:
         return
-    if what := TYPES.get(str(launch.settings.get("distributed_type")).upper()):
+    if what := DISTRIBUTED_TYPES.get(str(launch.settings.get("distributed_type")).upper()):
         yield what, f"distributed_type in {launch.file}"
     for name, value in launch.settings.items():
         if value and str(value).lower() not in ("no", "none", "false", "main") and (what := _other(name)):
@@ -182,7 +184,7 @@ def _other_values(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedExecution:
     """The value in use, and who decided it.
 
     precision: no, fp16 or bf16. tf32: as `run.tf32`. compile: as `optim.compile`, never None.
@@ -203,8 +205,8 @@ class Settled:
 
 def settle(
     given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
-) -> Settled:
-    """The first of settings, launcher and resumed run that sets `precision`, and `compile`.
+) -> ResolvedExecution:
+    """Choose precision, TF32 and compilation: each from the first of settings, launcher and resumed run that sets it.
 
     Args:
         given, launched, began: values of `precision`, `tf32` and `compile`; a missing one, or None, says nothing.
@@ -221,7 +223,7 @@ def settle(
         by = f"run.precision auto: {why}"
         tf32 = able if tf32 is None else tf32
     compile, compile_by = _first("optim.compile", given["compile"], launched, began)
-    return Settled(precision or "no", by, tf32, compile or False, compile_by)
+    return ResolvedExecution(precision or "no", by, tf32, compile or False, compile_by)
 
 
 def _first(setting: str, given: object, launched: Mapping, began: Mapping) -> tuple[object, str]:

@@ -1,5 +1,6 @@
 """The reports of a run while it trains: metric rows, console lines, progress bar, status, meters and epoch averages."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -72,8 +73,9 @@ class Log:
         self._bar = progress_bar(total_steps, step, self.is_main)
 
     def note(self, name: str, value: Tensor | float) -> None:
-        """A metric of the script's own, of one micro-batch or window: its mean, over all ranks that noted one, is in
-        the rows, the averages of the epoch, the trackers and the bar. Reads a tensor on the host."""
+        """Note a metric of the script's own, of one micro-batch or window: its mean, over all ranks that noted one, is
+        in the rows, the averages of the epoch, the trackers and the bar. Reads a tensor on the host.
+        """
         total, count = self.notes.get(name, (0.0, 0))
         self.notes[name] = (total + float(value), count + 1)
         self.has_notes = True
@@ -102,11 +104,15 @@ class Log:
         images: int,
         noted: Mapping[str, float] = MappingProxyType({}),
         ends_epoch: bool = False,
+        seconds_left: float = math.inf,
     ) -> None:
-        """After an update over `images` images of all ranks: averages, bar, and when it is time a row and a line.
+        """Log an update over `images` images of all ranks: averages, bar, and when it is due a row and a line.
 
-        The first and the last step of an epoch have a row too, as DETR's. noted: what the script noted, which the
-        meters do not have yet.
+        The first and the last step of an epoch have a row too, as DETR's.
+
+        Args:
+            noted: the notes of the script, which the meters do not have yet.
+            seconds_left: upper limit of the time that is left to train.
         """
         has_row = self.has_row(step, total_steps, ends_epoch)
         self.epoch_s += self.timer.step_done(images)
@@ -122,7 +128,10 @@ class Log:
         if has_row:
             losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
             means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
-            full = {**row, **means, **self.timer.row(total_steps - step)}
+            times = self.timer.row(total_steps - step)
+            if times:
+                times["time/eta_s"] = min(times["time/eta_s"], seconds_left)
+            full = {**row, **means, **times}
             self.write(step, epoch, full)
             self.say(console_line(full, self.meters, progress, console_width()))
             news = self.graphs.news(step)
@@ -130,7 +139,7 @@ class Log:
                 self.say(news)
 
     def has_row(self, step: int, total_steps: int, ends_epoch: bool) -> bool:
-        """Whether this step, which is not logged yet, gets a row and a line."""
+        """Return whether this step, which is yet to be logged, gets a row and a line."""
         begins_epoch = self.epoch_steps == 0
         return is_time(step, self.log_every, last=total_steps) or begins_epoch or ends_epoch
 
@@ -154,7 +163,7 @@ class Log:
         self.say(training_time_line(self.elapsed_s, step))
 
     def end_epoch(self) -> dict[str, float]:
-        """The averages of the epoch that is over; the next one begins anew, as the meters of an epoch do."""
+        """Return the averages of the epoch that is over; the next one begins anew, as the meters of an epoch do."""
         means = self.averages.means()
         self.averages.clear()
         self.epoch_s = 0.0
@@ -164,7 +173,7 @@ class Log:
         return means
 
     def write(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
-        """A row of metrics.jsonl and of the trackers.
+        """Write a row to metrics.jsonl and to the trackers.
 
         One that cannot be written is not an error here, where the main process alone would raise it: `write_error` says
         why, the next step's reduction tells all processes, and they save and end together.
@@ -247,7 +256,7 @@ def training_row(
     param_groups: Iterable[Mapping[str, Any]],
     noted: Mapping[str, float],
 ) -> dict[str, float]:
-    """One step as a row: weighted and unscaled losses, metrics, learning rates, norms, and what the script noted.
+    """Make the row of a step: weighted and unscaled losses, metrics, learning rates, norms, and the script's notes.
 
     reduced, totals: of a `toolkit.run.window.TrainingWindow`. param_groups: of the optimizer.
     """

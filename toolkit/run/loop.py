@@ -125,7 +125,16 @@ def note_step(t: Any, window: TrainingWindow) -> None:
     noted = _noted(t, window)
     row = training_row(window.reduced, window.totals, t.optimizer.param_groups, noted)
     epoch = t.sampler.epoch
-    t.log.log_step(t.step, t.plan.total_steps, epoch, row, images, noted, ends_epoch=t.epoch_is_over)
+    t.log.log_step(
+        t.step,
+        t.plan.total_steps,
+        epoch,
+        row,
+        images,
+        noted,
+        ends_epoch=t.epoch_is_over,
+        seconds_left=t.plan.seconds_left,
+    )
     notes = t.plan.note_step(t.step, window.totals["time_s"])
     if notes:
         t.log.set_total_steps(t.plan.total_steps, notes)

@@ -120,7 +120,7 @@ def _parse_row(line: bytes) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl as they were logged, NaN and infinity included; empty if the file does not exist.
+    """Read the rows of a metrics.jsonl as they were logged, NaN and infinity included; none without the file.
 
     A torn last line, which a kill leaves behind, is left out.
 

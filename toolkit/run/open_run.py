@@ -17,7 +17,7 @@ from toolkit.base.text import escaped
 from toolkit.data.table import Category
 from toolkit.run.checkpoint import Checkpoint, resolve_resume
 from toolkit.run.settings_file import (
-    NEEDED,
+    REQUIRED_KEYS,
     OptionsOf,
     checked_settings,
     load_config_dict,
@@ -60,7 +60,7 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
     folder = run_folder_of(path)
     if path == folder:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
-    config = load_config_dict(newest_config(folder), options_of, needed=NEEDED)
+    config = load_config_dict(newest_config(folder), options_of, needed=REQUIRED_KEYS)
     checkpoint, _ = resolve_resume(str(_evaluated_run(folder, path, config)), folder, of_run=True)
     categories = [Category(category["id"], category["name"]) for category in checkpoint.categories]
     return Run(folder, config, checkpoint, categories)
@@ -91,7 +91,7 @@ def kind_of(source: str | Path) -> str:
 
 
 def may_be_of_hub(name: str) -> bool:
-    """Whether it is `owner/model`, and no folder here is called `owner`: then a path was meant."""
+    """Return whether a name is `owner/model` of the hub; a folder `owner` here means that a path was meant."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).parent.is_dir()
 
 
@@ -104,7 +104,7 @@ def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:
 
 
 def run_folder_of(path: Path) -> Path:
-    """The run folder that `path` is or is inside of.
+    """Return the run folder that `path` is or is inside of.
 
     Raises:
         BadInput: neither it nor a folder above it holds settings.
@@ -116,8 +116,8 @@ def run_folder_of(path: Path) -> Path:
 
 
 def settings_beside(checkpoint: Path, config: Any, options_of: OptionsOf) -> dict:
-    """The settings in force where a checkpoint was written, as the newest config of its run folder has them; empty
-    where there is none.
+    """Return the settings in force where a checkpoint was written, as the newest config of its run folder has them;
+    empty where there is none.
 
     config: that of this start, whose script may have groups and settings of its own. Raises BadInput as
     `checked_settings`.
@@ -156,13 +156,14 @@ def chosen_weights(run: Run, asked: str | None = None) -> str:
 
 
 def script_of(config: Any) -> dict | None:
-    """The file that a run's settings come from, and its hash: the script; None where they come from no file."""
+    """Return the file that a run's settings come from, and its hash: the script; None where they come from no file."""
     file = getattr(sys.modules.get(type(config).__module__), "__file__", None)
     return None if file is None else {"path": str(Path(file).resolve()), "sha256": script_digest(Path(file))}
 
 
 def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
-    """The module of what `script_of` told, and in words what is not as it was; None: there is none to run.
+    """Load the script that `script_of` recorded; return its module, None where there is none to run, and a remark if
+    it has changed.
 
     Raises:
         BadInput: it is none of this project's training scripts, and nobody trusts the file that names it.

@@ -246,11 +246,11 @@ class Parts(UserDict[str, Part]):
     """The parts of a run by their names in a checkpoint, in the order in which they are restored."""
 
     def undone_in_rollback(self) -> "Parts":
-        """The parts that go back with the weights."""
+        """Return the parts that go back with the weights."""
         return Parts({name: part for name, part in self.items() if not getattr(part, "kept_in_rollback", False)})
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """The state of every part, by its name."""
+        """Return the state of every part, by its name."""
         return {name: part.state_dict() for name, part in self.items()}
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:

@@ -194,7 +194,7 @@ class Plan:
         self._rates_of_update = self._number_rates()
 
     def _number_rates(self) -> list:
-        """The learning rates that are numbers; those that are tensors may lie on a device, and are not read."""
+        """Return the learning rates that are numbers; those that are tensors may lie on a device, and are not read."""
         rates = [group["lr"] for group in self.schedule.optimizer.param_groups]
         return [rate for rate in rates if not isinstance(rate, Tensor)]
 
@@ -207,6 +207,11 @@ class Plan:
         self.note_own_rates()
         # At a single update without them a schedule of the script's own may have met ours.
         return self._once("own rates", OWN_RATES) if self._steps_without_own_rates == 2 else ""
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that are left of the budget of minutes; infinity without one."""
+        return math.inf if self.budget is None else max(0.0, 60.0 * self.budget.max_minutes - self.budget.elapsed_s)
 
     # ---- length ------------------------------------------------------------------------------------------------------
 

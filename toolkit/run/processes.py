@@ -42,7 +42,7 @@ dist.register_rendezvous_handler(RESTARTABLE.partition(":")[0], _store_of_this_s
 
 
 def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
-    """Accelerate's view of the processes, once all of them are there.
+    """Start Accelerate once all processes are there.
 
     A second call sets another precision; the processes stay as they are.
 
@@ -122,7 +122,7 @@ def set_threads(threads: int | None, device: torch.device) -> None:
 def prepare(
     accelerator: Accelerator, detector: torch.nn.Module, optimizer: Optimizer, tf32: bool | None, one_size: bool
 ) -> tuple[torch.nn.Module, Optimizer]:
-    """Accelerate's `prepare`, for a `Detector` on the device it is on.
+    """Call Accelerate's `prepare` for a `Detector` on its device.
 
     tf32: float32 products of a GPU are rounded to TensorFloat-32, or not; None: PyTorch's choice.
     one_size: all images have one size, for which cuDNN then looks for its fastest convolutions.

@@ -18,7 +18,7 @@ from toolkit.run.checkpoint import Checkpoint, newest_valid
 from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.saving import load_weights, save
 from toolkit.run.window import TrainingWindow
-from toolkit.step.guard import PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
+from toolkit.step.guard import STATE_PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
 from toolkit.step.optim import drop_gradients, gradient_table
 from toolkit.step.schedules import is_time
 
@@ -71,7 +71,7 @@ class RunGuard(NanGuard):
         return True
 
     def _decide_about(self, window: TrainingWindow, reduced: Mapping[str, float]) -> tuple[Action, list[str]]:
-        """The action, and what `broken_state` found where anything looked suspicious."""
+        """Return the action, and the names of non-finite tensors where anything looked suspicious."""
         t = self._t
         totals = window.totals
         losses = {name: reduced[name] for name in ("loss", *t.loss_weights.names)}
@@ -101,7 +101,7 @@ class RunGuard(NanGuard):
 
 
 def gradients_finite(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether every entry of the gradients is finite, on every rank: a norm can overflow all the same.
+    """Return whether every entry of the gradients is finite, on every rank: a norm can overflow all the same.
 
     A collective, and a host read.
     """
@@ -173,7 +173,7 @@ def state_in_parts(t) -> Iterator[Tensor]:
     longer than the norms of a part."""
     while True:
         state = list(state_of(t, in_window=True))
-        for part in range(PARTS):
+        for part in range(STATE_PARTS):
             yield looks_finite(state, part)
 
 
@@ -184,7 +184,7 @@ def broken_state(t, in_window: bool = False) -> list[str]:
 
 
 def _named_tensors(t, names: Sequence[str], in_window: bool) -> dict[str, Tensor]:
-    """The tensors of this rank that `broken_state` names."""
+    """Return the tensors of this rank that `broken_state` names."""
     named = ((" ".join(kind_and_name), tensor) for kind_and_name, tensor in state_of(t, in_window))
     return {name: tensor for name, tensor in named if name in names}
 
@@ -214,7 +214,7 @@ def state_is_sound(t) -> bool:
 
 
 def ranks_apart(t) -> str:
-    """A warning if the weights are not bit-identical on all ranks, else "". A collective with one host read."""
+    """Return a warning if the weights are not bit-identical on all ranks, else "". A collective with one host read."""
     if world()[1] == 1:
         return ""
     named = dict(t.detector.named_parameters())

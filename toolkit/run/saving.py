@@ -21,7 +21,7 @@ from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.parts import WeightFacts
 from toolkit.run.settings_file import Change
 
-WEIGHTS = ("model", "loss_weights", "ema")  # the parts that an evaluation needs
+EVALUATED_PARTS = ("model", "loss_weights", "ema")  # the parts that an evaluation needs
 
 
 @dataclass
@@ -217,5 +217,5 @@ def load_weights(t, checkpoint: Checkpoint) -> None:
     if "ema" not in saved:  # a run that begins to average here
         saved["ema"] = saved["model"]
     if t.plan.eval_only:
-        saved = {name: saved[name] for name in WEIGHTS if name in saved}
+        saved = {name: saved[name] for name in EVALUATED_PARTS if name in saved}
     t.parts.undone_in_rollback().load_state_dict(saved)

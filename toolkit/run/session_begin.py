@@ -12,10 +12,10 @@ from toolkit.run.folder import keep_staged, write_environment
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of
 from toolkit.run.saving import load
-from toolkit.run.settings_file import ABOUT_STARTING, CONFIG, Change, changes, in_force, next_config, save_config
+from toolkit.run.settings_file import ABOUT_STARTING, CONFIG_FILE, Change, changes, in_force, next_config, save_config
 from toolkit.run.training import Training
 from toolkit.run.validation import check_metric, evaluate, save_and_evaluate
-from toolkit.run.writer import About, RunWriter, data_facts, tracker_names
+from toolkit.run.writer import RunDescription, RunWriter, data_facts, tracker_names
 from toolkit.step.schedules import is_time
 
 
@@ -37,10 +37,11 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
     for note in run_on_main(lambda: _repair_rows(s)) if checkpoint is not None else []:
         s.say(note)
     job = run.job_type or ("eval" if run.eval_only else "train")
+    metric = t.validation.best.metric
     writer = RunWriter(
         s.folder,
         trackers=tracker_names(run.tracker),
-        about=About(run.project, run.name, settings, t.validation.best.metric, run.group, job, run.tags, run.notes),
+        about=RunDescription(run.project, run.name, settings, metric, run.group, job, run.tags, run.notes),
         data=data_facts({"train": table, "val": t.validation.table}),
         is_main=s.is_main,
         resume_state=checkpoint and checkpoint.of_part("log")["writer"],
@@ -58,8 +59,8 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
 
 
 def _settings(s: Any, t: Training) -> tuple[dict, list[Change]]:
-    """The settings in force, with the values that the model really used, and those that a resumed run has otherwise
-    than before."""
+    """Return the settings in force, with the values that the model really used, and the changes since the checkpoint.
+    """
     settings = asdict(s.config)
     left = {*ABOUT_STARTING, "pretrained_backbone"}
     used = t.detector.resolved_options().items()
@@ -104,9 +105,9 @@ def _record(s: Any, t: Training, table: DetectionTable, settings: dict, changed:
     s.lock.keep = True
     if s.is_main:
         keep_staged(s.staging, s.folder)
-        path = s.folder / CONFIG if s.status.begun else next_config(s.folder)
+        path = s.folder / CONFIG_FILE if s.status.begun else next_config(s.folder)
         remarks = []
-        if s.checkpoint is not None or path.name != CONFIG:
+        if s.checkpoint is not None or path.name != CONFIG_FILE:
             source = "" if s.checkpoint is None else f" of {s.checkpoint.path}"
             remarks = [f"These settings are in force from step {t.step}{source} on. Changed:", *map(str, changed)]
         save_config(settings, path, remarks)

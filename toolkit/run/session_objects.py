@@ -28,7 +28,7 @@ from toolkit.run.plan import Plan, StepBudget
 from toolkit.run.processes import prepare, start_accelerator
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
-from toolkit.run.settings_file import CONFIG
+from toolkit.run.settings_file import CONFIG_FILE
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation
 from toolkit.step.ema import Ema
@@ -174,7 +174,7 @@ def _settle(s: Any, detector: Detector) -> None:
     run = s.config.run
     optim = s.config.optim
     device = s.accelerator.device
-    was_killed = not s.stored and (s.folder / CONFIG).is_file()  # before it saved
+    was_killed = not s.stored and (s.folder / CONFIG_FILE).is_file()  # before it saved
     stored = settings_beside(s.folder, s.config, options_class) if was_killed else s.stored
     began = {**stored.get("run", {}), **stored.get("optim", {})}
     asked = None if run.eval_only and run.precision == "auto" else run.precision
@@ -196,7 +196,7 @@ def _settle(s: Any, detector: Detector) -> None:
 
 
 def _distillation(s: Any, detector: Detector, table: DetectionTable) -> nn.Module | None:
-    """The losses beside the teacher of `loss.teacher`; None without a teacher."""
+    """Return the losses of distillation from `loss.teacher`; None without a teacher."""
     if s.config.loss.teacher is None:
         return None
     open_teacher = index.tool("teacher")
@@ -227,7 +227,7 @@ def _optimizer(s: Any, detector: Detector, weights: LossWeights, distillation: n
 
 
 def _plan(c: Any, sampler: EpochSampler, optimizer: torch.optim.Optimizer) -> Plan:
-    """The plan of a fresh run with these settings."""
+    """Return the plan of a fresh run with these settings."""
     run = c.run
     optim = c.optim
     all_steps = sampler.steps_in(run.epochs, optim.accumulation_steps, optim.accumulate_after_epoch)

@@ -32,7 +32,7 @@ _WORDS = {
 def type_faults(
     groups: Mapping, kinds: Mapping[str, type], where: str, null_is_not_given: bool = True
 ) -> list[str]:
-    """A sentence for every group that is not a mapping, and for every value of the wrong type.
+    """Return a sentence for every group that is not a mapping, and for every value of the wrong type.
 
     Keys that no dataclass has are passed over; see `key_faults`.
 
@@ -58,7 +58,7 @@ def key_faults(
     groups: Mapping, kinds: Mapping[str, type], where: str, strict: bool = True,
     elsewhere: Callable[[str], str] = lambda flag: "",
 ) -> list[str]:  # fmt: skip
-    """A sentence for every unknown group and key, with the nearest known one.
+    """Return a sentence for every unknown group and key, with the nearest known one.
 
     Args:
         strict: all of them; otherwise those alone that look like one that is missing, as in a file whose script may
@@ -81,7 +81,9 @@ def key_faults(
 
 
 def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
-    """The groups with numbers in the place of text that is one, as `1e-3` is in YAML; they have no `type_faults`."""
+    """Return the groups, which have no `type_faults`, with numbers in the place of texts that YAML does not take for
+    one (`1e-3`).
+    """
     made = {name: dict(entries) if isinstance(entries, Mapping) else entries for name, entries in groups.items()}
     for name in (name for name in kinds if isinstance(groups.get(name), Mapping)):
         hints = field_types(kinds[name])
@@ -94,7 +96,7 @@ def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
 
 
 def did_you_mean(word: str, choices: list[str]) -> str:
-    """The end of a sentence: what was probably meant by `word`, or else the choices."""
+    """Return the end of a sentence: the nearest name to `word`, or else the choices."""
     similar = difflib.get_close_matches(word, choices, n=1)
     if similar:
         return f"; did you mean {similar[0]}?"
@@ -102,7 +104,7 @@ def did_you_mean(word: str, choices: list[str]) -> str:
 
 
 def not_finite(key: str, value: object) -> list[str]:
-    """A sentence for every infinity and NaN that a setting holds."""
+    """Return a sentence for every infinity and NaN that a setting holds."""
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{key} is {value}; expected a finite number."]
     if isinstance(value, dict):
@@ -111,7 +113,7 @@ def not_finite(key: str, value: object) -> list[str]:
 
 
 def not_text(key: str, value: object) -> list[str]:
-    """A sentence for every setting with bytes that are not UTF-8: neither config.yaml nor the log could hold it."""
+    """Return a sentence for every setting with bytes that are not UTF-8, which no file could hold."""
     if isinstance(value, dict):
         return [problem for name, item in value.items() for problem in not_text(f"{key}.{name}", item)]
     if isinstance(value, list | tuple):
@@ -132,7 +134,7 @@ def plain(value: object) -> object:
 
 
 def shown(value: object) -> str:
-    """A value in a sentence, on one line and at most 80 characters long."""
+    """Format a value for a sentence, on one line of at most 80 characters."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
     except ValueError:  # Python writes no whole number of more than 4,300 digits
@@ -148,7 +150,7 @@ def field_types(kind: type) -> dict[str, Any]:
 
 
 def _fault(hint: Any, value: object) -> str:
-    """The end of the sentence about a value that a type does not have; "": it has it."""
+    """Return the end of the sentence about a value that is not of a type; "" if it is."""
     expected = f"is {shown(value)}; expected {in_words(hint)}"
     if value is None:  # which jsonargparse takes for any type
         return "" if hint is Any or type(None) in (hint, *get_args(hint)) else expected
@@ -159,7 +161,7 @@ def _fault(hint: Any, value: object) -> str:
 
 
 def _parsed(hint: Any, value: object) -> object:
-    """The value as the command line takes it. Raises ArgumentError."""
+    """Return the value as the command line takes it. Raises ArgumentError."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     return parser.parse_object({"value": value}).value

@@ -23,7 +23,7 @@ from toolkit.run.settings import (
 )
 from toolkit.run.settings_check import as_settings, key_faults, shown, type_faults
 
-CONFIG = "config.yaml"
+CONFIG_FILE = "config.yaml"
 _CONFIG_NAME = re.compile(r"config(?:_(\d+))?\.yaml")
 PRETRAINED_CONFIG = "pretrained_config.json"
 # Settings of a detector that say where it starts and what of it learns, not what it is.
@@ -39,7 +39,7 @@ GROUPS = {
     "hub": HubConfig,
 }
 # Without these a trained detector cannot be used as it was trained; what else an older file lacks has its default.
-NEEDED = {
+REQUIRED_KEYS = {
     "model": ("architecture",),
     "data": ("train", "val", "format", "name", "image_size", "scales", "max_size", "workers", "on_error"),
     "loss": ("weights",),
@@ -57,7 +57,7 @@ def save_config(settings: Mapping, path: Path, remarks: Iterable[str] = ()) -> N
 
 
 def config_files(folder: Path) -> list[Path]:
-    """The settings files of every start of a run, in order."""
+    """Return the settings files of every start of a run, in order."""
     paths = Path(folder).glob("config*.yaml")
     numbers = {int(match[1] or 1): path for path in paths if (match := _CONFIG_NAME.fullmatch(path.name))}
     return [numbers[number] for number in sorted(numbers)]
@@ -67,17 +67,17 @@ def next_config(folder: Path) -> Path:
     """Return the path for the settings of the next start of a run."""
     earlier = config_files(folder)
     last = earlier[-1].stem.partition("_")[2] or "1" if earlier else "0"
-    return Path(folder) / (CONFIG if last == "0" else f"config_{int(last) + 1}.yaml")
+    return Path(folder) / (CONFIG_FILE if last == "0" else f"config_{int(last) + 1}.yaml")
 
 
 def newest_config(folder: Path) -> Path:
-    """The settings that the run was trained with last: those of its newest start that was no evaluation alone."""
+    """Return the settings file of the newest start that trained, not one that only evaluated."""
     files = config_files(folder)
     for path in reversed(files[1:]):
         run = read_settings(path).get("run")
         if not (isinstance(run, dict) and run.get("eval_only")):
             return path
-    return files[0] if files else Path(folder) / CONFIG
+    return files[0] if files else Path(folder) / CONFIG_FILE
 
 
 def read_settings(path: Path) -> dict:
@@ -106,13 +106,13 @@ def detector_options(settings: Mapping) -> dict:
 
 
 def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = ("model",)) -> dict:
-    """The settings of a run folder as nested dicts, with what the source of its weights said of the model.
+    """Return the settings of a run folder as nested dicts, with what the source of its weights said of the model.
 
     Where the source decided the structure, only the settings of the model that were given stand beside what it said.
 
     Args:
         path: a `config.yaml`, written by a run, and perhaps edited since.
-        needed: groups of `NEEDED` that must be there, with these keys.
+        needed: groups of `REQUIRED_KEYS` that must be there, with these keys.
 
     Raises:
         BadInput: as `checked_settings`.
@@ -161,7 +161,7 @@ def checked_settings(
         if name not in groups:
             problems.append(f"{where}: it has no group {name}; expected the one that the run wrote")
         elif isinstance(groups[name], dict):
-            left = [f"there is no {name}.{key}" for key in NEEDED[name] if key not in groups[name]]
+            left = [f"there is no {name}.{key}" for key in REQUIRED_KEYS[name] if key not in groups[name]]
             problems += [f"{where}: {fault}; expected the value that the run was trained with" for fault in left]
     try:
         kinds = _kinds(kinds, options_of, groups)
@@ -181,13 +181,13 @@ _REMEDY = "Put back what the run wrote; weights and checkpoints are as they were
 
 
 def _is_own_class(groups: Mapping) -> bool:
-    """Whether the settings name a detector of one's own, `module:Class`."""
+    """Return whether the settings name a detector of one's own, `module:Class`."""
     model = groups.get("model")
     return isinstance(model, dict) and ":" in str(model.get("architecture", ""))
 
 
 def _kinds(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) -> dict[str, type]:
-    """The dataclasses of all groups, with that of the architecture that they name, if any."""
+    """Return the dataclasses of all groups, with that of the architecture that they name, if any."""
     model = groups.get("model", {})
     if not isinstance(model, dict):
         raise BadInput(f"model is {shown(model)}; expected a group of settings, `key: value`")
@@ -201,7 +201,7 @@ def _kinds(kinds: Mapping[str, type], options_of: OptionsOf, groups: Mapping) ->
 
 
 def _is_of_script_unchanged(folder: Path) -> bool:
-    """Whether a run was made by one of this project's scripts, which have no settings of their own, as it is now."""
+    """Return whether the run's script is one of this project's, unchanged, which has no settings of its own."""
     script = read_json_object(folder / "environment.json").get("script")
     digest = script.get("sha256") if isinstance(script, dict) else None
     scripts = (ROOT / "scripts").glob("train_*.py")
@@ -209,7 +209,7 @@ def _is_of_script_unchanged(folder: Path) -> bool:
 
 
 def script_digest(path: Path) -> str:
-    """The hash that identifies the script of a run."""
+    """Return the hash that identifies the script of a run."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -249,7 +249,7 @@ class Change:
 
 
 def changes(before: Mapping, after: Mapping, keep_schedule: bool, minutes_count: bool = False) -> list[Change]:
-    """Every setting that two starts both have, with different values, in the order of `after`.
+    """Return the settings that differ between two starts which both have them, in the order of `after`.
 
     Args:
         before, after: groups of settings of the run so far and of this start.
@@ -285,7 +285,7 @@ def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, 
 
 
 def in_force(settings: Mapping, changed: Sequence[Change]) -> dict:
-    """The settings in force: those of this start, with the earlier values of what is ignored.
+    """Return the settings in force: those of this start, with the earlier values of what is ignored.
 
     Raises BadInput: some changes are refused.
     """

@@ -22,7 +22,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 WITHOUT_A_WORD = (
     "its process ended without a word: killed, out of memory, or by a fault of the machine; --run.resume latest goes "
     "on from the last checkpoint"
@@ -48,7 +48,7 @@ def in_words(ended_by: Sequence[str]) -> str:
 
 
 def state_of(error: BaseException) -> str:
-    """The state of a run that this error ends."""
+    """Return the state of a run that this error ends."""
     return next((state for state, kind in STATES.items() if isinstance(error, kind)), "failed")
 
 
@@ -58,18 +58,18 @@ def read_status(folder: Path) -> dict:
 
 
 def true_status(folder: Path, status: dict) -> dict:
-    """The content of `status.json`, but `failed` where it says `running` and the process that wrote it is gone.
+    """Return the content of `status.json`, but `failed` where it says `running` and the process that wrote it is gone.
 
     A process that is killed (SIGKILL, SIGBUS, out of memory) writes no last word, and the kernel releases its lock.
     Where that cannot be known, on another machine, on a disk without locks or without `.lock`, the file is believed.
     """
-    if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK):
+    if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK_FILE):
         return status
     return status | {"state": "failed", "exit_code": EXIT_CODES["failed"], "reason": WITHOUT_A_WORD}
 
 
 def _is_holder_gone(path: Path) -> bool:
-    """Whether nobody holds a lock file that a process of this machine has left behind."""
+    """Return whether nobody holds a lock file that a process of this machine has left behind."""
     if fcntl is None or read_json_object(path).get("host") != socket.gethostname():
         return False
     try:
@@ -118,7 +118,7 @@ def now() -> str:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run has begun in this folder: one that ended as bad input before it logged anything does not count."""
+    """Return whether a run has begun in this folder; one that ended as bad input before it logged anything has not."""
     if not folder.is_dir():
         return folder.exists()
     entries = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")} - {".lock"}
@@ -206,7 +206,7 @@ class FolderLock:
         Raises:
             BadInput: another process holds it; names its host, number and start. OSError: no right to write, no space.
         """
-        path = Path(folder) / LOCK
+        path = Path(folder) / LOCK_FILE
         content = path.read_bytes() if path.exists() else None
         path.touch()  # raises where nothing can be written; what `acquire` raises after that is about locks
         # a moment for one that its holder removes just now; `note` says more than a lock of another kind would hold

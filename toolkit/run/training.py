@@ -149,7 +149,7 @@ class Training:
         self.loss_weights.add(name, weight, divided_by)
 
     def without(self, *names: str) -> None:
-        """Leave these calls out of the loop on purpose, by the names of `toolkit.step.loop_check.LINES`."""
+        """Leave these calls out of the loop on purpose, by the names of `toolkit.step.loop_check.LOOP_LINES`."""
         self.check.leave_out(names)
 
     # ---- around the body of the loop ---------------------------------------------------------------------------------

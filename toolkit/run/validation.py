@@ -18,7 +18,7 @@ from toolkit import index
 from toolkit.base.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.base.errors import Preempted, StoppedByGuard
 from toolkit.data.table import DetectionTable
-from toolkit.evaluation.coco import OF_GRAPHS, crowded_notes, make_evaluator
+from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator
 from toolkit.evaluation.matches import match
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
@@ -163,7 +163,7 @@ def warn_of_crowds(t) -> None:
 
 
 def finish(t) -> None:
-    """The last evaluation and checkpoint, if they are not there yet; then the detector holds the best weights.
+    """Make the last evaluation and checkpoint, if they are not there yet, and load the best weights into the detector.
 
     Says what ended the training, and leaves it for `status.json`.
 
@@ -232,18 +232,18 @@ def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights:
 
 
 def _about(evaluator, detector: str, step: int) -> dict:
-    """The metadata of a file of predictions."""
+    """Return the metadata of a file of predictions."""
     about = {key: getattr(evaluator, key) for key in ("mode", "protocol") if hasattr(evaluator, key)}
     return about | {"detector": detector, "step": step}
 
 
 def _are_boxes(predictions: dict) -> bool:
-    """Whether the trackers and the report can show them; a detector of one's own may find something else."""
+    """Return whether the predictions are boxes; a detector of one's own may predict something else."""
     return all({"boxes", "scores", "labels"} <= prediction.keys() for prediction in predictions.values())
 
 
 def _show(t, predictions: dict, scores: dict, better: bool) -> None:
-    """The table on the console, why an AP is 0, and the pictures."""
+    """Print the table, and why an AP is 0; draw the pictures."""
     table = t.validation.evaluator.describe(scores, predictions, t.step)
     t.log.say(f"evaluation at step {t.step}{' (best so far)' if better else ''}\n{table}")
     if t.validation.pictures:
@@ -278,7 +278,7 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
 
     Returns the row. Raises Preempted: a signal came; the resumed run evaluates again.
     """
-    of_graphs = {key: getattr(e, key) for key in OF_GRAPHS if hasattr(e, key)}
+    of_graphs = {key: getattr(e, key) for key in GRAPH_EVAL_SETTINGS if hasattr(e, key)}
     evaluator = make_evaluator(t.detector, table, e.backend, **of_graphs)
     predictions = _predict(t, t.detector, loader, e.score_threshold, "test split")
     if predictions.interrupted:
@@ -292,7 +292,7 @@ def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) ->
 
 
 def _show_test_split(t, table: DetectionTable, evaluator, predictions: dict, scores: dict) -> None:
-    """The table on the console, and the predictions with their numbers in a file."""
+    """Print the table; write the predictions with their numbers to a file."""
     step = t.step if t.validation.best.value is None else t.validation.best.step
     summary = evaluator.describe(scores, predictions, step)
     t.log.say(f"test split {table.name}, weights of step {step}\n{summary}")

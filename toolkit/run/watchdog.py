@@ -187,7 +187,7 @@ class _Watch:
             self._end()
 
     def _end(self) -> None:
-        """The main thread waits for what never comes."""
+        """End this process, whose main thread waits for a message that will never come."""
         error = _as_error(self.first)
         state = self.first["state"]
         if self.first.get("hangs"):
@@ -245,7 +245,7 @@ def _send(peer: socket.socket, word: dict) -> None:
 
 
 def _keep_alive(peer: socket.socket) -> None:
-    """A machine that is gone says nothing: the kernel asks after ten seconds of silence, and gives up after forty."""
+    """Let the kernel probe a silent connection after ten seconds, and give up on it after forty."""
     peer.settimeout(5.0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 40_000)):

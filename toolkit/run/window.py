@@ -18,7 +18,7 @@ from toolkit.step.losses import WeightedLosses, window_denominators
 from toolkit.step.optim import gradient_norm, group_norms
 from toolkit.step.window import Metrics, Window
 
-FLAGS = ("buffers_finite", "boxes_finite", "state_finite", "signal", "time_s", "notes")
+STEP_STATE_NAMES = ("buffers_finite", "boxes_finite", "state_finite", "signal", "time_s", "notes")
 
 
 class TrainingWindow(Window):
@@ -29,7 +29,8 @@ class TrainingWindow(Window):
 
     Attributes:
         scale: loss scale, once the guard has read it.
-        totals: what `reduce_dict` returned: also sums and counts of metrics, norms of parameter groups, and `FLAGS`.
+        totals: what `reduce_dict` returned: also sums and counts of metrics, norms of parameter groups, and
+        `STEP_STATE_NAMES`.
         reduced: what `reduce` returned; a script may add values of its own, which go into the rows.
         best_step_before: the best step before the window.
         is_in_body: whether the body of the loop is at work.
@@ -144,7 +145,8 @@ class TrainingWindow(Window):
             of_groups = group_norms(t.optimizer.param_groups)
             values.update(of_groups)
             norms += of_groups
-        self.totals = reduce_dict(values, [*t.loss_weights.row_names, *metrics, *norms, *FLAGS], self.unknown)
+        names = [*t.loss_weights.row_names, *metrics, *norms, *STEP_STATE_NAMES]
+        self.totals = reduce_dict(values, names, self.unknown)
         self.reduced = {name: self.totals[name] for name in t.loss_weights.row_names}
         for name in t.detector.metric_names:
             count = self.totals[f"{name}/count"]

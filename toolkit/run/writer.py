@@ -20,12 +20,12 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
 from toolkit.run.best import Best
-from toolkit.run.folder import ERRORS, note_traceback
+from toolkit.run.folder import ERRORS_FILE, note_traceback
 from toolkit.run.metrics_log import MetricsLog, read_metrics
 
 
 @dataclass(frozen=True)
-class About:
+class RunDescription:
     """The facts about a run before its first step.
 
     config: the settings, nested. metric: the one for best, below `val/`, such as "bbox_AP".
@@ -78,22 +78,22 @@ class Tracker:
         self.floor: int | None = None
         self.notes: dict = {}
 
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         """Begin, or goes on with `run_id` and `notes`. is_new: it has nothing of this run. was_closed: it got all."""
         raise NotImplementedError  # each tracker has its own
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """The numbers of a row."""
+        """Send the numbers of a row."""
         raise NotImplementedError  # each tracker has its own
 
     def show(self, shown, step: int) -> None:
-        """One evaluation, a `toolkit.tools.report.shown.Shown`."""
+        """Show an evaluation, a `toolkit.tools.report.shown.Shown`."""
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
-        """The data by split, before the first step."""
+        """Note the data by split, before the first step."""
 
     def keep_final(self, final: Path, facts: Mapping) -> None:
-        """The finished detector. facts: its step, metric and value."""
+        """Keep the finished detector. facts: its step, metric and value."""
 
     def close(self, state: str) -> None:
         """Everything was sent. state: "done", "preempted" or "failed"."""
@@ -111,7 +111,7 @@ def flat(config: Mapping, prefix: str = "") -> dict:
 
 
 def tracker_names(asked: str | Sequence[str]) -> list[str]:
-    """The names in `--run.tracker`, each once, "none" left out.
+    """Return the names in `--run.tracker` once each, without "none".
 
     Raises:
         BadInput: one that is not known, or not installed; lists those that are.
@@ -130,12 +130,12 @@ def tracker_names(asked: str | Sequence[str]) -> list[str]:
 
 
 def agent_run_id() -> str | None:
-    """The run id that `wandb agent` gave to this trial of a sweep; None where no agent started this process."""
+    """Return the run id that `wandb agent` gave to this trial of a sweep; None where no agent started this process."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 
 
 def make_tracker(name: str) -> Tracker:
-    """The tracker of that name, not started yet."""
+    """Make the tracker of that name, yet to be started."""
     tracker = index.load(index.TRACKERS.get(name, index.OTHER_TRACKERS))
     return tracker(name)
 
@@ -164,7 +164,7 @@ class RunWriter:
         folder: Path,
         *,
         trackers: Sequence[str] = (),
-        about: About | None = None,
+        about: RunDescription | None = None,
         data: Mapping[str, DataFacts] | None = None,
         is_main: bool = True,
         resume_state: Mapping | None = None,
@@ -175,7 +175,7 @@ class RunWriter:
         self._is_main = is_main
         self._track_unscaled = track_unscaled
         self._feeds: list[_Feed] = []
-        self._best = _BestNumbers((about or About()).metric)
+        self._best = _BestNumbers((about or RunDescription()).metric)
         if not is_main:
             return
         continues = resume_state is not None and (self.folder / "metrics.jsonl").exists()  # else a fork, or fresh
@@ -184,7 +184,7 @@ class RunWriter:
         earlier = _known_trackers(self.folder, resume_state) if continues else {}
         self._feeds = [_Feed(name, self.folder, self._save, earlier.get(name)) for name in trackers]
         for feed in self._feeds:
-            feed.start(about or About(), data or {})
+            feed.start(about or RunDescription(), data or {})
         for row in read_metrics(self._metrics.path) if trackers else ():
             self._send(row)
 
@@ -210,7 +210,8 @@ class RunWriter:
             self._send(row)
 
     def show(self, evaluation, step: int) -> None:
-        """Show an evaluation (`toolkit.tools.report.shown.Shown`) in the trackers that do not have this step's."""
+        """Show an evaluation (`toolkit.tools.report.shown.EvaluationDisplay`) in the trackers that do not have this
+        step's."""
         for feed in self._feeds:
             if feed.note("images", step):
                 feed.call(lambda tracker: tracker.show(evaluation, step))
@@ -275,7 +276,7 @@ class _Feed:
         self._closed = False
         self.tracker.run_id, self.tracker.notes = state.get("run_id"), dict(state.get("notes", {}))
 
-    def start(self, about: About, data: Mapping[str, DataFacts]) -> None:
+    def start(self, about: RunDescription, data: Mapping[str, DataFacts]) -> None:
         self.call(lambda tracker: tracker.start(self.folder, about, self._is_new, self._was_closed))
         if self.tracker.floor is not None:
             self._sent = dict.fromkeys(("train", "epoch", "val", "images"), self.tracker.floor)
@@ -312,7 +313,7 @@ class _Feed:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             warnings.warn(
                 f"The tracker {self.tracker.name} failed and is switched off ({reason}). Training goes on; "
-                f"{self.folder}/metrics.jsonl has every row, {ERRORS} the traceback.",
+                f"{self.folder}/metrics.jsonl has every row, {ERRORS_FILE} the traceback.",
                 stacklevel=4,
             )
 

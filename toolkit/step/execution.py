@@ -24,7 +24,8 @@ from toolkit.base.errors import BadInput
 MOBILE_BLOCKS = {"InvertedResidual", "DepthwiseSeparableConv", "UniversalInvertedResidual", "GhostBottleneck"}
 # Words in the values of ONEDNN_MAX_CPU_ISA that leave oneDNN the instructions for bfloat16.
 ISA_WITH_BF16 = ("DEFAULT", "ALL", "BF16", "FP16", "AMX", "AVX10")
-VARIANTS = 64  # graphs of one block: widths, with and without gradients, image sizes; torch would stop after 8
+# One graph for each width, with and without gradients, and image size; torch would stop after 8.
+MAX_GRAPHS_OF_A_BLOCK = 64
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _NO_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implementation")
 
@@ -153,7 +154,7 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
         raise BadInput(f"optim.compile: torch has no backend {backend!r}; give true, or one of {', '.join(backends)}")
     import torch._inductor.config as inductor  # here: it takes a second
 
-    torch._dynamo.config.recompile_limit = VARIANTS
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS_OF_A_BLOCK
     inductor.fallback_random = True  # dropout draws the same numbers as without compilation
     for block in list(repeated_blocks(module)) or [module]:
         block.compile(backend=backend)
@@ -273,9 +274,11 @@ def _again(block: nn.Module, backends: Sequence[SDPBackend]) -> Iterator[None]:
 def be_deterministic() -> None:
     """Switch deterministic algorithms on, and print each operation that has none, once, when it is first used.
 
-    On a CPU two runs are bitwise equal without this too; on a GPU it replaces atomic additions (scatter, grid_sample
-    backward).
+    On a CPU two runs are bitwise equal without this too; on a GPU it replaces atomic additions, such as those of
+    scatter. cuBLAS needs workspaces of a fixed size for it, which it reads from the environment at its first product;
+    a value that is set already stays.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     met: set[str] = set()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False

@@ -4,8 +4,8 @@
 so weights, optimizer state and averages never receive the gradient; only buffers, which the forward pass alone can
 damage (running statistics of a batch norm), have to be restored. A finite gradient can still make an update that
 overflows, so the state that it leaves is checked too: weights, buffers, averages, optimizer state, learning rates. Each
-step checks one of `PARTS` parts of it, in turn, without a host read; all parts are checked before an evaluation, a
-checkpoint or a write to `final/`, and when another check fails.
+step checks one of `STATE_PARTS` parts of it, in turn, without a host read; all parts are checked before an evaluation,
+a checkpoint or a write to `final/`, and when another check fails.
 
 In a loop of your own the one call `NanGuard.check` is enough; see docs/parts.md.
 """
@@ -25,8 +25,8 @@ from toolkit.base.errors import BadInput, StoppedByGuard
 from toolkit.step.optim import gradient_norm, parameters_of
 
 POLICIES = ("stop", "skip", "rollback")
-PARTS = 8  # of the state, of which each step checks one
-LARGEST = torch.finfo(torch.float32).max
+STATE_PARTS = 8  # of the state, of which each step checks one
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 class Action(Enum):
@@ -360,14 +360,14 @@ def named_state(
 
 @torch.no_grad()
 def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
-    """Return 1.0 if the norm of one part (of `PARTS`, from 0) of the state is finite, else 0.0; 0-dim, no host read.
+    """Return 1.0 if the norm of one of `STATE_PARTS` parts of the state is finite, else 0.0; 0-dim, no host read.
 
-    0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite` decides. (The largest magnitude would not
-    overflow, but takes fifteen times as long on a CPU.)
+    part: its number, from 0. A returned 0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite`
+    decides. (The largest magnitude would not overflow, but takes fifteen times as long on a CPU.)
     """
     tensors = []
     for i, (_, tensor) in enumerate(state):
-        if i % PARTS == part and tensor.numel():
+        if i % STATE_PARTS == part and tensor.numel():
             tensors.append(tensor)
     if not tensors:
         return torch.ones(())
@@ -405,6 +405,6 @@ def unusable_rate(groups: Iterable[dict]) -> str:
         beta = group["betas"][0] if "betas" in group else 0.0  # Adam divides the rate by 1 - beta1 in its first step
         first_rate = group["lr"] / (1.0 - beta)
         decay = max(1.0, group.get("weight_decay", 0.0))
-        if not first_rate * decay <= LARGEST:  # also NaN
+        if not first_rate * decay <= MAX_FLOAT32:  # also NaN
             return f"the learning rate of {group.get('name', 'a group')} is {group['lr']:g}, too large for float32"
     return ""

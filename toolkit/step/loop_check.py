@@ -29,16 +29,16 @@ AFTER = {
     "ema": ("t.ema.update()", "the averaged weights would stay the initial ones"),
     "meters": ("t.meters.update(reduced)", "the console would show no losses"),
 }
-LINES = BEFORE | AFTER
-MAY_BE_LEFT_OUT = LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()`, before the windows
+LOOP_LINES = BEFORE | AFTER
+MAY_BE_LEFT_OUT = LOOP_LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()`, before the windows
 
 
 class LoopCheck:
     """A comparison of the calls made in a window with those that it needs. No tensor is read.
 
     Args:
-        counts: returns the counts of actions that their objects count themselves, by the names of `LINES`; a name that
-            is in neither this nor `done` is not checked.
+        counts: returns the counts of actions that their objects count themselves, by the names of `LOOP_LINES`; a name
+            that is in neither this nor `done` is not checked.
 
     Attributes:
         done: the counts of all other actions, increased by their callers.
@@ -48,7 +48,7 @@ class LoopCheck:
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]):
         self._counts = counts
-        self.done = Counter(dict.fromkeys(LINES.keys() - {"meters", "ema"}, 0))
+        self.done = Counter(dict.fromkeys(LOOP_LINES.keys() - {"meters", "ema"}, 0))
         self.left_out: set[str] = set()
         self._start: Mapping[str, int] | None = None  # None: outside a window
         self._step = 0
@@ -89,7 +89,7 @@ class LoopCheck:
         """Allow calls to be left out. Raises BadInput for names that are not among these calls."""
         unknown = [name for name in names if name not in MAY_BE_LEFT_OUT]
         if unknown:
-            choices = ", ".join(name for name in (*LINES, "train") if name in MAY_BE_LEFT_OUT)
+            choices = ", ".join(name for name in (*LOOP_LINES, "train") if name in MAY_BE_LEFT_OUT)
             raise BadInput(f"t.without: there is no {', '.join(map(repr, unknown))}; there are {choices}")
         self.left_out |= set(names)
 
@@ -191,7 +191,7 @@ class LoopCheck:
         now = self._now()
         trained = any(now[name] != self._start[name] for name in AFTER if name in now)
         if trained:
-            self._compare(LINES, "the window is over")
+            self._compare(LOOP_LINES, "the window is over")
         self._start = None
         return trained
 
@@ -204,7 +204,7 @@ class LoopCheck:
                 continue
             made = now[name] - start[name]
             right = self.micro_batches if name == "backward" else 1
-            line, without = LINES[name]
+            line, without = LOOP_LINES[name]
             if made < right:
                 times = "" if right == 1 else f" for {right - made} of {right} micro-batches"
                 faults.append(

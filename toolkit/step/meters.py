@@ -230,7 +230,7 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
             self[name].load_state_dict(meter_state)
 
 
-KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
+METER_KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
 
 
 def make_meters(kind: str, steps_per_epoch: int) -> Meters:
@@ -245,8 +245,8 @@ def make_meters(kind: str, steps_per_epoch: int) -> Meters:
     elif kind.endswith("mean"):
         meters.new = partial(SmoothedValue, fmt="{value:.4f} ({global_avg:.4f})")
         meters.statistic = "global_avg"
-    elif kind not in KINDS:
-        raise BadInput(f"run.meters is {kind!r}; expected one of {', '.join(KINDS)}")
+    elif kind not in METER_KINDS:
+        raise BadInput(f"run.meters is {kind!r}; expected one of {', '.join(METER_KINDS)}")
     return meters
 
 

@@ -15,7 +15,7 @@ import torch
 
 from toolkit.base.errors import BadInput
 
-SHAPES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
+SCHEDULES = ("constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic")
 
 
 def warm_up(step: int, warmup_steps: int, warmup_factor: float = 0.1, warmup_method: str = "linear") -> float:
@@ -271,8 +271,8 @@ class Schedule(GroupRates):
 
 def _check(name: str, options: Mapping) -> None:
     problems = []
-    if name not in SHAPES:
-        problems.append(f"schedule.name is {name!r}; expected one of {', '.join(SHAPES)}")
+    if name not in SCHEDULES:
+        problems.append(f"schedule.name is {name!r}; expected one of {', '.join(SCHEDULES)}")
     milestones = list(options.get("milestones", ()))
     if milestones != sorted(milestones):
         problems.append(f"schedule.milestones are {milestones}; expected increasing steps")

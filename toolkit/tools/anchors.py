@@ -19,16 +19,45 @@ from toolkit.tools.arguments import add_data_flag
 @says_bad_input
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
-    command = argparse.ArgumentParser(prog="python -m toolkit.tools.anchors", description=main.__doc__)
-    command.add_argument("--annotations", required=True, help="annotation file, folder or split, as --data.train")
-    add_data_flag(command, "--path", help="as --data.path; --annotations is then the name of a split")
+    command = argparse.ArgumentParser(
+        prog="python -m toolkit.tools.anchors",
+        description=main.__doc__,
+    )
+    command.add_argument(
+        "--annotations",
+        required=True,
+        help="annotation file, folder or split, as --data.train",
+    )
+    add_data_flag(
+        command,
+        "--path",
+        help="as --data.path; --annotations is then the name of a split",
+    )
     images = "folder, archive or URL of the images, where the annotations do not say; may be repeated"
     add_data_flag(command, "--image-dir", help=images)
     add_data_flag(command, "--format", default="auto", help="as --data.format")
     add_data_flag(command, "--name", help="as --data.name")
-    add_data_flag(command, "--on-error", choices=("raise", "drop"), default="raise", help="as --data.on_error")
-    add_data_flag(command, "--image-size", type=int, nargs="+", default=[416], help="pixels: SIDE or HEIGHT WIDTH")
-    command.add_argument("--per-level", type=int, default=3, help="anchors of each of the three levels")
+    add_data_flag(
+        command,
+        "--on-error",
+        choices=("raise", "drop"),
+        default="raise",
+        help="as --data.on_error",
+    )
+    add_data_flag(
+        command,
+        "--image-size",
+        type=int,
+        nargs="+",
+        default=[416],
+        help="pixels: SIDE or HEIGHT WIDTH",
+    )
+    command.add_argument(
+        "--per-level",
+        type=int,
+        default=3,
+        help="anchors of each of the three levels",
+    )
     command.add_argument("--seed", type=int, default=0)
     options = command.parse_args(arguments)
     reading = {key: getattr(options, key) for key in ("path", "image_dir", "format", "name", "on_error")}
@@ -37,7 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(size_hw) > 2 or min(size_hw) < 1:
         raise BadInput(f"--image-size {' '.join(map(str, size_hw))}: expected SIDE or HEIGHT WIDTH in pixels")
     table = open_dataset(options.annotations, **reading)
-    print(anchors_report(table, size_hw if len(size_hw) == 2 else (side, side), options.per_level, options.seed))
+    print(
+        anchors_report(
+            table,
+            size_hw if len(size_hw) == 2 else (side, side),
+            options.per_level,
+            options.seed,
+        )
+    )
 
 
 def anchors_report(table: DetectionTable, input_hw: tuple[int, int], per_level: int, seed: int) -> str:

@@ -27,7 +27,12 @@ class ShortUsage(argparse.RawDescriptionHelpFormatter):
     def add_usage(self, usage, actions, groups, prefix=None) -> None:
         must = [action for action in actions if action.required or not action.option_strings]
         options = argparse.Action([], "options", metavar="[options]")
-        super().add_usage(usage, [*must, options] if len(must) < len(actions) else must, (), prefix)
+        super().add_usage(
+            usage,
+            [*must, options] if len(must) < len(actions) else must,
+            (),
+            prefix,
+        )
 
 
 class Program(argparse.ArgumentParser):
@@ -51,11 +56,16 @@ class Program(argparse.ArgumentParser):
         return parsed
 
     def parse_known(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the known words; return the namespace and the other words."""
         self._taken = {}
-        return self.parse_known_intermixed_args(sys.argv[1:] if args is None else list(args), namespace)
+        return self.parse_known_intermixed_args(
+            sys.argv[1:] if args is None else list(args),
+            namespace,
+        )
 
     def error(self, message: str):
         """End the program with exit code 2, the usage and the message."""
@@ -74,7 +84,10 @@ class Program(argparse.ArgumentParser):
                 raise
             flag = "/".join(action.option_strings)
             self._taken = {}  # the sentence is complete
-            raise argparse.ArgumentError(action, f"{error.message}. {self._before(flag)}") from error
+            raise argparse.ArgumentError(
+                action,
+                f"{error.message}. {self._before(flag)}",
+            ) from error
 
     def _before(self, flag: str) -> str:
         return f"{flag} takes every word up to the next flag; put {' and '.join(self._names()) or 'others'} before it"

@@ -26,7 +26,7 @@ from pathlib import Path
 from toolkit.base.files import PACKAGE, ROOT
 
 # Shorter names, and scripts that only serve developers.
-NAMES = {"check_data": "check"}
+COMMAND_NAMES = {"check_data": "check"}
 NOT_COMMANDS = {"__init__", "benchmark"}
 HELP_FLAGS = ("-h", "--help")
 BUILTIN_HELP = {
@@ -85,7 +85,11 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse("detect train needs one of", rest[0] if rest else "", detectors())
     if name in commands():
         return run_as_main(commands()[name], rest)
-    return _refuse("detect needs one of", name, ["train", *commands(), *list(builtins)[:-1]])
+    return _refuse(
+        "detect needs one of",
+        name,
+        ["train", *commands(), *list(builtins)[:-1]],
+    )
 
 
 def train_help() -> str:
@@ -111,7 +115,7 @@ def detectors() -> list[str]:
 def commands() -> dict[str, Path]:
     """Return the other scripts by the name of their command."""
     scripts = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
-    return {NAMES.get(stem, stem): path for stem, path in scripts.items() if not stem.startswith("train_")}
+    return {COMMAND_NAMES.get(stem, stem): path for stem, path in scripts.items() if not stem.startswith("train_")}
 
 
 def usage() -> str:
@@ -146,7 +150,11 @@ def copy(words: list[str]) -> int:
     stem = Path(name).stem
     if stem not in scripts or len(rest) != 1:
         given = "" if stem in scripts else name
-        return _refuse("detect copy needs the path of the copy, such as mine.py, after one of", given, scripts)
+        return _refuse(
+            "detect copy needs the path of the copy, such as mine.py, after one of",
+            given,
+            scripts,
+        )
     script = ROOT / "scripts" / f"{stem}.py"
     target = Path(rest[0]).expanduser()
     beside = target.with_suffix(".yaml")
@@ -159,7 +167,12 @@ def copy(words: list[str]) -> int:
     config = ROOT.joinpath(*re.findall(r'"([^"]+)"', default.search(text)[0]))
     text = default.sub('DEFAULT_CONFIG = Path(__file__).resolve().with_suffix(".yaml")', text)
     text = re.sub(r'(?<=RunConfig\(name=)"[^"]+"', lambda _: repr(target.stem), text)
-    settings = re.sub(r"^run:\n  name: .*\n", "run:\n", config.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    settings = re.sub(
+        r"^run:\n  name: .*\n",
+        "run:\n",
+        config.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
     for path, content in ((target, text), (beside, settings)):
         path.write_text(content.replace(f"scripts/{script.name}", target.name), encoding="utf-8")
     print(f"{target}: the script, to be changed\n{beside}: its settings, those of {config.relative_to(ROOT)}")
@@ -186,7 +199,12 @@ def where(words: list[str]) -> int:
         return 0
     unknown = [word for word in words if word not in names]
     if unknown:
-        return _refuse("no file of that name; `detect where` lists them", unknown[0], list(names), show=False)
+        return _refuse(
+            "no file of that name; `detect where` lists them",
+            unknown[0],
+            list(names),
+            show=False,
+        )
     print("\n".join(str(names[word]) for word in words))
     return 0
 

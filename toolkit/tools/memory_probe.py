@@ -27,7 +27,13 @@ def probe_memory(t, worst: Batch) -> None:
     with naming_the_batch(lambda: [worst]):
         state = state_stand_in(getattr(t.optimizer, "optimizer", t.optimizer))
         denominators = dict.fromkeys(t.detector.denominator_names, 1.0)
-        window = Window([worst], [denominators], step=t.step, seed=t.seed, precision=t.accelerator.mixed_precision)
+        window = Window(
+            [worst],
+            [denominators],
+            step=t.step,
+            seed=t.seed,
+            precision=t.accelerator.mixed_precision,
+        )
         window.run_again(t.detector, t.loss_weights)
     del state
     drop_gradients(t.detector)

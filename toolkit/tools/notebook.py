@@ -22,7 +22,7 @@ from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import load_script
 from toolkit.tools.report.charts import LineChart, figure
-from toolkit.tools.report.figures import STEP, smooth_lines
+from toolkit.tools.report.figures import STEP_AXIS, smooth_lines
 
 CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP"]}
 
@@ -64,7 +64,12 @@ def config_of(script: ModuleType, *settings: object) -> object:
     """Return the Config of a training script with the given settings over its defaults, as from its command line,
     with runs below `runs_folder()`. Raises BadInput as the command line does."""
     words = [str(word) for word in settings]
-    return parse_config(script.Config, words, script.DEFAULT_CONFIG, {"run.output_dir": str(runs_folder())})
+    return parse_config(
+        script.Config,
+        words,
+        script.DEFAULT_CONFIG,
+        {"run.output_dir": str(runs_folder())},
+    )
 
 
 def folder_of(config: object) -> Path:
@@ -156,7 +161,7 @@ def _picture(file: Path, curves: Mapping[str, Sequence[str]]) -> bytes:
     charts = []
     for title, keys in curves.items():
         lines = [line for i, key in enumerate(keys) for line in smooth_lines(rows, key, key, i)]
-        charts.append(LineChart(title, lines, STEP))
+        charts.append(LineChart(title, lines, STEP_AXIS))
     return _encoded(figure(charts))
 
 

@@ -187,7 +187,10 @@ def _name_by_file(entries: list[dict], table) -> None:
     image_ids = []
     for entry in entries:
         path = PurePosixPath(str(entry.get("file_name", entry["image_id"])).replace("\\", "/"))
-        fitting = next((of_name[key] for key in (str(path), path.name, path.stem) if key in of_name), [])
+        fitting = next(
+            (of_name[key] for key in (str(path), path.name, path.stem) if key in of_name),
+            [],
+        )
         if len(fitting) != 1:
             return
         image_ids.append(fitting[0])

@@ -34,8 +34,8 @@ from toolkit.data.table_cache import cache_root
 
 logger = logging.getLogger(__name__)
 
-FILES = "files.json"  # in the cache: sizes and digests of the files of the data set
-VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
+DIGESTS_FILE = "files.json"  # in the cache: sizes and digests of the files of the data set
+SHAPES_VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
 CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
 SPLITS = ("train", "val")
@@ -82,7 +82,11 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
 
 
 def make_shapes(
-    out: Path | str, train_images: int = 1000, val_images: int = 200, image_size: int = 128, seed: int = 0
+    out: Path | str,
+    train_images: int = 1000,
+    val_images: int = 200,
+    image_size: int = 128,
+    seed: int = 0,
 ) -> None:
     """Write the data set to `out`. Raises BadInput if `out` is not empty or a number makes no sense."""
     out = Path(out).expanduser()
@@ -108,7 +112,7 @@ def ensure_shapes(
     """Return the data set's folder in the cache, made on the first call (seconds). Safe with several processes at once.
     """
     root = cache_root(cache_dir)
-    folder = root / f"shapes-v{VERSION}-{train_images}-{val_images}-{image_size}px-seed{seed}"
+    folder = root / f"shapes-v{SHAPES_VERSION}-{train_images}-{val_images}-{image_size}px-seed{seed}"
     if folder.exists() and _is_whole(folder):
         return folder
     try:
@@ -120,7 +124,7 @@ def ensure_shapes(
     try:
         made = temporary / "made"
         make_shapes(made, train_images, val_images, image_size, seed)
-        write_json(made / FILES, _state_of(made))
+        write_json(made / DIGESTS_FILE, _state_of(made))
         if folder.exists() and not _is_whole(folder):
             logger.warning("%s: the bundled data are damaged; they are made anew", folder)
             with contextlib.suppress(OSError):  # another process does the same
@@ -140,9 +144,9 @@ def _state_of(folder: Path) -> dict[str, str | int]:
     for directory, _, names in os.walk(folder):
         for name in names:
             path = Path(directory, name)
-            if path.suffix == ".json" and name != FILES:
+            if path.suffix == ".json" and name != DIGESTS_FILE:
                 state[path.relative_to(folder).as_posix()] = hashlib.blake2b(path.read_bytes()).hexdigest()
-            elif name != FILES:
+            elif name != DIGESTS_FILE:
                 state[path.relative_to(folder).as_posix()] = path.stat().st_size
     return state
 
@@ -150,7 +154,7 @@ def _state_of(folder: Path) -> dict[str, str | int]:
 def _is_whole(folder: Path) -> bool:
     """Return whether the files of the data set are those that were written."""
     try:
-        return json.loads((folder / FILES).read_text(encoding="utf-8")) == _state_of(folder)
+        return json.loads((folder / DIGESTS_FILE).read_text(encoding="utf-8")) == _state_of(folder)
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -166,7 +170,14 @@ def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) 
         image_id = index + 1
         first = len(annotations) + 1
         Image.fromarray(pixels).save(out / split / name, quality=92)
-        images.append({"id": image_id, "file_name": name, "width": image_size, "height": image_size})
+        images.append(
+            {
+                "id": image_id,
+                "file_name": name,
+                "width": image_size,
+                "height": image_size,
+            }
+        )
         for row, item in enumerate(objects):
             entry = {
                 "id": first + row,
@@ -188,7 +199,7 @@ def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) 
             }
             relations.append(entry)
     document = {
-        "info": {"description": f"textured shapes v{VERSION}, {split}, seed {seed}"},
+        "info": {"description": f"textured shapes v{SHAPES_VERSION}, {split}, seed {seed}"},
         "images": images,
         "annotations": annotations,
         "categories": _numbered(CLASSES),
@@ -247,7 +258,12 @@ def _place(rng: np.random.Generator, size: int, circles: list) -> tuple[float, f
 
 
 def _cover(
-    rng: np.random.Generator, name: str, size: int, centre_x: float, centre_y: float, radius: float
+    rng: np.random.Generator,
+    name: str,
+    size: int,
+    centre_x: float,
+    centre_y: float,
+    radius: float,
 ) -> tuple[np.ndarray, tuple]:
     """Draw the shape at a random angle: (coverage of each pixel 0..1, (u, v, distance inside, radius))."""
     angle = rng.uniform(0, 2 * np.pi)
@@ -272,9 +288,11 @@ def _distance_inside(name: str, u: np.ndarray, v: np.ndarray, radius: float) -> 
     theta = abs(np.mod(np.arctan2(v, u) + sector / 2, sector) - sector / 2)
     distance = np.hypot(u, v)
     notch = 0.5 * radius * (1.0 if name == "triangle" else 0.86)
-    dent_x, dent_y = notch * np.cos(sector / 2), notch * np.sin(sector / 2)
+    dent_x = notch * np.cos(sector / 2)
+    dent_y = notch * np.sin(sector / 2)
     length = np.hypot(dent_x - radius, dent_y)
-    edge_x, edge_y = (dent_x - radius) / length, dent_y / length
+    edge_x = (dent_x - radius) / length
+    edge_y = dent_y / length
     return edge_x * distance * np.sin(theta) - edge_y * (distance * np.cos(theta) - radius)
 
 
@@ -300,7 +318,11 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, l
     elif texture == "shading":
         pattern = 1 - 2 * np.hypot(u, v) / radius
     else:
-        pattern = _smooth_noise(rng, len(u), max(4, int(len(u) / period)))
+        pattern = _smooth_noise(
+            rng,
+            len(u),
+            max(4, int(len(u) / period)),
+        )
     paint = colour + (rng.uniform(12, 36) * pattern)[..., None]
     rim = ((1.5 - inside).clip(0, 1) * rng.uniform(0.2, 0.55))[..., None]
     paint = paint * (1 - rim)
@@ -309,15 +331,20 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, l
 
 
 def _visible(mask: np.ndarray) -> dict:
-    columns, rows = np.flatnonzero(mask.any(axis=0)), np.flatnonzero(mask.any(axis=1))
+    columns = np.flatnonzero(mask.any(axis=0))
+    rows = np.flatnonzero(mask.any(axis=1))
     x, y = int(columns[0]), int(rows[0])
-    return {"bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y], "area": int(mask.sum())}
+    return {
+        "bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
+        "area": int(mask.sum()),
+    }
 
 
 def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
     """Return one spatial predicate for each ordered pair that touches or lies in one line, and "larger than"."""
     boxes = np.array([item["bbox"] for item in objects], float)
-    low, high = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]
+    low = boxes[:, :2]
+    high = boxes[:, :2] + boxes[:, 2:]
     centre = (low + high) / 2
     triples = []
     for s, o in itertools.permutations(range(len(objects)), 2):

@@ -59,7 +59,12 @@ def losses(table: DetectionTable, format: str) -> list[str]:
 
 
 def write_coco_folder(
-    table: DetectionTable, folder: Path, split: str, *, link: bool = False, names: Sequence[str] | None = None
+    table: DetectionTable,
+    folder: Path,
+    split: str,
+    *,
+    link: bool = False,
+    names: Sequence[str] | None = None,
 ) -> None:
     """Write `annotations/<split>.json` and the images in `<split>/`, without loss of anything that a table holds.
 
@@ -129,9 +134,16 @@ def _write_voc_folder(table: DetectionTable, folder: Path, split: str, *, link: 
     """
     names = [name.replace("/", "_") for name in file_names(table)]
     there = folder / "JPEGImages"
-    names = distinct((f"{split}_{name}" if (there / name).exists() else name for name in names), without_suffix)
+    names = distinct(
+        (f"{split}_{name}" if (there / name).exists() else name for name in names),
+        without_suffix,
+    )
     copy_images(table, there, link, names)
-    write_voc(table.labelled().renamed([f"{there.name}/{name}" for name in names]), folder / "Annotations", names)
+    write_voc(
+        table.labelled().renamed([f"{there.name}/{name}" for name in names]),
+        folder / "Annotations",
+        names,
+    )
     sets = folder / "ImageSets" / "Main"
     sets.mkdir(parents=True, exist_ok=True)
     (sets / f"{split}.txt").write_text("".join(f"{without_suffix(name)}\n" for name in names), encoding="utf-8")
@@ -147,12 +159,21 @@ def write_voc(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> N
         root = ElementTree.Element("annotation")
         path = PurePosixPath(in_utf_8(image.file_name))
         _add_texts(root, {"folder": path.parent.name, "filename": path.name})
-        _add_texts(ElementTree.SubElement(root, "size"), {"width": image.width, "height": image.height, "depth": 3})
+        _add_texts(
+            ElementTree.SubElement(root, "size"),
+            {"width": image.width, "height": image.height, "depth": 3},
+        )
         for label, xyxy, score, crowd in boxes:
             entry = ElementTree.SubElement(root, "object")
-            _add_texts(entry, {"name": labelled.categories[label].name} | ({} if score is None else {"score": score}))
+            _add_texts(
+                entry,
+                {"name": labelled.categories[label].name} | ({} if score is None else {"score": score}),
+            )
             _add_texts(entry, {"difficult": int(crowd)})
-            _add_texts(ElementTree.SubElement(entry, "bndbox"), dict(zip(CORNERS, _digits(xyxy), strict=True)))
+            _add_texts(
+                ElementTree.SubElement(entry, "bndbox"),
+                dict(zip(CORNERS, _digits(xyxy), strict=True)),
+            )
         ElementTree.indent(root)
         target = folder / f"{without_suffix(name)}.xml"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +253,12 @@ def write_csv(labelled: LabelledImages, path: Path) -> None:
             for label, xyxy, score, crowd in boxes:
                 category = labelled.categories[label]
                 corners = dict(zip(HEADERLESS[1:5], _digits(xyxy), strict=True))
-                of_box = {"label": category.name, "iscrowd": int(crowd), "score": score, "category_id": category.id}
+                of_box = {
+                    "label": category.name,
+                    "iscrowd": int(crowd),
+                    "score": score,
+                    "category_id": category.id,
+                }
                 out.writerow(_as_texts(about | of_box) | corners)
             if not boxes:
                 out.writerow(_as_texts(about))
@@ -275,7 +301,10 @@ def _write_parquet_folder(table: DetectionTable, folder: Path, split: str, *, li
     parts = max(1, -(-_bytes_of_images(table) // 500_000_000))
     for part in range(parts):
         first, last = (len(table) * at // parts for at in (part, part + 1))
-        rows = datasets.Dataset.from_list(list(_parquet_rows(table, labelled, first, last)), features=features)
+        rows = datasets.Dataset.from_list(
+            list(_parquet_rows(table, labelled, first, last)),
+            features=features,
+        )
         target = folder / "data" / f"{'validation' if split == 'val' else split}-{part:05d}-of-{parts:05d}.parquet"
         rows.to_parquet(str(target))
 

@@ -12,7 +12,7 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.annotations import Reading
-from toolkit.data.formats.annotated import ALL, split_of
+from toolkit.data.formats.annotated import UNSPLIT, split_of
 from toolkit.data.image_sources import open_sources
 from toolkit.data.table import DetectionTable
 
@@ -20,7 +20,7 @@ from toolkit.data.table import DetectionTable
 FOLDERS = {"hub": "hub_folder", "voc": "voc", "coco": "coco", "yolo": "yolo", "csv": "csv"}
 OF_FOLDERS_ALONE = ("voc", "yolo", "csv")
 FORMATS = ("auto", *index.READERS, *OF_FOLDERS_ALONE)
-NAMED = 5  # files that are not used, in one line
+MAX_UNUSED_NAMED = 5  # files that are not used, in one line
 NOT_STREAMED = (
     "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
     "scripts/convert.py --to parquet"
@@ -163,7 +163,7 @@ class RecognisedFolder:
     missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        splits = "not split" if self.splits == (ALL,) else f"splits {', '.join(self.splits)}"
+        splits = "not split" if self.splits == (UNSPLIT,) else f"splits {', '.join(self.splits)}"
         also = f"; it can be read as {', '.join(self.others)} too (data.format)" if self.others else ""
         module = module_of(self.format)
         years = module.together(self.path) if self.format == "voc" else ""
@@ -171,7 +171,7 @@ class RecognisedFolder:
         title = f"{self.path}: {module.TITLE}{years}, {splits}{also}{gone}"
         if not self.unused:
             return title
-        named = ", ".join(self.unused[:NAMED]) + ", ..." * (len(self.unused) > NAMED)
+        named = ", ".join(self.unused[:MAX_UNUSED_NAMED]) + ", ..." * (len(self.unused) > MAX_UNUSED_NAMED)
         return f"{title}; not used, as its split has another file or its name says none: {named}"
 
 
@@ -196,7 +196,7 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     matches = {name: module_of(name).recognise(path) for name in tried}
     matches = {name: splits for name, splits in matches.items() if splits}
     if not matches and "yolo" in tried and module_of("yolo").labels_alone(path):
-        matches = {"yolo": (ALL,)}
+        matches = {"yolo": (UNSPLIT,)}
     if not matches:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
@@ -217,7 +217,7 @@ def split_in(folder: RecognisedFolder, split: str) -> str:
     """Return the name that a folder has for a split. Raises BadInput if it does not have the split."""
     wanted = split_of(split) or split
     if wanted not in folder.splits and wanted == "train":
-        wanted = next((name for name in ("trainval", ALL) if name in folder.splits), wanted)
+        wanted = next((name for name in ("trainval", UNSPLIT) if name in folder.splits), wanted)
     if wanted not in folder.splits:
         advice = "; hold a share of the training data out with --data.val 0.2" if wanted == "val" else ""
         raise BadInput(f"{folder}; it has no split {split!r}{advice}")

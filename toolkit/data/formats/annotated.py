@@ -27,7 +27,7 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a file's name: `testLabels` has two
-ALL = "all"  # the one split of a folder that has none
+UNSPLIT = "all"  # the one split of a folder that has none
 UNKNOWN_SIZE = 2**31
 
 

@@ -14,7 +14,7 @@ from toolkit.data.annotations import Annotations, Reading, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.formats.annotated import (
-    ALL,
+    UNSPLIT,
     WORD,
     called_first,
     folders_in,
@@ -28,11 +28,11 @@ from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 
 TITLE = "COCO"
-HEAD = 4096  # one of COCO's keys must appear in the first or last so many bytes
+PROBED_BYTES = 4096  # one of COCO's keys must appear in the first or last so many bytes
 OTHER_TASKS = ("captions", "person_keypoints", "stuff", "panoptic", "image_info", "results")
 ANNOTATION_WORDS = ("annotations", "annotation", "annos", "anno", "anns", "ann", "labels", "label", "coco", "json")
-AT_ONCE = 2048  # annotations that wait for their columns
-LISTS = ("images", "annotations", "categories")
+ANNOTATIONS_PER_CHUNK = 2048  # annotations that wait for their columns
+REQUIRED_LISTS = ("images", "annotations", "categories")
 OTHER_LISTS = ("rel_categories", "rel_annotations", "relations", "attribute_categories")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -112,7 +112,7 @@ def read_annotations(file: Path) -> Annotations:
             lists[key] = item.value
         elif key == "annotations":
             waiting.append(item)
-            if len(waiting) == AT_ONCE:
+            if len(waiting) == ANNOTATIONS_PER_CHUNK:
                 annotations.add_all(waiting)
                 waiting = []
         elif key in add:
@@ -187,7 +187,7 @@ def _files(folder: Path) -> dict[str, Path]:
     split is the training data.
     """
     if folder.is_file():
-        return {split_in_name(folder.name) or ALL: folder} if _is_coco(folder) else {}
+        return {split_in_name(folder.name) or UNSPLIT: folder} if _is_coco(folder) else {}
     files: dict[str, Path] = {}
     unnamed = []
     for path in _candidates(folder):
@@ -199,7 +199,7 @@ def _files(folder: Path) -> dict[str, Path]:
         else:
             files.setdefault(split, path)
     if not files:
-        return {ALL: unnamed[0]} if unnamed else {}
+        return {UNSPLIT: unnamed[0]} if unnamed else {}
     if "train" not in files and len(unnamed) == 1:  # annotations.json beside annotations_test.json
         files["train"] = unnamed[0]
     return files
@@ -226,14 +226,14 @@ def _is_coco(path: Path) -> bool:
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(HEAD)
-            file.seek(max(0, os.path.getsize(path) - HEAD))
+            head = file.read(PROBED_BYTES)
+            file.seek(max(0, os.path.getsize(path) - PROBED_BYTES))
             tail = file.read()
     except OSError:
         return False
     text = head.lstrip(b"\xef\xbb\xbf \r\n\t")
     keys = [b'"images"', b'"annotations"']
-    if len(head) == HEAD:  # the middle of a large file is not read
+    if len(head) == PROBED_BYTES:  # the middle of a large file is not read
         keys += [b'"categories"', b'"info"', b'"licenses"']
     return text.startswith(b"{") and any(key in head + tail for key in keys)
 
@@ -245,8 +245,8 @@ def _notes(file: Path) -> list[Problem]:
 
 
 def _check_lists(lists: dict[str, object], file: str) -> None:
-    faults = [f"{file}: key `{key}` missing" for key in LISTS if key not in lists]
-    others = [key for key in (*LISTS, *OTHER_LISTS) if key in lists and not isinstance(lists[key], list)]
+    faults = [f"{file}: key `{key}` missing" for key in REQUIRED_LISTS if key not in lists]
+    others = [key for key in (*REQUIRED_LISTS, *OTHER_LISTS) if key in lists and not isinstance(lists[key], list)]
     faults += [f"{file}: `{key}` is a {type(lists[key]).__name__}; expected a list" for key in others]
     faults += [f"{file}: `{key}` is empty" for key in ("images", "categories") if lists.get(key) == []]
     if faults:

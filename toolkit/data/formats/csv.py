@@ -11,8 +11,8 @@ from typing import NamedTuple
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.formats.annotated import (
-    ALL,
     SPLIT_NAMES,
+    UNSPLIT,
     Listing,
     called_first,
     folders_of_splits,
@@ -61,7 +61,7 @@ class _Row(NamedTuple):
 
     @property
     def split(self) -> str:
-        name = self.values.get("split", ALL)
+        name = self.values.get("split", UNSPLIT)
         return split_of(name) or name
 
     @property
@@ -81,7 +81,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
         if split is None and "split" in _columns_of(path):
             splits.update(row.split for row in _load(path))
         else:
-            splits.add(split or ALL)
+            splits.add(split or UNSPLIT)
     return ordered(splits) or None
 
 

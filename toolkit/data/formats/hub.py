@@ -19,7 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
-from toolkit.data.annotations import Annotations, Reading
+from toolkit.data.annotations import TRIPLET_KEYS, Annotations, Reading
 from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image, read_file
@@ -31,7 +31,6 @@ from toolkit.data.table_cache import cached_table, write_table
 CATEGORY_KEYS = ("category", "categories", "category_id", "label", "labels")
 ID_KEYS = ("id", "bbox_id", "ids")
 NAMES_FILE = "categories.json"  # beside the rows of SGG-Benchmark's data sets
-TRIPLET = ("subject_id", "object_id", "predicate_id")
 CONVERT = "scripts/convert.py --to parquet"
 Make = Callable[[Path], DetectionTable]  # writes the table to the cache file that it is given
 
@@ -227,7 +226,7 @@ def columns_of(features: datasets.Features, name: str, description: str = "") ->
     label = getattr(label, "feature", label)
     known = numbered(label.names) if isinstance(label, datasets.ClassLabel) else None
     triplet = _items(features["relations"]) if "relations" in features else {}
-    has_relations = set(TRIPLET) <= set(triplet)
+    has_relations = set(TRIPLET_KEYS) <= set(triplet)
     named = _told_names(name, description) if known is None or has_relations else {}
     return Columns(
         image="image" if "image" in images else images[0],
@@ -277,7 +276,7 @@ def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple
     notes = []
     relations = annotations.relations
     if "relations" in rows.features and not columns.relations:
-        unread = f"column `relations` without the keys {', '.join(TRIPLET)}; not read"
+        unread = f"column `relations` without the keys {', '.join(TRIPLET_KEYS)}; not read"
         notes.append(Problem("warning", source, None, None, unread))
     for kind, named, codes in (
         ("classes", columns.categories, annotations.category_ids),
@@ -321,7 +320,7 @@ def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Col
         annotations.add(entry)
     if columns.relations:
         for item in _listed(row["relations"]):
-            relation = {key: item[key] for key in TRIPLET}
+            relation = {key: item[key] for key in TRIPLET_KEYS}
             relation["image_id"] = image_id
             annotations.relations.add(relation)
 

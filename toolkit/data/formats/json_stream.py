@@ -16,7 +16,7 @@ WINDOW = 2**20  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NEXT = re.compile(r"[ \t\r\n]*,[ \t\r\n]*(?=[{\[\"\d-])")  # up to the first sign of another item
 _DECODER = json.JSONDecoder()
-KINDS = {list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
+JSON_TYPE_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
 def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object]]:
@@ -30,7 +30,7 @@ def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object
         if text.is_empty():
             raise BadInput(f"{path}: empty file")
         if text.next_sign() != "{":
-            kind = KINDS.get(type(text.value()), "null")
+            kind = JSON_TYPE_NAMES.get(type(text.value()), "null")
             kind += " (a list is the form of a results file)" if kind == "list" else ""
             raise BadInput(f"{path}: expected an object with `images`, `annotations`, `categories`; found a {kind}")
         text.at += 1

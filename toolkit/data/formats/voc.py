@@ -14,7 +14,7 @@ from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import image_names, parallel
 from toolkit.data.formats.annotated import (
-    ALL,
+    UNSPLIT,
     Listing,
     called_first,
     folders_in,
@@ -58,10 +58,10 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
         splits = _splits(year)
         if splits:
             by_year[year] = splits
-    if (ALL,) in by_year.values() and len(set(by_year.values())) > 1:
+    if (UNSPLIT,) in by_year.values() and len(set(by_year.values())) > 1:
         kinds = []
         for year, splits in by_year.items():
-            kind = "not split" if splits == (ALL,) else "split"
+            kind = "not split" if splits == (UNSPLIT,) else "split"
             kinds.append(f"{year} ({kind})")
         years = ", ".join(kinds)
         raise BadInput(f"{folder}: only some of its data sets are split: {years}; choose one of them (data.path)")
@@ -182,7 +182,7 @@ def _annotation_folders(folder: Path) -> dict[str, Path]:
     if named:
         return named
     xml = _annotations(folder)
-    return {ALL: xml} if xml else {}
+    return {UNSPLIT: xml} if xml else {}
 
 
 def _folders_of_splits(folder: Path) -> dict[str, list[Path]]:

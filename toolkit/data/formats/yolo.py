@@ -13,8 +13,8 @@ from toolkit.base.files import YamlLoader, folders_below, parse_yaml
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
-    ALL,
     SPLIT_NAMES,
+    UNSPLIT,
     Listing,
     folders_of_splits,
     images_in,
@@ -48,7 +48,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
     splits = [split for split in SPLIT_NAMES if _plain_folders(folder, split)]
     if splits:
         return ordered(splits)
-    return (ALL,) if _plain_folders(folder, ALL) else None
+    return (UNSPLIT,) if _plain_folders(folder, UNSPLIT) else None
 
 
 def missing(folder: Path) -> list[str]:
@@ -217,7 +217,7 @@ def _plain_folders(folder: Path, split: str) -> Path | None:
 
 def _all_plain_folders(folder: Path, split: str) -> Iterator[Path]:
     """Yield folders of images with their labels whose names say this split; the first is read."""
-    if split == ALL:
+    if split == UNSPLIT:
         inside = [folder]
         of_images = [folder / "images"]
     else:
@@ -413,7 +413,7 @@ def _names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[
         message = f"`nc` is {count!r}, and `names` has {len(given)}; `names` counts"
         return given, [Problem("warning", str(folder), None, None, message)]
     label_folders = []
-    for split in (*SPLIT_NAMES, ALL):
+    for split in (*SPLIT_NAMES, UNSPLIT):
         images = _plain_folders(folder, split)
         if images:
             label_folders += [labels.parent for labels in _labels_of(images / "x.jpg")]

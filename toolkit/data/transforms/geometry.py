@@ -28,8 +28,8 @@ Region = tuple[int, int, int, int]  # top, left, height, width in pixels
 PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: of mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightmost": "leftmost"}
-FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
-UNKNOWN = -1  # predicate that has no name in a mirrored picture
+GLUONCV_FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
+UNKNOWN_PREDICATE = -1  # predicate that has no name in a mirrored picture
 
 
 def pair_hw(size: int | Sequence[int]) -> Size:
@@ -126,7 +126,7 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
 
 
 def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = None) -> Tensor:
-    """Return (P,) int64: the predicate that each becomes in a mirrored picture; `UNKNOWN` if it has no name there.
+    """Return (P,) int64: what each predicate becomes in a mirrored picture; `UNKNOWN_PREDICATE`: it has no name there.
 
     A name that says left or right becomes the one that says the other side; all others stay.
 
@@ -147,7 +147,7 @@ def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = 
     labels = []
     for name in names:
         mirrored = both_ways.get(name) or re.sub(r"[A-Za-z]+", _other_side, name)
-        labels.append(label_of.get(mirrored, UNKNOWN))
+        labels.append(label_of.get(mirrored, UNKNOWN_PREDICATE))
     return torch.tensor(labels, dtype=torch.int64)
 
 
@@ -176,7 +176,7 @@ def flip(image: Tensor, target: Target) -> Sample:
     if mirrored is not None:
         relations = target["relations"]
         predicates = mirrored[relations[:, 2]]
-        if (predicates == UNKNOWN).any():
+        if (predicates == UNKNOWN_PREDICATE).any():
             return image, target
         relations = torch.cat([relations[:, :2], predicates[:, None]], dim=1)
         target = {**target, "relations": relations}
@@ -387,7 +387,7 @@ def centres_in_region(boxes: Tensor, region: tuple[int, int, int, int]) -> Tenso
 
 
 def filled_canvas(size_hw: tuple[int, int]) -> Tensor:
-    """Return a uint8 image (3, H, W) of `FILL_RGB`, channels-last in memory like a decoded image."""
-    colour = torch.tensor(FILL_RGB, dtype=torch.uint8)
+    """Return a uint8 image (3, H, W) of `GLUONCV_FILL_RGB`, channels-last in memory like a decoded image."""
+    colour = torch.tensor(GLUONCV_FILL_RGB, dtype=torch.uint8)
     canvas = colour.repeat(*size_hw, 1)  # (H, W, 3)
     return canvas.permute(2, 0, 1)

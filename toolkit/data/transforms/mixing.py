@@ -24,10 +24,10 @@ from toolkit.data.transforms.geometry import (
     resize,
 )
 
-SHARES = (0.45, 0.55)  # of the image itself
-OBJECTS = 3  # blended into each image
-SMALLEST_AREA = 100.0  # of such an object, square pixels
-MARGIN = (0.1, 0.25)  # of its sides, blended with it
+OWN_SHARE_RANGE = (0.45, 0.55)  # of the image itself
+BLENDED_OBJECTS = 3  # blended into each image
+MIN_BLENDED_AREA = 100.0  # of such an object, square pixels
+MARGIN_SHARE_RANGE = (0.1, 0.25)  # of its sides, blended with it
 
 
 def draw_mixup_lambda(generator: torch.Generator, alpha: float = 1.5) -> float:
@@ -182,7 +182,7 @@ def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Gene
     """
     pool = []
     for image, target in samples:
-        can_be_copied = (target["area"] >= SMALLEST_AREA) & (target["iscrowd"] == 0)
+        can_be_copied = (target["area"] >= MIN_BLENDED_AREA) & (target["iscrowd"] == 0)
         rows = can_be_copied.nonzero().flatten()
         pool += [(image, target, row) for row in rows.tolist()]
     if not pool:
@@ -193,7 +193,7 @@ def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Gene
 def mix_batch(samples: Sequence[Sample], mixup: float, blend: float, generator: torch.Generator) -> list[Sample]:
     """Apply `mix_neighbours` with probability `mixup`, else `blend_objects` with probability `blend`, else nothing."""
     draws = torch.rand(3, generator=generator).tolist()
-    share = SHARES[0] + (SHARES[1] - SHARES[0]) * draws[0]
+    share = OWN_SHARE_RANGE[0] + (OWN_SHARE_RANGE[1] - OWN_SHARE_RANGE[0]) * draws[0]
     if draws[1] < mixup:
         return mix_neighbours(samples, share)
     if draws[2] < blend:
@@ -211,7 +211,7 @@ def _with_objects(
     image = sample[0].clone()
     height, width = image.shape[-2:]
     added = [sample[1]]
-    chosen = torch.randperm(len(pool), generator=generator)[:OBJECTS]
+    chosen = torch.randperm(len(pool), generator=generator)[:BLENDED_OBJECTS]
     for number in chosen.tolist():
         source, source_target, row = pool[number]
         x1, y1, x2, y2 = source_target["boxes"][row].int().tolist()
@@ -226,7 +226,7 @@ def _with_objects(
         right = left + w
         bottom = top + h
         drawn = float(torch.rand((), generator=generator))
-        margin = MARGIN[0] + (MARGIN[1] - MARGIN[0]) * drawn
+        margin = MARGIN_SHARE_RANGE[0] + (MARGIN_SHARE_RANGE[1] - MARGIN_SHARE_RANGE[0]) * drawn
         margin_x = int(w * margin)
         margin_y = int(h * margin)
         # The margins, as far as they lie in both images.

@@ -27,7 +27,7 @@ from toolkit.data.transforms.geometry import Sample, clipped, keep_boxes
 NOT_HERE = "MixUp CutMix ToTensor PILToTensor ToPILImage ToImage ToPureTensor ToDtype Normalize Transform".split()
 NOT_HERE += "ConvertImageDtype ConvertBoundingBoxFormat LinearTransformation FiveCrop TenCrop Lambda".split()
 NOT_HERE += ["UniformTemporalSubsample"]
-TRIALS = 8
+NUM_TRIALS = 8  # images that a transform is tried on
 
 
 class Policy:
@@ -155,7 +155,7 @@ def _build(entry: Any) -> v2.Transform:
 
 def _try(transform: v2.Transform) -> None:
     """Run a transform on small images, with and without boxes."""
-    for seed in range(TRIALS):
+    for seed in range(NUM_TRIALS):
         generator = torch.Generator().manual_seed(seed)
         boxes = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 44]])[: seed % 3]
         image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8, generator=generator)

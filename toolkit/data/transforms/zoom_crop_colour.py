@@ -13,9 +13,9 @@ from toolkit.base.batch import Target
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, keep_boxes, resize
 
-FILL_RGB = (123, 117, 104)  # ImageNet's mean
+SSD_FILL_RGB = (123, 117, 104)  # ImageNet's mean
 MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # a crop draws one of them; 1: no crop
-TRIALS = 40
+CROP_CANDIDATES = 40  # crops drawn for one minimum IoU; the first good one is taken
 MAX_CANVAS_PIXELS = 4096 * 4096  # of `SeenRegion`: 48 MiB, where 4 times the sides of 12 megapixels would take 550
 
 
@@ -120,14 +120,14 @@ def draw_iou_crop(region: Region, boxes: Tensor, generator: torch.Generator) -> 
         min_iou = MIN_IOUS[draw_int(0, len(MIN_IOUS) - 1, generator)]
         if min_iou >= 1:
             break
-        draws = torch.rand(2, TRIALS, 2, generator=generator, dtype=torch.float64)
+        draws = torch.rand(2, CROP_CANDIDATES, 2, generator=generator, dtype=torch.float64)
         scales, places = draws.unbind(0)
         whole = torch.tensor([width, height])
-        sides = (whole * (0.3 + 0.7 * scales)).long()  # (TRIALS, 2) width, height
-        starts = ((whole - sides) * places).long()  # (TRIALS, 2) x, y in the region
+        sides = (whole * (0.3 + 0.7 * scales)).long()  # (CROP_CANDIDATES, 2) width, height
+        starts = ((whole - sides) * places).long()  # (CROP_CANDIDATES, 2) x, y in the region
         corners = torch.cat([starts, starts + sides], dim=1).float()
         corners = corners + torch.tensor([left, top, left, top])  # in the image
-        inside = centres_strictly_inside(boxes, corners)  # (TRIALS, N)
+        inside = centres_strictly_inside(boxes, corners)  # (CROP_CANDIDATES, N)
         ious = pairwise_iou(corners, boxes).masked_fill(~inside, -1.0)
         ratio = sides[:, 0] / sides[:, 1]
         has_sides = (sides > 0).all(dim=1)
@@ -164,7 +164,7 @@ def keep_seen(target: Target, region: Region) -> Target:
 
 
 def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:
-    """Render the region as an image of `size_hw`, `FILL_RGB` where it lies beyond the given one; boxes clipped to it.
+    """Render the region as an image of `size_hw`, `SSD_FILL_RGB` where it lies beyond the given one; clip boxes to it.
 
     The picture begins and ends at whole pixels, and the boxes follow it.
     """
@@ -177,7 +177,7 @@ def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample
     picture, target = resize(picture, target, (out_rows, out_columns))
     if (out_rows, out_columns) == size_hw:
         return picture, target
-    colour = torch.tensor(FILL_RGB, dtype=torch.uint8)
+    colour = torch.tensor(SSD_FILL_RGB, dtype=torch.uint8)
     canvas = colour.expand(out_height, out_width, 3).clone()
     canvas = canvas.permute(2, 0, 1)  # channels-last in memory
     canvas[:, y : y + out_rows, x : x + out_columns] = picture

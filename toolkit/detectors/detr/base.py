@@ -72,22 +72,34 @@ class TransformersDetector(Detector):
         self.set_loss = set_loss
         self.used = dict(used)
         self.mean, self.std = statistics
-        self.loss_names, self.metric_names = set_loss.loss_names, set_loss.metric_names
+        self.loss_names = set_loss.loss_names
+        self.metric_names = set_loss.metric_names
         self.divided_by = set_loss.divided_by
 
     def decode(
-        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the `top_k` best (query, class) pairs, best first; boxes are not clipped. Same as `PostProcess` of
         Deformable DETR and its successors; see `Detector.decode`."""
-        boxes, scores = self.all_predictions(outputs, orig_sizes)
+        boxes, scores = self.all_predictions(outputs, orig_sizes)  # (B, Q, 4), (B, Q, C)
         classes = scores.shape[2]
-        scores, chosen = scores.flatten(1).topk(min(top_k, scores.shape[1] * classes), dim=1)
-        return boxes.gather(1, (chosen // classes)[..., None].expand(-1, -1, 4)), scores, chosen % classes
+        pair_scores = scores.flatten(1)  # of 2 classes: query 0 class 0, query 0 class 1, query 1 class 0, ...
+        count = min(top_k, pair_scores.shape[1])
+        scores, pairs = pair_scores.topk(count, dim=1)
+        queries = pairs // classes
+        labels = pairs % classes
+        boxes = boxes.gather(1, queries[..., None].expand(-1, -1, 4))
+        return boxes, scores, labels
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
         logits, boxes = self.last_layer(outputs)
-        return denormalize_boxes(cxcywh_to_xyxy(boxes.float()), sizes), self.class_scores(logits.float())
+        boxes_xyxy = cxcywh_to_xyxy(boxes.float())
+        return denormalize_boxes(boxes_xyxy, sizes), self.class_scores(logits.float())
 
     def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits (B, Q, C) and boxes (B, Q, 4), cxcywh as fractions of the image, of the detecting queries."""
@@ -98,8 +110,13 @@ class TransformersDetector(Detector):
 
     def resolved_options(self) -> dict:
         """Return the settings with the values in use; those of the source are read back from the built config."""
-        statistics = {"mean": list(self.mean), "std": list(self.std)}
-        return {**self.options, **from_entries(self.model.config, self.entries), **statistics, **self.used}
+        return {
+            **self.options,
+            **from_entries(self.model.config, self.entries),
+            "mean": list(self.mean),
+            "std": list(self.std),
+            **self.used,
+        }
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
         """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
@@ -111,8 +128,12 @@ class TransformersDetector(Detector):
         """
         from toolkit.models.final import save_transformers_folder  # no step needs it
 
-        statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
-        processor = self.processor_class(do_normalize=True, do_resize=processor_size is not None, **statistics)
+        processor = self.processor_class(
+            do_normalize=True,
+            do_resize=processor_size is not None,
+            image_mean=list(self.mean),
+            image_std=list(self.std),
+        )
         save_transformers_folder(self.model, processor, processor_size, folder, categories)
 
 
@@ -133,7 +154,12 @@ class MatchedDetector(TransformersDetector):
     def __init__(self, class_names: Sequence[str], options: DecoderOptions, *, source_config: Mapping | None = None):
         super().__init__()
         entries = self._entries(options, source_config)
-        config = detector_config(self.config_class, class_names, source_config or self.published, **entries)
+        config = detector_config(
+            self.config_class,
+            class_names,
+            source_config or self.published,
+            **entries,
+        )
         try:
             self.model = self.model_class(config)
         except ValueError as error:  # settings that transformers does not accept together, such as width and heads
@@ -145,8 +171,10 @@ class MatchedDetector(TransformersDetector):
         # As given, else the source's, else published. They are not in the config, which takes only whole numbers.
         values = {**asdict(options), **(source_config or {}), **options.given}
         costs = MatchingCosts(*(values[name] for name in MatchingCosts._fields))
-        set_loss = self._criterion(len(class_names), config.decoder_layers if self.aux_loss else 1, costs)
-        self._set_criterion(set_loss, pixel_statistics(config, options), used | costs._asdict())
+        num_layers = config.decoder_layers if self.aux_loss else 1
+        set_loss = self._criterion(len(class_names), num_layers, costs)
+        statistics = pixel_statistics(config, options)
+        self._set_criterion(set_loss, statistics, used | costs._asdict())
 
     def _entries(self, options: DecoderOptions, source_config: Mapping | None) -> dict:
         """Return the config entries that replace those of the source."""
@@ -174,7 +202,9 @@ class MatchedDetector(TransformersDetector):
         return of_timm.reduction()[-1] if of_timm else 32
 
     def map_taps(self) -> list[MapTap]:
-        return [projection_tap(self.model.model.input_projection, self.last_stride(), self.model.config.hidden_size)]
+        core = self.model.model
+        width = self.model.config.hidden_size
+        return [projection_tap(core.input_projection, self.last_stride(), width)]
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return this batch's number of boxes (once per group of queries) from CPU targets; crowd regions do not
@@ -214,4 +244,6 @@ def inverse_sigmoid(fractions: Tensor, eps: float = 1e-5) -> Tensor:
     """Return the logits of values in [0, 1], clamped so that both ends are finite (as in transformers and the
     originals)."""
     fractions = fractions.clamp(0, 1)
-    return torch.log(fractions.clamp(min=eps) / (1 - fractions).clamp(min=eps))
+    inside = fractions.clamp(min=eps)
+    rest = (1 - fractions).clamp(min=eps)
+    return torch.log(inside / rest)

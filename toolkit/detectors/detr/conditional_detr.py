@@ -29,7 +29,8 @@ class ConditionalDetr(MatchedDetector):
     """`transformers.ConditionalDetrForObjectDetection`. Settings: see `ConditionalDetrOptions`."""
 
     Options = ConditionalDetrOptions
-    config_class, model_class = ConditionalDetrConfig, ConditionalDetrForObjectDetection
+    config_class = ConditionalDetrConfig
+    model_class = ConditionalDetrForObjectDetection
     entries = {**ENCODER_DECODER, "dilation": ["dilation"]}
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     max_detections = 100  # of its 300 queries, in the original's evaluation
@@ -43,17 +44,22 @@ class ConditionalDetr(MatchedDetector):
         """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
         states, outputs = decoder_states(self, images, sizes)
         with torch.autocast(images.device.type, enabled=False):
-            centres = inverse_sigmoid(outputs.reference_points.to(states.dtype)).transpose(0, 1)  # (B, Q, 2)
-            deltas = self.model.bbox_predictor(states)
-            boxes = torch.cat([deltas[..., :2] + centres, deltas[..., 2:]], dim=-1).sigmoid()
-            return {"logits": self.model.class_labels_classifier(states), "boxes": boxes}
+            references = outputs.reference_points.to(states.dtype)  # (Q, B, 2) fractions of the image
+            centres = inverse_sigmoid(references).transpose(0, 1)
+            deltas = self.model.bbox_predictor(states)  # (L, B, Q, 4)
+            centred = torch.cat([deltas[..., :2] + centres, deltas[..., 2:]], dim=-1)
+            return {
+                "logits": self.model.class_labels_classifier(states),
+                "boxes": centred.sigmoid(),
+            }
 
 
 class DabDetr(MatchedDetector):
     """`transformers.DabDetrForObjectDetection`. Settings: see `DabDetrOptions`."""
 
     Options = DabDetrOptions
-    config_class, model_class = DabDetrConfig, DabDetrForObjectDetection
+    config_class = DabDetrConfig
+    model_class = DabDetrForObjectDetection
     entries = {**ENCODER_DECODER, "d_model": ["hidden_size"], "dilation": ["dilation"]}
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     class_tensors = {"model.class_embed.*": (0, 1, 0)}
@@ -68,14 +74,18 @@ class DabDetr(MatchedDetector):
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        mask = pixel_mask(sizes, images.shape[-2:])
         with precision(self.training, images.device):
-            outputs = self.model.model(pixels, pixel_mask=pixel_mask(sizes, images.shape[-2:]))
+            outputs = self.model.model(pixels, pixel_mask=mask)
         with torch.autocast(images.device.type, enabled=False):
             first = 0 if self.aux_loss else -1
             states = outputs.intermediate_hidden_states[first:].to(self.model.dtype)
             references = outputs.reference_points[first:].to(self.model.dtype)
-            boxes = (self.model.bbox_predictor(states) + inverse_sigmoid(references)).sigmoid()
-            return {"logits": self.model.class_embed(states), "boxes": boxes}
+            moved = self.model.bbox_predictor(states) + inverse_sigmoid(references)
+            return {
+                "logits": self.model.class_embed(states),
+                "boxes": moved.sigmoid(),
+            }
 
 
 def _initialise(model: nn.Module, queries: nn.Module, class_head: nn.Linear) -> None:

@@ -47,13 +47,21 @@ def handed_over(options: DetectorOptions, source_config: Mapping | None) -> dict
 
 def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Convert our options to entries of a transformers config. entries: the entries' names by option name."""
-    return {name: values[option] for option, names in entries.items() if option in values for name in names}
+    result = {}
+    for option, names in entries.items():
+        if option in values:
+            result |= dict.fromkeys(names, values[option])
+    return result
 
 
 def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Convert a transformers config to our options; an option that stands for entries with different values is None."""
-    values = {option: [getattr(config, name) for name in names] for option, names in entries.items()}
-    return {option: entry[0] if entry == entry[:1] * len(entry) else None for option, entry in values.items()}
+    result = {}
+    for option, names in entries.items():
+        values = [getattr(config, name) for name in names]
+        is_one = all(value == values[0] for value in values)
+        result[option] = values[0] if is_one else None
+    return result
 
 
 def detector_config(
@@ -72,12 +80,20 @@ def detector_config(
         )
     inherited = {key: value for key, value in source.items() if key not in REPLACED}
     names = dict(enumerate(class_names))
-    labels = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
-    return config_class(**{**inherited, **entries, **labels, "auxiliary_loss": False})
+    values = {
+        **inherited,
+        **entries,
+        "id2label": names,
+        "label2id": {name: label for label, name in names.items()},
+        "auxiliary_loss": False,
+    }
+    return config_class(**values)
 
 
 def pixel_statistics(
-    config: PreTrainedConfig, options: TransformerOptions, published=(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    config: PreTrainedConfig,
+    options: TransformerOptions,
+    published=(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
 ) -> tuple[tuple, tuple]:
     """Return mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else
     `published`."""
@@ -92,7 +108,9 @@ def pixel_statistics(
 def timm_name(config: PreTrainedConfig) -> str | None:
     """Return the name of the timm backbone in a detector's config; None: no backbone, or one of transformers."""
     backbone = getattr(config, "backbone_config", None)
-    return backbone.backbone if backbone is not None and backbone.model_type == "timm_backbone" else None
+    if backbone is None or backbone.model_type != "timm_backbone":
+        return None
+    return backbone.backbone
 
 
 def backbone_entry(options: BackboneOptions, source_config: Mapping | None, strides: Sequence[int] | None = None):
@@ -127,7 +145,12 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
         needed = f"feature maps of stride {', '.join(map(str, strides or ()))} are needed"
         indices = _indices(name, strides, needed) if strides else [len(feature_strides(name)) - 1]
     stride = 16 if dilation else None
-    return TimmBackboneConfig(backbone=name, out_indices=indices, freeze_batch_norm_2d=True, output_stride=stride)
+    return TimmBackboneConfig(
+        backbone=name,
+        out_indices=indices,
+        freeze_batch_norm_2d=True,
+        output_stride=stride,
+    )
 
 
 def _indices(backbone: str, strides: Sequence[int], needed: str) -> list[int]:
@@ -141,7 +164,10 @@ def _indices(backbone: str, strides: Sequence[int], needed: str) -> list[int]:
 
 
 def prepare_backbone(
-    module: nn.Module, config: PreTrainedConfig, options: BackboneOptions, source_config: Mapping | None
+    module: nn.Module,
+    config: PreTrainedConfig,
+    options: BackboneOptions,
+    source_config: Mapping | None,
 ) -> dict[str, Any]:
     """Load the weights of a detector's backbone and freeze parts of it.
 
@@ -186,7 +212,11 @@ def start_backbone(backbone: nn.Module, config: TimmBackboneConfig, freeze: str,
 
     `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; it raises the errors of both.
     """
-    options = {"features_only": True, "out_indices": tuple(config.out_indices), "output_stride": config.output_stride}
+    options = {
+        "features_only": True,
+        "out_indices": tuple(config.out_indices),
+        "output_stride": config.output_stride,
+    }
     source = timm_model(config.backbone, pretrained, **options)
     backbone.load_state_dict(source.state_dict())
     freeze_backbone(backbone, config.backbone, freeze, pretrained)
@@ -214,7 +244,10 @@ def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: st
 
 
 def rt_detr_config(
-    detector: type, class_names: Sequence[str], options: RTDetrV2Options, source: Mapping[str, Any] | None
+    detector: type,
+    class_names: Sequence[str],
+    options: RTDetrV2Options,
+    source: Mapping[str, Any] | None,
 ) -> tuple[PreTrainedConfig, str]:
     """Return the config of RT-DETR-v2, D-FINE or DEIMv2, and the frozen parts of its backbone.
 
@@ -235,11 +268,17 @@ def rt_detr_config(
     given = handed_over(options, source)
     entries |= to_entries(given, detector.entries)
     if "d_model" in given:
-        entries["decoder_in_channels"] = [given["d_model"]] * len(entries.get("decoder_in_channels", RT_DETR_STRIDES))
+        levels = len(entries.get("decoder_in_channels", RT_DETR_STRIDES))
+        entries["decoder_in_channels"] = [given["d_model"]] * levels
     # Fixed anchors are those of one size; generated ones are the same there, and right elsewhere.
-    entries |= {"id2label": dict(enumerate(class_names)), "auxiliary_loss": True, "anchor_image_size": None}
+    entries |= {
+        "id2label": dict(enumerate(class_names)),
+        "auxiliary_loss": True,
+        "anchor_image_size": None,
+    }
 
-    name, freeze = given.get("backbone"), given.get("freeze")
+    name = given.get("backbone")
+    freeze = given.get("freeze")
     backbone = entries.get("backbone_config") or {}
     if backbone and backbone["model_type"] != "timm_backbone":
         _check_own_backbone(backbone["model_type"], name, options.pretrained_backbone, freeze)
@@ -258,7 +297,10 @@ def rt_detr_config(
     # timm freezes the norms, with their activations; see backbones.py
     frozen = freeze != "none"
     entries["backbone_config"] = TimmBackboneConfig(
-        backbone=name, out_indices=out_indices, freeze_batch_norm_2d=frozen, output_stride=None
+        backbone=name,
+        out_indices=out_indices,
+        freeze_batch_norm_2d=frozen,
+        output_stride=None,
     )
     return config_class.from_dict(entries | {"freeze_backbone_batch_norms": False}), freeze
 

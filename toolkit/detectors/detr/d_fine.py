@@ -27,7 +27,13 @@ class DFine(RTDetrV2):
     is_mal = False  # the classification loss: varifocal
     entries = {**RTDetrV2.entries, "depth_mult": ["depth_mult"]}
     published = {"decoder_n_points": [3, 6, 3]}
-    default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
+    default_weights = {
+        "loss_vfl": 1.0,
+        "loss_bbox": 5.0,
+        "loss_giou": 2.0,
+        "loss_fgl": 0.15,
+        "loss_ddf": 1.5,
+    }
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: DFineOptions) -> nn.Module:
         return DFineCriterion(num_classes, config, self.is_mal, options.union_matching)
@@ -39,9 +45,15 @@ class DFine(RTDetrV2):
         return super().forward(images, sizes, targets)
 
     def _layers(self, outputs: Any) -> dict:
-        references = outputs.initial_reference_points[:, 0]  # the same for every layer
-        return super()._layers(outputs) | {"corners": outputs.intermediate_predicted_corners, "references": references}
+        return {
+            **super()._layers(outputs),
+            "corners": outputs.intermediate_predicted_corners,
+            "references": outputs.initial_reference_points[:, 0],  # the same for every layer
+        }
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return this batch's number of boxes, without crowd regions, and of images, from CPU targets."""
-        return {"boxes": float(sum(count_objects(targets))), "images": float(len(targets))}
+        return {
+            "boxes": float(sum(count_objects(targets))),
+            "images": float(len(targets)),
+        }

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.loss.loss_d_fine import weighting_function
 
 from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
-from toolkit.detectors.detr.detr_criterion import Matches, PaddedTargets, full_precision, pad_targets
+from toolkit.detectors.detr.detr_criterion import PaddedTargets, QueryMatches, full_precision, pad_targets
 from toolkit.detectors.detr.focal_criterion import match_focal
 from toolkit.detectors.detr.rt_detr_criterion import MATCHING_COSTS, VARIFOCAL_ALPHA, denoising_matches
 
@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
     references: Tensor  # (B, N, 4) cxcywh, which the offsets are relative to
 
 
-class Assignment(NamedTuple):
+class QueryAssignment(NamedTuple):
     """The object of each query, `(M, B, N)`, or `(1, B, N)` when it is the same in every output."""
 
     target: Tensor  # int64, index among the targets of the image
@@ -69,24 +69,44 @@ class DFineCriterion(nn.Module):
         self.union_matching = union_matching
         self.reg_scale = config.reg_scale
         layers = range(self.num_layers)
-        self.query_suffixes = ("_pre", *(f"_aux_{i}" for i in layers[:-1]), "", "_enc")
-        self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in layers)) if config.num_denoising > 0 else ()
-        offsets = weighting_function(config.max_num_bins, torch.tensor([config.up]), config.reg_scale)
+        auxiliary = [f"_aux_{i}" for i in layers[:-1]]
+        self.query_suffixes = ("_pre", *auxiliary, "", "_enc")
+        self.denoising_suffixes = ()
+        if config.num_denoising > 0:
+            self.denoising_suffixes = ("_dn_pre", *(f"_dn_{i}" for i in layers))
+        offsets = weighting_function(
+            config.max_num_bins,
+            torch.tensor([config.up]),
+            config.reg_scale,
+        )
         self.register_buffer("bin_offsets", offsets, persistent=False)
         announced = self._names(self.query_suffixes)
         if self.denoising_suffixes:
             announced += self._names(self.denoising_suffixes)
-        self.loss_names = tuple(sorted(announced, key=lambda n: n.count("_") > 1))
-        self.divided_by = {n: "images" if n.startswith("loss_ddf") else "boxes" for n in self.loss_names}
+        self.loss_names = tuple(sorted(announced, key=lambda name: name.count("_") > 1))
+        self.divided_by = {}
+        for name in self.loss_names:
+            self.divided_by[name] = "images" if name.startswith("loss_ddf") else "boxes"
 
     def _names(self, suffixes: Sequence[str]) -> list[str]:
-        everywhere = ("loss_mal" if self.is_mal else "loss_vfl", "loss_bbox", "loss_giou")
         refined = suffixes[1 : self.num_layers + 1]
-        rows = [(everywhere, suffixes), (("loss_fgl",), refined), (("loss_ddf",), refined[:-1])]
-        return [f"{name}{suffix}" for names, group in rows for name in names for suffix in group]
+        outputs_with = {
+            "loss_mal" if self.is_mal else "loss_vfl": suffixes,
+            "loss_bbox": suffixes,
+            "loss_giou": suffixes,
+            "loss_fgl": refined,
+            "loss_ddf": refined[:-1],
+        }
+        result = []
+        for name, those in outputs_with.items():
+            result += [f"{name}{suffix}" for suffix in those]
+        return result
 
     def forward(
-        self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
+        self,
+        layers: Mapping,
+        targets: Sequence[Mapping[str, Tensor]],
+        denominators: Mapping[str, Tensor | float],
     ) -> dict[str, Tensor]:
         """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
@@ -116,30 +136,41 @@ class DFineCriterion(nn.Module):
             shared = assigned
             if self.union_matching:
                 shared = _union(matches, queries.logits.shape[1:3], padded)
-                by_matched = shared.matched.sum().clamp(min=1) * by_boxes / max(sum(counts), 1)
-            losses = self._losses(queries, padded, assigned, shared, (by_boxes, by_matched), share)
+                num_matched = shared.matched.sum().clamp(min=1)
+                by_matched = num_matched * by_boxes / max(sum(counts), 1)
+            divisors = (by_boxes, by_matched)
+            losses = self._losses(queries, padded, assigned, shared, divisors, share)
             named = dict(zip(self._names(self.query_suffixes), losses, strict=True))
             if meta is not None:
                 noise = self._outputs(every, slice(noisy), with_encoder=False)
-                denoised = _assignment(denoising_matches(meta, counts, 1, device), noise.logits[:1])
-                losses = self._losses(noise, padded, denoised, denoised, (by_boxes * meta["dn_num_group"],) * 2, share)
+                of_first = denoising_matches(meta, counts, 1, device)  # the same in every layer
+                denoised = _assignment(of_first, noise.logits[:1])
+                by_copies = by_boxes * meta["dn_num_group"]
+                divisors = (by_copies, by_copies)
+                losses = self._losses(noise, padded, denoised, denoised, divisors, share)
                 named |= zip(self._names(self.denoising_suffixes), losses, strict=True)
             return named
 
     def _outputs(self, layers: Mapping[str, Tensor], queries: slice, with_encoder: bool) -> Outputs:
-        logits, boxes, corners = (layers[key][:, :, queries].transpose(0, 1) for key in ("logits", "boxes", "corners"))
+        logits = layers["logits"][:, :, queries].transpose(0, 1)  # (L + 1, B, N, C)
+        boxes = layers["boxes"][:, :, queries].transpose(0, 1)
+        corners = layers["corners"][:, :, queries].transpose(0, 1)  # (L, B, N, 4 * (bins + 1))
         if with_encoder:
             logits = torch.cat([logits, layers["encoder_logits"][None]])
             boxes = torch.cat([boxes, layers["encoder_boxes"][None]])
-        corners = corners.unflatten(-1, (4, len(self.bin_offsets)))
-        return Outputs(logits, boxes.clamp(0, 1), corners, layers["references"][:, queries].detach())
+        return Outputs(
+            logits=logits,
+            boxes_cxcywh=boxes.clamp(0, 1),
+            corners=corners.unflatten(-1, (4, len(self.bin_offsets))),
+            references=layers["references"][:, queries].detach(),
+        )
 
     def _losses(
         self,
         outputs: Outputs,
         targets: PaddedTargets,
-        assigned: Assignment,
-        shared: Assignment,
+        assigned: QueryAssignment,
+        shared: QueryAssignment,
         denominators: tuple,
         share: Tensor | float,
     ) -> list[Tensor]:
@@ -155,29 +186,47 @@ class DFineCriterion(nn.Module):
         giou = (1 - generalized_box_iou(cxcywh_to_xyxy(placed), target_boxes)) * shared.matched
 
         refined = slice(1, self.num_layers + 1)
-        iou = box_iou(predicted[refined].detach(), target_boxes[refined] if len(target_boxes) > 1 else target_boxes)
+        objects = target_boxes[refined] if len(target_boxes) > 1 else target_boxes
+        iou = box_iou(predicted[refined].detach(), objects)  # (L, B, N)
         matched = shared.matched.expand(len(predicted), -1, -1)[refined]
         log_probabilities = outputs.corners.log_softmax(-1)
-        fgl = self._localisation(log_probabilities, outputs.references, target_boxes.expand_as(predicted)[refined])
-        teacher = outputs.logits[self.num_layers].detach().sigmoid().amax(-1)
-        ddf = _distillation(outputs.corners, torch.where(matched > 0, iou, teacher)[:-1], matched[:-1])
-        by_boxes, by_matched = denominators
-        terms = [(classes, by_boxes), *((term, by_matched) for term in (l1, giou, fgl * iou * matched))]
-        sums = [values.flatten(1).sum(1) / denominator for values, denominator in terms]
-        return [value for row in (*sums, ddf * share) for value in row.unbind()]
+        fgl = self._localisation(
+            log_probabilities,
+            outputs.references,
+            target_boxes.expand_as(predicted)[refined],
+        )
+        teacher_scores = outputs.logits[self.num_layers].detach().sigmoid().amax(-1)
+        weights = torch.where(matched > 0, iou, teacher_scores)
+        ddf = _distillation(outputs.corners, weights[:-1], matched[:-1])
 
-    def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: Assignment):
+        by_boxes, by_matched = denominators
+        by_output = (
+            classes.flatten(1).sum(1) / by_boxes,
+            l1.flatten(1).sum(1) / by_matched,
+            giou.flatten(1).sum(1) / by_matched,
+            (fgl * iou * matched).flatten(1).sum(1) / by_matched,
+            ddf * share,
+        )
+        losses = []
+        for values in by_output:
+            losses += values.unbind()
+        return losses
+
+    def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: QueryAssignment):
         """Return the loss `(M, B, N, C)` of equal logits. The target score is the IoU (vfl) or the IoU to the power of
         gamma (mal)."""
         labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
-        iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(_of_targets(targets.boxes_cxcywh, assigned.target)))
+        objects = _of_targets(targets.boxes_cxcywh, assigned.target)
+        iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(objects))  # (M, B, N)
         positive = F.one_hot(labels, self.num_classes) * assigned.matched[..., None]
-        score = (iou.pow(self.gamma) if self.is_mal else iou)[..., None] * positive
+        quality = iou.pow(self.gamma) if self.is_mal else iou
+        score = quality[..., None] * positive
         alpha = 1.0 if self.is_mal else VARIFOCAL_ALPHA
-        weight = alpha * logits.detach().sigmoid().pow(self.gamma) * (1 - positive)
-        weight = weight + (positive if self.is_mal else score)
+        of_negatives = alpha * logits.detach().sigmoid().pow(self.gamma) * (1 - positive)
+        weight = of_negatives + (positive if self.is_mal else score)
         if targets.labelled is not None:
-            weight = weight.where(targets.labelled[:, None] | (positive > 0), 0)
+            counts = targets.labelled[:, None] | (positive > 0)
+            weight = weight.where(counts, 0)
         return F.binary_cross_entropy_with_logits(logits, score, weight=weight, reduction="none")
 
     def _localisation(self, log_probabilities: Tensor, references: Tensor, target_xyxy: Tensor) -> Tensor:
@@ -186,17 +235,24 @@ class DFineCriterion(nn.Module):
         The offset of a side is in units of the reference's width or height, divided by `reg_scale`, from its edge.
         """
         with torch.no_grad():
-            centre, size = references[..., :2], references[..., 2:].repeat(1, 1, 2)
-            outward = torch.cat([centre - target_xyxy[..., :2], target_xyxy[..., 2:] - centre], dim=-1)
+            centre = references[..., :2]
+            size = references[..., 2:].repeat(1, 1, 2)
+            to_left_top = centre - target_xyxy[..., :2]
+            to_right_bottom = target_xyxy[..., 2:] - centre
+            outward = torch.cat([to_left_top, to_right_bottom], dim=-1)  # (L, B, N, 4)
             offsets = outward / (size / self.reg_scale + 1e-16) - 0.5 * self.reg_scale
-            edges = self.bin_offsets.to(offsets.dtype)
+            edges = self.bin_offsets.to(offsets.dtype)  # (bins + 1,) ascending
             offsets = offsets.clamp(edges[0], edges[-1]).contiguous()
-            left = (torch.searchsorted(edges, offsets, right=True) - 1).clamp(0, len(edges) - 2)
-            to_left, to_right = (offsets - edges[left]).abs(), (edges[left + 1] - offsets).abs()
+            # The offset 0.7 between the edges 0.5 and 1.0 is 0.4 of the way: the left bin weighs 0.6, the right 0.4.
+            behind = torch.searchsorted(edges, offsets, right=True)
+            left = (behind - 1).clamp(0, len(edges) - 2)
+            to_left = (offsets - edges[left]).abs()
+            to_right = (edges[left + 1] - offsets).abs()
             weight = to_left / (to_left + to_right)
-        at = torch.stack([left, left + 1], dim=-1)
-        entropy = -log_probabilities.gather(-1, at)
-        return (entropy[..., 0] * (1 - weight) + entropy[..., 1] * weight).sum(-1)
+        both = torch.stack([left, left + 1], dim=-1)
+        entropy = -log_probabilities.gather(-1, both)
+        by_side = entropy[..., 0] * (1 - weight) + entropy[..., 1] * weight
+        return by_side.sum(-1)
 
 
 def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
@@ -205,30 +261,39 @@ def _distillation(corners: Tensor, weights: Tensor, matched: Tensor) -> Tensor:
     teacher = (corners[-1].detach() / TEMPERATURE).softmax(-1)
     student = (corners[:-1] / TEMPERATURE).log_softmax(-1)
     divergence = F.kl_div(student, teacher.expand_as(student), reduction="none")
-    values = (weights * TEMPERATURE**2 * divergence.sum((-1, -2)) / 4).flatten(1)
-    parts = torch.stack([matched.flatten(1), 1 - matched.flatten(1)])
+    of_query = divergence.sum((-1, -2))  # over sides and bins: (L - 1, B, N)
+    values = (weights * TEMPERATURE**2 * of_query / 4).flatten(1)
+    with_object = matched.flatten(1)
+    parts = torch.stack([with_object, 1 - with_object])  # (2, L - 1, B * N)
     counts = parts.sum(-1)
     means = (values * parts).sum(-1) / counts.clamp(min=1)
-    return (means * counts.sqrt()).sum(0) / counts.sqrt().sum(0)
+    shares = counts.sqrt()
+    return (means * shares).sum(0) / shares.sum(0)
 
 
-def _assignment(matches: Matches, like: Tensor) -> Assignment:
+def _assignment(matches: QueryMatches, like: Tensor) -> QueryAssignment:
     """Return the matches of every output separately; `like (M, B, N, ...)` gives the shape."""
-    target = torch.zeros(like.shape[:3], dtype=torch.int64, device=like.device)
+    target = torch.zeros(
+        like.shape[:3],
+        dtype=torch.int64,
+        device=like.device,
+    )
     matched = like.new_zeros(like.shape[:3])
     where = (matches.layer, matches.image, matches.query)
     target[where] = matches.target
     matched[where] = 1.0
-    return Assignment(target, matched)
+    return QueryAssignment(target, matched)
 
 
-def _union(matches: Matches, shape: Sequence[int], targets: PaddedTargets) -> Assignment:
+def _union(matches: QueryMatches, shape: Sequence[int], targets: PaddedTargets) -> QueryAssignment:
     """Return the queries `(B, N)` that any output matched, each with its most frequent object; ties take the first."""
     votes = targets.boxes_cxcywh.new_zeros(*shape, targets.labels.shape[1])
     where = (matches.image, matches.query, matches.target)
-    votes.index_put_(where, votes.new_ones(len(matches.image)), accumulate=True)
+    one_each = votes.new_ones(len(matches.image))
+    votes.index_put_(where, one_each, accumulate=True)
     count, target = votes.max(-1)
-    return Assignment(target[None], (count > 0).to(votes.dtype)[None])
+    matched = (count > 0).to(votes.dtype)
+    return QueryAssignment(target[None], matched[None])
 
 
 def _of_targets(values: Tensor, target: Tensor) -> Tensor:
@@ -241,7 +306,9 @@ def _at_least_one(targets: PaddedTargets) -> PaddedTargets:
     """Add a column of padding if the batch has no objects, so that there is something to index."""
     if targets.labels.shape[1]:
         return targets
-    labels = F.pad(targets[0], (0, 1))
-    boxes = F.pad(targets[1], (0, 0, 0, 1))
-    valid = F.pad(targets[2], (0, 1))
-    return PaddedTargets(labels, boxes, valid, targets.labelled)
+    return PaddedTargets(
+        labels=F.pad(targets.labels, (0, 1)),
+        boxes_cxcywh=F.pad(targets.boxes_cxcywh, (0, 0, 0, 1)),
+        valid=F.pad(targets.valid, (0, 1)),
+        labelled=targets.labelled,
+    )

@@ -22,7 +22,7 @@ from toolkit.detectors.detr.initialise import initialise_sampling_, initialise_t
 from toolkit.detectors.detr.options import DeformableDetrOptions
 from toolkit.models.detector import MapTap
 
-VARIANTS = ("none", "iterative", "two_stage")
+BOX_REFINE_CHOICES = ("none", "iterative", "two_stage")
 
 
 class DeformableDetr(MatchedDetector):
@@ -34,27 +34,33 @@ class DeformableDetr(MatchedDetector):
     """
 
     Options = DeformableDetrOptions
-    config_class, model_class = DeformableDetrConfig, DeformableDetrForObjectDetection
+    config_class = DeformableDetrConfig
+    model_class = DeformableDetrForObjectDetection
     processor_class = DeformableDetrImageProcessor
     entries = {**ENCODER_DECODER, "num_queries": ["num_queries", "two_stage_num_proposals"]}
     map_strides = (8, 16, 32)
     exported_sides = "fixed"  # its maps are cut by their sizes
     max_detections = 100  # of its 300 queries, in the original's evaluation
     default_weights = {"loss_ce": 2.0, "loss_bbox": 5.0, "loss_giou": 2.0}
-    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.decoder.class_embed.*": (0, 1, 0)}
+    class_tensors = {
+        "model.class_embed.*": (0, 1, 0),
+        "model.model.decoder.class_embed.*": (0, 1, 0),
+    }
 
     def _entries(self, options: DeformableDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         values = handed_over(options, source_config)
         box_refine = values.get("box_refine")
         d_model = values.get("d_model", 32)
-        if box_refine not in (None, *VARIANTS):
-            raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(VARIANTS)}.")
+        if box_refine not in (None, *BOX_REFINE_CHOICES):
+            raise BadInput(f"model.box_refine: {box_refine!r} is not one of {', '.join(BOX_REFINE_CHOICES)}.")
         if d_model % 32:
             raise BadInput(
                 f"model.d_model: {d_model} is not a multiple of 32, which deformable_detr's group norms need."
             )
-        variant = {"with_box_refine": box_refine != "none", "two_stage": box_refine == "two_stage"}
-        entries = super()._entries(options, source_config) | (variant if box_refine else {})
+        entries = super()._entries(options, source_config)
+        if box_refine:
+            entries["with_box_refine"] = box_refine != "none"
+            entries["two_stage"] = box_refine == "two_stage"
         config = {**(source_config or {}), **entries}
         if config.get("decoder_layers") == 1 and not config.get("two_stage"):
             raise BadInput(
@@ -103,7 +109,11 @@ class DeformableDetr(MatchedDetector):
         return used | {"box_refine": variant, "num_queries": config.num_queries}
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        return FocalCriterion(num_layers, costs, "foreground" if self.model.config.two_stage else None)
+        return FocalCriterion(
+            num_layers,
+            costs,
+            "foreground" if self.model.config.two_stage else None,
+        )
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
@@ -118,24 +128,34 @@ class DeformableDetr(MatchedDetector):
         height, width = images.shape[-2:]
         if config.two_stage:
             strides = [8 * 2**level for level in range(config.num_feature_levels)]
+            # -(-a // b) rounds up
             positions = sum(-(-height // stride) * -(-width // stride) for stride in strides)
             check_positions(height, width, positions, config.two_stage_num_proposals)
+        mask = pixel_mask(sizes, images.shape[-2:])
         with precision(self.training, images.device):
-            outputs = self.model.model(pixels, pixel_mask=pixel_mask(sizes, images.shape[-2:]))
+            outputs = self.model.model(pixels, pixel_mask=mask)
         with torch.autocast(images.device.type, enabled=False):
             dtype = self.model.dtype
-            states = outputs.intermediate_hidden_states.to(dtype).unbind(1)  # per layer (B, Q, d_model)
-            moved = outputs.intermediate_reference_points.unbind(1)[:-1]
-            references = [inverse_sigmoid(r.to(dtype)) for r in (outputs.init_reference_points, *moved)]
-            layers = list(zip(self.model.class_embed, self.model.bbox_embed, states, references, strict=False))
-            layers = layers if self.aux_loss else layers[-1:]
-            logits = torch.stack([class_head(state) for class_head, _, state, _ in layers])
-            boxes = torch.stack([_box(box_head(state), reference) for _, box_head, state, reference in layers])
-            predictions = {"logits": logits, "boxes": boxes}
+            predictions = self._predictions(outputs, dtype)
             if config.two_stage:
                 predictions["encoder_logits"] = outputs.enc_outputs_class.to(dtype)
                 predictions["encoder_boxes"] = outputs.enc_outputs_coord_logits.to(dtype).sigmoid()
             return predictions
+
+    def _predictions(self, outputs: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return logits and boxes of the layers that get a loss, from the outputs of transformers' model."""
+        states = outputs.intermediate_hidden_states.to(dtype).unbind(1)  # per layer (B, Q, d_model)
+        # A layer's boxes are relative to those of the layer before it, the first one's to the initial points.
+        moved = outputs.intermediate_reference_points.unbind(1)[:-1]
+        starts = (outputs.init_reference_points, *moved)
+        references = [inverse_sigmoid(start.to(dtype)) for start in starts]
+        layers = zip(self.model.class_embed, self.model.bbox_embed, states, references, strict=False)
+        logits = []
+        boxes = []
+        for class_head, box_head, state, reference in list(layers)[None if self.aux_loss else -1 :]:
+            logits.append(class_head(state))
+            boxes.append(_box(box_head(state), reference))
+        return {"logits": torch.stack(logits), "boxes": torch.stack(boxes)}
 
     def map_taps(self) -> list[MapTap]:
         levels = self.model.model.input_proj
@@ -146,4 +166,5 @@ class DeformableDetr(MatchedDetector):
 def _box(deltas: Tensor, reference: Tensor) -> Tensor:
     """Return the logits of a box around a point `(B, Q, 2)`, or of a refined box `(B, Q, 4)`."""
     columns = reference.shape[-1]
-    return torch.cat([deltas[..., :columns] + reference, deltas[..., columns:]], dim=-1).sigmoid()
+    moved = deltas[..., :columns] + reference
+    return torch.cat([moved, deltas[..., columns:]], dim=-1).sigmoid()

@@ -23,13 +23,13 @@ from transformers.models.deimv2.modeling_deimv2 import (
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import TransformersDetector, inverse_sigmoid
 from toolkit.detectors.detr.d_fine import DFine
-from toolkit.detectors.detr.deimv2_sizes import SIZES, VITS, size_config
+from toolkit.detectors.detr.deimv2_sizes import DEIMV2_SIZES, VITS, size_config
 from toolkit.detectors.detr.options import Deimv2Options
 from toolkit.detectors.detr.weights_deimv2 import vit_names
 from toolkit.models.detector import Detector
 from toolkit.models.weights.backbone_file import load_matching, read_backbone_file
 
-TELLING = ("d_model", "encoder_ffn_dim", "decoder_layers", "feat_strides", "backbone_config")  # of a size
+ENTRIES_OF_A_SIZE = ("d_model", "encoder_ffn_dim", "decoder_layers", "feat_strides", "backbone_config")
 
 
 class Deimv2(DFine):
@@ -38,16 +38,28 @@ class Deimv2(DFine):
     Options = Deimv2Options
     config_class = Deimv2Config
     is_mal = True  # the classification loss: matchability-aware
-    published = {**DFine.published, "decoder_activation_function": "silu", "encoder_has_trailing_conv": False}
-    default_weights = {"loss_mal": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0, "loss_fgl": 0.15, "loss_ddf": 1.5}
+    published = {
+        **DFine.published,
+        "decoder_activation_function": "silu",
+        "encoder_has_trailing_conv": False,
+    }
+    default_weights = {
+        "loss_mal": 1.0,
+        "loss_bbox": 5.0,
+        "loss_giou": 2.0,
+        "loss_fgl": 0.15,
+        "loss_ddf": 1.5,
+    }
 
     def __init__(self, class_names: Sequence[str], options: Deimv2Options, *, source_config: Mapping | None = None):
-        if options.size not in (None, *SIZES):
-            raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(SIZES)}.")
+        if options.size not in (None, *DEIMV2_SIZES):
+            raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(DEIMV2_SIZES)}.")
         if options.size and source_config is None:
             source_config = size_config(options.size)
-        elif options.size and any(source_config.get(name) != size_config(options.size)[name] for name in TELLING):
-            raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
+        elif options.size:
+            published = size_config(options.size)
+            if any(source_config.get(name) != published[name] for name in ENTRIES_OF_A_SIZE):
+                raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         own = copy.copy(options)  # with a backbone of its own, whose file timm does not know
         if options.size in VITS:
             own.pretrained_backbone = False
@@ -70,9 +82,14 @@ class Deimv2(DFine):
         kind.save_final(self, folder, categories, processor_size)
 
 
+def _entries(config: Mapping) -> dict:
+    return {name: config.get(name) for name in ENTRIES_OF_A_SIZE}
+
+
 def as_its_program_(model: Deimv2ForObjectDetection) -> None:
     """Make a DEIMv2 of transformers compute the same as DEIMv2's own program with the same weights."""
-    core, config = model.model, model.config
+    core = model.model
+    config = model.config
     core.enc_output = nn.Identity()
     core.decoder.__class__ = _Decoder
     quality = [layer.reg_conf for layer in core.decoder.lqe_layers]
@@ -81,16 +98,20 @@ def as_its_program_(model: Deimv2ForObjectDetection) -> None:
         head.act = nn.SiLU()
     encoder = core.conv_encoder
     if not hasattr(encoder, "backbone"):
-        widths = zip(encoder.intermediate_channel_sizes, encoder.encoder_input_proj, strict=True)
-        kept = [nn.Identity() if width == config.encoder_hidden_dim else each for width, each in widths]
-        encoder.encoder_input_proj = nn.ModuleList(kept)
+        projections = nn.ModuleList()
+        widths = encoder.intermediate_channel_sizes
+        for width, projection in zip(widths, encoder.encoder_input_proj, strict=True):
+            fits = width == config.encoder_hidden_dim
+            projections.append(nn.Identity() if fits else projection)
+        encoder.encoder_input_proj = projections
         return
     vit = encoder.backbone
     vit.embeddings.mask_token = None  # of pretraining: never used
     if not vit.config.apply_layernorm:  # the distilled ViT-Tiny
         vit.norm = nn.Identity()
         for layer in vit.model.layer:
-            layer.layer_scale1, layer.layer_scale2 = nn.Identity(), nn.Identity()
+            layer.layer_scale1 = nn.Identity()
+            layer.layer_scale2 = nn.Identity()
 
 
 def _load_vit(vit: nn.Module, size: str, file: bool | str) -> None:
@@ -99,7 +120,8 @@ def _load_vit(vit: nn.Module, size: str, file: bool | str) -> None:
             f"model.pretrained_backbone: give the publisher's file of the backbone of size {size}: {VITS[size][3]}"
         )
     wanted = {name: tensor for name, tensor in vit.state_dict().items() if tensor.numel()}  # not all have registers
-    load_matching(wanted, vit_names(read_backbone_file(file)), f"DEIMv2 {size}", file)
+    found = vit_names(read_backbone_file(file))
+    load_matching(wanted, found, f"DEIMv2 {size}", file)
 
 
 class _Decoder(Deimv2Decoder):
@@ -119,33 +141,44 @@ class _Decoder(Deimv2Decoder):
         project = weighting_function(self.max_num_bins, self.up, self.reg_scale)
         references = reference_points.sigmoid()
         states = inputs_embeds
-        maps = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
-        maps |= {"spatial_shapes": spatial_shapes, "spatial_shapes_list": spatial_shapes_list}
-        maps["position_embeddings"] = self.query_pos_head(references).clamp(min=-10, max=10)
+        positions = self.query_pos_head(references)
+        same_for_all = {
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+            "spatial_shapes": spatial_shapes,
+            "spatial_shapes_list": spatial_shapes_list,
+            "position_embeddings": positions.clamp(min=-10, max=10),
+        }
         corners = 0
         before = 0
-        kept = []
-        first = []
+        all_logits = []  # the boxes before refinement count as a layer of these two
+        all_boxes = []
+        all_corners = []
+        all_states = []
         for i, layer in enumerate(self.layers):
-            states = layer(states, reference_points=references[:, :, None], **maps)
+            states = layer(states, reference_points=references[:, :, None], **same_for_all)
             if i == 0:
-                unrefined = (self.pre_bbox_head(states) + inverse_sigmoid(references)).sigmoid()
+                moved = self.pre_bbox_head(states) + inverse_sigmoid(references)
+                unrefined = moved.sigmoid()
                 start = unrefined.detach()
             corners = self.bbox_embed[i](states + before) + corners
             boxes = distance2bbox(start, self.integral(corners, project), self.reg_scale)
             if self.training or i == self.eval_idx:
-                scores = self.class_embed[i](states)
-                if i == 0:  # the boxes before refinement count as a layer
-                    first = [(scores, unrefined)]
-                kept.append((self.lqe_layers[i](scores, corners), boxes, corners, states))
-            references, before = boxes.detach(), states.detach()
-        logits, boxes = zip(*first, *[each[:2] for each in kept], strict=True)
-        corners, all_states = zip(*[each[2:] for each in kept], strict=True)
+                logits = self.class_embed[i](states)
+                if i == 0:
+                    all_logits.append(logits)
+                    all_boxes.append(unrefined)
+                all_logits.append(self.lqe_layers[i](logits, corners))
+                all_boxes.append(boxes)
+                all_corners.append(corners)
+                all_states.append(states)
+            references = boxes.detach()
+            before = states.detach()
         return Deimv2DecoderOutput(
             last_hidden_state=states,
             intermediate_hidden_states=torch.stack(all_states),
-            intermediate_logits=torch.stack(logits, dim=1),
-            intermediate_reference_points=torch.stack(boxes, dim=1),
-            intermediate_predicted_corners=torch.stack(corners, dim=1),
-            initial_reference_points=torch.stack([start] * len(kept), dim=1),
+            intermediate_logits=torch.stack(all_logits, dim=1),
+            intermediate_reference_points=torch.stack(all_boxes, dim=1),
+            intermediate_predicted_corners=torch.stack(all_corners, dim=1),
+            initial_reference_points=torch.stack([start] * len(all_states), dim=1),
         )

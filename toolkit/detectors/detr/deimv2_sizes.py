@@ -3,7 +3,7 @@
 from typing import Any
 
 # (widths of encoder and decoder, feed-forward widths of both, decoder layers, expansion, depth, queries)
-SIZES = {
+DEIMV2_SIZES = {
     "atto": ((64, 64), (160, 160), 3, 0.34, 0.5, 100),
     "femto": ((96, 96), (256, 256), 3, 0.34, 0.5, 150),
     "pico": ((112, 112), (320, 320), 3, 0.34, 0.5, 200),
@@ -28,15 +28,22 @@ DEPTHS = {1: 0.34, 2: 0.67, 3: 1.0, 4: 1.37}  # depth by number of blocks
 
 def size_config(size: str) -> dict[str, Any]:
     """Return the config entries of this size, as in a source of weights of this size."""
-    (encoder, decoder), (encoder_ffn, decoder_ffn), layers, expansion, depth, queries = SIZES[size]
+    (encoder, decoder), (encoder_ffn, decoder_ffn), layers, expansion, depth, queries = DEIMV2_SIZES[size]
     lite = size in ("atto", "femto", "pico")
     levels = 3 if size in VITS else 2
     if size in VITS:
-        backbone = vit_entries(*VITS[size][:2], plain=size in "sm", gated=size == "x")
+        width, ffn, _, _ = VITS[size]
+        backbone = vit_entries(width, ffn, plain=size in "sm", gated=size == "x")
         maps = [encoder] * 3
     else:
         backbone = _hgnet(*THIRD_STAGE[size], fourth=size == "n")
         maps = backbone["hidden_sizes"][2:]
+    if lite:
+        points = [4, 2]
+    elif levels == 2:
+        points = [6, 6]
+    else:
+        points = [3, 6, 3]
     return common_entries(levels, lite) | {
         "backbone_config": backbone,
         "encoder_in_channels": maps,
@@ -46,7 +53,7 @@ def size_config(size: str) -> dict[str, Any]:
         "decoder_ffn_dim": decoder_ffn,
         "decoder_in_channels": [decoder] * levels,
         "decoder_layers": layers,
-        "decoder_n_points": [4, 2] if lite else [6, 6] if levels == 2 else [3, 6, 3],
+        "decoder_n_points": points,
         "hidden_expansion": expansion,
         "depth_mult": depth,
         "num_queries": queries,
@@ -95,7 +102,8 @@ def vit_entries(width: int, ffn: int, *, plain: bool, gated: bool = False) -> di
 
 def _hgnet(kernel: int, width: int, blocks: int, fourth: bool) -> dict[str, Any]:
     stages = slice(4 if fourth else 3)
-    widths, counts = [64, 256, width, 1024][stages], [1, 1, blocks, 1][stages]
+    widths = [64, 256, width, 1024][stages]
+    counts = [1, 1, blocks, 1][stages]
     return {
         "model_type": "hgnet_v2",
         "stem_channels": [3, 16, 16],

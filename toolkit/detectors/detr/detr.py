@@ -30,7 +30,9 @@ class Detr(MatchedDetector):
     """`transformers.DetrForObjectDetection`. Settings: see `DetrOptions`."""
 
     Options = DetrOptions
-    config_class, model_class, processor_class = DetrConfig, DetrForObjectDetection, DetrImageProcessor
+    config_class = DetrConfig
+    model_class = DetrForObjectDetection
+    processor_class = DetrImageProcessor
     entries = {
         **ENCODER_DECODER,
         "dilation": ["dilation"],
@@ -52,8 +54,10 @@ class Detr(MatchedDetector):
             normalize_before_(self.model)
         core = self.model.model
         # heads and input projection are PyTorch's default, queries N(0, 1), as in facebookresearch/detr
-        for module in (core.input_projection, self.model.class_labels_classifier, *self.model.bbox_predictor.layers):
-            module.reset_parameters()
+        core.input_projection.reset_parameters()
+        self.model.class_labels_classifier.reset_parameters()
+        for layer in self.model.bbox_predictor.layers:
+            layer.reset_parameters()
         core.query_position_embeddings.reset_parameters()
         initialise_transformer_(core.encoder)
         initialise_transformer_(core.decoder)
@@ -80,7 +84,8 @@ class Detr(MatchedDetector):
             logits = self.model.class_labels_classifier(states)
             boxes = self.model.bbox_predictor(states)
             if self.query_points is not None:
-                boxes = torch.cat([boxes[..., :2] + self.query_points, boxes[..., 2:]], dim=-1)
+                centres = boxes[..., :2] + self.query_points
+                boxes = torch.cat([centres, boxes[..., 2:]], dim=-1)
             return {"logits": logits, "boxes": boxes.sigmoid()}
 
     def class_scores(self, logits: Tensor) -> Tensor:
@@ -96,14 +101,21 @@ class Detr(MatchedDetector):
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return this batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
-        return self.set_loss.denominators(targets, getattr(self.model.config, self.entries["num_queries"][0]))
+        (entry,) = self.entries["num_queries"]
+        num_queries = getattr(self.model.config, entry)
+        return self.set_loss.denominators(targets, num_queries)
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
         """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `DetrCriterion.forward`."""
         return self.set_loss(outputs["logits"], outputs["boxes"], targets, denominators)
 
     def decode(
-        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return one detection per query of the last decoder layer: its most probable class other than no-object (DETR
         `PostProcess`). The order of the queries is kept if there are at most `top_k`. Boxes are not clipped."""
@@ -125,12 +137,19 @@ class Detr(MatchedDetector):
 def decoder_states(detector: MatchedDetector, images: Tensor, sizes: Tensor) -> tuple[Tensor, object]:
     """Return the normalised states `(L, B, Q, D)` of every decoder layer, or of only the last without auxiliary losses,
     and the outputs of transformers' model."""
-    pixels = normalize_images(images, sizes, detector.mean, detector.std, dtype=detector.model.dtype)
+    pixels = normalize_images(
+        images,
+        sizes,
+        detector.mean,
+        detector.std,
+        dtype=detector.model.dtype,
+    )
     mask = pixel_mask(sizes, images.shape[-2:])
     core = detector.model.model
     with precision(detector.training, images.device):
         outputs = core(pixels, pixel_mask=mask, output_hidden_states=detector.aux_loss)
         # decoder_hidden_states are the queries, the raw state after each layer but the last, the normed last one
         raw = (outputs.decoder_hidden_states or ())[1:-1]
-        states = torch.stack([*map(core.decoder.layernorm, raw), outputs.last_hidden_state])
+        normed = [core.decoder.layernorm(state) for state in raw]
+        states = torch.stack([*normed, outputs.last_hidden_state])
     return states.to(detector.model.dtype), outputs

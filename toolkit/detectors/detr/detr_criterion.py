@@ -40,7 +40,7 @@ class PaddedTargets(NamedTuple):
     labelled: Tensor | None = None  # (B, C) bool
 
 
-class Matches(NamedTuple):
+class QueryMatches(NamedTuple):
     """Matched pairs of all layers and images, each `(N,)` int64, ordered by layer, then image, then query."""
 
     layer: Tensor
@@ -59,18 +59,32 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
     Crowd regions (`iscrowd` 1) are not objects to be found one by one: DETR drops them when it loads the data.
     """
     sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
-    boxes_xyxy = pad_sequence([t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets], True)
-    labels = pad_sequence([t["labels"].to(device, non_blocking=True) for t in targets], True)
-    hosts = list(map(on_host, targets))
-    is_object = [h["iscrowd"] == 0 if "iscrowd" in h else torch.ones_like(h["labels"], dtype=torch.bool) for h in hosts]
-    boxes_cxcywh = xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw))
-    valid = send(pad_sequence(is_object, True, False), device)
-    return PaddedTargets(labels, boxes_cxcywh, valid, labelled_classes(targets, device))
+    boxes = [t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets]
+    boxes_xyxy = pad_sequence(boxes, batch_first=True)  # (B, T, 4)
+    labels = [t["labels"].to(device, non_blocking=True) for t in targets]
+    valid = pad_sequence([_is_object(on_host(t)) for t in targets], batch_first=True, padding_value=False)
+    return PaddedTargets(
+        labels=pad_sequence(labels, batch_first=True),
+        boxes_cxcywh=xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw)),
+        valid=send(valid, device),
+        labelled=labelled_classes(targets, device),
+    )
+
+
+def _is_object(target: Mapping[str, Tensor]) -> Tensor:
+    """Return (N,) bool, false for crowd regions."""
+    if "iscrowd" in target:
+        return target["iscrowd"] == 0
+    return torch.ones_like(target["labels"], dtype=torch.bool)
 
 
 def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
     """Return the number of objects per image without crowd regions. Use CPU targets: on a GPU it would synchronise."""
-    return [len(t["labels"]) - (int(t["iscrowd"].sum()) if "iscrowd" in t else 0) for t in targets]
+    counts = []
+    for target in targets:
+        crowds = int(target["iscrowd"].sum()) if "iscrowd" in target else 0
+        counts.append(len(target["labels"]) - crowds)
+    return counts
 
 
 class MatchingCosts(NamedTuple):
@@ -82,7 +96,7 @@ class MatchingCosts(NamedTuple):
 
 
 @torch.no_grad()
-def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> Matches:
+def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> QueryMatches:
     """Assign queries to targets one-to-one at the lowest cost, for every layer and image, with one copy to the host.
 
     Args:
@@ -91,40 +105,51 @@ def match(class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, cos
 
     For each layer and image exactly min(Q, number of valid targets) pairs come back, none with an invalid target.
     """
-    num_layers, batch_size, _, num_targets = class_costs.shape
     device = class_costs.device
-    if num_targets == 0:
-        return Matches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
+    if class_costs.shape[-1] == 0:  # no targets
+        return QueryMatches(*torch.zeros(4, 0, dtype=torch.int64, device=device))
     target_boxes = targets.boxes_cxcywh.to(boxes_cxcywh.dtype)
-    planes = zip(boxes_cxcywh.unbind(-1), target_boxes.unbind(-1), strict=True)  # one by one: small intermediates
-    l1 = sum((queries[..., None] - objects[:, None, :]).abs() for queries, objects in planes)  # (L, B, Q, T)
+    coordinates = zip(boxes_cxcywh.unbind(-1), target_boxes.unbind(-1), strict=True)
+    l1 = 0  # (L, B, Q, T); one coordinate after another, so that intermediates are small
+    for of_queries, of_targets in coordinates:
+        l1 = l1 + (of_queries[..., None] - of_targets[:, None, :]).abs()
     giou = pairwise_generalized_iou(cxcywh_to_xyxy(boxes_cxcywh), cxcywh_to_xyxy(target_boxes))
     total = costs.bbox_cost * l1 + costs.class_cost * class_costs - costs.giou_cost * giou
     total = total.nan_to_num_(nan=UNUSABLE_COST, posinf=UNUSABLE_COST, neginf=-UNUSABLE_COST)
     # Infinity now marks invalid targets only, so the mask travels inside the one copy.
     total.masked_fill_(~targets.valid[:, None, :], torch.inf)
-    on_host = total.cpu().numpy()
+    pairs = _assigned(total.cpu().numpy())
+    return QueryMatches(*send(torch.from_numpy(pairs), device))
 
-    usable = [np.flatnonzero(on_host[0, image, 0] != np.inf) for image in range(batch_size)]
-    assigned = [
-        (image, *linear_sum_assignment(costs_of_image[:, columns]), columns)
-        for costs_of_layer in on_host
-        for image, (costs_of_image, columns) in enumerate(zip(costs_of_layer, usable, strict=True))
-    ]
-    images = np.concatenate([np.full(len(rows), image) for image, rows, _, _ in assigned])
-    layers = np.repeat(np.arange(num_layers), len(images) // num_layers)  # every layer has the same number of pairs
-    queries = np.concatenate([rows for _, rows, _, _ in assigned])
-    chosen = np.concatenate([columns[picked] for _, _, picked, columns in assigned])
-    pairs = torch.from_numpy(np.stack([layers, images, queries, chosen]))
-    return Matches(*send(pairs, device))
+
+def _assigned(total_costs: np.ndarray) -> np.ndarray:
+    """Return layer, image, query and target of the cheapest assignments, (4, N) int64.
+
+    total_costs: (L, B, Q, T), infinite for invalid targets.
+    """
+    num_layers, batch_size, _, _ = total_costs.shape
+    valid = [np.flatnonzero(total_costs[0, image, 0] != np.inf) for image in range(batch_size)]
+    images = []
+    queries = []
+    targets = []
+    for of_layer in total_costs:
+        for image, columns in enumerate(valid):
+            rows, picked = linear_sum_assignment(of_layer[image][:, columns])
+            images.append(np.full(len(rows), image))
+            queries.append(rows)
+            targets.append(columns[picked])
+    images = np.concatenate(images)
+    layers = np.repeat(np.arange(num_layers), len(images) // num_layers)  # each layer has the same number of pairs
+    return np.stack([layers, images, np.concatenate(queries), np.concatenate(targets)])
 
 
 def full_precision(tensor: Tensor) -> Tensor:
     """Convert half precision to float32; return other tensors unchanged."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if is_half else tensor
 
 
-def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
+def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: QueryMatches) -> dict[str, Tensor]:
     """Return `loss_bbox` (L1 of normalised cxcywh) and `loss_giou` (1 - GIoU) summed over each layer's matches, `(L,)`.
 
     Every layer has the same number of matches, in the order of the layers: sums by layer are sums of rows.
@@ -132,7 +157,10 @@ def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: Matches) -> 
     predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
     target_boxes = targets.boxes_cxcywh[matches.image, matches.target]
     giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(target_boxes))
-    terms = {"loss_bbox": (predicted - target_boxes).abs().sum(-1), "loss_giou": 1 - giou}
+    terms = {
+        "loss_bbox": (predicted - target_boxes).abs().sum(-1),
+        "loss_giou": 1 - giou,
+    }
     by_layer = (len(boxes_cxcywh), len(giou) // len(boxes_cxcywh))
     return {name: values.view(by_layer).sum(1) for name, values in terms.items()}
 
@@ -142,7 +170,7 @@ def matching_metrics(
     logits: Tensor,
     cardinality: Tensor,
     targets: PaddedTargets,
-    matches: Matches,
+    matches: QueryMatches,
     suffixes: Sequence[str],
     detecting: int,
 ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -155,14 +183,20 @@ def matching_metrics(
         suffixes: of the layers' names.
     """
     num_layers, batch_size = logits.shape[:2]
-    main = slice(len(matches.layer) // num_layers * (num_layers - 1), None)
-    image, query, target = matches.image[main], matches.query[main], matches.target[main]
+    per_layer = len(matches.layer) // num_layers
+    last = slice(per_layer * (num_layers - 1), None)
+    image = matches.image[last]
+    query = matches.query[last]
+    target = matches.target[last]
     counted = query < detecting
-    wrong = logits[-1, image, query].argmax(-1) != targets.labels[image, target]
+    predicted_labels = logits[-1, image, query].argmax(-1)
+    wrong = predicted_labels != targets.labels[image, target]
     errors = (cardinality - targets.valid.sum(-1)).abs().sum(-1)  # (L,)
     images = torch.full_like(errors[0], batch_size)
-    cardinality_errors = {f"cardinality_error{s}": (error, images) for s, error in zip(suffixes, errors, strict=True)}
-    return {"class_error": (100.0 * (wrong & counted).sum(), counted.sum()), **cardinality_errors}
+    metrics = {"class_error": (100.0 * (wrong & counted).sum(), counted.sum())}
+    for suffix, error in zip(suffixes, errors, strict=True):
+        metrics[f"cardinality_error{suffix}"] = (error, images)
+    return metrics
 
 
 class DetrCriterion(nn.Module):
@@ -179,7 +213,11 @@ class DetrCriterion(nn.Module):
     """
 
     def __init__(
-        self, num_classes: int, num_layers: int, eos_coef: float = 0.1, matching_costs: Sequence[float] = (1, 5, 2)
+        self,
+        num_classes: int,
+        num_layers: int,
+        eos_coef: float = 0.1,
+        matching_costs: Sequence[float] = (1, 5, 2),
     ):
         super().__init__()
         self.num_classes = num_classes
@@ -187,9 +225,13 @@ class DetrCriterion(nn.Module):
         self.matching_costs = MatchingCosts(*matching_costs)
         # The last layer first, without suffix, then the auxiliary ones in the order of the decoder.
         self.suffixes = ("", *(f"_{i}" for i in range(num_layers - 1)))
-        self.loss_names = tuple(f"{name}{s}" for s in self.suffixes for name in ("loss_ce", "loss_bbox", "loss_giou"))
-        self.divided_by = {n: "class_weights" if n.startswith("loss_ce") else "boxes" for n in self.loss_names}
-        self.metric_names = ("class_error", *(f"cardinality_error{s}" for s in self.suffixes))
+        self.divided_by = {}
+        for suffix in self.suffixes:
+            self.divided_by[f"loss_ce{suffix}"] = "class_weights"
+            self.divided_by[f"loss_bbox{suffix}"] = "boxes"
+            self.divided_by[f"loss_giou{suffix}"] = "boxes"
+        self.loss_names = tuple(self.divided_by)
+        self.metric_names = ("class_error", *(f"cardinality_error{suffix}" for suffix in self.suffixes))
         class_weights = torch.ones(num_classes + 1)
         class_weights[-1] = eos_coef
         # The weight as float32 holds it, so that numerator and denominator agree in float64 too.
@@ -238,7 +280,7 @@ class DetrCriterion(nn.Module):
             losses = self._losses(log_probabilities, boxes_cxcywh, padded, matches, denominators)
             return losses, self._metrics(logits.detach(), padded, matches)
 
-    def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> Matches:
+    def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> QueryMatches:
         """Return the assignment of all layers, from `(L, B, Q, C + 1)` and `(L, B, Q, 4)`."""
         labels = targets.labels[:, None, :].expand(*log_probabilities.shape[:3], -1)  # (L, B, Q, T)
         probabilities = log_probabilities.detach().gather(-1, labels).exp()
@@ -247,20 +289,30 @@ class DetrCriterion(nn.Module):
     def _losses(self, log_probabilities, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
         num_layers = len(log_probabilities)
         device = log_probabilities.device
-        classes = torch.full(log_probabilities.shape[:3], self.num_classes, dtype=torch.int64, device=device)
-        classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
-        class_weights = self.class_weights.to(log_probabilities.dtype)
-        rows = log_probabilities.flatten(0, 2)
+        classes = torch.full(
+            log_probabilities.shape[:3],
+            self.num_classes,
+            dtype=torch.int64,
+            device=device,
+        )
+        matched_labels = targets.labels[matches.image, matches.target]
+        classes[matches.layer, matches.image, matches.query] = matched_labels
         classes = classes.flatten()
+        class_weights = self.class_weights.to(log_probabilities.dtype)
+        rows = log_probabilities.flatten(0, 2)  # (L * B * Q, C + 1)
         if targets.labelled is not None:
-            unlabelled = unlabelled_columns(targets.labelled, -1)[:, None].expand_as(log_probabilities)
+            by_image = unlabelled_columns(targets.labelled, -1)  # (B, C + 1)
+            unlabelled = by_image[:, None].expand_as(log_probabilities)
             rows = partial_log_softmax(rows, classes, unlabelled.flatten(0, 2), -1)
         ce = F.nll_loss(rows, classes, class_weights, reduction="none")
-        losses = {"loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"]}
+        by_layer = {"loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"]}
         for name, values in box_sums(boxes_cxcywh, targets, matches).items():
-            losses[name] = values / denominators["boxes"]
-        # The last layer's come first and have no suffix.
-        return {f"{n}{suffix}": v[i - 1] for i, suffix in enumerate(self.suffixes) for n, v in losses.items()}
+            by_layer[name] = values / denominators["boxes"]
+        losses = {}
+        for i, suffix in enumerate(self.suffixes):
+            for name, values in by_layer.items():
+                losses[f"{name}{suffix}"] = values[i - 1]  # the last layer's come first and have no suffix
+        return losses
 
     def _metrics(self, logits, targets, matches) -> dict[str, tuple[Tensor, Tensor]]:
         cardinality = (logits.amax(-1) != logits[..., -1]).sum(-1)  # (L, B): no-object is not the maximum

@@ -13,9 +13,9 @@ from torchvision.ops import sigmoid_focal_loss
 
 from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy
 from toolkit.detectors.detr.detr_criterion import (
-    Matches,
     MatchingCosts,
     PaddedTargets,
+    QueryMatches,
     box_sums,
     full_precision,
     match,
@@ -44,11 +44,15 @@ def quality_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -
     Negatives weigh by the square of their score, through which the gradient goes, as in RF-DETR.
     """
     scores = logits.sigmoid()
-    quality = (scores.detach()[positives].pow(ALPHA) * ious.pow(1 - ALPHA)).clamp(min=0.01)
+    own_scores = scores.detach()[positives]
+    quality = own_scores.pow(ALPHA) * ious.pow(1 - ALPHA)
+    quality = quality.clamp(min=0.01)
     positive_weight = torch.zeros_like(logits, requires_grad=False)
     positive_weight[positives] = quality
     negative_weight = scores.pow(GAMMA).index_put(positives, 1 - quality)
-    return -positive_weight * F.logsigmoid(logits) - negative_weight * F.logsigmoid(-logits)
+    towards_one = -positive_weight * F.logsigmoid(logits)
+    towards_zero = negative_weight * F.logsigmoid(-logits)
+    return towards_one - towards_zero
 
 
 class FocalCriterion(nn.Module):
@@ -76,11 +80,12 @@ class FocalCriterion(nn.Module):
         self.class_terms = class_terms
         self.matching_costs = MatchingCosts(*matching_costs)
         self.suffixes = (*(f"_{i}" for i in range(num_layers - 1)), "")  # in the order of the decoder
-        announced = ("", *self.suffixes[:-1], *(["_enc"] if encoder else []))
+        last_first = ("", *self.suffixes[:-1])
+        with_losses = [*last_first, "_enc"] if encoder else last_first
         self.loss_names = tuple(
-            f"{name}{suffix}" for suffix in announced for name in ("loss_ce", "loss_bbox", "loss_giou")
+            f"{name}{suffix}" for suffix in with_losses for name in ("loss_ce", "loss_bbox", "loss_giou")
         )
-        self.metric_names = ("class_error", *(f"cardinality_error{s}" for s in ("", *self.suffixes[:-1])))
+        self.metric_names = ("class_error", *(f"cardinality_error{suffix}" for suffix in last_first))
 
     def forward(
         self,
@@ -107,7 +112,8 @@ class FocalCriterion(nn.Module):
         device = outputs["logits"].device
         with torch.autocast(device.type, enabled=False):
             outputs = {name: full_precision(value) for name, value in outputs.items()}
-            logits, boxes = outputs["logits"], outputs["boxes"]
+            logits = outputs["logits"]
+            boxes = outputs["boxes"]
             denominator = denominators["boxes"]
             padded = pad_targets(targets, device, logits.dtype)
             matches = match_focal(logits, boxes, padded, self.matching_costs, groups)
@@ -116,12 +122,16 @@ class FocalCriterion(nn.Module):
             if self.encoder:
                 encoder_targets = padded
                 if self.encoder == "foreground":
-                    encoder_targets = padded._replace(labels=torch.zeros_like(padded.labels), labelled=None)
+                    encoder_targets = padded._replace(
+                        labels=torch.zeros_like(padded.labels),
+                        labelled=None,
+                    )
                 proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
                 assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups)
                 losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common)
             detecting = logits.shape[2] // groups
-            cardinality = (logits[:, :, :detecting].amax(-1) > 0).sum(-1)  # (L, B)
+            best = logits[:, :, :detecting].amax(-1)  # (L, B, Q)
+            cardinality = (best > 0).sum(-1)  # (L, B): scores above one half
             return losses, matching_metrics(logits, cardinality, padded, matches, self.suffixes, detecting)
 
 
@@ -129,7 +139,7 @@ def matched_losses(
     logits: Tensor,
     boxes_cxcywh: Tensor,
     targets: PaddedTargets,
-    matches: Matches,
+    matches: QueryMatches,
     suffixes: Sequence[str],
     class_terms: ClassTerms,
     class_loss: str,
@@ -138,35 +148,56 @@ def matched_losses(
     """Return each layer's losses by suffix: the sum of the class terms, named `class_loss`, and `box_sums`."""
     where = (matches.layer, matches.image, matches.query)
     target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
-    ious = box_iou(cxcywh_to_xyxy(boxes_cxcywh.detach()[where]), target_boxes)
+    predicted_boxes = cxcywh_to_xyxy(boxes_cxcywh.detach()[where])
+    ious = box_iou(predicted_boxes, target_boxes)  # (N,)
     positives = (*where, targets.labels[matches.image, matches.target])
-    by_class = without_unlabelled(class_terms(logits, positives, ious), positives, targets.labelled)
-    sums = {class_loss: by_class.flatten(1).sum(1)} | box_sums(boxes_cxcywh, targets, matches)
-    return {
-        f"{name}{suffix}": value
-        for name, values in sums.items()
-        for suffix, value in zip(suffixes, values / denominator, strict=True)
-    }
+    by_class = class_terms(logits, positives, ious)  # (L, B, Q, C)
+    by_class = without_unlabelled(by_class, positives, targets.labelled)
+    sums = {class_loss: by_class.flatten(1).sum(1)}
+    sums |= box_sums(boxes_cxcywh, targets, matches)
+    losses = {}
+    for name, by_layer in sums.items():
+        for suffix, value in zip(suffixes, by_layer / denominator, strict=True):
+            losses[f"{name}{suffix}"] = value
+    return losses
 
 
 @torch.no_grad()
 def match_focal(
-    logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, groups: int = 1
-) -> Matches:
+    logits: Tensor,
+    boxes_cxcywh: Tensor,
+    targets: PaddedTargets,
+    costs: MatchingCosts,
+    groups: int = 1,
+) -> QueryMatches:
     """Assign every layer's `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
 
     Each of the `groups` of queries is matched by itself, so a target has that many pairs in every layer.
     """
     size = logits.shape[2] // groups
-    by_group = (tensor.unflatten(2, (groups, size)).transpose(1, 2) for tensor in (logits, boxes_cxcywh))
-    logits, boxes_cxcywh = (tensor.flatten(0, 1) for tensor in by_group)  # groups as layers: (L * groups, B, size, ·)
+    logits = _groups_as_layers(logits, groups)
+    boxes_cxcywh = _groups_as_layers(boxes_cxcywh, groups)
     labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
-    matches = match(focal_costs(logits.gather(-1, labels)), boxes_cxcywh, targets, costs)
-    return matches._replace(layer=matches.layer // groups, query=matches.query + matches.layer % groups * size)
+    class_costs = focal_costs(logits.gather(-1, labels))  # (L * groups, B, size, T)
+    matches = match(class_costs, boxes_cxcywh, targets, costs)
+    # With 2 groups of 10 queries, query 3 of row 5 is query 13 of layer 2.
+    group = matches.layer % groups
+    return matches._replace(
+        layer=matches.layer // groups,
+        query=matches.query + group * size,
+    )
+
+
+def _groups_as_layers(values: Tensor, groups: int) -> Tensor:
+    """Reshape (L, B, groups * size, K) to (L * groups, B, size, K)."""
+    size = values.shape[2] // groups
+    by_group = values.unflatten(2, (groups, size)).transpose(1, 2)  # (L, groups, B, size, K)
+    return by_group.flatten(0, 1)
 
 
 def focal_costs(logits: Tensor) -> Tensor:
     """Return the unweighted class term of the matching cost for the logits of the targets' classes."""
     p = logits.sigmoid()
     positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
-    return positive - (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()
+    negative = (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()
+    return positive - negative

@@ -37,7 +37,10 @@ def _forward(
         kwargs |= {"encoder_hidden_states": hidden_states, "encoder_attention_mask": attention_mask}
     normed = self.self_attn_layer_norm(hidden_states) if before else hidden_states
     attended, _ = self.self_attn(
-        hidden_states=normed, attention_mask=attention_mask, position_embeddings=spatial_position_embeddings, **kwargs
+        hidden_states=normed,
+        attention_mask=attention_mask,
+        position_embeddings=spatial_position_embeddings,
+        **kwargs,
     )
     hidden_states = hidden_states + F.dropout(attended, p=self.dropout, training=self.training)
     hidden_states = (self.final_layer_norm if before else self.self_attn_layer_norm)(hidden_states)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-PRIOR = 0.01  # probability that the class heads start from
-ATTENTION = ("q_proj", "k_proj", "v_proj")
+PRIOR_SCORE = 0.01  # probability that the class heads start from
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATTENTION) -> None:
+def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATTENTION_PROJECTIONS) -> None:
     """Draw matrices Xavier uniform; those with names ending in `fused` as the one matrix they form in
     `nn.MultiheadAttention`.
 
@@ -23,8 +23,9 @@ def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATT
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
             in_one = name.endswith(fused)
+            gain = math.sqrt(0.5) if in_one else 1.0
             module.reset_parameters()
-            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if in_one else 1.0)
+            nn.init.xavier_uniform_(module.weight, gain=gain)
             if in_one or name.endswith(("o_proj", "out_proj", "output_proj")):
                 nn.init.zeros_(module.bias)
 
@@ -37,7 +38,7 @@ def initialise_sampling_(model: nn.Module, transformer: nn.Module) -> None:
 
 
 def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
-    """Initialise heads as PyTorch does, with scores of `PRIOR` and boxes at their reference."""
+    """Initialise heads as PyTorch does, with scores of `PRIOR_SCORE` and boxes at their reference."""
     class_head.reset_parameters()
     start_at_prior_(class_head)
     for layer in box_head.layers:
@@ -46,8 +47,8 @@ def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
 
 
 def start_at_prior_(class_head: nn.Linear) -> None:
-    """Initialise the bias so that every score is `PRIOR`."""
-    nn.init.constant_(class_head.bias, -math.log((1 - PRIOR) / PRIOR))
+    """Initialise the bias so that every score is `PRIOR_SCORE`."""
+    nn.init.constant_(class_head.bias, -math.log((1 - PRIOR_SCORE) / PRIOR_SCORE))
 
 
 def start_at_zero_(head: nn.Module) -> None:
@@ -71,15 +72,19 @@ def initialise_rt_detr_(model: PreTrainedModel, backbone: nn.Module) -> None:
     for name, module in modules.items():
         if hasattr(module, "sampling_offsets"):  # deformable attention
             model._init_weights(module)
-        elif name.endswith((*ATTENTION, "o_proj")):
-            nn.init.xavier_uniform_(module.weight, gain=math.sqrt(0.5) if name.endswith(ATTENTION) else 1.0)
+        elif name.endswith((*ATTENTION_PROJECTIONS, "o_proj")):
+            nn.init.xavier_uniform_(
+                module.weight,
+                gain=math.sqrt(0.5) if name.endswith(ATTENTION_PROJECTIONS) else 1.0,
+            )
             nn.init.zeros_(module.bias)
         elif name.endswith("gateway.gate"):
             nn.init.zeros_(module.weight)
             nn.init.zeros_(module.bias)
-    blocks = (*getattr(core, "encoder_input_proj", ()), *core.decoder_input_proj)
-    projections = [block[0] for block in blocks if isinstance(block, nn.Sequential) and len(block)]
-    for module in (*projections, core.enc_output[0], *core.decoder.query_pos_head.layers):
+    for block in (*getattr(core, "encoder_input_proj", ()), *core.decoder_input_proj):
+        if isinstance(block, nn.Sequential) and len(block):
+            nn.init.xavier_uniform_(block[0].weight)
+    for module in (core.enc_output[0], *core.decoder.query_pos_head.layers):
         nn.init.xavier_uniform_(module.weight)
     for head in (core.enc_score_head, *core.decoder.class_embed):
         start_at_prior_(head)

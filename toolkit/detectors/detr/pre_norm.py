@@ -9,7 +9,8 @@ from transformers.models.detr.modeling_detr import DetrDecoderLayer, DetrEncoder
 
 def normalize_before_(model: DetrForObjectDetection) -> None:
     """Replace the layers of a DETR by those of the variant, with random weights."""
-    core, config = model.model, model.config
+    core = model.model
+    config = model.config
     core.encoder = PreNormEncoder(config)
     core.decoder.layers = nn.ModuleList(PreNormDecoderLayer(config) for _ in range(config.decoder_layers))
 
@@ -35,7 +36,12 @@ class PreNormEncoderLayer(DetrEncoderLayer):
     def forward(self, hidden_states: Tensor, attention_mask, spatial_position_embeddings=None, **kwargs) -> Tensor:
         """See `DetrEncoderLayer.forward`."""
         normed = self.self_attn_layer_norm(hidden_states)
-        attended, _ = self.self_attn(normed, attention_mask, position_embeddings=spatial_position_embeddings, **kwargs)
+        attended, _ = self.self_attn(
+            normed,
+            attention_mask,
+            position_embeddings=spatial_position_embeddings,
+            **kwargs,
+        )
         hidden_states = hidden_states + F.dropout(attended, self.dropout, self.training)
         return hidden_states + self.mlp(self.final_layer_norm(hidden_states))
 
@@ -60,6 +66,12 @@ class PreNormDecoderLayer(DetrDecoderLayer):
         hidden_states = hidden_states + F.dropout(attended, self.dropout, self.training)
         normed = self.encoder_attn_layer_norm(hidden_states)
         positions["encoder_position_embeddings"] = spatial_position_embeddings
-        attended, _ = self.encoder_attn(normed, encoder_hidden_states, encoder_attention_mask, **positions, **kwargs)
+        attended, _ = self.encoder_attn(
+            normed,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            **positions,
+            **kwargs,
+        )
         hidden_states = hidden_states + F.dropout(attended, self.dropout, self.training)
         return hidden_states + self.mlp(self.final_layer_norm(hidden_states))

@@ -35,7 +35,8 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
     Raises:
         BadInput: learned position embeddings; heads of fewer than 8 channels.
     """
-    core, config = model.model, model.config
+    core = model.model
+    config = model.config
     queries = core.query_position_embeddings.weight
     heads = config.decoder_attention_heads
     width = queries.shape[1] // heads
@@ -47,7 +48,8 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
     points = grid_points(len(queries))
     queries.copy_(QUERY_SCALE * encode_sinusoidal_position_embedding(points, queries.shape[1] // 2))
     half = queries.shape[1] // 2
-    placed = [*range(2 * FREQUENCIES), *range(half, half + 2 * FREQUENCIES)]
+    highest = range(2 * FREQUENCIES)  # sine and cosine of the highest frequencies of y; those of x are `half` later
+    placed = [*highest, *(half + channel for channel in highest)]
     gain = math.sqrt(SHARPNESS * math.sqrt(width) / QUERY_SCALE)
     for layer in core.decoder.layers:
         for projection in (layer.encoder_attn.q_proj, layer.encoder_attn.k_proj):
@@ -65,5 +67,9 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
 def grid_points(count: int) -> Tensor:
     """Return `(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
     rows = max(1, math.isqrt(count))
-    columns = [count * (row + 1) // rows - count * row // rows for row in range(rows)]
-    return torch.tensor([((i + 0.5) / n, (row + 0.5) / rows) for row, n in enumerate(columns) for i in range(n)])
+    points = []
+    for row in range(rows):
+        columns = count * (row + 1) // rows - count * row // rows  # of 7 points in 2 rows: 3, then 4
+        y = (row + 0.5) / rows
+        points += [((column + 0.5) / columns, y) for column in range(columns)]
+    return torch.tensor(points)

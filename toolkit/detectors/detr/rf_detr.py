@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
-from transformers import RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
+from transformers import PreTrainedConfig, RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
 
 from toolkit.base.batch import normalize_images
@@ -29,7 +29,7 @@ from toolkit.models.weights.names import pairs, renamed, split_attention
 
 # (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
 # of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid.
-SIZES = {
+RF_DETR_SIZES = {
     "nano": ((16, 2, [3, 6, 9, 12], 384), 2),
     "small": ((16, 2, [3, 6, 9, 12], 512), 3),
     "medium": ((16, 2, [3, 6, 9, 12], 576), 4),
@@ -57,7 +57,9 @@ class RfDetr(MatchedDetector):
     """
 
     Options = RfDetrOptions
-    config_class, model_class, processor_class = RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
+    config_class = RfDetrConfig
+    model_class = RfDetrForObjectDetection
+    processor_class = RfDetrImageProcessor
     entries = {
         "d_model": ["d_model"],
         "decoder_layers": ["decoder_layers"],
@@ -68,19 +70,26 @@ class RfDetr(MatchedDetector):
     # transformers: 4 points, which is RF-DETR large of 2025, and 1e-5 for the projector's norms
     published = {"decoder_n_points": 2, "layer_norm_eps": 1e-6}
     default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
-    class_tensors = {"model.class_embed.*": (0, 1, 0), "model.model.enc_out_class_embed.*": (0, 1, 0)}
+    class_tensors = {
+        "model.class_embed.*": (0, 1, 0),
+        "model.model.enc_out_class_embed.*": (0, 1, 0),
+    }
     fixed_size = True
 
     def _entries(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         values = handed_over(options, source_config)
         size = values.get("size")
         if source_config is None and "decoder_layers" not in options.given:
-            values["decoder_layers"] = SIZES[size or "base"][1]
+            values["decoder_layers"] = RF_DETR_SIZES[size or "base"][1]
         entries = to_entries(values, self.entries)
         heads = values.get("heads")
         if heads is not None:
-            entries |= {"decoder_self_attention_heads": heads, "decoder_cross_attention_heads": 2 * heads}
-        return entries | {"backbone_config": _backbone_entry(source_config, values.get("encoder_layers"), size)}
+            entries |= {
+                "decoder_self_attention_heads": heads,
+                "decoder_cross_attention_heads": 2 * heads,
+            }
+        entries["backbone_config"] = _backbone_entry(source_config, values.get("encoder_layers"), size)
+        return entries
 
     def _initialise(self, options: RfDetrOptions, source_config: Mapping | None) -> None:
         core = self.model.model
@@ -103,18 +112,21 @@ class RfDetr(MatchedDetector):
         vit = self.model.model.backbone.backbone
         vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
         vit.embeddings.__class__ = _Embeddings
-        patch = config.backbone_config.patch_size
+        backbone = config.backbone_config
         if options.pretrained_backbone:
-            load_timm_weights(vit, options.pretrained_backbone, config.backbone_config.image_size // patch)
-        self.stride = patch * config.backbone_config.num_windows
+            side = backbone.image_size // backbone.patch_size
+            load_timm_weights(vit, options.pretrained_backbone, side)
+        self.stride = backbone.patch_size * backbone.num_windows
         heads = config.decoder_self_attention_heads
         in_proportion = config.decoder_cross_attention_heads == 2 * heads
-        built = (patch, config.backbone_config.num_windows, config.backbone_config.image_size)
-        depths = config.backbone_config.num_hidden_layers
-        size = next((name for name, ((p, w, _, side), _) in SIZES.items() if (p, w, side) == built), None)
+        size = _size_of(backbone)
         if options.given.get("size") not in (None, size):
             raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
-        return {"heads": heads if in_proportion else None, "encoder_layers": depths, "size": size}
+        return {
+            "heads": heads if in_proportion else None,
+            "encoder_layers": backbone.num_hidden_layers,
+            "size": size,
+        }
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
         return FocalCriterion(num_layers, costs, "classes", quality_terms)
@@ -153,11 +165,14 @@ class RfDetr(MatchedDetector):
 
     def map_taps(self) -> list[MapTap]:
         config = self.model.config
-        return [projection_tap(self.model.model.backbone.projector, config.backbone_config.patch_size, config.d_model)]
+        projector = self.model.model.backbone.projector
+        return [projection_tap(projector, config.backbone_config.patch_size, config.d_model)]
 
     def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        detecting = slice(self.model.config.num_queries)  # the first group
-        return outputs["logits"][-1][:, detecting], outputs["boxes"][-1][:, detecting]
+        count = self.model.config.num_queries  # of the first group, the detecting one
+        logits = outputs["logits"][-1]
+        boxes = outputs["boxes"][-1]
+        return logits[:, :count], boxes[:, :count]
 
     def _check_size(self, height: int, width: int) -> None:
         config = self.model.config
@@ -178,11 +193,14 @@ class _Embeddings(RfDetrDinov2Embeddings):
     def window_partition(self, embeddings: Tensor, height: int, width: int) -> Tensor:
         """Split tokens (B, 1 + patches, D) into (B * windows^2, 1 + patches per window, D), windows of an image in
         rows."""
-        windows, patch = self.config.num_windows, self.config.patch_size
+        windows = self.config.num_windows
+        patch = self.config.patch_size
         rows, columns = (side // patch // windows for side in (height, width))
-        patches = embeddings[:, 1:].unflatten(1, (windows, rows, windows, columns)).transpose(2, 3)
-        first = embeddings[:, :1].repeat_interleave(windows**2, dim=0)
-        return torch.cat((first, patches.reshape(-1, rows * columns, embeddings.shape[-1])), dim=1)
+        grid = embeddings[:, 1:].unflatten(1, (windows, rows, windows, columns))
+        by_window = grid.transpose(2, 3)  # (B, windows, windows, rows, columns, D)
+        patches = by_window.reshape(-1, rows * columns, embeddings.shape[-1])
+        class_tokens = embeddings[:, :1].repeat_interleave(windows**2, dim=0)
+        return torch.cat((class_tokens, patches), dim=1)
 
 
 @torch.no_grad()
@@ -202,12 +220,16 @@ def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None
         widths = ", ".join(f"{w} ({name})" for w, name in TIMM_DINOV2.items())
         raise BadInput(f"model.pretrained_backbone: timm has weights of width {widths}, not {width}; set it to false.")
     patch = vit.embeddings.patch_embeddings.projection.kernel_size[0]  # to which timm resamples its own
-    source = timm_model(TIMM_DINOV2[width], pretrained, num_classes=0, patch_size=patch).state_dict()
+    model = timm_model(TIMM_DINOV2[width], pretrained, num_classes=0, patch_size=patch)
+    source = model.state_dict()
     positions = resample_abs_pos_embed(source.pop("pos_embed"), [side, side], num_prefix_tokens=1)
     vit.embeddings.position_embeddings.copy_(positions)
     wanted = vit.state_dict()
     tensors = renamed(split_attention(source, ".qkv."), TIMM_NAMES)
-    unfit = [key for key, tensor in tensors.items() if key not in wanted or wanted[key].shape != tensor.shape]
+    unfit = []
+    for key, tensor in tensors.items():
+        if key not in wanted or wanted[key].shape != tensor.shape:
+            unfit.append(key)
     missing = {key for key in wanted if key.startswith("encoder.layer.")} - set(tensors)
     if unfit or missing:
         first = sorted([*unfit, *missing])[0]
@@ -218,15 +240,32 @@ def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None
     vit.load_state_dict(tensors, strict=False)
 
 
+def _size_of(backbone: PreTrainedConfig) -> str | None:
+    """Return the name of the published size that has this backbone; None: another one."""
+    built = (backbone.patch_size, backbone.num_windows, backbone.image_size)
+    for name, ((patch_size, windows, _, side), _) in RF_DETR_SIZES.items():
+        if built == (patch_size, windows, side):
+            return name
+    return None
+
+
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
     """Return the config of DINOv2 small as in this size of RF-DETR, or the source's; other depths give maps at each
     quarter."""
-    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12}
-    published = dict(zip(BACKBONE_KEYS, SIZES[size or "base"][0], strict=True))
-    base = {"model_type": "rf_detr_dinov2", **sizes, **published}
+    published, _ = RF_DETR_SIZES[size or "base"]
+    base = {
+        "model_type": "rf_detr_dinov2",
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 12,
+        **dict(zip(BACKBONE_KEYS, published, strict=True)),
+    }
     entry = dict((source_config or {}).get("backbone_config") or base)
     if encoder_layers in (None, entry.get("num_hidden_layers")):
         return entry
-    depths = sorted({max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)})
-    inherited = {k: v for k, v in entry.items() if k not in ("out_features", "stage_names", "window_block_indexes")}
-    return inherited | {"num_hidden_layers": encoder_layers, "out_indices": depths}
+    for name in ("out_features", "stage_names", "window_block_indexes"):  # these follow from the depth
+        entry.pop(name, None)
+    quarters = {max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)}
+    entry["num_hidden_layers"] = encoder_layers
+    entry["out_indices"] = sorted(quarters)
+    return entry

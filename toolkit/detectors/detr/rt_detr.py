@@ -45,7 +45,8 @@ class RTDetrV2(TransformersDetector):
     """
 
     Options = RTDetrV2Options
-    config_class, processor_class = RTDetrV2Config, RTDetrImageProcessor
+    config_class = RTDetrV2Config
+    processor_class = RTDetrImageProcessor
     entries = {
         **ENCODER_DECODER,
         "d_model": ["d_model", "encoder_hidden_dim"],
@@ -77,14 +78,26 @@ class RTDetrV2(TransformersDetector):
         name = timm_name(config)
         initialise_rt_detr_(self.model, backbone)
         if name is not None:
-            start_backbone(backbone._backbone, config.backbone_config, freeze, options.pretrained_backbone)
+            start_backbone(
+                backbone._backbone,
+                config.backbone_config,
+                freeze,
+                options.pretrained_backbone,
+            )
         used = {"backbone": name, "freeze": freeze, "d_model": _one_width(config)}
-        of_imagenet = config.backbone_config.model_type == "dinov3_vit"
-        statistics = pixel_statistics(config, options, *(() if of_imagenet else (PLAIN,)))
-        self._set_criterion(self._criterion(len(class_names), config, options), statistics, used)
+        if config.backbone_config.model_type == "dinov3_vit":
+            statistics = pixel_statistics(config, options)
+        else:
+            statistics = pixel_statistics(config, options, PLAIN)
+        set_loss = self._criterion(len(class_names), config, options)
+        self._set_criterion(set_loss, statistics, used)
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RTDetrV2Options) -> nn.Module:
-        return RTDetrCriterion(config.decoder_layers, config.num_denoising > 0, config.focal_loss_gamma)
+        return RTDetrCriterion(
+            config.decoder_layers,
+            config.num_denoising > 0,
+            config.focal_loss_gamma,
+        )
 
     def _backbone(self) -> nn.Module:
         return self.model.model.backbone.model
@@ -106,38 +119,48 @@ class RTDetrV2(TransformersDetector):
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
-        # they only make denoising queries
-        labels = _transformers_targets(list(map(without_crowd, targets))) if targets and self.training else None
+        labels = None
+        if targets and self.training:  # they only make denoising queries
+            labels = _transformers_targets([without_crowd(target) for target in targets])
+        waits = nullcontext()
+        if images.device.type != "cpu" and not torch.compiler.is_compiling():
+            counts = [len(label["boxes"]) for label in labels or ()]
+            waits = without_host_waits(self.model.model, counts)
         # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:
         # evaluation is therefore in float32.
-        counts = [len(label["boxes"]) for label in labels or ()]
-        waits = images.device.type != "cpu" and not torch.compiler.is_compiling()
-        with (
-            precision(self.training, images.device),
-            without_host_waits(self.model.model, counts) if waits else nullcontext(),
-        ):
+        with precision(self.training, images.device), waits:
             outputs = self.model(pixels, labels=labels)
         predictions = {"logits": outputs.logits, "boxes": outputs.pred_boxes}
         if targets is None:
             return predictions
         denoising = outputs.denoising_meta_values
         if denoising is not None:
-            predictions = {k: v[:, denoising["dn_num_split"][0] :] for k, v in predictions.items()}
-        return predictions | {"layers": self._layers(outputs)}
+            noisy, _ = denoising["dn_num_split"]  # the first queries are those of denoising
+            predictions = {name: values[:, noisy:] for name, values in predictions.items()}
+        return {**predictions, "layers": self._layers(outputs)}
 
     def map_taps(self) -> list[MapTap]:
         config = self.model.config
-        strides = config.feat_strides
-        widths = [config.encoder_hidden_dim] * len(config.feat_strides)
-        return [MapTap(self.model.model.encoder, strides, widths, lambda _, output: list(output[0]))]
+        return [
+            MapTap(
+                self.model.model.encoder,
+                config.feat_strides,
+                [config.encoder_hidden_dim] * len(config.feat_strides),
+                lambda _, output: list(output[0]),
+            )
+        ]
 
     def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return outputs["logits"], outputs["boxes"]
 
     def _layers(self, outputs: Any) -> dict:
-        layers = {"logits": outputs.intermediate_logits, "boxes": outputs.intermediate_reference_points}
-        proposals = {"encoder_logits": outputs.enc_topk_logits, "encoder_boxes": outputs.enc_topk_bboxes}
-        return {**layers, **proposals, "denoising": outputs.denoising_meta_values}
+        return {
+            "logits": outputs.intermediate_logits,
+            "boxes": outputs.intermediate_reference_points,
+            "encoder_logits": outputs.enc_topk_logits,
+            "encoder_boxes": outputs.enc_topk_bboxes,
+            "denoising": outputs.denoising_meta_values,
+        }
 
     def _check_size(self, height: int, width: int) -> None:
         config = self.model.config
@@ -152,7 +175,8 @@ class RTDetrV2(TransformersDetector):
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
         """Return losses of `forward`'s outputs, `(losses, {})`, without metrics; see `RTDetrCriterion.forward`."""
-        return self.set_loss(outputs["layers"], list(map(without_crowd, targets)), denominators), {}
+        objects = [without_crowd(target) for target in targets]
+        return self.set_loss(outputs["layers"], objects, denominators), {}
 
 
 def _one_width(config: PreTrainedConfig) -> int | None:
@@ -176,12 +200,20 @@ def without_crowd(target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if host is target:
         return {**target, **cut}
     rows = send(rows, target["boxes"].device)
-    return {**target, **{key: target[key][rows] for key in keys}, "on_host": HostTarget({**host, **cut})}
+    return {
+        **target,
+        **{key: target[key][rows] for key in keys},
+        "on_host": HostTarget({**host, **cut}),
+    }
 
 
 def _transformers_targets(targets: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     counts = [len(target["labels"]) for target in targets]
-    sizes_hw = torch.cat([target["size"].expand(count, 2) for target, count in zip(targets, counts, strict=True)])
+    sizes_hw = [target["size"].expand(count, 2) for target, count in zip(targets, counts, strict=True)]
     boxes_xyxy = torch.cat([target["boxes"] for target in targets])
-    boxes = xyxy_to_cxcywh(normalize_boxes(boxes_xyxy[:, None], sizes_hw))[:, 0].split(counts)
-    return [{"class_labels": t["labels"], "boxes": image_boxes} for t, image_boxes in zip(targets, boxes, strict=True)]
+    fractions = normalize_boxes(boxes_xyxy[:, None], torch.cat(sizes_hw))  # one box an "image": (N, 1, 4)
+    boxes_cxcywh = xyxy_to_cxcywh(fractions)[:, 0]
+    result = []
+    for target, boxes in zip(targets, boxes_cxcywh.split(counts), strict=True):
+        result.append({"class_labels": target["labels"], "boxes": boxes})
+    return result

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.base.batch import send
-from toolkit.detectors.detr.detr_criterion import Matches, MatchingCosts, full_precision, pad_targets
+from toolkit.detectors.detr.detr_criterion import MatchingCosts, QueryMatches, full_precision, pad_targets
 from toolkit.detectors.detr.focal_criterion import match_focal, matched_losses
 
 # The published values (RT-DETRv2 configs, transformers' RTDetrV2Config): of the matching, of the varifocal loss.
@@ -47,13 +47,19 @@ class RTDetrCriterion(nn.Module):
     def __init__(self, num_layers: int, denoising: bool, varifocal_gamma: float):
         super().__init__()
         self.class_terms = partial(varifocal_terms, gamma=varifocal_gamma)
-        self.query_suffixes = (*(f"_aux_{i}" for i in range(num_layers - 1)), "", "_enc")
+        auxiliary = [f"_aux_{i}" for i in range(num_layers - 1)]
+        self.query_suffixes = (*auxiliary, "", "_enc")
         self.denoising_suffixes = tuple(f"_dn_{i}" for i in range(num_layers)) if denoising else ()
-        announced = ("", *(s for s in self.query_suffixes if s), *self.denoising_suffixes)
-        self.loss_names = tuple(f"{name}{s}" for s in announced for name in ("loss_vfl", "loss_bbox", "loss_giou"))
+        last_first = ("", *auxiliary, "_enc", *self.denoising_suffixes)
+        self.loss_names = tuple(
+            f"{name}{suffix}" for suffix in last_first for name in ("loss_vfl", "loss_bbox", "loss_giou")
+        )
 
     def forward(
-        self, layers: Mapping, targets: Sequence[Mapping[str, Tensor]], denominators: Mapping[str, Tensor | float]
+        self,
+        layers: Mapping,
+        targets: Sequence[Mapping[str, Tensor]],
+        denominators: Mapping[str, Tensor | float],
     ) -> dict[str, Tensor]:
         """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
@@ -68,28 +74,52 @@ class RTDetrCriterion(nn.Module):
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
-            logits, boxes = (full_precision(layers[key]).transpose(0, 1) for key in ("logits", "boxes"))
+            logits = full_precision(layers["logits"]).transpose(0, 1)  # (L, B, D + Q, C)
+            boxes = full_precision(layers["boxes"]).transpose(0, 1)
+            encoder_logits = full_precision(layers["encoder_logits"])
+            encoder_boxes = full_precision(layers["encoder_boxes"])
             padded = pad_targets(targets, device, logits.dtype)
             meta = layers["denoising"]
-            noisy = meta["dn_num_split"][0] if meta is not None else 0
-            query_logits = torch.cat([logits[:, :, noisy:], full_precision(layers["encoder_logits"])[None]])
-            query_boxes = torch.cat([boxes[:, :, noisy:], full_precision(layers["encoder_boxes"])[None]])
-            matches = match_focal(query_logits, query_boxes, padded, MATCHING_COSTS)
-            common = (self.class_terms, "loss_vfl")
-            predicted = (query_logits, query_boxes, padded, matches, self.query_suffixes)
-            losses = matched_losses(*predicted, *common, denominators["boxes"])
+            noisy = meta["dn_num_split"][0] if meta is not None else 0  # D
+            query_logits = torch.cat([logits[:, :, noisy:], encoder_logits[None]])
+            query_boxes = torch.cat([boxes[:, :, noisy:], encoder_boxes[None]])
+            losses = matched_losses(
+                query_logits,
+                query_boxes,
+                padded,
+                match_focal(query_logits, query_boxes, padded, MATCHING_COSTS),
+                self.query_suffixes,
+                self.class_terms,
+                "loss_vfl",
+                denominators["boxes"],
+            )
             if meta is not None:
-                assigned = denoising_matches(meta, [len(t["labels"]) for t in targets], len(logits), device)
-                predicted = (logits[:, :, :noisy], boxes[:, :, :noisy], padded, assigned, self.denoising_suffixes)
-                losses |= matched_losses(*predicted, *common, denominators["boxes"] * meta["dn_num_group"])
+                counts = [len(target["labels"]) for target in targets]
+                losses |= matched_losses(
+                    logits[:, :, :noisy],
+                    boxes[:, :, :noisy],
+                    padded,
+                    denoising_matches(meta, counts, len(logits), device),
+                    self.denoising_suffixes,
+                    self.class_terms,
+                    "loss_vfl",
+                    denominators["boxes"] * meta["dn_num_group"],
+                )
             return losses
 
 
-def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> Matches:
+def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> QueryMatches:
     """Return the object that each positive denoising query was made from: every group repeats its image's objects."""
-    repeated = [torch.arange(n).repeat(meta["dn_num_group"]) for n in counts]
-    image = torch.arange(len(counts)).repeat_interleave(torch.tensor([len(r) for r in repeated]))
-    image, target = send(torch.stack([image, torch.cat(repeated)]), device)
+    # Of 2 and 1 objects in 2 groups: targets 0 1 0 1 0 0 of the images 0 0 0 0 1 1.
+    targets = [torch.arange(count).repeat(meta["dn_num_group"]) for count in counts]
+    lengths = torch.tensor([len(of_image) for of_image in targets])
+    images = torch.arange(len(counts)).repeat_interleave(lengths)
+    image, target = send(torch.stack([images, torch.cat(targets)]), device)
     query = torch.cat(list(meta["dn_positive_idx"]))
     layer = torch.arange(num_layers, device=device).repeat_interleave(len(query))
-    return Matches(layer, image.repeat(num_layers), query.repeat(num_layers), target.repeat(num_layers))
+    return QueryMatches(
+        layer,
+        image.repeat(num_layers),
+        query.repeat(num_layers),
+        target.repeat(num_layers),
+    )

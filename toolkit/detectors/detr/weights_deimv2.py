@@ -8,8 +8,22 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from toolkit.detectors.detr.deimv2_sizes import DEPTHS, EXPANSIONS, SIZES, common_entries, size_config, vit_entries
-from toolkit.detectors.detr.weights_rt_detr import COPIES, CSP_PLACES, DOWNSAMPLE, HEADS, hgnet_entries, hgnet_names
+from toolkit.detectors.detr.deimv2_sizes import (
+    DEIMV2_SIZES,
+    DEPTHS,
+    EXPANSIONS,
+    common_entries,
+    size_config,
+    vit_entries,
+)
+from toolkit.detectors.detr.weights_rt_detr import (
+    COPIES,
+    CSP_PLACES,
+    DOWNSAMPLE,
+    PROJECTIONS_AND_HEADS,
+    hgnet_entries,
+    hgnet_names,
+)
 from toolkit.models.weights.names import (
     Description,
     Pairs,
@@ -31,7 +45,7 @@ LEFT_OUT = (
 )
 CSP = "cv1 conv1, cv4 conv2, cv2.0 csp_rep1, cv2.1 csp_rep1.conv2, cv3.0 csp_rep2, cv3.1 csp_rep2.conv2"
 PLACES = [*CSP_PLACES, *((f"encoder.{name}.", f"model.model.encoder.{name}.") for name in ("fpn_block", "pan_block"))]
-LAYER = """
+ENCODER_LAYER = """
     linear1 mlp.layers.0, linear2 mlp.layers.1, self_attn.out_proj self_attn.o_proj
     norm1 self_attn_layer_norm, norm2 final_layer_norm
 """
@@ -61,16 +75,16 @@ ADAPTER_NAMES = [
            below=[("backbone.sta.", f"{ENCODER}.spatial_tuning_adapter.")]),
     *pairs(f"backbone.convs.* {ENCODER}.fusion_proj.*.conv, backbone.norms.* {ENCODER}.fusion_proj.*.norm"),
 ]  # fmt: skip
-NAMES = [
+NAME_PAIRS = [
     *[(f"backbone.dinov3.{theirs}", f"{ENCODER}.backbone.{ours}") for theirs, ours in [*VIT, ("norm", "norm")]],
     *ADAPTER_NAMES,
     *hgnet_names(f"{ENCODER}.model"),
     *pairs(CSP, below=PLACES),
     *pairs("cv1 conv1, cv2 conv2", below=DOWNSAMPLE),
-    *pairs(LAYER, below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
+    *pairs(ENCODER_LAYER, below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
     *pairs(DECODER_LAYER, below=[("decoder.decoder.layers.*.", "model.model.decoder.layers.*.")]),
     *pairs(f"encoder.input_proj {ENCODER}.encoder_input_proj, decoder.input_proj model.model.decoder_input_proj"),
-    *pairs(HEADS),
+    *pairs(PROJECTIONS_AND_HEADS),
 ]
 
 
@@ -94,7 +108,9 @@ def in_full(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     result |= copied(result, dict.fromkeys(shared, "decoder.dec_bbox_head.0")) | result
     for name in [name for name in result if ".swish_ffn.w12." in name]:
         stem, leaf = name.split("w12.")
-        result |= zip((f"{stem}gate_proj.{leaf}", f"{stem}up_proj.{leaf}"), result.pop(name).chunk(2), strict=True)
+        gate, up = result.pop(name).chunk(2)
+        result[f"{stem}gate_proj.{leaf}"] = gate
+        result[f"{stem}up_proj.{leaf}"] = up
     return _split_vit(result)
 
 
@@ -130,7 +146,10 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     vit = ADAPTER in state
     backbone = _vit(state) if vit else hgnet_entries(state, 1 if lite else levels)
     heads = [state.get(f"decoder.dec_bbox_head.{i}.layers.0.weight") for i in (0, 1)]
-    maps = [encoder] * 3 if vit else [backbone["hidden_sizes"][i - 1] for i in backbone["out_indices"]]
+    maps = [encoder] * 3
+    if not vit:
+        maps = [backbone["hidden_sizes"][i - 1] for i in backbone["out_indices"]]
+    projected = state.get("decoder.input_proj.0.conv.weight", queried[None])
     expansion = next((known for known in EXPANSIONS if round(known * encoder // 2) == inner), None)
     config = common_entries(levels, lite) | {
         "backbone_config": backbone,
@@ -140,7 +159,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "encoder_ffn_dim": len(own_ffn),
         "decoder_ffn_dim": len(ffn),
         "encoder_layers": count(state, "encoder.encoder.0.layers"),
-        "decoder_in_channels": [state.get("decoder.input_proj.0.conv.weight", queried[None]).shape[1]] * levels,
+        "decoder_in_channels": [projected.shape[1]] * levels,
         "decoder_layers": count(state, "decoder.decoder.layers"),
         "decoder_n_points": points,
         "hidden_expansion": expansion or (2 * inner + 0.5) / encoder,
@@ -150,9 +169,10 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "share_bbox_head": heads[1] is None or heads[0].equal(heads[1]),
         "spatial_tuning_adapter_inplanes": len(state[ADAPTER]) if vit else 16,
     }
-    size = next((size for size in SIZES if _structure(size_config(size)) == _structure(config)), None)
+    structure = _structure(config)
+    size = next((size for size in DEIMV2_SIZES if _structure(size_config(size)) == structure), None)
     config |= {
-        "num_queries": SIZES[size][5] if size else 300,
+        "num_queries": DEIMV2_SIZES[size][5] if size else 300,
         "reg_scale": float(_constant(state, "reg_scale")),
         "up": float(_constant(state, "up")),
         "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
@@ -180,7 +200,8 @@ def _points(scale: Tensor) -> list[int]:
 def _side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
     """Return the side that images are resized to, from the number of positions in evaluation; None: not a square."""
     positions = len(state["decoder.anchors"][0]) if "decoder.anchors" in state else 0
-    side = 32 * math.isqrt(positions // sum((32 // stride) ** 2 for stride in strides))
+    per_cell = sum((32 // stride) ** 2 for stride in strides)  # of 32 x 32 px: 21 with strides of 8, 16 and 32
+    side = 32 * math.isqrt(positions // per_cell)
     fits = side and positions == sum((side // stride) ** 2 for stride in strides)
     return {"height": side, "width": side} if fits else None
 
@@ -197,7 +218,7 @@ def _vit(state: Mapping[str, Tensor]) -> dict:
 DEIMV2 = _Deimv2(
     _described,
     ("decoder.decoder.layers.0.swish_ffn.w12.weight",),
-    NAMES,
+    NAME_PAIRS,
     left_out=LEFT_OUT,
     copies=COPIES,
     lite_names=pairs(LITE_ENCODER, below=[("encoder.", "model.model.encoder.")]),

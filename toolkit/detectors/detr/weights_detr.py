@@ -53,12 +53,26 @@ def _sizes(state: Mapping[str, Tensor]) -> dict:
 
 
 def _maybe_dc5(
-    architecture: str, state: Mapping[str, Tensor], file: str, *, queries: str = "query_embed", no_object: int = 0
+    architecture: str,
+    state: Mapping[str, Tensor],
+    file: str,
+    *,
+    queries: str = "query_embed",
+    no_object: int = 0,
 ) -> Description:
     """Describe a detector; DC5 has the same tensors and is recognised by the name of the file."""
-    options = _sizes(state) | {"dilation": "dc5" in file.lower(), "num_queries": len(state[f"{queries}.weight"])}
+    options = {
+        **_sizes(state),
+        "dilation": "dc5" in file.lower(),
+        "num_queries": len(state[f"{queries}.weight"]),
+    }
     notes = ["the file name decides whether it is a DC5 variant: --model.dilation says otherwise"]
-    return Description(architecture, options, named(len(state["class_embed.weight"]) - no_object), notes)
+    return Description(
+        architecture,
+        options,
+        named(len(state["class_embed.weight"]) - no_object),
+        notes,
+    )
 
 
 # ---------------------------------------------------------------- DETR

@@ -13,7 +13,7 @@ PROJECTOR = ("backbone.0.projector.stages.0.0", "model.model.backbone.projector.
 ATTENTION = """
     attention.query q_proj, attention.key k_proj, attention.value v_proj, output.dense o_proj
 """
-LAYER = """
+DECODER_LAYER = """
     norm1 self_attn_layer_norm, norm2 cross_attn_layer_norm, norm3 layer_norm, linear1 mlp.fc1, linear2 mlp.fc2
     self_attn.out_proj self_attn.o_proj
 """
@@ -26,7 +26,9 @@ REST = f"""
 
 
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
-    if "backbone.0.projector.stages.1.0.cv1.conv.weight" in state or any(n.startswith("segm") for n in state):
+    has_two_maps = "backbone.0.projector.stages.1.0.cv1.conv.weight" in state
+    has_masks = any(name.startswith("segm") for name in state)
+    if has_two_maps or has_masks:
         raise BadInput(
             f"model.pretrained {file}: a model of RF-DETR with masks, or the large one of 2025 with two feature maps; "
             "rf_detr is nano, small, medium, large-2026 and base"
@@ -65,7 +67,12 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "num_queries": len(state["query_feat.weight"]) // groups,
     }
     resized = dict.fromkeys(("height", "width"), 560 if first else side)
-    return Description("rf_detr", {"source_config": config}, named(len(state["class_embed.bias"])), size=resized)
+    return Description(
+        "rf_detr",
+        {"source_config": config},
+        named(len(state["class_embed.bias"])),
+        size=resized,
+    )
 
 
 RF_DETR = Publisher(
@@ -88,7 +95,7 @@ RF_DETR = Publisher(
                 )
             ],
         ),
-        *pairs(LAYER, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
+        *pairs(DECODER_LAYER, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
         *pairs(REST),
     ],
     left_out=r"^_",  # flags of its poses

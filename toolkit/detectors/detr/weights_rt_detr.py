@@ -18,7 +18,7 @@ COPIES = {"model.class_embed": "model.model.decoder.class_embed", "model.bbox_em
 
 
 # Convolution and norm of a projection have names there and numbers here.
-HEADS = """
+PROJECTIONS_AND_HEADS = """
     encoder.encoder model.model.encoder.aifi
     encoder.input_proj.*.conv model.model.encoder_input_proj.*.0
     encoder.input_proj.*.norm model.model.encoder_input_proj.*.1
@@ -41,11 +41,12 @@ def _transformer(first: str, second: str) -> Pairs:
         f"linear1 {first}, linear2 {second}, self_attn.out_proj self_attn.o_proj, "
         "norm1 self_attn_layer_norm, cross_attn encoder_attn"
     )
-    encoder, decoder = "norm2 final_layer_norm", "norm2 encoder_attn_layer_norm, norm3 final_layer_norm"
+    encoder = "norm2 final_layer_norm"
+    decoder = "norm2 encoder_attn_layer_norm, norm3 final_layer_norm"
     return [
         *pairs(f"{layer}, {encoder}", below=[("encoder.encoder.*.layers.*.", "model.model.encoder.aifi.*.layers.*.")]),
         *pairs(f"{layer}, {decoder}", below=[("decoder.decoder.layers.*.", "model.model.decoder.layers.*.")]),
-        *pairs(HEADS),
+        *pairs(PROJECTIONS_AND_HEADS),
     ]
 
 
@@ -58,11 +59,12 @@ def _family_entries(state: Mapping[str, Tensor]) -> dict:
     projected = state.get("decoder.input_proj.0.conv.weight", encoder)  # D-FINE has none where the widths agree
     projections = [f"encoder.input_proj.{i}" for i in range(levels)]  # numbered in the first version
     maps = [state.get(f"{name}.0.weight", state.get(f"{name}.conv.weight")) for name in projections]
-    widths = {"encoder_hidden_dim": encoder.shape[1], "encoder_ffn_dim": len(encoder)}
-    widths |= {"d_model": decoder.shape[1], "decoder_ffn_dim": len(decoder)}
     return {
         "encoder_in_channels": [projection.shape[1] for projection in maps],
-        **widths,
+        "encoder_hidden_dim": encoder.shape[1],
+        "encoder_ffn_dim": len(encoder),
+        "d_model": decoder.shape[1],
+        "decoder_ffn_dim": len(decoder),
         "encode_proj_layers": [levels - 1],
         "num_feature_levels": levels,
         "encoder_layers": count(state, "encoder.encoder.0.layers"),
@@ -78,7 +80,10 @@ def _expansion(state: Mapping[str, Tensor], width: int) -> float:
     if "encoder.fpn_blocks.0.conv1.conv.weight" in state:
         return len(state["encoder.fpn_blocks.0.conv1.conv.weight"]) / width
     inner = len(state["encoder.fpn_blocks.0.cv2.0.conv1.conv.weight"])  # D-FINE: round(expansion * width / 2)
-    return next((e for e in (0.34, 0.5, 1.0) if round(e * width // 2) == inner), 2 * inner / width)
+    for expansion in (0.34, 0.5, 1.0):
+        if round(expansion * width // 2) == inner:
+            return expansion
+    return 2 * inner / width
 
 
 # ---------------------------------------------------------------- RT-DETR
@@ -117,7 +122,8 @@ def _resnet_entries(state: Mapping[str, Tensor]) -> dict:
 
 
 def _resnet() -> Pairs:
-    theirs, ours = "backbone.res_layers.*.blocks.*", f"{BODY}.encoder.stages.*.layers.*"
+    theirs = "backbone.res_layers.*.blocks.*"
+    ours = f"{BODY}.encoder.stages.*.layers.*"
     prefixes = [(f"backbone.conv1.conv1_{i + 1}.", f"{BODY}.embedder.embedder.{i}.") for i in range(3)]
     prefixes += [(f"{theirs}.branch2{letter}.", f"{ours}.layer.{i}.") for i, letter in enumerate("abc")]
     prefixes += [(f"{theirs}.short.conv.", f"{ours}.shortcut.1."), (f"{theirs}.short.", f"{ours}.shortcut.")]
@@ -142,17 +148,24 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
     entries = _family_entries(state)
     levels = entries["num_feature_levels"]
     bottlenecks = count(state, "encoder.fpn_blocks.0.cv2.0.bottlenecks")
+    depth_mult = 0.5
+    if levels == 3:
+        depth_mult = {1: 0.34, 2: 0.67, 3: 1.0}.get(bottlenecks, bottlenecks / 3)
     config = entries | {
         "model_type": "d_fine",
         "backbone_config": hgnet_entries(state, levels),
         "decoder_n_points": [6, 6] if levels == 2 else [3, 6, 3],
-        "depth_mult": {1: 0.34, 2: 0.67, 3: 1.0}.get(bottlenecks, bottlenecks / 3) if levels == 3 else 0.5,
+        "depth_mult": depth_mult,
         "reg_scale": float(state["decoder.reg_scale"]),
         "up": float(state["decoder.up"]),
         "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
         "freeze_backbone_batch_norms": "backbone.stem.stem1.bn.num_batches_tracked" not in state,
     }
-    return Description("d_fine", {"source_config": config}, named(len(state["decoder.dec_score_head.0.weight"])))
+    return Description(
+        "d_fine",
+        {"source_config": config},
+        named(len(state["decoder.dec_score_head.0.weight"])),
+    )
 
 
 def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
@@ -160,9 +173,11 @@ def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
     stages = [f"backbone.stages.{i}" for i in range(count(state, "backbone.stages"))]
     firsts = [f"{stage}.blocks.0.layers.0" for stage in stages]
     light = [f"{first}.conv1.conv.weight" in state for first in firsts]  # blocks of two convolutions each
-    names = [("conv1.conv", "conv2.conv") if is_light else ("conv", "conv") for is_light in light]
-    entering = [state[f"{first}.{into}.weight"] for first, (into, _) in zip(firsts, names, strict=True)]
-    leaving = [state[f"{first}.{out}.weight"] for first, (_, out) in zip(firsts, names, strict=True)]
+    entering = []  # the first convolution of each stage, and the last one of the same layer
+    leaving = []
+    for first, is_light in zip(firsts, light, strict=True):
+        entering.append(state[f"{first}.conv1.conv.weight" if is_light else f"{first}.conv.weight"])
+        leaving.append(state[f"{first}.conv2.conv.weight" if is_light else f"{first}.conv.weight"])
     widths = [len(state[f"{stage}.blocks.0.aggregation.1.conv.weight"]) for stage in stages]
     blocks = [count(state, f"{stage}.blocks") for stage in stages]
     stem = state["backbone.stem.stem1.conv.weight"]
@@ -178,7 +193,7 @@ def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
         "stage_light_block": light,
         "stage_kernel_size": [weight.shape[-1] for weight in leaving],
         "use_learnable_affine_block": any(re.search(r"^backbone\..*\.lab\.scale$", name) for name in state),
-        "out_indices": [i + 1 for i in range(len(stages))][-levels:],
+        "out_indices": list(range(1, len(stages) + 1))[-levels:],
     }
 
 

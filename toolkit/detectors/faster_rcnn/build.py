@@ -59,7 +59,12 @@ class FeaturePyramid(nn.Module):
     """
 
     def __init__(
-        self, body: nn.Module, in_channels: Sequence[int], out_channels: int, extra_level: bool, norm: str = "none"
+        self,
+        body: nn.Module,
+        in_channels: Sequence[int],
+        out_channels: int,
+        extra_level: bool,
+        norm: str = "none",
     ):
         super().__init__()
         self.body = body
@@ -68,14 +73,20 @@ class FeaturePyramid(nn.Module):
         self.fpn = FeaturePyramidNetwork(list(in_channels), out_channels, extra, HEAD_NORMS[norm])
 
     def forward(self, pixels: Tensor) -> OrderedDict[str, Tensor]:
-        return self.fpn(OrderedDict((str(i), features) for i, features in enumerate(self.body(pixels))))
+        maps = OrderedDict()
+        for i, features in enumerate(self.body(pixels)):
+            maps[str(i)] = features
+        return self.fpn(maps)
 
 
 class GivenAnchors(AnchorGenerator):
     """Anchors given as boxes, not sizes and ratios. cells: per level x1, y1, x2, y2 in pixels around a position."""
 
     def __init__(self, cells: Sequence[Sequence[Sequence[float]]]):
-        super().__init__(tuple((1.0,) * len(level) for level in cells), ((1.0,),) * len(cells))
+        # Sizes and ratios that make as many anchors at each level; their numbers are not used.
+        sizes = tuple((1.0,) * len(level) for level in cells)
+        ratios = ((1.0,),) * len(cells)
+        super().__init__(sizes, ratios)
         self.cell_anchors = [torch.tensor(level) for level in cells]
 
 
@@ -92,10 +103,15 @@ class WholePixelPool(nn.Module):
         pool.map_levels = lambda boxes: mapper([moved_ends(image_boxes, 1) for image_boxes in boxes])
 
     def forward(
-        self, maps: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]], *boxes_on_host
+        self,
+        maps: dict[str, Tensor],
+        boxes: list[Tensor],
+        image_shapes: list[tuple[int, int]],
+        *boxes_on_host,
     ) -> Tensor:
         """See `LevelPool.forward`."""
-        ends = [[moved_ends(part, -1) for part in copy] for copy in (boxes, *boxes_on_host) if copy is not None]
+        copies = [boxes, *(copy for copy in boxes_on_host if copy is not None)]  # on the device, and perhaps on the CPU
+        ends = [[moved_ends(of_image, -1) for of_image in copy] for copy in copies]
         return self.pool(maps, ends[0], image_shapes, *ends[1:])
 
 
@@ -115,24 +131,37 @@ class FasterRCNNOnTimm(FasterRCNN):
         _check(o)
         norm = "frozen" if o.freeze != "none" else o.norm
         body, channels = timm_features(
-            o.backbone, strides=o.strides, pretrained_backbone=o.pretrained_backbone, norm=norm
+            o.backbone,
+            strides=o.strides,
+            pretrained_backbone=o.pretrained_backbone,
+            norm=norm,
         )
         if o.freeze == "paper":
             freeze_backbone(body, o.backbone, o.freeze, o.pretrained_backbone)
         if o.stride_in_1x1:
             _stride_in_1x1(body, o.backbone)
         _set_norm_eps(body, o.norm_eps)
-        pyramid = FeaturePyramid(body, channels, o.fpn_channels, len(o.anchor_sizes) > len(o.strides), o.head_norm)
-        anchors = AnchorGenerator(tuple(map(tuple, o.anchor_sizes)), (tuple(o.aspect_ratios),) * len(o.anchor_sizes))
+        pyramid = FeaturePyramid(
+            body,
+            channels,
+            o.fpn_channels,
+            extra_level=len(o.anchor_sizes) > len(o.strides),
+            norm=o.head_norm,
+        )
+        anchors = AnchorGenerator(
+            tuple(map(tuple, o.anchor_sizes)),
+            (tuple(o.aspect_ratios),) * len(o.anchor_sizes),
+        )
         if o.cell_anchors:
             anchors = GivenAnchors(o.cell_anchors)
+        per_position = anchors.num_anchors_per_location()[0]
         levels = [str(i) for i in range(len(o.strides))]
         own_mean, own_std = image_statistics(o.backbone)
         model = faster_rcnn.FasterRCNN(
             pyramid,
             box_head=_box_head(o),
             rpn_anchor_generator=anchors,
-            rpn_head=RPNHead(o.fpn_channels, anchors.num_anchors_per_location()[0], o.rpn_convs),
+            rpn_head=RPNHead(o.fpn_channels, per_position, o.rpn_convs),
             box_roi_pool=MultiScaleRoIAlign(levels, output_size=7, sampling_ratio=2),
             box_predictor=FastRCNNPredictor(o.representation_size, 1 + len(class_names)),
             image_mean=o.mean or own_mean,
@@ -145,7 +174,11 @@ class FasterRCNNOnTimm(FasterRCNN):
             self.roi_heads.box_roi_pool = WholePixelPool(self.roi_heads.box_roi_pool)
 
     def resolved_options(self) -> dict:
-        return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
+        return {
+            **super().resolved_options(),
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
 
 
 class FasterRCNNResNet50(FasterRCNN):
@@ -164,14 +197,25 @@ class FasterRCNNResNet50(FasterRCNN):
             raise BadInput(f"model.freeze: {options.freeze!r} is not one of paper, norms for fasterrcnn_resnet50_fpn.")
         layers = 3 if options.freeze == "paper" else 5
         backbone = resnet_fpn_backbone(
-            backbone_name="resnet50", weights=None, norm_layer=FrozenBatchNorm2d, trainable_layers=layers
+            backbone_name="resnet50",
+            weights=None,
+            norm_layer=FrozenBatchNorm2d,
+            trainable_layers=layers,
         )
         if options.pretrained_backbone:
-            _take_resnet50(backbone.body, options.pretrained_backbone, ResNet50_Weights.IMAGENET1K_V1)
+            _take_resnet50(
+                backbone.body,
+                options.pretrained_backbone,
+                ResNet50_Weights.IMAGENET1K_V1,
+            )
         else:
             wake_frozen_norms(backbone.body)
         _set_norm_eps(backbone.body, options.norm_eps)
-        model = faster_rcnn.FasterRCNN(backbone, 1 + len(class_names), **torchvision_settings(options))
+        model = faster_rcnn.FasterRCNN(
+            backbone,
+            1 + len(class_names),
+            **torchvision_settings(options),
+        )
         super().__init__(model, (4, 8, 16, 32), options)
 
 
@@ -193,7 +237,10 @@ class FasterRCNNResNet50V2(FasterRCNN):
             raise BadInput(f"model.freeze: {freeze!r} is not one of paper, none for fasterrcnn_resnet50_fpn_v2.")
         freeze = freeze or ("paper" if weights else "none")
         model = fasterrcnn_resnet50_fpn_v2(
-            weights=None, weights_backbone=None, num_classes=1 + len(class_names), **torchvision_settings(options)
+            weights=None,
+            weights_backbone=None,
+            num_classes=1 + len(class_names),
+            **torchvision_settings(options),
         )
         body = model.backbone.body
         if weights:
@@ -210,13 +257,19 @@ class FasterRCNNResNet50V2(FasterRCNN):
 
 def torchvision_settings(options: TwoStageOptions) -> dict:
     """Return the settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
-    names = {field.name for field in fields(TwoStageOptions)} - {field.name for field in fields(DetectorOptions)}
+    names = {field.name for field in fields(TwoStageOptions)}
+    names -= {field.name for field in fields(DetectorOptions)}
     names -= OWN_SETTINGS
-    return {TORCHVISION_NAMES.get(name, name): getattr(options, name) for name in sorted(names)}
+    settings = {}
+    for name in sorted(names):
+        keyword = TORCHVISION_NAMES.get(name, name)
+        settings[keyword] = getattr(options, name)
+    return settings
 
 
 def _stride_in_1x1(body: nn.Module, name: str) -> None:
-    blocks = [block for block in body.modules() if isinstance(block, Bottleneck) and block.conv2.stride != (1, 1)]
+    bottlenecks = [module for module in body.modules() if isinstance(module, Bottleneck)]
+    blocks = [block for block in bottlenecks if block.conv2.stride != (1, 1)]
     for block in blocks:
         block.conv1.stride = block.conv2.stride
         block.conv2.stride = (1, 1)
@@ -243,7 +296,10 @@ def _take_resnet50(body: nn.Module, source: bool | str, published: ResNet50_Weig
     wanted = body.state_dict(keep_vars=True)
     if isinstance(source, str):
         weights = read_backbone_file(source)
-        offered = {k: v for k, v in weights.items() if k[:3] != "fc." and not k.endswith("num_batches_tracked")}
+        offered = {}
+        for name, tensor in weights.items():
+            if not name.startswith("fc.") and not name.endswith("num_batches_tracked"):
+                offered[name] = tensor
         load_matching(wanted, offered, "torchvision's resnet50", source)
         return
     try:
@@ -266,9 +322,11 @@ def _check(o: FasterRcnnOptions) -> None:
         )
     if o.head_norm not in HEAD_NORMS:
         problems.append(f"model.head_norm: {o.head_norm!r} is not one of {', '.join(HEAD_NORMS)}.")
-    if not strides or any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
+    doubled = [stride * 2 for stride in strides[:-1]]
+    if not strides or strides[1:] != doubled:
         problems.append(f"model.strides: {strides}; expected strides that double, such as 4, 8, 16, 32.")
-    if len(sizes) - len(strides) not in (0, 1) or len({len(lengths) for lengths in sizes}) != 1:
+    different_lengths = {len(lengths) for lengths in sizes}
+    if len(sizes) - len(strides) not in (0, 1) or len(different_lengths) != 1:
         problems.append(
             f"model.anchor_sizes: {sizes}; expected a list for each of the {len(strides)} strides, or one more, all of "
             "the same length."

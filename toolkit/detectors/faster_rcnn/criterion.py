@@ -54,12 +54,14 @@ def match_boxes(
     match = torch.where((value < low) & ~too_far, BACKGROUND, IGNORED)
     positive = value >= high
     if best_of_each_box:
-        best_iou = iou.amax(dim=-1, keepdim=True)
-        positive |= ((iou == best_iou) & (best_iou > 0)).any(dim=-2)
+        best_iou = iou.amax(dim=-1, keepdim=True)  # of each object: (..., T, 1)
+        is_best = (iou == best_iou) & (best_iou > 0)
+        positive |= is_best.any(dim=-2)
     match = torch.where(positive, best, match)
     if iscrowd is None:
         return match
-    in_crowd = (covered_share(candidates_xyxy, boxes_xyxy) >= crowd_overlap) & iscrowd.bool()[..., None]
+    is_covered = covered_share(candidates_xyxy, boxes_xyxy) >= crowd_overlap  # (..., T, A)
+    in_crowd = is_covered & iscrowd.bool()[..., None]
     return match.masked_fill(in_crowd.any(dim=-2), IGNORED)
 
 
@@ -68,10 +70,12 @@ def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
     candidates without area."""
     candidates = candidates_xyxy[..., None, :, :]
     regions = regions_xyxy[..., :, None, :]
-    corner = torch.minimum(candidates[..., 2:], regions[..., 2:])
-    sides = (corner - torch.maximum(candidates[..., :2], regions[..., :2])).clamp(min=0)
+    right_bottom = torch.minimum(candidates[..., 2:], regions[..., 2:])
+    left_top = torch.maximum(candidates[..., :2], regions[..., :2])
+    sides = (right_bottom - left_top).clamp(min=0)
     area = (candidates[..., 2:] - candidates[..., :2]).prod(dim=-1)
-    return (sides.prod(dim=-1) / area.masked_fill(area == 0, 1)).masked_fill(area == 0, 0)
+    share = sides.prod(dim=-1) / area.masked_fill(area == 0, 1)
+    return share.masked_fill(area == 0, 0)
 
 
 def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,11 +92,14 @@ def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> 
     count = match.shape[-1]
     most_positives = int(size * positive_fraction)
     positive = match >= 0
-    order = keys.masked_fill(~positive, -1).topk(min(most_positives, count), dim=-1).indices
-    chosen = torch.zeros_like(positive).scatter_(-1, order, True) & positive
-    rank = keys + 2 * chosen + (match == BACKGROUND)
+    background = match == BACKGROUND
+    positive_keys = keys.masked_fill(~positive, -1)
+    largest = positive_keys.topk(min(most_positives, count), dim=-1).indices
+    chosen = torch.zeros_like(positive).scatter_(-1, largest, True) & positive
+    # From 2 to 3: chosen positives; from 1 to 2: background; from 0 to 1: all others, which are ignored.
+    rank = keys + 2 * chosen + background
     index = rank.topk(min(size, count), dim=-1).indices
-    sampled = torch.where(chosen | (match == BACKGROUND), match, IGNORED)
+    sampled = torch.where(chosen | background, match, IGNORED)
     return index, sampled.gather(-1, index)
 
 
@@ -100,11 +107,17 @@ def shares(match: Tensor) -> Tensor:
     """Return weights (..., K) that turn a sum over an image's samples into their mean: 1 / their number, 0 for ignored
     ones."""
     counted = match != IGNORED
-    return counted / counted.sum(dim=-1, keepdim=True).clamp(min=1)
+    count = counted.sum(dim=-1, keepdim=True)
+    return counted / count.clamp(min=1)
 
 
 def rpn_losses(
-    logits: Tensor, deltas: Tensor, match: Tensor, targets: Tensor, weights: Tensor, beta: float = 1 / 9
+    logits: Tensor,
+    deltas: Tensor,
+    match: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    beta: float = 1 / 9,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss_objectness` (binary cross-entropy) and `loss_rpn_box_reg` (smooth L1 of positives) as weighted
     float32 sums.
@@ -114,7 +127,9 @@ def rpn_losses(
     """
     positive = (match >= 0).float()
     objectness = binary_cross_entropy_with_logits(logits.float(), positive, reduction="none")
-    return (objectness * weights).sum(), _box_loss(deltas, targets, positive * weights, beta)
+    loss_objectness = (objectness * weights).sum()
+    loss_box = _box_loss(deltas, targets, positive * weights, beta)
+    return loss_objectness, loss_box
 
 
 def roi_losses(
@@ -136,8 +151,11 @@ def roi_losses(
     """
     log_probabilities = partial_log_softmax(logits.float(), classes, unlabelled, 0)
     classifier = nll_loss(log_probabilities, classes, reduction="none")
-    class_deltas = deltas.gather(1, classes[:, None, None].expand(-1, 1, 4))[:, 0]
-    return (classifier * weights).sum(), _box_loss(class_deltas, targets, (classes > 0) * weights, beta)
+    of_class = classes[:, None, None].expand(-1, 1, 4)
+    class_deltas = deltas.gather(1, of_class)[:, 0]  # (R, 4)
+    loss_classifier = (classifier * weights).sum()
+    loss_box = _box_loss(class_deltas, targets, (classes > 0) * weights, beta)
+    return loss_classifier, loss_box
 
 
 def _box_loss(deltas: Tensor, targets: Tensor, weights: Tensor, beta: float) -> Tensor:

@@ -36,7 +36,7 @@ from toolkit.models.detector import Detector
 from toolkit.models.nms import best_rows, class_wise_nms, settled
 from toolkit.step.losses import labelled_classes, unlabelled_columns
 
-SMALLEST_BOX = 1e-2  # side in pixels, torchvision's
+MIN_BOX_SIDE_PX = 1e-2  # side in pixels, torchvision's
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
 
@@ -75,14 +75,22 @@ class FasterRCNN(Detector):
         self.stages = stages
         self.strides = tuple(strides)
         self.rpn.min_size = stages.rpn_min_size
-        self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
+        self.mean = tuple(model.transform.image_mean)
+        self.std = tuple(model.transform.image_std)
         self.map_channels = self.backbone.out_channels  # C, the width of the feature maps
         self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D of the box head
         # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
-        first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
-        pool = self.roi_heads.box_roi_pool = LevelPool.of(self.roi_heads.box_roi_pool)
+        first_level = int(strides[0]).bit_length() - 1  # 2 for a stride of 4, 3 for 8
+        last_level = int(strides[-1]).bit_length() - 1
+        pool = LevelPool.of(self.roi_heads.box_roi_pool)
         pool.scales = [1 / stride for stride in strides]
-        pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
+        pool.map_levels = LevelMapper(
+            first_level,
+            last_level,
+            pool.canonical_scale,
+            pool.canonical_level,
+        )
+        self.roi_heads.box_roi_pool = pool
 
     @property
     def box_pool(self) -> MultiScaleRoIAlign:
@@ -95,7 +103,10 @@ class FasterRCNN(Detector):
         return self.roi_heads.box_head
 
     def features(
-        self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
+        self,
+        images: Tensor,
+        sizes: Tensor,
+        targets: Sequence[Mapping] | None = None,
     ) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
         """Return maps (B, C, H, W) by name, and the images' sizes (h, w) without padding, on the host.
 
@@ -105,11 +116,13 @@ class FasterRCNN(Detector):
             targets: if given, their sizes are already on the host.
         """
         images_hw = sizes_on_host(sizes, targets)
-        return self.backbone(normalize_images(images, sizes, self.mean, self.std)), images_hw
+        pixels = normalize_images(images, sizes, self.mean, self.std)
+        return self.backbone(pixels), images_hw
 
     def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
         """Return proposals per image, (P_i, 4) float32 xyxy pixels without gradient, best first."""
-        return self._proposals(*self._predict_anchors(features), images_hw)[0]
+        proposals, _ = self._proposals(*self._predict_anchors(features), images_hw)
+        return proposals
 
     def detect(
         self,
@@ -130,7 +143,8 @@ class FasterRCNN(Detector):
     def class_logits(self, features: Mapping[str, Tensor], boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
         """Return logits (R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are already
         pooled."""
-        return self.roi_heads.box_predictor(self.box_head(pooled))[0].float()
+        logits, _ = self.roi_heads.box_predictor(self.box_head(pooled))
+        return logits.float()
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Return predictions of sampled anchors and boxes with their targets (given targets); detections (in
@@ -152,7 +166,10 @@ class FasterRCNN(Detector):
         return self.from_features(features, images_hw, targets)
 
     def from_features(
-        self, features: Mapping[str, Tensor], images_hw: Sizes, targets: Sequence[Mapping] | None = None
+        self,
+        features: Mapping[str, Tensor],
+        images_hw: Sizes,
+        targets: Sequence[Mapping] | None = None,
     ) -> dict:
         """Run `forward` on maps that `features` has already computed."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
@@ -173,19 +190,22 @@ class FasterRCNN(Detector):
         outputs["rpn_deltas"] = deltas.gather(1, index[..., None].expand(-1, -1, 4))
         labelled = labelled_classes(targets, anchors.device)
         if labelled is not None:
-            roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image_of_each(sizes, anchors.device)]
-        roi_targets = {f"roi_{name}": part for name, part in roi_parts.items()}
+            image = image_of_each(sizes, anchors.device)
+            roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image]
+        outputs |= {f"roi_{name}": part for name, part in roi_parts.items()}
         if self.training:
-            roi_logits, roi_deltas = self.detect(features, list(sampled.split(sizes)), images_hw)
-            return outputs | roi_targets | {"roi_logits": roi_logits, "roi_deltas": roi_deltas}
+            samples = list(sampled.split(sizes))
+            outputs["roi_logits"], outputs["roi_deltas"] = self.detect(features, samples, images_hw)
+            return outputs
         counts = [len(image_boxes) + len(target["boxes"]) for image_boxes, target in zip(boxes, targets, strict=True)]
-        candidates = _with_objects(boxes, targets).split(counts)
-        boxes_on_host = [_with_objects(boxes_on_host, [on_host(target) for target in targets])]
-        logits, deltas = self.detect(features, list(candidates), images_hw, boxes_on_host)
-        outputs |= roi_targets | {"roi_logits": logits[chosen], "roi_deltas": deltas[chosen], "boxes": boxes}
-        for name, rows in (("logits", logits), ("deltas", deltas)):  # the objects of an image follow its proposals
-            parts = zip(rows.split(counts), boxes, strict=True)
-            outputs[name] = torch.cat([part[: len(image_boxes)] for part, image_boxes in parts])
+        candidates = list(_with_objects(boxes, targets).split(counts))
+        candidates_on_host = _with_objects(boxes_on_host, [on_host(target) for target in targets])
+        logits, deltas = self.detect(features, candidates, images_hw, [candidates_on_host])
+        outputs["roi_logits"] = logits[chosen]
+        outputs["roi_deltas"] = deltas[chosen]
+        outputs["boxes"] = boxes
+        outputs["logits"] = _without_objects(logits, boxes, counts)
+        outputs["deltas"] = _without_objects(deltas, boxes, counts)
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
@@ -199,13 +219,33 @@ class FasterRCNN(Detector):
 
         class_error: per cent of the sampled boxes with an object whose best class is another one, or background.
         """
-        rpn = (outputs[f"rpn_{name}"].flatten(0, 1) for name in ("logits", "deltas", "match", "targets", "weights"))
-        roi = (outputs[f"roi_{name}"] for name in ("logits", "deltas", "classes", "targets", "weights"))
-        betas = self.stages.rpn_smooth_l1_beta, self.stages.box_smooth_l1_beta
-        values = (*rpn_losses(*rpn, betas[0]), *roi_losses(*roi, betas[1], outputs.get("roi_unlabelled")))
-        losses = {name: v / denominators["images"] for name, v in zip(self.loss_names, values, strict=True)}
+        objectness, rpn_boxes = rpn_losses(
+            outputs["rpn_logits"].flatten(0, 1),
+            outputs["rpn_deltas"].flatten(0, 1),
+            outputs["rpn_match"].flatten(0, 1),
+            outputs["rpn_targets"].flatten(0, 1),
+            outputs["rpn_weights"].flatten(0, 1),
+            self.stages.rpn_smooth_l1_beta,
+        )
+        classifier, boxes = roi_losses(
+            outputs["roi_logits"],
+            outputs["roi_deltas"],
+            outputs["roi_classes"],
+            outputs["roi_targets"],
+            outputs["roi_weights"],
+            self.stages.box_smooth_l1_beta,
+            outputs.get("roi_unlabelled"),
+        )
+        images = denominators["images"]
+        losses = {
+            "loss_objectness": objectness / images,
+            "loss_rpn_box_reg": rpn_boxes / images,
+            "loss_classifier": classifier / images,
+            "loss_box_reg": boxes / images,
+        }
         positive = outputs["roi_classes"] > 0
-        wrong = (outputs["roi_logits"].argmax(dim=1) != outputs["roi_classes"]) & positive
+        best_class = outputs["roi_logits"].argmax(dim=1)
+        wrong = (best_class != outputs["roi_classes"]) & positive
         return losses, {"class_error": (100.0 * wrong.sum(), positive.sum())}
 
     @property
@@ -218,16 +258,26 @@ class FasterRCNN(Detector):
         return self.roi_heads.detections_per_img
 
     def decode(
-        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping,
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image`
         of the settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
         counts = [len(image_boxes) for image_boxes in outputs["boxes"]]
-        weights = self.roi_heads.box_coder.weights
-        boxes = decode_boxes(outputs["deltas"][:, 1:], torch.cat(outputs["boxes"])[:, None], weights)
+        proposals = torch.cat(outputs["boxes"])[:, None]  # (P, 1, 4)
+        deltas = outputs["deltas"][:, 1:]  # (P, C, 4)
+        boxes = decode_boxes(deltas, proposals, self.roi_heads.box_coder.weights)
         scores = outputs["logits"].softmax(-1)[:, 1:]
         scores = scores.where(scores > score_threshold, 0)
-        boxes, scores, labels = self.best_detections(pad_rows(boxes, counts), pad_rows(scores, counts), sizes)
+        boxes, scores, labels = self.best_detections(
+            pad_rows(boxes, counts),
+            pad_rows(scores, counts),
+            sizes,
+        )
         return resize_boxes(boxes, sizes, orig_sizes), scores, labels
 
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,14 +285,18 @@ class FasterRCNN(Detector):
         of proposals and classes; a proposal whose scores are all 0 is ignored."""
         heads = self.roi_heads
         proposals, classes = scores.shape[1:]
-        boxes = clip_boxes(boxes.flatten(1, 2), sizes)
-        large = (boxes[..., 2:] - boxes[..., :2] >= SMALLEST_BOX).all(-1)
-        scores = scores.flatten(1).where(large, 0)
-        by_class = scores.where(scores > heads.score_thresh, 0).unflatten(1, (proposals, classes)).transpose(1, 2)
+        boxes = clip_boxes(boxes.flatten(1, 2), sizes)  # (B, P * C, 4): all classes of a proposal, then the next one
+        sides = boxes[..., 2:] - boxes[..., :2]
+        is_large = (sides >= MIN_BOX_SIDE_PX).all(-1)
+        scores = scores.flatten(1).where(is_large, 0)
+        candidates = scores.where(scores > heads.score_thresh, 0)
+        by_class = candidates.unflatten(1, (proposals, classes)).transpose(1, 2)  # (B, C, P)
         by_class_boxes = boxes.unflatten(1, (proposals, classes)).transpose(1, 2)
-        turns = class_wise_nms(by_class_boxes, by_class, heads.nms_thresh).transpose(1, 2).flatten(1)
+        turns = class_wise_nms(by_class_boxes, by_class, heads.nms_thresh)
+        turns = turns.transpose(1, 2).flatten(1)  # (B, P * C)
         turns, rows = best_rows(turns, heads.detections_per_img)
-        return rows_of(boxes, rows), scores.gather(1, rows), (rows % classes).where(turns > 0, -1)
+        labels = rows % classes
+        return rows_of(boxes, rows), scores.gather(1, rows), labels.where(turns > 0, -1)
 
     @torch.no_grad()
     def detect_with_logits(
@@ -272,15 +326,24 @@ class FasterRCNN(Detector):
         heads = self.roi_heads
         if further_boxes is None:
             outputs = outputs or self.from_features(features, images_hw)
-            proposals, logits, deltas = (outputs[name] for name in ("boxes", "logits", "deltas"))
+            proposals = outputs["boxes"]
+            logits = outputs["logits"]
+            deltas = outputs["deltas"]
         else:
             proposals = self.proposals(features, images_hw)
             proposals = [torch.cat(both) for both in zip(proposals, further_boxes, strict=True)]
             logits, deltas = self.detect(features, proposals, images_hw)
         decoded = decode_boxes(deltas, torch.cat(proposals)[:, None], heads.box_coder.weights)  # (R, 1 + C, 4)
         counts = [len(boxes) for boxes in proposals]
-        options = (heads.score_thresh, heads.nms_thresh, top_k)
-        return of_one_class_each(logits, decoded, counts, images_hw, *options)
+        return of_one_class_each(
+            logits,
+            decoded,
+            counts,
+            images_hw,
+            heads.score_thresh,
+            heads.nms_thresh,
+            top_k,
+        )
 
     def _predict_anchors(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """Return anchors (A, 4), their logits (B, A) and deltas (B, A, 4), all float32, and their number per level."""
@@ -288,29 +351,46 @@ class FasterRCNN(Detector):
         logits, deltas = self.rpn.head(maps)
         per_level = [level[0].numel() for level in logits]
         logits, deltas = concat_box_prediction_layers(logits, deltas)
-        image_hw = [side * self.strides[0] for side in maps[0].shape[-2:]]
+        finest_height, finest_width = maps[0].shape[-2:]
+        image_height = finest_height * self.strides[0]
+        image_width = finest_width * self.strides[0]
+        grids = [level.shape[-2:] for level in maps]
+        grid_strides = [[image_height // height, image_width // width] for height, width in grids]
         generator = self.rpn.anchor_generator
         device = maps[0].device
         generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
-        grid_strides = [[image // grid for image, grid in zip(image_hw, m.shape[-2:], strict=True)] for m in maps]
-        anchors = torch.cat(generator.grid_anchors([m.shape[-2:] for m in maps], grid_strides)).float()
+        anchors = torch.cat(generator.grid_anchors(grids, grid_strides)).float()
         count = len(maps[0])
-        return anchors, logits.float().view(count, -1), deltas.float().view(count, -1, 4), per_level
+        logits = logits.float().view(count, -1)
+        deltas = deltas.float().view(count, -1, 4)
+        return anchors, logits, deltas, per_level
 
     @torch.no_grad()
     def _proposals(
-        self, anchors: Tensor, logits: Tensor, deltas: Tensor, per_level: list[int], images_hw: Sizes
+        self,
+        anchors: Tensor,
+        logits: Tensor,
+        deltas: Tensor,
+        per_level: list[int],
+        images_hw: Sizes,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the proposals (P_i, 4) of each image, and the same on the host."""
         rpn = self.rpn
         boxes = decode_boxes(deltas, anchors, self.rpn.box_coder.weights)
         if boxes.device.type == "cpu":
-            proposals = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)[0]
+            proposals, _ = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)
             return proposals, proposals
-        counts = {"before": rpn.pre_nms_top_n(), "after": rpn.post_nms_top_n()}
-        least = {"min_size": rpn.min_size, "min_score": rpn.score_thresh}
-        limits = limits_whwh(images_hw, boxes.device)
-        return best_proposals(boxes, logits, per_level, limits, **counts, threshold=rpn.nms_thresh, **least)
+        return best_proposals(
+            boxes,
+            logits,
+            per_level,
+            limits_whwh(images_hw, boxes.device),
+            before=rpn.pre_nms_top_n(),
+            after=rpn.post_nms_top_n(),
+            threshold=rpn.nms_thresh,
+            min_size=rpn.min_size,
+            min_score=rpn.score_thresh,
+        )
 
     def _drawing(self, targets: Sequence[Mapping]) -> Draw:
         """Return a function that draws (sum of counts,) random numbers in [0, 1): in training from each image's own
@@ -320,9 +400,12 @@ class FasterRCNN(Detector):
 
         def draw(counts: Sequence[int]) -> Tensor:
             if self.training:
-                images = zip(counts, generators, strict=True)
-                return torch.cat([torch.rand(count, device=device, generator=source) for count, source in images])
-            same = torch.rand(max(counts, default=0), device=device, generator=torch.Generator(device).manual_seed(0))
+                drawn = []
+                for count, generator in zip(counts, generators, strict=True):
+                    drawn.append(torch.rand(count, device=device, generator=generator))
+                return torch.cat(drawn)
+            always_alike = torch.Generator(device).manual_seed(0)
+            same = torch.rand(max(counts, default=0), device=device, generator=always_alike)
             return torch.cat([same[:count] for count in counts])
 
         return draw
@@ -330,8 +413,18 @@ class FasterRCNN(Detector):
 
 def _with_objects(boxes: Sequence[Tensor], targets: Sequence[Mapping]) -> Tensor:
     """Return (P, 4): the boxes of each image, followed by those of its objects."""
-    pairs = zip(boxes, targets, strict=True)
-    return torch.cat([part for proposals, target in pairs for part in (proposals, target["boxes"])])
+    parts = []
+    for proposals, target in zip(boxes, targets, strict=True):
+        parts += [proposals, target["boxes"]]
+    return torch.cat(parts)
+
+
+def _without_objects(rows: Tensor, boxes: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Return the rows (P, ...) of the boxes of each image, from those of `_with_objects`, `counts` an image."""
+    parts = []
+    for of_image, proposals in zip(rows.split(counts), boxes, strict=True):
+        parts.append(of_image[: len(proposals)])
+    return torch.cat(parts)
 
 
 def of_one_class_each(
@@ -348,24 +441,37 @@ def of_one_class_each(
 
     def select() -> tuple[list[Tensor], dict[str, Tensor]]:
         per_class = clip(pad_rows(boxes, counts), limits)  # (B, P, 1 + C, 4)
-        scores = pad_rows(logits.softmax(-1)[:, 1:], counts).transpose(1, 2)  # (B, C, P)
+        probabilities = logits.softmax(-1)[:, 1:]
+        scores = pad_rows(probabilities, counts).transpose(1, 2)  # (B, C, P)
         scores = scores.where(scores > score_threshold, 0)
         turns = class_wise_nms(per_class[:, :, 1:].transpose(1, 2), scores, nms_threshold)
-        best, label = scores.where(turns > 0, 0).max(1)
-        best, rows = best_rows(best, top_k)
+        best, label = scores.where(turns > 0, 0).max(1)  # (B, P)
+        best, rows = best_rows(best, top_k)  # (B, K)
         label = label.gather(1, rows)
         per_class = rows_of(per_class, rows)
-        chosen = per_class.gather(2, (label + 1)[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
-        columns = {"boxes": chosen, "labels": label, "scores": best, "logits": rows_of(pad_rows(logits, counts), rows)}
-        return [(best > 0).sum(1), chosen], columns | {"boxes_per_class": per_class}
+        of_label = (label + 1)[..., None, None].expand(-1, -1, 1, 4)  # column 0 is the background
+        chosen = per_class.gather(2, of_label)[:, :, 0]  # (B, K, 4)
+        columns = {
+            "boxes": chosen,
+            "labels": label,
+            "scores": best,
+            "logits": rows_of(pad_rows(logits, counts), rows),
+            "boxes_per_class": per_class,
+        }
+        found = (best > 0).sum(1)
+        return [found, chosen], columns
 
-    (counts_on_host, boxes_on_host), columns = settled(select)
-    counts = counts_on_host.tolist()
-    images = zip(first_rows(counts, columns), first_rows(counts, {"boxes": boxes_on_host}), strict=True)
-    return [{**image, "on_host": host} for image, host in images]
+    (found_on_host, boxes_on_host), columns = settled(select)
+    found = found_on_host.tolist()
+    detections = first_rows(found, columns)
+    copies = first_rows(found, {"boxes": boxes_on_host})
+    return [{**image, "on_host": copy} for image, copy in zip(detections, copies, strict=True)]
 
 
 def with_boxes_on_host(detections: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:
     """Return the detections of some images with `on_host`, their boxes on the CPU, copied at once."""
-    boxes = to_host([image["boxes"] for image in detections])
-    return [{**image, "on_host": {"boxes": image_boxes}} for image, image_boxes in zip(detections, boxes, strict=True)]
+    copies = to_host([image["boxes"] for image in detections])
+    result = []
+    for image, boxes in zip(detections, copies, strict=True):
+        result.append({**image, "on_host": {"boxes": boxes}})
+    return result

@@ -12,7 +12,7 @@ from torchvision.ops import MultiScaleRoIAlign, roi_align
 from toolkit.base.batch import image_of_each, rows_of, send
 from toolkit.models.nms import settled, sorted_nms
 
-LARGEST_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
+MAX_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
 
 
 def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
@@ -20,11 +20,13 @@ def decode_boxes(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -
     broadcast."""
     dx, dy, dw, dh = (delta / weight for delta, weight in zip(deltas.unbind(-1), weights, strict=True))
     left, top, right, bottom = boxes_xyxy.to(deltas.dtype).unbind(-1)
-    width, height = right - left, bottom - top
-    centre_x, centre_y = dx * width + (left + 0.5 * width), dy * height + (top + 0.5 * height)
-    half_w = 0.5 * (dw.clamp(max=LARGEST_DELTA).exp() * width)
-    half_h = 0.5 * (dh.clamp(max=LARGEST_DELTA).exp() * height)
-    return torch.stack((centre_x - half_w, centre_y - half_h, centre_x + half_w, centre_y + half_h), dim=-1)
+    width = right - left
+    height = bottom - top
+    x = dx * width + (left + 0.5 * width)
+    y = dy * height + (top + 0.5 * height)
+    half_w = 0.5 * (dw.clamp(max=MAX_DELTA).exp() * width)
+    half_h = 0.5 * (dh.clamp(max=MAX_DELTA).exp() * height)
+    return torch.stack((x - half_w, y - half_h, x + half_w, y + half_h), dim=-1)
 
 
 def clip(boxes_xyxy: Tensor, limits_whwh: Tensor) -> Tensor:
@@ -34,7 +36,8 @@ def clip(boxes_xyxy: Tensor, limits_whwh: Tensor) -> Tensor:
 
 def limits_whwh(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """Return (B, 4) float32 limits for `clip`, of sizes (h, w) in pixels that are known on the host."""
-    return send(torch.tensor([(w, h, w, h) for h, w in sizes_hw], dtype=torch.float32), device)
+    limits = [(width, height, width, height) for height, width in sizes_hw]
+    return send(torch.tensor(limits, dtype=torch.float32), device)
 
 
 def best_proposals(
@@ -60,7 +63,8 @@ def best_proposals(
     widest = min(before, max(per_level))
     levels = []
     for level_boxes, level_logits in zip(boxes_xyxy.split(per_level, 1), logits.split(per_level, 1), strict=True):
-        best, index = level_logits.topk(min(before, level_logits.shape[1]), dim=1)
+        count = min(before, level_logits.shape[1])
+        best, index = level_logits.topk(count, dim=1)
         chosen = level_boxes.gather(1, index[..., None].expand(-1, -1, 4))
         scores = best.sigmoid()
         missing = widest - best.shape[1]
@@ -68,22 +72,28 @@ def best_proposals(
             chosen = F.pad(chosen, (0, 0, 0, missing))
             scores = F.pad(scores, (0, missing), value=-1.0)
         levels.append((chosen, scores))
-    boxes, scores = (torch.stack(parts, 1) for parts in zip(*levels, strict=True))  # (B, L, K, 4), (B, L, K)
+    boxes = torch.stack([chosen for chosen, _ in levels], 1)  # (B, L, K, 4)
+    scores = torch.stack([of_level for _, of_level in levels], 1)  # (B, L, K)
     boxes = clip(boxes, limits_whwh[:, None, None])
     sides = boxes[..., 2:] - boxes[..., :2]
-    valid = (sides >= min_size).all(-1) & (scores >= max(min_score, 0.0))
-    valid = valid.flatten(0, 1)
-    ranked = scores.flatten(1)
-    boxes_of = boxes.flatten(1, 2)
+    is_large = (sides >= min_size).all(-1)
+    valid = is_large & (scores >= max(min_score, 0.0))
+    valid = valid.flatten(0, 1)  # each level of an image by itself
+    of_image = boxes.flatten(1, 2)  # (B, L * K, 4)
+    scores = scores.flatten(1)
 
     def select() -> tuple[list[Tensor], Tensor]:
-        keep = sorted_nms(boxes.flatten(0, 1), valid, threshold).reshape(ranked.shape)
-        order = ranked.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True).indices[:, :after]
-        best = rows_of(boxes_of, order)
-        return [keep.sum(1).clamp(max=after), best], best
+        keep = sorted_nms(boxes.flatten(0, 1), valid, threshold).reshape(scores.shape)
+        ranked = scores.masked_fill(~keep, -1).sort(dim=1, descending=True, stable=True)
+        best = rows_of(of_image, ranked.indices[:, :after])
+        counts = keep.sum(1).clamp(max=after)
+        return [counts, best], best
 
-    (counts, on_host), best = settled(select)
-    return tuple([rows[i, :count] for i, count in enumerate(counts.tolist())] for rows in (best, on_host))
+    (counts, best_on_host), best = settled(select)
+    counts = counts.tolist()
+    proposals = [rows[:count] for rows, count in zip(best, counts, strict=True)]
+    proposals_on_host = [rows[:count] for rows, count in zip(best_on_host, counts, strict=True)]
+    return proposals, proposals_on_host
 
 
 class LevelPool(MultiScaleRoIAlign):
@@ -92,9 +102,14 @@ class LevelPool(MultiScaleRoIAlign):
 
     @classmethod
     def of(cls, pool: MultiScaleRoIAlign) -> "LevelPool":
-        scale, level = pool.canonical_scale, pool.canonical_level
+        scale = pool.canonical_scale
+        level = pool.canonical_level
         return cls(
-            pool.featmap_names, pool.output_size, pool.sampling_ratio, canonical_scale=scale, canonical_level=level
+            pool.featmap_names,
+            pool.output_size,
+            pool.sampling_ratio,
+            canonical_scale=scale,
+            canonical_level=level,
         )
 
     def forward(
@@ -114,16 +129,27 @@ class LevelPool(MultiScaleRoIAlign):
         rois = torch.cat([image[:, None].to(joined), joined], dim=1)
         if len(levels) == 1:
             return self._pool(levels[0], rois, self.scales[0])
-        level = self.map_levels([joined if boxes_on_host is None else _without_nan(torch.cat(list(boxes_on_host)))])
+        copy = joined if boxes_on_host is None else _without_nan(torch.cat(list(boxes_on_host)))
+        level = self.map_levels([copy])  # (R,)
+        # The levels 1, 0, 1 have the order 1, 0, 2 and the counts 1, 2; `back` undoes the order.
         order = level.argsort(stable=True)
-        in_level = (level[:, None] == torch.arange(len(levels), device=level.device)).sum(0).tolist()  # the one wait
-        order, back = (send(rows, joined.device) for rows in (order, order.argsort()))
-        parts = zip(levels, rois[order].split(in_level), self.scales, strict=True)
-        pooled = torch.cat([self._pool(one, level_rois, scale).to(levels[0].dtype) for one, level_rois, scale in parts])
-        return pooled.index_select(0, back)
+        is_level = level[:, None] == torch.arange(len(levels), device=level.device)
+        counts = is_level.sum(0).tolist()  # the one wait
+        back = send(order.argsort(), joined.device)
+        order = send(order, joined.device)
+        pooled = []
+        for one, level_rois, scale in zip(levels, rois[order].split(counts), self.scales, strict=True):
+            pooled.append(self._pool(one, level_rois, scale).to(levels[0].dtype))
+        return torch.cat(pooled).index_select(0, back)
 
     def _pool(self, level: Tensor, rois: Tensor, scale: float) -> Tensor:
-        return roi_align(level, rois, self.output_size, spatial_scale=scale, sampling_ratio=self.sampling_ratio)
+        return roi_align(
+            level,
+            rois,
+            self.output_size,
+            spatial_scale=scale,
+            sampling_ratio=self.sampling_ratio,
+        )
 
 
 def _without_nan(boxes: Tensor) -> Tensor:

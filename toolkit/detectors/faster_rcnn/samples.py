@@ -15,7 +15,7 @@ from toolkit.base.batch import on_host, send_dicts
 from toolkit.detectors.faster_rcnn.criterion import IGNORED, match_boxes, sample, shares
 
 Draw = Callable[[Sequence[int]], Tensor]  # lengths -> (their sum,) random numbers in [0, 1), of each image in a row
-PAIRS_AT_ONCE = 2**26  # boxes compared with candidates on a device, 256 MB of float32; on a CPU image by image
+PAIRS_PER_CHUNK = 2**26  # boxes compared with candidates on a device, 256 MB of float32; on a CPU image by image
 
 
 class Truths(NamedTuple):
@@ -47,26 +47,41 @@ class Sampler(NamedTuple):
     @classmethod
     def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
         """Return the settings of torchvision's RPN or RoIHeads, which do not hold the last two arguments."""
-        matcher, sampler = stage.proposal_matcher, stage.fg_bg_sampler
-        thresholds = (matcher.high_threshold, matcher.low_threshold)
-        size = sampler.batch_size_per_image
-        return cls(*thresholds, size, sampler.positive_fraction, crowd_overlap, lowest, stage.box_coder.weights)
+        matcher = stage.proposal_matcher
+        sampler = stage.fg_bg_sampler
+        return cls(
+            high=matcher.high_threshold,
+            low=matcher.low_threshold,
+            size=sampler.batch_size_per_image,
+            positive_fraction=sampler.positive_fraction,
+            crowd_overlap=crowd_overlap,
+            lowest=lowest,
+            delta_weights=stage.box_coder.weights,
+        )
 
 
 def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
     """Pad the targets of a batch, whose tensors are on one device, to at least one column."""
     counts = [len(target["boxes"]) for target in targets]
-    index = padded_rows([(start, count) for start, count in zip(_starts(counts), counts, strict=True)], sum(counts))
+    total = sum(counts)  # the row of what stands for padding
+    index = padded_rows(list(zip(_starts(counts), counts, strict=True)), total)
+    columns = {"index": index, "is_padding": index == total}
     crowd = [on_host(target)["iscrowd"].bool().cpu() for target in targets]
-    columns = {"index": index, "is_padding": index == sum(counts)}
     if any(flags.any() for flags in crowd):
-        columns["is_crowd"] = torch.cat([*crowd, torch.zeros(1, dtype=torch.bool)])[index]
-    device = targets[0]["boxes"].device
-    (columns,) = send_dicts([columns], device)
-    boxes, labels = (torch.cat([target[name] for target in targets]) for name in ("boxes", "labels"))
-    boxes = torch.cat([boxes, boxes.new_zeros(1, 4)])[columns["index"]]
-    labels = torch.cat([labels + 1, labels.new_zeros(1)])[columns["index"]]
-    return Truths(boxes, labels, columns["is_padding"], columns.get("is_crowd"), counts)
+        crowd.append(torch.zeros(1, dtype=torch.bool))
+        columns["is_crowd"] = torch.cat(crowd)[index]
+    (columns,) = send_dicts([columns], targets[0]["boxes"].device)
+    boxes = torch.cat([target["boxes"] for target in targets])
+    boxes = torch.cat([boxes, boxes.new_zeros(1, 4)])
+    labels = torch.cat([target["labels"] for target in targets])
+    labels = torch.cat([labels + 1, labels.new_zeros(1)])
+    return Truths(
+        boxes=boxes[columns["index"]],
+        labels=labels[columns["index"]],
+        is_padding=columns["is_padding"],
+        is_crowd=columns.get("is_crowd"),
+        counts=counts,
+    )
 
 
 def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
@@ -75,21 +90,33 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
     images = len(truths.counts)
     matches = []
     if candidates_xyxy.device.type != "cpu":
-        at_once = max(1, PAIRS_AT_ONCE // max(1, candidates_xyxy.shape[-2] * max(truths.counts, default=0)))
+        pairs_of_image = candidates_xyxy.shape[-2] * max(truths.counts, default=0)
+        at_once = max(1, PAIRS_PER_CHUNK // max(1, pairs_of_image))
     for first in range(0, images, at_once):
         part = slice(first, first + at_once)
         widest = max(truths.counts[part])
         candidates = candidates_xyxy if candidates_xyxy.dim() == 2 else candidates_xyxy[part]
         crowd = None if truths.is_crowd is None else truths.is_crowd[part, :widest]
-        options = {"best_of_each_box": best_of_each_box, "padding": truths.is_padding[part, :widest]}
-        options |= {"crowd_overlap": thresholds.crowd_overlap, "lowest": thresholds.lowest}
-        boxes = truths.boxes[part, :widest]
-        matches.append(match_boxes(candidates, boxes, crowd, thresholds.high, thresholds.low, **options))
+        match = match_boxes(
+            candidates,
+            truths.boxes[part, :widest],
+            crowd,
+            thresholds.high,
+            thresholds.low,
+            best_of_each_box=best_of_each_box,
+            crowd_overlap=thresholds.crowd_overlap,
+            lowest=thresholds.lowest,
+            padding=truths.is_padding[part, :widest],
+        )
+        matches.append(match)
     return torch.cat(matches)
 
 
 def sampled_anchors(
-    anchors_xyxy: Tensor, truths: Truths, settings: Sampler, draw: Draw
+    anchors_xyxy: Tensor,
+    truths: Truths,
+    settings: Sampler,
+    draw: Draw,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the rows (B, K) of the anchors (A, 4) to train, and their `match`, `targets`, `weights`."""
     images = len(truths.counts)
@@ -101,7 +128,10 @@ def sampled_anchors(
 
 
 def sampled_boxes(
-    proposals: Sequence[Tensor], truths: Truths, settings: Sampler, draw: Draw
+    proposals: Sequence[Tensor],
+    truths: Truths,
+    settings: Sampler,
+    draw: Draw,
 ) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
     """Sample from the proposals (P_i, 4) of each image, followed by its objects, image after image.
 
@@ -112,34 +142,44 @@ def sampled_boxes(
     num_proposals = [len(boxes) for boxes in proposals]
     counts = [proposed + objects for proposed, objects in zip(num_proposals, truths.counts, strict=True)]
     sizes = [min(settings.size, count) for count in counts]
-    (layout,) = send_dicts([_layout(num_proposals, truths.counts, counts, sizes)], truths.boxes.device)
-    every = torch.cat([*proposals, truths.boxes.flatten(0, 1), truths.boxes.new_zeros(1, 4)])
+    layout = _layout(num_proposals, truths.counts, counts, sizes)
+    (layout,) = send_dicts([layout], truths.boxes.device)
+    padding = truths.boxes.new_zeros(1, 4)
+    every = torch.cat([*proposals, truths.boxes.flatten(0, 1), padding])
     boxes = every[layout["boxes"]]  # (B, M, 4)
     match = match_batch(boxes, truths, settings, best_of_each_box=False)
     match = match.masked_fill(layout["padding"], IGNORED)
-    keys = torch.cat([draw(counts), match.new_full((1,), -1).float()])[layout["keys"]]
-    index, match = sample(match, settings.size, settings.positive_fraction, keys)
+    key_of_padding = match.new_full((1,), -1).float()
+    keys = torch.cat([draw(counts), key_of_padding])[layout["keys"]]
+    index, match = sample(match, settings.size, settings.positive_fraction, keys)  # (B, K) each
     chosen = boxes.gather(1, index[..., None].expand(-1, -1, 4))
-    classes = truths.labels.gather(1, match.clamp(min=0)).where(match >= 0, 0)
-    deltas = box_targets(chosen, match, truths, settings.delta_weights)
-    parts = {"classes": classes, "targets": deltas, "weights": shares(match)}
+    labels = truths.labels.gather(1, match.clamp(min=0))
+    padded = {
+        "classes": labels.where(match >= 0, 0),
+        "targets": box_targets(chosen, match, truths, settings.delta_weights),
+        "weights": shares(match),
+    }
     rows = layout["rows"]  # without the padding of images of few candidates
-    parts = {name: part.flatten(0, 1)[rows] for name, part in parts.items()}
-    return (index + layout["starts"]).flatten()[rows], chosen.flatten(0, 1)[rows], sizes, parts
+    parts = {name: values.flatten(0, 1)[rows] for name, values in padded.items()}
+    candidates = (index + layout["starts"]).flatten()[rows]
+    return candidates, chosen.flatten(0, 1)[rows], sizes, parts
 
 
 def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights: Sequence[float]) -> Tensor:
     """Return (B, K, 4) deltas from candidates (B, K, 4) to the objects they match (B, K); 0 for those without a
     match."""
-    matched = truths.boxes.gather(1, match.clamp(min=0)[..., None].expand(-1, -1, 4))
+    rows = match.clamp(min=0)[..., None].expand(-1, -1, 4)
+    matched = truths.boxes.gather(1, rows)
     matched = torch.where((match >= 0)[..., None], matched, candidates_xyxy)
-    return encode_boxes(matched.flatten(0, 1), candidates_xyxy.flatten(0, 1), weights).view(matched.shape)
+    deltas = encode_boxes(matched.flatten(0, 1), candidates_xyxy.flatten(0, 1), weights)
+    return deltas.view(matched.shape)
 
 
 def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
     """Return (B, M) int64 on the host: start, start + 1, ... of each (start, count), then `missing`; M is at least
     1."""
-    rows = torch.full((len(parts), max([1, *(count for _, count in parts)])), missing)
+    widest = max([1, *(count for _, count in parts)])
+    rows = torch.full((len(parts), widest), missing)
     for row, (start, count) in zip(rows, parts, strict=True):
         row[:count] = torch.arange(start, start + count)
     return rows
@@ -148,18 +188,27 @@ def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
 def _layout(num_proposals: Sequence[int], objects: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> dict:
     """Return the indices of each image's candidates among all proposals, followed by the padded objects; see
     `sampled_boxes`."""
+    # Images of 3 and 1 proposals and of 1 and 2 objects: proposals are 0 1 2 3, objects 4 and 6 7 (5 is padding), and
+    # 8 is a box that stands for no candidate. `boxes` is then 0 1 2 4, and 3 6 7 8.
     widest = max([1, *objects])
     total = sum(num_proposals)
-    last = total + len(num_proposals) * widest
-    boxes = torch.full((len(num_proposals), max([1, *counts])), last)
-    for i, (row, start) in enumerate(zip(boxes, _starts(num_proposals), strict=True)):
-        row[: num_proposals[i]] = torch.arange(start, start + num_proposals[i])
-        row[num_proposals[i] : counts[i]] = torch.arange(total + i * widest, total + i * widest + objects[i])
-    keys = padded_rows(list(zip(_starts(counts), counts, strict=True)), sum(counts))
+    no_candidate = total + len(num_proposals) * widest
+    boxes = torch.full((len(num_proposals), max([1, *counts])), no_candidate)
+    for i, first_proposal in enumerate(_starts(num_proposals)):
+        first_object = total + i * widest
+        behind = num_proposals[i]
+        boxes[i, :behind] = torch.arange(first_proposal, first_proposal + num_proposals[i])
+        boxes[i, behind : counts[i]] = torch.arange(first_object, first_object + objects[i])
     most = min(max([0, *sizes]), boxes.shape[1])
     rows = [torch.arange(i * most, i * most + size) for i, size in enumerate(sizes)]
-    starts = torch.tensor(_starts(counts))[:, None]
-    return {"boxes": boxes, "padding": boxes == last, "keys": keys, "rows": torch.cat(rows), "starts": starts}
+    starts = _starts(counts)
+    return {
+        "boxes": boxes,
+        "padding": boxes == no_candidate,
+        "keys": padded_rows(list(zip(starts, counts, strict=True)), sum(counts)),
+        "rows": torch.cat(rows),
+        "starts": torch.tensor(starts)[:, None],
+    }
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

@@ -14,16 +14,20 @@ from torch import Tensor
 from toolkit.base.errors import BadInput
 from toolkit.models.weights.names import Description, Publisher, named, pairs, resnet_name
 
-STEM = "backbone.body.stem.conv1.weight"
+STEM = "backbone.body.stem.conv1.weight"  # of the first convolution
+# The pyramid has four levels, which the originals count from 1: a 1 x 1 convolution of the backbone's map and a 3 x 3
+# convolution of the sum, each.
 LEVELS = [(f"backbone.fpn.fpn_inner{i + 1}", f"backbone.fpn.inner_blocks.{i}.0") for i in range(4)]
 LEVELS += [(f"backbone.fpn.fpn_layer{i + 1}", f"backbone.fpn.layer_blocks.{i}.0") for i in range(4)]
+# Their names and ours, as `pairs` reads them.
 OTHERS = """
     backbone.body.stem backbone.body, rpn.head.conv rpn.head.conv.0.0
     roi_heads.box.feature_extractor roi_heads.box_head, roi_heads.box.predictor roi_heads.box_predictor
 """
 CLASSIFIER = "roi_heads.box.predictor.cls_score.weight"
-PIXEL_MEAN = (122.7717, 115.9465, 102.9801)  # red, green, blue
-HEADS = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
+PIXEL_MEAN = (122.7717, 115.9465, 102.9801)  # red, green, blue, from 0 to 255
+# What faster_rcnn has no counterpart for: other heads, the anchors, which become an option, and counters.
+LEFT_OUT = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
 
 
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
@@ -35,31 +39,45 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
             "faster_rcnn takes R-50-FPN, R-101-FPN, X-101-32x8d-FPN and the like"
         )
     stride_in_1x1 = not name.startswith("resnext")
-    cells = [state[key] for key in sorted(k for k in state if k.startswith("rpn.anchor_generator.cell_anchors."))]
-    after = torch.tensor([0.0, 0.0, 1.0, 1.0])
     options = {
         "backbone": name,
         "stride_in_1x1": stride_in_1x1,
         "norm_eps": 0.0,
         "whole_pixels": True,
-        **({"cell_anchors": [(cell + after).tolist() for cell in cells]} if cells else {}),
-        "anchor_sizes": [[2.0 ** (5 + i)] for i in range(5)],
+        "anchor_sizes": [[32.0], [64.0], [128.0], [256.0], [512.0]],
         "fpn_channels": len(state["backbone.fpn.fpn_inner1.weight"]),
         "representation_size": len(state["roi_heads.box.feature_extractor.fc6.weight"]),
         "mean": [value / 255 for value in PIXEL_MEAN],
         "std": [1 / 255] * 3,
     }
+    cell_anchors = _cell_anchors(state)
+    if cell_anchors:
+        options["cell_anchors"] = cell_anchors
+    kernel = "1 x 1" if stride_in_1x1 else "3 x 3"
     note = (
-        f"the first stage's stride is in {'1 x 1' if stride_in_1x1 else '3 x 3'} convolutions, as published for this "
-        "backbone: --model.stride_in_1x1 says otherwise"
+        f"the first stage's stride is in {kernel} convolutions, as published for this backbone: "
+        "--model.stride_in_1x1 says otherwise"
     )
-    return Description("faster_rcnn", options, named(len(state[CLASSIFIER]) - 1), [note])
+    class_names = named(len(state[CLASSIFIER]) - 1)  # row 0 is the background
+    return Description("faster_rcnn", options, class_names, [note])
+
+
+def _cell_anchors(state: Mapping[str, Tensor]) -> list[list[list[float]]]:
+    """Return the anchors xyxy around the first position of each level; empty if the file has none.
+
+    Theirs end at the last pixel, ours behind it: (-22, -10, 25, 13) becomes (-22, -10, 26, 14).
+    """
+    names = sorted(name for name in state if name.startswith("rpn.anchor_generator.cell_anchors."))
+    behind = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    return [(state[name] + behind).tolist() for name in names]
 
 
 class _ForBGR(Publisher):
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the publisher's tensors under our names, the first convolution for RGB."""
-        return super().ours_from(state) | {"backbone.body.conv1.weight": state[STEM].flip(1)}
+        weights = super().ours_from(state)
+        weights["backbone.body.conv1.weight"] = state[STEM].flip(1)
+        return weights
 
 
-MASKRCNN_BENCHMARK = _ForBGR(_described, (STEM, CLASSIFIER), [*LEVELS, *pairs(OTHERS)], HEADS)
+MASKRCNN_BENCHMARK = _ForBGR(_described, (STEM, CLASSIFIER), [*LEVELS, *pairs(OTHERS)], LEFT_OUT)

@@ -32,7 +32,10 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 def _architecture(state: Mapping[str, Tensor]) -> str | None:
     if BODY not in state or CLASSIFIER not in state:
         return None
-    return next((name for name, mark in MARKS.items() if mark in state), None)
+    for name, mark in MARKS.items():
+        if mark in state:
+            return name
+    return None
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:

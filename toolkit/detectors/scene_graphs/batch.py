@@ -88,7 +88,11 @@ def of_images(rows: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def predicate_loss(
-    logits: Tensor, labels: Tensor, counts: Sequence[int], smoothing: float = 0.0, weights: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    counts: Sequence[int],
+    smoothing: float = 0.0,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss_rel`: cross entropy over all sampled pairs, "no relation" included.
 
@@ -97,19 +101,33 @@ def predicate_loss(
     the right one.
     """
     labels = labels.long()
-    loss = F.cross_entropy(logits, labels, weight=weights, reduction="none", label_smoothing=smoothing)
+    loss = F.cross_entropy(
+        logits,
+        labels,
+        weight=weights,
+        reduction="none",
+        label_smoothing=smoothing,
+    )
     return of_images(loss, counts), of_images(torch.ones_like(loss) if weights is None else weights[labels], counts)
 
 
 def head_losses(
-    output: RelationOutput, batch: RelationBatch, smoothing: float = 0.0, weights: Tensor | None = None
+    output: RelationOutput,
+    batch: RelationBatch,
+    smoothing: float = 0.0,
+    weights: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return every loss of a head in training, by name: `loss_rel`, `loss_refine_obj` and the head's extra losses."""
     losses = {
         "loss_rel": predicate_loss(
             output.relation_logits.float(), batch.relation_labels, batch.num_pairs, smoothing, weights
         ),
-        "loss_refine_obj": predicate_loss(output.object_logits.float(), batch.labels, batch.num_objects, smoothing),
+        "loss_refine_obj": predicate_loss(
+            output.object_logits.float(),
+            batch.labels,
+            batch.num_objects,
+            smoothing,
+        ),
     }
     return losses | output.extra_losses
 
@@ -127,7 +145,10 @@ def relatedness_loss(logits: Tensor, related: Tensor, num_objects: list[int]) ->
 
 
 def attribute_loss(
-    logits: Tensor, attributes: Tensor, counts: Sequence[int], scale: float = 20.0
+    logits: Tensor,
+    attributes: Tensor,
+    counts: Sequence[int],
+    scale: float = 20.0,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss_refine_att`: binary cross entropy over the objects with attributes; its denominator is the number of
     its entries.

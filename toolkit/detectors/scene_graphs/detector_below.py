@@ -14,9 +14,9 @@ from toolkit.detectors.faster_rcnn.model import of_one_class_each, with_boxes_on
 from toolkit.detectors.faster_rcnn.regions import LevelPool, clip, limits_whwh
 from toolkit.models.detector import Detector, kept_maps
 
-CANDIDATES = 1000  # predictions of an image that enter the suppression, as many as Faster R-CNN has proposals
+MAX_CANDIDATES = 1000  # predictions of an image that enter the suppression, as many as Faster R-CNN has proposals
 FOUND_IOU = 0.5  # from which a prediction is one of a given box
-SMALLEST = 1e-6  # probability: logarithms stay finite
+MIN_PROBABILITY = 1e-6  # probability: logarithms stay finite
 
 
 class SeenMaps(dict[str, Tensor]):
@@ -75,7 +75,10 @@ class DetectorBelow(nn.Module):
         return TwoMLPHead(self.map_channels * 7 * 7, self.representation_size)
 
     def features(
-        self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None
+        self,
+        images: Tensor,
+        sizes: Tensor,
+        targets: Sequence[Mapping] | None = None,
     ) -> tuple[SeenMaps, list[tuple[int, int]]]:
         """Return maps and sizes, see `FasterRCNN.features`; the maps also carry the detector's outputs."""
         with kept_maps(self.inner.map_taps()) as tapped:
@@ -109,7 +112,7 @@ class DetectorBelow(nn.Module):
         """Return detections, see `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes`
         only those that no detection overlaps are added; `outputs` are those of the maps."""
         boxes = clip(maps.boxes, limits_whwh(images_hw, maps.boxes.device)[:, None])
-        rows = maps.scores.amax(2).topk(min(CANDIDATES, maps.scores.shape[1]), dim=1).indices
+        rows = maps.scores.amax(2).topk(min(MAX_CANDIDATES, maps.scores.shape[1]), dim=1).indices
         logits = distribution_logits(rows_of(maps.scores, rows).flatten(0, 1))
         per_class = rows_of(boxes, rows).flatten(0, 1)[:, None].expand(-1, logits.shape[1], -1)
         counts = [rows.shape[1]] * len(rows)
@@ -155,7 +158,11 @@ def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
 
 
 def _with_missed(
-    detections: Sequence[Mapping], given: Sequence[Tensor], boxes: Tensor, scores: Tensor, top_k: int
+    detections: Sequence[Mapping],
+    given: Sequence[Tensor],
+    boxes: Tensor,
+    scores: Tensor,
+    top_k: int,
 ) -> list[dict[str, object]]:
     """Replace the last detections of each image by the given boxes that no detection overlaps.
 
@@ -185,7 +192,7 @@ def distribution_logits(scores: Tensor) -> Tensor:
     """
     scores = scores.float() / scores.float().sum(1, keepdim=True).clamp(min=1)
     left = 1 - scores.sum(1, keepdim=True)
-    return torch.cat([left, scores], 1).clamp(min=SMALLEST).log()
+    return torch.cat([left, scores], 1).clamp(min=MIN_PROBABILITY).log()
 
 
 def scores_of(boxes: Tensor, scores: Tensor, given: Tensor) -> Tensor:

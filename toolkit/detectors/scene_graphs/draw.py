@@ -14,10 +14,10 @@ from toolkit.base.boxes import common_and_union
 from toolkit.detectors.scene_graphs.evaluator import true_graph
 from toolkit.detectors.scene_graphs.formats import MAX_RELATIONS, relations_as_json
 from toolkit.evaluation.draw import (
-    BACKGROUND,
-    COLOURS,
-    PANEL,
-    TEXT,
+    BACKGROUND_COLOUR,
+    CLASS_COLOURS,
+    PANEL_SIDE_PX,
+    TEXT_COLOUR,
     Mark,
     choose_images,
     draw_detections,
@@ -32,10 +32,10 @@ from toolkit.evaluation.draw import (
 )
 from toolkit.evaluation.predictions import best_first, detections_as_json
 
-LINE = 18  # height in pixels of a line of text below a picture
-RIGHT, WRONG = "#117733", "#D55E00"
-MOST_ARROWS = 12  # of an annotated and a predicted graph beside each other
-INNER = 0.36  # radius of the circle of nodes, as a share of the panel's side
+LINE_HEIGHT_PX = 18  # of a line of text below a picture
+CORRECT_COLOUR, WRONG_COLOUR = "#117733", "#D55E00"
+MAX_ARROWS = 12  # of an annotated and a predicted graph beside each other
+CIRCLE_RADIUS_SHARE = 0.36  # of the circle of nodes, as a share of the panel's side
 
 
 def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
@@ -69,13 +69,17 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
         `path`.
     """
     rows = map(table.row, choose_images(table, count))
-    return save_picture(montage([graph_tile(table, row, predictions[row["image_id"]]) for row in rows], 1, gap=0), path)
+    return save_picture(
+        montage([graph_tile(table, row, predictions[row["image_id"]]) for row in rows], 1, gap=0),
+        path,
+    )
 
 
 def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
     """Return (T,) bool of rows subject, object, predicate of predicted boxes (M, 4) and labels (M,); see
     `draw_graphs`."""
-    ends, predicates = truth["relations"][:, :2], truth["relations"][:, 2]
+    ends = truth["relations"][:, :2]
+    predicates = truth["relations"][:, 2]
     common, union = common_and_union(boxes[:, None], truth["boxes"][None])
     same = common >= 0.5 * union
     same &= labels[:, None] == truth["labels"][None]
@@ -87,17 +91,26 @@ def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     """Draw the annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
     truth = true_graph(row)
     boxes, labels = (np.asarray(prediction[key]) for key in ("boxes", "labels"))
-    shown = min(max(5, len(truth["relations"])), MOST_ARROWS)
+    shown = min(max(5, len(truth["relations"])), MAX_ARROWS)
     triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
     right = correct_triplets(triplets, boxes, labels, truth)
-    picture = fitted(picture_of(table.decode_image(row)), PANEL)
-    scale = PANEL / max(row["width"], row["height"])
+    picture = fitted(picture_of(table.decode_image(row)), PANEL_SIDE_PX)
+    scale = PANEL_SIDE_PX / max(row["width"], row["height"])
     names, predicates = (list(map(drawable, group)) for group in (table.class_names, table.predicates))
-    annotated = truth["relations"][:MOST_ARROWS]
-    black = [TEXT] * len(annotated)
+    annotated = truth["relations"][:MAX_ARROWS]
+    black = [TEXT_COLOUR] * len(annotated)
     counts = len(truth["relations"]), len(prediction["pairs"])
-    left = _panel(picture, truth["boxes"] * scale, truth["labels"], annotated, black, names, predicates, counts[0])
-    colours = [RIGHT if good else WRONG for good in right]
+    left = _panel(
+        picture,
+        truth["boxes"] * scale,
+        truth["labels"],
+        annotated,
+        black,
+        names,
+        predicates,
+        counts[0],
+    )
+    colours = [CORRECT_COLOUR if good else WRONG_COLOUR for good in right]
     scores = [f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]]
     shown = picture, boxes * scale, labels, triplets, colours, names, predicates
     return montage([left, _panel(*shown, counts[1], scores)], 2)
@@ -122,20 +135,34 @@ def _panel(
     named = [f"{i} {names[label] if label >= 0 else 'no class'}" for i, label in enumerate(labels.tolist())]
     used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
     left_out = count > len(triplets)
-    panel = Image.new("RGB", (PANEL, picture.height + LINE * (len(triplets) + left_out) + 4), BACKGROUND)
+    panel = Image.new(
+        "RGB",
+        (PANEL_SIDE_PX, picture.height + LINE_HEIGHT_PX * (len(triplets) + left_out) + 4),
+        BACKGROUND_COLOUR,
+    )
     picture = picture.copy()
     centres = ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
     for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
         draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
-    draw_marks(picture, [Mark(boxes[i], COLOURS[i % len(COLOURS)], named[i]) for i in used])
+    draw_marks(picture, [Mark(boxes[i], CLASS_COLOURS[i % len(CLASS_COLOURS)], named[i]) for i in used])
     panel.paste(picture, (0, 0))
     draw = ImageDraw.Draw(panel)
     for line, (subject, object_, predicate) in enumerate(triplets.tolist()):
         words = f"{named[subject]}  {predicates[predicate]}  {named[object_]}  {scores[line] if scores else ''}"
-        draw.text((4, picture.height + 2 + line * LINE), words, fill=colours[line], font=text_font(13))
+        draw.text(
+            (4, picture.height + 2 + line * LINE_HEIGHT_PX),
+            words,
+            fill=colours[line],
+            font=text_font(13),
+        )
     if left_out:
         words = f"{len(triplets)} of {count} relations are drawn"
-        draw.text((4, picture.height + 2 + len(triplets) * LINE), words, fill=TEXT, font=text_font(13))
+        draw.text(
+            (4, picture.height + 2 + len(triplets) * LINE_HEIGHT_PX),
+            words,
+            fill=TEXT_COLOUR,
+            font=text_font(13),
+        )
     return panel
 
 
@@ -158,21 +185,39 @@ def draw_found(
         return draw_detections(image, graph, class_names, path)
     count = min(len(graph["pairs"]), MAX_RELATIONS)
     kept = (graph["triplet_scores"][:count] >= relation_score).nonzero().flatten()[:relations]
-    pairs, scores = graph["pairs"][kept].tolist(), graph["triplet_scores"][kept].tolist()
+    pairs = graph["pairs"][kept].tolist()
+    scores = graph["triplet_scores"][kept].tolist()
     kinds = graph["predicates"][kept].tolist()
     labels = graph["labels"].tolist()
-    arrows = [(*pair, drawable(predicates[p]), COLOURS[p % len(COLOURS)]) for pair, p in zip(pairs, kinds, strict=True)]
+    colours = [CLASS_COLOURS[p % len(CLASS_COLOURS)] for p in kinds]
+    arrows = [
+        (*pair, drawable(predicates[p]), colour) for pair, p, colour in zip(pairs, kinds, colours, strict=True)
+    ]
     numbered = {"boxes": graph["boxes"], "labels": torch.arange(len(labels))}
-    picture = picture_with_boxes(image, numbered, [f"{i} {class_names[label]}" for i, label in enumerate(labels)])
+    picture = picture_with_boxes(
+        image,
+        numbered,
+        [f"{i} {class_names[label]}" for i, label in enumerate(labels)],
+    )
     centres = (graph["boxes"][:, :2] + graph["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
     draw = ImageDraw.Draw(picture)
     size = max(12, round(max(picture.size) / 60))
     for subject, object_, words, colour in arrows:
-        draw_arrow(draw, centres[subject].tolist(), centres[object_].tolist(), colour, size, words)
+        draw_arrow(
+            draw,
+            centres[subject].tolist(),
+            centres[object_].tolist(),
+            colour,
+            size,
+            words,
+        )
     scored = [(*ends, f"{words} {s:.2f}", colour) for (*ends, words, colour), s in zip(arrows, scores, strict=True)]
     nodes = {i: f"{i} {drawable(class_names[labels[i]])}" for i in sorted({end for pair in pairs for end in pair})}
     left_out = left_out_in_words(len(kept), count, relations, relation_score)
-    return save_picture(montage([picture, _graph(nodes, scored, centres, picture.height, left_out)], 2, gap=0), path)
+    return save_picture(
+        montage([picture, _graph(nodes, scored, centres, picture.height, left_out)], 2, gap=0),
+        path,
+    )
 
 
 def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> str:
@@ -184,29 +229,58 @@ def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> 
     return f"{drawn} of {count} relations are drawn{of_score}"
 
 
-def _graph(
-    nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, left_out: str
-) -> Image.Image:
+def _graph(nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, left_out: str) -> Image.Image:
     """Draw the relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the
     middle of the image, so that neighbours in the image are neighbours in the graph; `left_out` is written below."""
-    panel = Image.new("RGB", (side, side), BACKGROUND)
+    panel = Image.new("RGB", (side, side), BACKGROUND_COLOUR)
     draw = ImageDraw.Draw(panel)
     size = max(12, round(side / 45))
-    draw.text((side / 2, side - size if nodes else side / 2), left_out, fill=TEXT, font=text_font(size), anchor="mm")
+    draw.text(
+        (side / 2, side - size if nodes else side / 2),
+        left_out,
+        fill=TEXT_COLOUR,
+        font=text_font(size),
+        anchor="mm",
+    )
     if not nodes:
         return panel
     middle = centres[list(nodes)].mean(0)
+    radius = CIRCLE_RADIUS_SHARE * side
     positions = {}
     for index, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
         angle = 2 * math.pi * index / len(nodes) - math.pi
-        positions[number] = (side / 2 + INNER * side * math.cos(angle), side / 2 + INNER * side * math.sin(angle))
+        positions[number] = (side / 2 + radius * math.cos(angle), side / 2 + radius * math.sin(angle))
     for subject, object_, words, colour in arrows:
-        draw_arrow(draw, positions[subject], positions[object_], colour, size, words, gap=1.6 * size)
+        draw_arrow(
+            draw,
+            positions[subject],
+            positions[object_],
+            colour,
+            size,
+            words,
+            gap=1.6 * size,
+        )
     for number, position in positions.items():
-        left, top, right, bottom = draw.textbbox(position, nodes[number], font=text_font(size), anchor="mm")
+        left, top, right, bottom = draw.textbbox(
+            position,
+            nodes[number],
+            font=text_font(size),
+            anchor="mm",
+        )
         box = (left - size / 2, top - size / 3, right + size / 2, bottom + size / 3)
-        draw.rounded_rectangle(box, radius=size / 2, fill=COLOURS[number % len(COLOURS)], outline=TEXT)
-        draw.text(position, nodes[number], fill="#000000", font=text_font(size), anchor="mm")
+        draw.rounded_rectangle(
+            box,
+            radius=size / 2,
+            fill=CLASS_COLOURS[number % len(CLASS_COLOURS)],
+            outline=TEXT_COLOUR,
+        )
+        draw.text(
+            position,
+            nodes[number],
+            fill="#000000",
+            font=text_font(size),
+            anchor="mm",
+        )
     return panel
 
 
@@ -226,7 +300,11 @@ def draw_arrow(
     along = (end[0] - start[0], end[1] - start[1])
     length = math.hypot(*along)
     if length < 1:  # an object with itself, or two with the same centre
-        draw.ellipse((start[0] - size, start[1] - size, start[0] + size, start[1] + size), outline=colour, width=2)
+        draw.ellipse(
+            (start[0] - size, start[1] - size, start[0] + size, start[1] + size),
+            outline=colour,
+            width=2,
+        )
         along = (1.0, 0.0)
         length = 1.0
     x, y = along[0] / length, along[1] / length
@@ -241,5 +319,8 @@ def draw_arrow(
     draw.polygon([tip, *corners], fill=colour, outline="#000000")
     if words:
         middle = [a + 0.36 * (b - a) for a, b in zip(begin, tip, strict=True)]  # off the words of the way back
-        draw.rectangle(draw.textbbox(middle, words, font=text_font(size), anchor="mm"), fill="#FFFFFF")
-        draw.text(middle, words, fill=TEXT, font=text_font(size), anchor="mm")
+        draw.rectangle(
+            draw.textbbox(middle, words, font=text_font(size), anchor="mm"),
+            fill="#FFFFFF",
+        )
+        draw.text(middle, words, fill=TEXT_COLOUR, font=text_font(size), anchor="mm")

@@ -33,9 +33,9 @@ from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import hold_batch_norms
 
 # Their decoders keep queries and keys apart, have one group of queries, and classify with sigmoids.
-BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
+DETECTORS_BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
 PUBLISHED_BELOW = {"architecture": "deformable_detr", "num_queries": 200}
-SMALLEST_SHARE = 1e-12  # of a predicate that training had not, in the table of frequencies
+MIN_FREQUENCY = 1e-12  # of a predicate that training had not, in the table of frequencies
 
 
 class DecoderStates:
@@ -49,8 +49,8 @@ class DecoderStates:
     def of_last(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys (B, count, L, D) and last states (B, count, D) of the last `count` queries, those
         that detect: queries of denoising come before them."""
-        both = self.queries, self.keys
-        queries, keys = (torch.stack([layer[:, -count:] for layer in layers], 2) for layers in both)
+        queries = torch.stack([layer[:, -count:] for layer in self.queries], 2)
+        keys = torch.stack([layer[:, -count:] for layer in self.keys], 2)
         return queries, keys, self.last[:, -count:]
 
 
@@ -63,10 +63,16 @@ def kept_states(layers: Sequence[nn.Module]) -> Iterator[DecoderStates]:
     def keep_last(_, arguments: tuple, output) -> None:
         kept.last = output[0] if isinstance(output, tuple) else output
 
+    def keep_query(_, arguments: tuple, output: Tensor) -> None:
+        kept.queries.append(output)
+
+    def keep_key(_, arguments: tuple, output: Tensor) -> None:
+        kept.keys.append(output)
+
     with ExitStack() as stack:
         for layer in layers:
-            for part, to in ((layer.self_attn.q_proj, kept.queries), (layer.self_attn.k_proj, kept.keys)):
-                stack.enter_context(part.register_forward_hook(lambda _, arguments, output, to=to: to.append(output)))
+            stack.enter_context(layer.self_attn.q_proj.register_forward_hook(keep_query))
+            stack.enter_context(layer.self_attn.k_proj.register_forward_hook(keep_key))
         stack.enter_context(layers[-1].register_forward_hook(keep_last))
         yield kept
 
@@ -83,7 +89,8 @@ class EgtrHead(nn.Module):
         super().__init__()
         self.query_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
         self.key_projections = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
-        self.subject, self.object = nn.Linear(width, width), nn.Linear(width, width)
+        self.subject = nn.Linear(width, width)
+        self.object = nn.Linear(width, width)
         self.gate = nn.Linear(2 * width, 1)
         self.predicate = _mlp(width, num_predicates)
         self.connectivity = _mlp(width, 1)
@@ -103,7 +110,7 @@ class EgtrHead(nn.Module):
         """
         if self.log_frequency is not None:
             counts = counts.double()
-            smallest = SMALLEST_SHARE / (counts.sum(2, keepdim=True) + SMALLEST_SHARE)
+            smallest = MIN_FREQUENCY / (counts.sum(2, keepdim=True) + MIN_FREQUENCY)
             self.log_frequency.copy_((counts + smallest).log())
 
     def forward(self, queries: Tensor, keys: Tensor, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,25 +122,37 @@ class EgtrHead(nn.Module):
         """
         subjects = self._sources(queries, self.query_projections, self.subject(states))
         objects = self._sources(keys, self.key_projections, self.object(states))
-        of_subject, of_object = self.gate.weight[0].chunk(2)
-        gate = (subjects @ of_subject)[:, :, None] + (objects @ of_object)[:, None] + self.gate.bias
+        # The gate is a linear layer of each pair's two vectors: what it makes of each is computed once a query.
+        subject_weight, object_weight = self.gate.weight[0].chunk(2)
+        of_subjects = subjects @ subject_weight  # (B, Q, L + 1)
+        of_objects = objects @ object_weight
+        gate = of_subjects[:, :, None] + of_objects[:, None] + self.gate.bias
         gate = gate.sigmoid()  # (B, Q, Q, L + 1)
-        pairs = torch.cat([gate @ subjects, (gate.transpose(1, 2) @ objects).transpose(1, 2)], -1)  # (B, Q, Q, 2 D)
+        from_subjects = gate @ subjects  # (B, Q, Q, D)
+        from_objects = (gate.transpose(1, 2) @ objects).transpose(1, 2)
+        pairs = torch.cat([from_subjects, from_objects], -1)
         predicates = self.predicate(pairs)
         if self.log_frequency is not None:
-            predicates = predicates + self.log_frequency[labels[:, :, None], labels[:, None]]
+            frequency = self.log_frequency[labels[:, :, None], labels[:, None]]
+            predicates = predicates + frequency
         return predicates, self.connectivity(pairs)[..., 0]
 
     @staticmethod
     def _sources(of_layers: Tensor, projections: nn.ModuleList, of_states: Tensor) -> Tensor:
         """Return the stacked projections, (B, Q, L + 1, D)."""
-        parts = [projection(part) for projection, part in zip(projections, of_layers.unbind(2), strict=True)]
-        return torch.stack([*parts, of_states], 2)
+        sources = []
+        for projection, of_layer in zip(projections, of_layers.unbind(2), strict=True):
+            sources.append(projection(of_layer))
+        return torch.stack([*sources, of_states], 2)
 
 
 def _mlp(width: int, out: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out)
+        nn.Linear(2 * width, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, out),
     )
 
 
@@ -146,7 +165,7 @@ class EGTR(GraphDetector):
         predicates: one name each, in the order of the labels. attributes: ignored; EGTR predicts none.
 
     Raises:
-        BadInput: another detector than one of `BELOW`, wrong options, no predicates; all of them.
+        BadInput: another detector than one of `DETECTORS_BELOW`, wrong options, no predicates; all of them.
     """
 
     Options = EgtrOptions
@@ -167,7 +186,10 @@ class EGTR(GraphDetector):
         self.smoothing = o.smoothing
         self.prior_adjustment = o.prior_adjustment
         self.sampling = RelationSampling(
-            o.unrelated_per_relation, o.unmatched_per_relation, o.hardest_unrelated, o.hardest_unmatched
+            o.unrelated_per_relation,
+            o.unmatched_per_relation,
+            o.hardest_unrelated,
+            o.hardest_unmatched,
         )
         with naming_its_options():
             below = build_below(o, PUBLISHED_BELOW, class_names)
@@ -179,9 +201,16 @@ class EGTR(GraphDetector):
         if o.freeze == "norms":
             hold_batch_norms(below)
         config = below.model.config
-        self.num_queries = config.two_stage_num_proposals if getattr(config, "two_stage", False) else config.num_queries
-        sizes = config.d_model, len(below.model.model.decoder.layers), len(class_names), len(predicates)
-        self.head = EgtrHead(*sizes, o.frequency_bias)
+        self.num_queries = config.num_queries
+        if getattr(config, "two_stage", False):
+            self.num_queries = config.two_stage_num_proposals
+        self.head = EgtrHead(
+            config.d_model,
+            len(below.model.model.decoder.layers),
+            len(class_names),
+            len(predicates),
+            o.frequency_bias,
+        )
         self._make_counts(len(class_names), len(predicates))
         self._announce()
 
@@ -218,18 +247,29 @@ class EGTR(GraphDetector):
         with kept_states(self.detector.model.model.decoder.layers) as kept:
             outputs = self.detector(images, sizes, targets if self.joint else None)
         logits, boxes = (output.detach().float() for output in self.detector.last_layer(outputs))
-        states = kept.of_last(logits.shape[1])
-        predicates, connectivity = self.head(*states, logits.argmax(-1))
-        result = {"logits": logits, "boxes": boxes, "predicates": predicates, "connectivity": connectivity}
-        return result | {"detector": outputs} if self.joint and targets is not None else result
+        queries, keys, states = kept.of_last(logits.shape[1])
+        labels = logits.argmax(-1)
+        predicates, connectivity = self.head(queries, keys, states, labels)
+        result = {
+            "logits": logits,
+            "boxes": boxes,
+            "predicates": predicates,
+            "connectivity": connectivity,
+        }
+        if self.joint and targets is not None:
+            result["detector"] = outputs
+        return result
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return images, entries in the loss of predicates (`count_entries`), and the detector's denominators if it is
         trained."""
-        size = self.num_queries, len(self.predicates)
-        entries = sum(sum(count_entries(target, *size, self.sampling)) for target in targets)
+        entries = 0
+        for target in targets:
+            entries += sum(count_entries(target, self.num_queries, len(self.predicates), self.sampling))
         counts = {"relation_entries": float(entries), "images": float(len(targets))}
-        return counts | (self.detector.denominators(targets) if self.joint else {})
+        if self.joint:
+            counts |= self.detector.denominators(targets)
+        return counts
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
         """Return losses and metrics (sum, count).
@@ -238,20 +278,37 @@ class EGTR(GraphDetector):
         whose pair of queries has a best predicate that is not annotated.
         """
         with torch.autocast(outputs["predicates"].device.type, enabled=False):
-            predicates, connectivity = outputs["predicates"].float(), outputs["connectivity"].float()
-            logits, boxes = outputs["logits"], outputs["boxes"]
+            predicates = outputs["predicates"].float()
+            connectivity = outputs["connectivity"].float()
+            logits = outputs["logits"]
+            boxes = outputs["boxes"]
             padded = pad_targets(targets, logits.device, logits.dtype)
             costs = getattr(self.detector.set_loss, "matching_costs", MATCHING_COSTS)
-            matching = match_with_quality(logits, boxes, padded, costs, self.smoothing)
-            sums, error = relation_losses(predicates, connectivity, targets, *matching, self.sampling)
-            losses = {name: value / denominators[self.divided_by[name]] for name, value in sums.items()}
+            matches, quality = match_with_quality(logits, boxes, padded, costs, self.smoothing)
+            sums, error = relation_losses(
+                predicates,
+                connectivity,
+                targets,
+                matches,
+                quality,
+                self.sampling,
+            )
+            losses = {}
+            for name, value in sums.items():
+                losses[name] = value / denominators[self.divided_by[name]]
         if "detector" in outputs:
-            losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
+            of_detector, _ = self.detector.criterion(outputs["detector"], targets, denominators)
+            losses |= of_detector
         return losses, {"relation_error": error}
 
     @torch.no_grad()
     def postprocess(
-        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
+        self,
+        outputs: Mapping,
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
     ) -> list[dict[str, Tensor]]:
         """Return the graph of each image, in pixels of the original image.
 
@@ -265,11 +322,19 @@ class EGTR(GraphDetector):
         """
         graphs = []
         fields = to_host(self._ranked(outputs, orig_sizes, score_threshold, top_k))
-        for kept, *objects, ends, predicate_scores, best, ranks in zip(*fields, strict=True):
+        for kept, boxes, labels, scores, ends, predicate_scores, best, ranks in zip(*fields, strict=True):
             rows = ranks >= 0
-            graph = dict(zip(("boxes", "labels", "scores"), (column[kept] for column in objects), strict=True))
-            graph |= {"pairs": (kept.cumsum(0) - 1)[ends[rows]], "predicate_scores": predicate_scores[rows]}
-            graphs.append(graph | {"predicates": best[rows], "triplet_scores": ranks[rows]})
+            row_of = kept.cumsum(0) - 1  # of a query among those that are kept
+            graph = {
+                "boxes": boxes[kept],
+                "labels": labels[kept],
+                "scores": scores[kept],
+                "pairs": row_of[ends[rows]],
+                "predicate_scores": predicate_scores[rows],
+                "predicates": best[rows],
+                "triplet_scores": ranks[rows],
+            }
+            graphs.append(graph)
         return graphs
 
     def _ranked(self, outputs: Mapping, orig_sizes: Tensor, score_threshold: float, top_k: int) -> list[Tensor]:
@@ -288,16 +353,26 @@ class EGTR(GraphDetector):
         triplets = best * sure[:, :, None] * sure[:, None]
         itself = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
         asked = strong[:, :, None] & strong[:, None] & ~itself
-        values, order = largest_first(triplets.masked_fill(~asked, -1.0).flatten(1), top_k)
+        ranked = triplets.masked_fill(~asked, -1.0)
+        values, order = largest_first(ranked.flatten(1), top_k)  # (B, K)
         boxes = denormalize_boxes(cxcywh_to_xyxy(outputs["boxes"]), orig_sizes)
         count = logits.shape[1]
-        fields = [strong, boxes, labels, scores, torch.stack([order // count, order % count], 2)]
-        return [*fields, rows_of(relations.flatten(1, 2), order), rows_of(predicates.flatten(1), order), values]
+        return [
+            strong,
+            boxes,
+            labels,
+            scores,
+            torch.stack([order // count, order % count], 2),  # of 3 queries, 5 is the pair 1, 2
+            rows_of(relations.flatten(1, 2), order),
+            rows_of(predicates.flatten(1), order),
+            values,
+        ]
 
     def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
         """See `GraphDetector.decode_graph`."""
         outputs = self(images, sizes)
-        _, boxes, labels, scores, pairs, predicate_scores, _, values = self._ranked(outputs, sizes, 0.0, top_k)
+        ranked = self._ranked(outputs, sizes, 0.0, top_k)
+        _, boxes, labels, scores, pairs, predicate_scores, _, values = ranked
         return boxes, scores, labels, pairs, predicate_scores, values.clamp(min=0)
 
 
@@ -311,24 +386,30 @@ def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     width = values.shape[1]
     if torch.compiler.is_exporting():  # ONNX's order is that of the columns
         return values.topk(min(count, width), dim=1)
-    after = torch.arange(width - 1, -1, -1, device=values.device)
-    keys = (values.contiguous().view(torch.int32).long() << 32) + after  # the bits of such floats have their order
-    columns = width - 1 - (keys.topk(min(count, width)).values & 0xFFFFFFFF)
+    # A key is a value, and behind it how many columns follow: of the values 0.5, 0.9, 0.5 the keys are 0.5|2, 0.9|1 and
+    # 0.5|0, and largest first come the columns 1, 0, 2.
+    following = torch.arange(width - 1, -1, -1, device=values.device)
+    bits = values.contiguous().view(torch.int32).long()  # the bits of such floats have their order
+    keys = (bits << 32) + following
+    largest = keys.topk(min(count, width)).values
+    columns = width - 1 - (largest & 0xFFFFFFFF)
     return values.gather(1, columns), columns
 
 
 def _check(o: EgtrOptions, architecture: str | None, predicates: Sequence[str]) -> None:
     faults = []
-    if architecture not in BELOW:
+    if architecture not in DETECTORS_BELOW:
         given = f"model.detector_options: a detector of architecture {architecture!r}"
-        supported = f"the decoder of egtr is that of {', '.join(BELOW)}"
+        supported = f"the decoder of egtr is that of {', '.join(DETECTORS_BELOW)}"
         faults.append(f"{given}; {supported}. train_sgg.py takes any detector with --model.head")
     if o.freeze not in ("detector", "norms", "none"):
         faults.append(f"model.freeze is {o.freeze!r}; expected detector, norms, none")
     if not 0 < o.smoothing < 1:
         faults.append(f"model.smoothing is {o.smoothing}; expected a number between 0 and 1")
-    counts = {name: getattr(o, name) for name in ("unrelated_per_relation", "unmatched_per_relation")}
-    faults += [f"model.{name} is {count}; expected 0 or more" for name, count in counts.items() if count < 0]
+    for name in ("unrelated_per_relation", "unmatched_per_relation"):
+        count = getattr(o, name)
+        if count < 0:
+            faults.append(f"model.{name} is {count}; expected 0 or more")
     if not predicates:
         faults.append("the data names no predicates; scene graphs need data with relations")
     if faults:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from toolkit.base.batch import on_host, send
 from toolkit.base.box_ops import cxcywh_to_xyxy, generalized_box_iou
 from toolkit.base.seeding import image_generator
-from toolkit.detectors.detr.detr_criterion import Matches, MatchingCosts, PaddedTargets
+from toolkit.detectors.detr.detr_criterion import MatchingCosts, PaddedTargets, QueryMatches
 from toolkit.detectors.detr.focal_criterion import ALPHA, focal_costs, match_focal
 
 
@@ -40,12 +40,16 @@ def relations_of(target: Mapping) -> Tensor:
     host = on_host(target)
     relations = host["relations"]
     if "iscrowd" in host:
-        relations = relations[(host["iscrowd"] == 0)[relations[:, :2]].all(1)]
+        is_object = host["iscrowd"] == 0
+        relations = relations[is_object[relations[:, :2]].all(1)]
     return relations.unique(dim=0)
 
 
 def count_entries(
-    target: Mapping, num_queries: int, num_predicates: int, sampling: RelationSampling
+    target: Mapping,
+    num_queries: int,
+    num_predicates: int,
+    sampling: RelationSampling,
 ) -> tuple[int, int, int]:
     """Count annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
 
@@ -53,16 +57,23 @@ def count_entries(
     """
     host = on_host(target)
     relations = len(relations_of(target))
-    objects = len(host["labels"]) - (int(host["iscrowd"].sum()) if "iscrowd" in host else 0)
-    inside = min(objects, num_queries) ** 2 * num_predicates
+    crowds = int(host["iscrowd"].sum()) if "iscrowd" in host else 0
+    objects = len(host["labels"]) - crowds
+    every = num_queries**2 * num_predicates
+    inside = min(objects, num_queries) ** 2 * num_predicates  # between queries with an object
     unrelated = min(relations * sampling.unrelated, max(inside - relations, 0))
-    return relations, unrelated, min(relations * sampling.unmatched, num_queries**2 * num_predicates - inside)
+    unmatched = min(relations * sampling.unmatched, every - inside)
+    return relations, unrelated, unmatched
 
 
 @torch.no_grad()
 def match_with_quality(
-    logits: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts, smoothing: float
-) -> tuple[Matches, Tensor]:
+    logits: Tensor,
+    boxes_cxcywh: Tensor,
+    targets: PaddedTargets,
+    costs: MatchingCosts,
+    smoothing: float,
+) -> tuple[QueryMatches, Tensor]:
     """Return the matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
 
     quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), 1 - `smoothing` for a perfect detection.
@@ -70,18 +81,21 @@ def match_with_quality(
     matches = match_focal(logits[None], boxes_cxcywh[None], targets, costs)
     predicted = boxes_cxcywh[matches.image, matches.query]
     wanted = targets.boxes_cxcywh[matches.image, matches.target]
-    class_cost = focal_costs(logits[matches.image, matches.query, targets.labels[matches.image, matches.target]])
+    labels = targets.labels[matches.image, matches.target]
+    class_cost = focal_costs(logits[matches.image, matches.query, labels])
+    l1 = (predicted - wanted).abs().sum(1)
     giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
-    cost = costs.bbox_cost * (predicted - wanted).abs().sum(1) + costs.class_cost * class_cost - costs.giou_cost * giou
+    cost = costs.bbox_cost * l1 + costs.class_cost * class_cost - costs.giou_cost * giou
     smallest = costs.class_cost * (1 - ALPHA) * math.log(1e-8) - costs.giou_cost
-    return matches, (smallest - cost + math.log(1 / smoothing - 1)).sigmoid()
+    quality = (smallest - cost + math.log(1 / smoothing - 1)).sigmoid()
+    return matches, quality
 
 
 def relation_losses(
     predicates: Tensor,
     connectivity: Tensor,
     targets: Sequence[Mapping],
-    matches: Matches,
+    matches: QueryMatches,
     quality: Tensor,
     sampling: RelationSampling,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
@@ -113,38 +127,57 @@ def relation_losses(
         relations = send(relations_of(target), device)
         ends = query_of[i][relations[:, :2]]
         if len(target["labels"]) > num_queries:  # then some objects have no query
-            ends, relations = (rows[(ends >= 0).all(1)] for rows in (ends, relations))
-        entries = (*ends.unbind(1), relations[:, 2])
-        related[i][entries[:2]] = 1.0
+            has_both = (ends >= 0).all(1)
+            ends = ends[has_both]
+            relations = relations[has_both]
+        subject, object_ = ends.unbind(1)  # queries
+        entries = (subject, object_, relations[:, 2])
+        related[i][subject, object_] = 1.0
         wanted = torch.zeros_like(predicates[i], dtype=torch.bool, requires_grad=False)
         wanted[entries] = True
         if len(relations):
-            draw = image_generator(target, "entries", device)
-            loss = loss + _image_loss(predicates[i], wanted, entries, of_query[i], matched[i], counts, sampling, draw)
-        best = predicates[i].detach()[entries[:2]].argmax(1)
-        wrong = wrong + (~wanted[(*entries[:2], best)]).sum()
+            loss = loss + _image_loss(
+                predicates[i],
+                wanted,
+                entries,
+                of_query[i],
+                matched[i],
+                counts,
+                sampling,
+                image_generator(target, "entries", device),
+            )
+        best = predicates[i].detach()[subject, object_].argmax(1)
+        wrong = wrong + (~wanted[subject, object_, best]).sum()
         annotated = annotated + len(relations)
-    connected = F.binary_cross_entropy_with_logits(connectivity, related, reduction="none").mean((1, 2)).sum()
+    by_pair = F.binary_cross_entropy_with_logits(connectivity, related, reduction="none")
+    connected = by_pair.mean((1, 2)).sum()
     metric = 100.0 * wrong, predicates.new_full((), float(annotated))
     return {"loss_rel": loss, "loss_connectivity": connected}, metric
 
 
 def _image_loss(predicates, wanted, entries, quality, matched, counts, sampling: RelationSampling, draw) -> Tensor:
-    inside = (matched[:, None] & matched[None])[..., None]
+    subject, object_, _ = entries
+    _, num_unrelated, num_unmatched = counts
+    inside = (matched[:, None] & matched[None])[..., None]  # (Q, Q, 1): both queries have an object
     logits = predicates.flatten()
-    soft = quality[entries[0]] * quality[entries[1]]
-    chosen = [
-        _chosen(predicates, ~inside | wanted, counts[1], sampling.hardest_unrelated, draw),
-        _chosen(predicates, inside.expand_as(wanted), counts[2], sampling.hardest_unmatched, draw),
-    ]
-    others = logits[torch.cat(chosen)]
+    soft = quality[subject] * quality[object_]
+    unrelated = _chosen(predicates, ~inside | wanted, num_unrelated, sampling.hardest_unrelated, draw)
+    unmatched = _chosen(predicates, inside.expand_as(wanted), num_unmatched, sampling.hardest_unmatched, draw)
+    others = logits[torch.cat([unrelated, unmatched])]
     loss = F.binary_cross_entropy_with_logits(predicates[entries], soft, reduction="sum")
-    return loss + F.softplus(others).sum()
+    return loss + F.softplus(others).sum()  # the target of the others is 0
 
 
 @torch.no_grad()
 def _chosen(predicates: Tensor, left_out: Tensor, count: int, hardest: bool, draw: Generator | None) -> Tensor:
     """Return flat indices of `count` entries that are not left out: those of highest score, or random ones."""
-    random = {"device": predicates.device, "generator": draw}
-    scores = predicates if hardest else torch.rand(predicates.shape, dtype=predicates.dtype, **random)
-    return scores.masked_fill(left_out, -torch.inf).flatten().topk(count).indices
+    scores = predicates
+    if not hardest:
+        scores = torch.rand(
+            predicates.shape,
+            dtype=predicates.dtype,
+            device=predicates.device,
+            generator=draw,
+        )
+    possible = scores.masked_fill(left_out, -torch.inf)
+    return possible.flatten().topk(count).indices

@@ -11,15 +11,15 @@ from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.batch import attribute_targets
-from toolkit.detectors.scene_graphs.matches import COMPACT
+from toolkit.detectors.scene_graphs.matches import COMPACT_FIELDS
 from toolkit.detectors.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics, evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.open_images import open_images_metrics
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.matches import Matches, metric_keys
 from toolkit.evaluation.predictions import check_image_ids
 
-TOP = (20, 50, 100)
-OF_ALL = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
+RECALL_AT = (20, 50, 100)
+FURTHER_METRICS = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
 
 
 class SceneGraphEvaluator:
@@ -62,7 +62,9 @@ class SceneGraphEvaluator:
         self.zero_shot = zero_shot
         self.groups = {} if trained_relations is None else predicate_groups(trained_relations)
         self.image_ids = table.image_ids().tolist()
-        self._truths = {row["image_id"]: true_graph(row) for row in map(table.row, range(len(table)))}
+        self._truths = {}
+        for row in map(table.row, range(len(table))):
+            self._truths[row["image_id"]] = true_graph(row)
         self._boxes = None if mode == "predcls" else CocoEvaluator(table, backend)
 
     def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
@@ -86,17 +88,26 @@ class SceneGraphEvaluator:
             BadInput: image ids of predictions and table differ.
         """
         check_image_ids(predictions, self.image_ids)
-        graphs = [_completed(predictions[image_id], len(self.table.predicates)) for image_id in self.image_ids]
+        num_predicates = len(self.table.predicates)
+        graphs = [_completed(predictions[image_id], num_predicates) for image_id in self.image_ids]
         truths = [self.truth(image_id, predictions[image_id]) for image_id in self.image_ids]
         metrics = evaluate_scene_graphs(
-            truths, graphs, self.mode, len(self.table.predicates), self.zero_shot, top=TOP, protocol=self.protocol
+            truths,
+            graphs,
+            self.mode,
+            num_predicates,
+            self.zero_shot,
+            top=RECALL_AT,
+            protocol=self.protocol,
         )
-        row = metrics.as_row(self.predicate_keys) | grouped_recall(metrics, self.groups, self.protocol)
+        row = metrics.as_row(self.predicate_keys)
+        row |= grouped_recall(metrics, self.groups, self.protocol)
         scores = [predictions[image_id].get("attribute_scores") for image_id in self.image_ids]
         if self.mode in ("sgdet", "phrdet"):
-            row |= open_images_metrics(truths, graphs, len(self.table.predicates))
+            row |= open_images_metrics(truths, graphs, num_predicates)
         elif self.table.attributes and all(image_scores is not None for image_scores in scores):
-            row["attribute_R_precision"] = attribute_r_precision([truth["attributes"] for truth in truths], scores)
+            annotated = [truth["attributes"] for truth in truths]
+            row["attribute_R_precision"] = attribute_r_precision(annotated, scores)
         row |= self._recall_of_sets(metrics)
         if self._boxes is not None:
             row |= self._boxes.evaluate(predictions)
@@ -126,19 +137,20 @@ class SceneGraphEvaluator:
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
         """Return a text: the metrics by K, then the predicates with how often they occur and their recall."""
-        names = [name.partition("@")[0] for name in scores if name.endswith(f"@{TOP[0]}")]
-        rows = [("metric", *(f"@{k}" for k in TOP))]
-        rows += [(name, *(_number(scores[f"{name}@{k}"]) for k in TOP)) for name in names]
+        rows = [("metric", *(f"@{k}" for k in RECALL_AT))]
+        for key in scores:
+            name, _, k = key.partition("@")
+            if k == str(RECALL_AT[0]):
+                rows.append((name, *(_number(scores[f"{name}@{k}"]) for k in RECALL_AT)))
         counts = np.zeros(len(self.table.predicates), np.int64)
         for truth in self._truths.values():
             np.add.at(counts, truth["relations"][:, 2], 1)
-        recalls = [("predicate", "relations", f"mR@{TOP[-1]}")]
-        recalls += [
-            (shown(name, 40), str(count), _number(scores.get(f"mR@{TOP[-1]}/{name}")))
-            for name, count in zip(self.predicate_keys, counts, strict=True)
-        ]
+        recalls = [("predicate", "relations", f"mR@{RECALL_AT[-1]}")]
+        for name, count in zip(self.predicate_keys, counts, strict=True):
+            recall = scores.get(f"mR@{RECALL_AT[-1]}/{name}")
+            recalls.append((shown(name, 40), str(count), _number(recall)))
         lines = [align(rows), "", align(recalls)]
-        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in OF_ALL if name in scores))
+        lines.append(", ".join(f"{name} {_number(scores[name])}" for name in FURTHER_METRICS if name in scores))
         if "attribute_R_precision" in scores:
             lines.append(f"attributes: R-precision {_number(scores['attribute_R_precision'])}")
         if self._boxes is not None:
@@ -158,8 +170,13 @@ def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
     """Return the annotation of the boxes that a prediction was given; {} if it detected its boxes itself."""
     if "true_relations" not in prediction:
         return {}
-    parts = {name: f"true_{name}" for name in ("labels", "relations", "attributes")} | {"boxes": "boxes"}
-    return {name: np.asarray(prediction[key]) for name, key in parts.items() if key in prediction}
+    keys = {
+        "labels": "true_labels",
+        "relations": "true_relations",
+        "attributes": "true_attributes",
+        "boxes": "boxes",
+    }
+    return {name: np.asarray(prediction[key]) for name, key in keys.items() if key in prediction}
 
 
 def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
@@ -169,8 +186,12 @@ def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
     order = np.argsort(-np.asarray(trained_relations), kind="stable")
     head = len(order) // 3
     body = head + (len(order) - head) // 2
-    parts = np.split(order, [head, body])
-    return {name: part for name, part in zip(("head", "body", "tail"), parts, strict=True) if len(part)}
+    groups = {
+        "head": order[:head],
+        "body": order[head:body],
+        "tail": order[body:],
+    }
+    return {name: labels for name, labels in groups.items() if len(labels)}
 
 
 def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -> dict[str, float | None]:
@@ -193,10 +214,13 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
     hits = annotated = 0
     for ids, of_objects in zip(attributes, scores, strict=True):
         of_objects = torch.as_tensor(of_objects)
-        right = attribute_targets(torch.as_tensor(ids), of_objects.shape[1] + 1)[0][:, 1:]
-        ranked = right.gather(1, of_objects.argsort(dim=1, descending=True, stable=True))
+        targets, _ = attribute_targets(torch.as_tensor(ids), of_objects.shape[1] + 1)
+        right = targets[:, 1:]  # (N, attributes) 0 or 1
+        best_first = of_objects.argsort(dim=1, descending=True, stable=True)
+        ranked = right.gather(1, best_first)
         count = right.sum(1, keepdim=True)
-        hits += int((ranked * (torch.arange(ranked.shape[1]) < count)).sum())
+        counted = torch.arange(ranked.shape[1]) < count
+        hits += int((ranked * counted).sum())
         annotated += int(count.sum())
     return hits / annotated if annotated else None
 
@@ -204,23 +228,34 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
 def true_graph(row: Mapping) -> dict[str, np.ndarray]:
     """Return `boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their
     relations; and `attributes (N, A)` if the table has them."""
-    objects, relations = row["objects"], row["relations"]
+    objects = row["objects"]
+    relations = row["relations"]
     keep = objects["iscrowd"] == 0
-    triplets = np.stack([relations[key] for key in ("subject", "object", "predicate")], 1)
+    triplets = np.stack([relations["subject"], relations["object"], relations["predicate"]], 1)
     triplets = triplets[keep[triplets[:, :2]].all(1)]
-    triplets[:, :2] = (np.cumsum(keep) - 1)[triplets[:, :2]]
-    columns = {"boxes": "bbox", "labels": "category", "attributes": "attributes"}
-    return {name: objects[key][keep] for name, key in columns.items() if key in objects} | {"relations": triplets}
+    row_of = np.cumsum(keep) - 1  # objects kept: yes, no, yes; rows of these: 0, -, 1
+    triplets[:, :2] = row_of[triplets[:, :2]]
+    graph = {
+        "boxes": objects["bbox"][keep],
+        "labels": objects["category"][keep],
+    }
+    if "attributes" in objects:
+        graph["attributes"] = objects["attributes"][keep]
+    graph["relations"] = triplets
+    return graph
 
 
 def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray]:
     """Return a prediction as arrays; without pairs it gets empty ones."""
-    graph = {key: np.asarray(prediction[key]) for key in ("boxes", "labels", "scores")}
-    pairs = np.asarray(prediction.get("pairs", torch.zeros(0, 2, dtype=torch.int64)))
+    names = ["boxes", "labels", "scores"]
     if "combinations" in prediction:
-        return graph | {"pairs": pairs} | {k: np.asarray(prediction[k]) for k in COMPACT}
-    scores = np.asarray(prediction.get("predicate_scores", torch.zeros(0, num_predicates)))
-    return graph | {"pairs": pairs, "predicate_scores": scores}
+        names += COMPACT_FIELDS
+    graph = {name: np.asarray(prediction[name]) for name in names}
+    graph["pairs"] = np.asarray(prediction.get("pairs", np.zeros((0, 2), np.int64)))
+    if "combinations" not in prediction:
+        no_scores = np.zeros((0, num_predicates), np.float32)
+        graph["predicate_scores"] = np.asarray(prediction.get("predicate_scores", no_scores))
+    return graph
 
 
 def _number(value: float | None) -> str:
@@ -232,8 +267,10 @@ def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
     triplets: set[Sequence[int]] = set()
     for row in map(table.row, range(len(table))):
         graph = true_graph(row)
-        ends = graph["labels"][graph["relations"][:, :2]]
-        triplets.update(zip(*ends.T.tolist(), graph["relations"][:, 2].tolist(), strict=True))
+        relations = graph["relations"]
+        ends = graph["labels"][relations[:, :2]]
+        names = np.column_stack([ends, relations[:, 2]])
+        triplets.update(map(tuple, names.tolist()))
     rows = np.asarray(sorted(triplets), np.int64).reshape(-1, 3)
     return rows[~seen[tuple(rows.T)]]
 
@@ -247,9 +284,16 @@ def load_triplets(file: str | Path) -> np.ndarray:
     file = Path(file)
     try:
         if file.suffix == ".csv":
-            rows = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
+            rows = np.loadtxt(
+                file,
+                delimiter=",",
+                skiprows=1,
+                dtype=np.int64,
+                ndmin=2,
+            )
         else:
-            rows = torch.load(file, weights_only=True, map_location="cpu").long().numpy()
+            tensor = torch.load(file, weights_only=True, map_location="cpu")
+            rows = tensor.long().numpy()
     except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
         raise BadInput(f"{file}: not a list of triplets: {error}") from error
     if rows.ndim != 2 or rows.shape[1] != 3 or (rows < 1).any():

@@ -7,14 +7,14 @@ see `detections_as_json` and `relations_as_json`.
 import json
 from collections.abc import Mapping, Sequence
 
-from toolkit.evaluation.predictions import Found
+from toolkit.evaluation.predictions import Detections
 
 MAX_RELATIONS = 100  # of one image, as recall counts
-OF_OBJECT = ("category", "bbox", "score")
-SUFFIXES = {"dot": ".dot", "networkx": ".json"}
+OBJECT_KEYS = ("category", "bbox", "score")
+GRAPH_SUFFIXES = {"dot": ".dot", "networkx": ".json"}
 
 
-def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
+def without_graph_constraint(graph: Detections, count: int = MAX_RELATIONS) -> Detections:
     """Return the graph of an image with its `count` best combinations of pair and predicate.
 
     They replace the one predicate of each pair. Equal scores are in the order of pairs, then predicates, as ng-R@K
@@ -30,7 +30,7 @@ def without_graph_constraint(graph: Found, count: int = MAX_RELATIONS) -> Found:
     return graph | of_pairs | {"predicates": predicates, "triplet_scores": scores[best]}
 
 
-def relations_as_json(graph: Found, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
+def relations_as_json(graph: Detections, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
     """Convert the best relations of one image; `subject` and `object` are positions in its detections.
 
     all_scores: add `predicate_scores`, the probability of every predicate of the pair by name, best first.
@@ -66,7 +66,7 @@ def as_dot(graph: Mapping) -> str:
 
 def as_node_link(graph: Mapping) -> dict:
     """Return NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
-    objects = [{key: detection[key] for key in OF_OBJECT} for detection in graph["detections"]]
+    objects = [{key: detection[key] for key in OBJECT_KEYS} for detection in graph["detections"]]
     nodes = [{"id": number, **entries} for number, entries in enumerate(objects)]
     counts: dict[tuple, int] = {}
     edges = []

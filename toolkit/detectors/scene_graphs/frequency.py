@@ -13,7 +13,7 @@ from toolkit.data.table import DetectionTable
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
 from toolkit.detectors.scene_graphs.geometry import certain_logits
 
-EXPECTED_ROWS = 1024  # pairs at a time: 1,024 x 151^2 joint probabilities are 93 MB
+PAIRS_PER_CHUNK = 1024  # 1,024 x 151^2 joint probabilities are 93 MB
 
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
@@ -38,9 +38,17 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
     for image in images:
         labels = np.asarray(image["labels"])
         rows = np.asarray(image["relations"]).reshape(-1, 3)
-        np.add.at(relations, (labels[rows[:, 0]], labels[rows[:, 1]], rows[:, 2]), 1)
+        np.add.at(
+            relations,
+            (labels[rows[:, 0]], labels[rows[:, 1]], rows[:, 2]),
+            1,
+        )
         pairs = candidate_pairs(np.asarray(image["boxes"]))
-        np.add.at(candidates, (labels[pairs[:, 0]], labels[pairs[:, 1]]), 1)
+        np.add.at(
+            candidates,
+            (labels[pairs[:, 0]], labels[pairs[:, 1]]),
+            1,
+        )
     return relations, candidates
 
 
@@ -105,7 +113,10 @@ class FrequencyBias(nn.Module):
         """Build the table from `log_frequency` (C, C, P)."""
         super().__init__()
         self.num_classes, _, num_predicates = log_frequency.shape
-        self.table = nn.Embedding.from_pretrained(torch.zeros(self.num_classes**2, num_predicates), freeze=False)
+        self.table = nn.Embedding.from_pretrained(
+            torch.zeros(self.num_classes**2, num_predicates),
+            freeze=False,
+        )
         self.start_from(log_frequency)
 
     @torch.no_grad()
@@ -119,7 +130,7 @@ class FrequencyBias(nn.Module):
 
     def expected(self, subjects: Tensor, objects: Tensor) -> Tensor:
         """Average the table over class probabilities (R, C) of both sides -> (R, P)."""
-        parts = zip(subjects.split(EXPECTED_ROWS), objects.split(EXPECTED_ROWS), strict=True)
+        parts = zip(subjects.split(PAIRS_PER_CHUNK), objects.split(PAIRS_PER_CHUNK), strict=True)
         return torch.cat([(s[:, :, None] * o[:, None, :]).flatten(1) @ self.table.weight for s, o in parts])
 
 

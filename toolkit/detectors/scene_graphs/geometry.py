@@ -7,6 +7,7 @@ from toolkit.base.batch import send
 from toolkit.base.box_ops import widest_float
 
 OVERLAP_SCALE = 1024 * 1024  # square pixels that VCTree's areas are divided by
+PAIR_GEOMETRY_DIM = 32  # numbers of `pair_numbers`
 
 
 def box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
@@ -71,12 +72,19 @@ def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
     """
     both = mask[:, :, None] & mask[:, None, :]
     common = intersection_areas(boxes_xyxy[:, :, None], boxes_xyxy[:, None]) * both
-    ious = torch.where(both, iou_plus_one(boxes_xyxy[:, :, None], boxes_xyxy[:, None]), 0.0)
+    ious = torch.where(
+        both,
+        iou_plus_one(boxes_xyxy[:, :, None], boxes_xyxy[:, None]),
+        0.0,
+    )
     count = (common > 0).sum(-1).to(boxes_xyxy)
     shared = common.sum(-1) / OVERLAP_SCALE
     iou = ious.sum(-1)
     area = (boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]).prod(-1) / OVERLAP_SCALE
-    return torch.stack([count, shared, iou, shared / (count + 1e-9), iou / (count + 1e-9), area], -1)
+    return torch.stack(
+        [count, shared, iou, shared / (count + 1e-9), iou / (count + 1e-9), area],
+        -1,
+    )
 
 
 def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) -> Tensor:
@@ -93,7 +101,9 @@ def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) 
 
 
 def reading_order(
-    boxes_xyxy: Tensor, num_objects: list[int], device: torch.device | str | None = None
+    boxes_xyxy: Tensor,
+    num_objects: list[int],
+    device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Order the objects for recurrent heads, packed time step by time step; on `device`, or that of the boxes.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
-from toolkit.detectors.scene_graphs.evaluator import TOP, SceneGraphEvaluator, load_triplets, zero_shot_triplets
+from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, SceneGraphEvaluator, load_triplets, zero_shot_triplets
 from toolkit.detectors.scene_graphs.matches import compact_graph
 from toolkit.detectors.scene_graphs.options import GraphOptions
 from toolkit.models import DetectorOptions, build_detector
@@ -34,10 +34,17 @@ class GraphDetector(Detector):
 
     def _make_counts(self, num_classes: int, num_predicates: int) -> None:
         """Register buffers for the counts of `learn_counts`; they are saved with the weights."""
-        classes, size = num_classes + 1, num_predicates + 1
-        self.register_buffer("relation_counts", torch.zeros(classes, classes, size, dtype=torch.int64))
+        classes = num_classes + 1
+        size = num_predicates + 1
+        self.register_buffer(
+            "relation_counts",
+            torch.zeros(classes, classes, size, dtype=torch.int64),
+        )
         self.register_buffer("candidate_counts", torch.zeros(classes, classes, dtype=torch.int64))
-        self.register_buffer("seen_triplets", torch.zeros(num_classes, num_classes, num_predicates, dtype=torch.bool))
+        self.register_buffer(
+            "seen_triplets",
+            torch.zeros(num_classes, num_classes, num_predicates, dtype=torch.bool),
+        )
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
@@ -94,7 +101,7 @@ class GraphDetector(Detector):
     def to_keep(self, prediction: Mapping) -> dict:
         """Return a graph without the scores of all predicates of all pairs: for VG150's test images these are 530
         MB."""
-        return {name: torch.as_tensor(value) for name, value in compact_graph(prediction, TOP[-1]).items()}
+        return {name: torch.as_tensor(value) for name, value in compact_graph(prediction, RECALL_AT[-1]).items()}
 
     def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
         """Load a detector's weights into the modules below the prefix `below`, and into more of them by `prefixes`."""
@@ -108,7 +115,8 @@ class GraphDetector(Detector):
     def _build_on(self, below: nn.Module) -> None:
         """Adopt the detector below, with its requirements on images."""
         self.detector = below
-        self.mean, self.std = below.mean, below.std
+        self.mean = below.mean
+        self.std = below.std
         self.stride = below.stride
         self.fixed_size = below.fixed_size
 

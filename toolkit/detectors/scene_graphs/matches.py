@@ -9,11 +9,11 @@ import torch
 from toolkit.detectors.scene_graphs import geometry
 
 CHUNK_IMAGES = 64  # bounds memory
-COMPACT = ("predicates", "combinations", "two_predicates", "two_scores")  # of `compact_graph`
+COMPACT_FIELDS = ("predicates", "combinations", "two_predicates", "two_scores")  # of `compact_graph`
 
 
 @dataclass
-class Matches:
+class TripletMatches:
     """Annotated relations of all images, one row each, and the predictions that find them.
 
     image, index, predicate: (R,) image, index among the image's relations, predicate of each relation.
@@ -52,7 +52,7 @@ def match_relations(
     iou_threshold: float,
     keep: int,
     one_box_each: bool = False,
-) -> Matches:
+) -> TripletMatches:
     """Match every predicted pair, and the `keep` best (pair, predicate) combinations, with the annotated relations.
 
     Arguments as in `evaluate_scene_graphs`. Pairs are taken in the given order with their best predicate
@@ -67,13 +67,19 @@ def match_relations(
         chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
-    return Matches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in Matches.__annotations__))
+    names = TripletMatches.__annotations__
+    return TripletMatches(*(_joined([getattr(chunk, name) for chunk in chunks], name) for name in names))
 
 
 def _joined(parts: list[np.ndarray], name: str) -> np.ndarray:
     if parts:
         return np.concatenate(parts)
-    widths = {"triplets": (0, 3), "constrained": (0, 2), "unconstrained": (0, 2), "given_pairs": (0, 2)}
+    widths = {
+        "triplets": (0, 3),
+        "constrained": (0, 2),
+        "unconstrained": (0, 2),
+        "given_pairs": (0, 2),
+    }
     return np.zeros(widths.get(name, (0,)), np.int64)
 
 
@@ -135,7 +141,8 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
     if len(values) <= count:
         return np.arange(len(values))
     smallest = np.partition(values, len(values) - count)[-count]
-    above, equal = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
+    above = np.flatnonzero(values > smallest)
+    equal = np.flatnonzero(values == smallest)
     return np.sort(np.concatenate([above, equal[: count - len(above)]]))
 
 
@@ -196,7 +203,10 @@ class _Chunk:
         if one_box_each and not self.union:
             given = [{**truth, "scores": np.ones(len(truth["boxes"]))} for truth in truths if mode == "predcls"]
             graphs = zip(truths, given or predictions, strict=True)
-            self.stands_for = _flat([boxes_of_objects(*both, iou_threshold) for both in graphs], (0,))
+            self.stands_for = _flat(
+                [boxes_of_objects(*both, iou_threshold) for both in graphs],
+                (0,),
+            )
         self.candidates = self._box_matches(0), self._box_matches(1)
 
     def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
@@ -236,18 +246,19 @@ class _Chunk:
         row, slot = np.unpackbits(hit[rows].view(np.uint8), axis=1).nonzero()
         return rows[row], slot
 
-    def match(self, keep: int, first_image: int, first_relation: int) -> Matches:
+    def match(self, keep: int, first_image: int, first_relation: int) -> TripletMatches:
         pair, slot = self._candidates(self.pairs)
         image = self.pair_image[pair]
         right = self._best_predicates(pair) == self.predicates[image, slot]
         right[right] = self._unions_match(pair[right], slot[right])
-        pair, slot = pair[right], slot[right]
+        pair = pair[right]
+        slot = slot[right]
         relation = self.starts[self.pair_image[pair]] + slot + first_relation
         constrained = np.stack([relation, self.rank[pair]], 1)
         given, given_rank = self._annotated_pairs()
         labels = self.end_labels[self.image, self.slot]
         predicate = self.predicates[self.image, self.slot]
-        return Matches(
+        return TripletMatches(
             image=self.image + first_image,
             index=self.slot,
             predicate=predicate,
@@ -264,7 +275,8 @@ class _Chunk:
         row, slot = self._candidates(self.pairs[pair])
         right = predicate[row] == self.predicates[self.pair_image[pair[row]], slot]
         right[right] = self._unions_match(pair[row[right]], slot[right])
-        row, slot = row[right], slot[right]
+        row = row[right]
+        slot = slot[right]
         return np.stack([self.starts[self.pair_image[pair[row]]] + slot, rank[row]], 1)
 
     def _combinations(self, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.scene_graphs.matches import Matches, match_relations
+from toolkit.detectors.scene_graphs.matches import TripletMatches, match_relations
 
 PROTOCOLS = ("original", "strict")
 
@@ -83,11 +83,21 @@ def evaluate_scene_graphs(
     Raises BadInput for an unknown mode or protocol and for predictions that do not fit their image.
     """
     _check(truths, predictions, mode, protocol, num_predicates)
-    matches = match_relations(truths, predictions, mode, iou_threshold, max(top), protocol == "strict")
+    matches = match_relations(
+        truths,
+        predictions,
+        mode,
+        iou_threshold,
+        max(top),
+        protocol == "strict",
+    )
     counts = np.bincount(matches.image, minlength=len(truths))
     evaluated = counts > 0
     if protocol == "original":
-        evaluated &= np.asarray([len(prediction["pairs"]) > 0 for prediction in predictions], dtype=bool)
+        evaluated &= np.asarray(
+            [len(prediction["pairs"]) > 0 for prediction in predictions],
+            dtype=bool,
+        )
     return _measure(matches, evaluated, num_predicates, zero_shot, tuple(top), mode, protocol)
 
 
@@ -115,7 +125,8 @@ def _wrong_scores(prediction: Mapping, num_predicates: int) -> list[str]:
         shape = tuple(prediction["predicate_scores"].shape)
         expected = (pairs, num_predicates)
         return [] if shape == expected else [f"predicate_scores is {shape}; expected {expected}"]
-    rows, predicates = prediction["combinations"], prediction["predicates"]
+    rows = prediction["combinations"]
+    predicates = prediction["predicates"]
     inside = not len(rows) or (rows.min() >= 0 and rows[:, 0].max() < pairs and rows[:, 1].max() < num_predicates)
     if inside and len(predicates) == pairs:
         return []
@@ -123,7 +134,7 @@ def _wrong_scores(prediction: Mapping, num_predicates: int) -> list[str]:
 
 
 def _measure(
-    matches: Matches,
+    matches: TripletMatches,
     evaluated: np.ndarray,
     num_predicates: int,
     zero_shot: np.ndarray | None,
@@ -133,10 +144,15 @@ def _measure(
 ) -> SceneGraphMetrics:
     images = np.flatnonzero(evaluated)
     counts = np.bincount(matches.image, minlength=len(evaluated))
-    first = {"": matches.first_rank(matches.constrained), "ng": matches.first_rank(matches.unconstrained)}
+    first = {
+        "": matches.first_rank(matches.constrained),
+        "ng": matches.first_rank(matches.unconstrained),
+    }
     unseen = _in_triplets(matches, zero_shot) & evaluated[matches.image]
     seen_images = np.flatnonzero(np.bincount(matches.image[unseen], minlength=len(evaluated)))
-    values, per_image, per_predicate = {}, {}, {}
+    values = {}
+    per_image = {}
+    per_predicate = {}
     tops = (*top, counts[matches.image])  # the last is relative: the number of the image's relations
     for prefix, rank in first.items():
         hits = [rank < k for k in tops]
@@ -160,8 +176,14 @@ def _measure(
     if mode in ("predcls", "sgcls"):
         rank = matches.first_rank(matches.given_pairs)
         hits = np.stack([np.bincount(matches.image[rank < k], minlength=len(evaluated))[images] for k in top])
-        counts = np.broadcast_to(np.bincount(matches.image, minlength=len(evaluated))[images], hits.shape)
-        accuracy = {"accuracy_hits": hits.astype(np.float64), "accuracy_counts": counts.astype(np.float64)}
+        counts = np.broadcast_to(
+            np.bincount(matches.image, minlength=len(evaluated))[images],
+            hits.shape,
+        )
+        accuracy = {
+            "accuracy_hits": hits.astype(np.float64),
+            "accuracy_counts": counts.astype(np.float64),
+        }
         values["A"] = hits.sum(1) / counts.sum(1) if len(images) else np.full(len(top), np.nan)
     return SceneGraphMetrics(
         top=top,
@@ -183,7 +205,7 @@ def _renamed(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: metrics[name] for name in order if name in metrics}
 
 
-def _recall(matches: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
+def _recall(matches: TripletMatches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
     """Return the (images,) share of the relations `among` that are hit; NaN for an image without any."""
     size = len(matches.counts)
     total = np.bincount(matches.image[among], minlength=size)
@@ -191,7 +213,9 @@ def _recall(matches: Matches, hit: np.ndarray, among: np.ndarray) -> np.ndarray:
         return np.bincount(matches.image[among & hit], minlength=size) / total
 
 
-def _predicate_recall(matches: Matches, hit: np.ndarray, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
+def _predicate_recall(
+    matches: TripletMatches, hit: np.ndarray, evaluated: np.ndarray, num_predicates: int
+) -> np.ndarray:
     """Return (num_predicates,) recall per image and predicate, averaged over the images that contain it; 0 if none
     does."""
     kept = evaluated[matches.image]
@@ -203,13 +227,13 @@ def _predicate_recall(matches: Matches, hit: np.ndarray, evaluated: np.ndarray, 
     return recall.sum(0) / np.maximum((total > 0).sum(0), 1)
 
 
-def _images_per_predicate(matches: Matches, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
+def _images_per_predicate(matches: TripletMatches, evaluated: np.ndarray, num_predicates: int) -> np.ndarray:
     kept = evaluated[matches.image]
     cells = np.unique(matches.image[kept] * num_predicates + matches.predicate[kept])
     return np.bincount(cells % num_predicates, minlength=num_predicates)
 
 
-def _in_triplets(matches: Matches, triplets: np.ndarray | None) -> np.ndarray:
+def _in_triplets(matches: TripletMatches, triplets: np.ndarray | None) -> np.ndarray:
     """Return (R,) bool: is the relation's (subject class, object class, predicate) listed?"""
     if triplets is None or not len(triplets) or not len(matches.triplets):
         return np.zeros(len(matches.triplets), dtype=bool)
@@ -221,4 +245,9 @@ def _in_triplets(matches: Matches, triplets: np.ndarray | None) -> np.ndarray:
 
 def _harmonic_mean(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     total = a + b
-    return np.divide(2 * a * b, total, out=np.where(np.isnan(total), np.nan, 0.0), where=total > 0)
+    return np.divide(
+        2 * a * b,
+        total,
+        out=np.where(np.isnan(total), np.nan, 0.0),
+        where=total > 0,
+    )

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from toolkit.base.batch import image_of_each, pad_rows, send_dicts, to_host, unpad_rows
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput
 
-OF_OBJECTS = ("boxes", "labels", "scores", "attribute_scores")
-OF_TRIPLETS = ("pairs", "predicate_scores", "predicates", "triplet_scores")
-PAIRS_AT_ONCE = 2**23  # boxes compared with boxes, of all classes: 32 MB of float32
+OBJECT_FIELDS = ("boxes", "labels", "scores", "attribute_scores")
+TRIPLET_FIELDS = ("pairs", "predicate_scores", "predicates", "triplet_scores")
+PAIRS_PER_CHUNK = 2**23  # boxes compared with boxes, of all classes: 32 MB of float32
 
 
 @torch.no_grad()
@@ -44,7 +44,11 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | i
     for _ in range(most):
         winners.append(scores.max(1))
         best = winners[-1].indices
-        scores = scores.scatter(1, torch.where(struck[image, best], rivals[best], best[:, None]), 0.0)
+        scores = scores.scatter(
+            1,
+            torch.where(struck[image, best], rivals[best], best[:, None]),
+            0.0,
+        )
     values, best = (torch.stack(column, 1) for column in zip(*winners, strict=True))
     labels = best.new_zeros(scores.shape[0], most + 1)  # the last column is for results after all objects were done
     labels = labels.scatter(1, torch.where(values > 0, best // num_classes, most), best % num_classes)[:, :most]
@@ -65,7 +69,7 @@ def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
     _, count, classes, _ = boxes_per_class.shape
     parts = []
     boxes_per_class = boxes_per_class.transpose(1, 2)
-    at_once = max(1, PAIRS_AT_ONCE // (count**2 * classes))
+    at_once = max(1, PAIRS_PER_CHUNK // (count**2 * classes))
     for boxes in [boxes_per_class] if torch.compiler.is_exporting() else boxes_per_class.split(at_once):
         # As `iou_plus_one`, one coordinate at a time, which is several times faster on so many pairs.
         left, top, right, bottom = boxes.unbind(-1)  # (B, C, N)
@@ -83,7 +87,10 @@ def _common_length(first: Tensor, last: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rank_triplets(
-    output: RelationOutput, batch: RelationBatch, given_boxes: bool, nms_threshold: float = 0.5
+    output: RelationOutput,
+    batch: RelationBatch,
+    given_boxes: bool,
+    nms_threshold: float = 0.5,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return columns of all objects and of all triplets, image after image, those of an image best first.
 
@@ -111,7 +118,11 @@ def rank_triplets(
     triplet_scores = best * scores[batch.pairs[:, 0]] * scores[batch.pairs[:, 1]]
     order = triplet_scores.sort(descending=True, stable=True).indices
     order = order[image_of_each(batch.num_pairs, order.device)[order].sort(stable=True).indices]
-    triplets = {"pairs": batch.pairs, "predicate_scores": predicate_scores, "predicates": predicates}
+    triplets = {
+        "pairs": batch.pairs,
+        "predicate_scores": predicate_scores,
+        "predicates": predicates,
+    }
     triplets["triplet_scores"] = triplet_scores
     if given_boxes and batch.relation_labels is not None:
         triplets["annotated"] = batch.relation_labels > 0
@@ -120,7 +131,10 @@ def rank_triplets(
 
 
 def shortlist(
-    triplets: dict[str, Tensor], num_pairs: Sequence[int], top_k: int, num_annotated: Sequence[int]
+    triplets: dict[str, Tensor],
+    num_pairs: Sequence[int],
+    top_k: int,
+    num_annotated: Sequence[int],
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Return the `top_k` best triplets of each image, of the `num_pairs` that `rank_triplets` gives, then its annotated
     ones.
@@ -143,11 +157,14 @@ def shortlist(
         keep = columns["best"] | triplets["annotated"]
         rows = (2 * columns["image"] + ~keep).sort(stable=True).indices[rows]
         more = {"keep": keep[rows]}
-    return {name: triplets[name][rows] for name in OF_TRIPLETS} | more, counts
+    return {name: triplets[name][rows] for name in TRIPLET_FIELDS} | more, counts
 
 
 def graphs_on_host(
-    objects: dict[str, Tensor], triplets: dict[str, Tensor], num_objects: Sequence[int], num_triplets: Sequence[int]
+    objects: dict[str, Tensor],
+    triplets: dict[str, Tensor],
+    num_objects: Sequence[int],
+    num_triplets: Sequence[int],
 ) -> list[dict[str, Tensor]]:
     """Return the graph of each image on the CPU with one wait: its rows of the columns of `rank_triplets`, without
     triplets that are not to be kept; `pairs` are rows of the image's own objects."""
@@ -171,6 +188,6 @@ def strong_only(graph: dict[str, Tensor], score_threshold: float) -> dict[str, T
         return graph
     strong = graph["scores"] > score_threshold
     rows = strong[graph["pairs"]].all(1)
-    kept = {name: graph[name][strong] for name in OF_OBJECTS if name in graph}
-    kept |= {name: graph[name][rows] for name in OF_TRIPLETS}
+    kept = {name: graph[name][strong] for name in OBJECT_FIELDS if name in graph}
+    kept |= {name: graph[name][rows] for name in TRIPLET_FIELDS}
     return graph | kept | {"pairs": (strong.cumsum(0) - 1)[kept["pairs"]]}

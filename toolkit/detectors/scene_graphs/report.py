@@ -10,7 +10,7 @@ import numpy as np
 from toolkit.base.boxes import Boxes
 from toolkit.data.decoding import ImageError
 from toolkit.detectors.scene_graphs.draw import graph_tile
-from toolkit.detectors.scene_graphs.evaluator import TOP, given_graph, true_graph
+from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, given_graph, true_graph
 from toolkit.detectors.scene_graphs.matches import best_predicates, boxes_of_objects, iou_plus_one
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 
@@ -35,12 +35,16 @@ class GraphReport:
     whole: float | None
 
     def as_json(self, predicates) -> dict:
-        recall = [None if np.isnan(value) else float(value) for value in self.recall]
-        columns = zip(predicates, self.frequency.tolist(), recall, strict=True)
+        of_predicates = {}
+        for name, count, recall in zip(predicates, self.frequency.tolist(), self.recall, strict=True):
+            of_predicates[name] = {
+                "relations": count,
+                "recall@100": None if np.isnan(recall) else float(recall),
+            }
         return {
             "mode": self.mode,
             "row": self.row,
-            "predicates": {name: {"relations": count, "recall@100": r} for name, count, r in columns},
+            "predicates": of_predicates,
             "confusions": self.confusions.tolist(),
             "graph_accuracy_of_images": self.whole,
         }
@@ -64,13 +68,24 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
     ids = table.image_ids().tolist()
     if isinstance(predictions, Boxes) or not all("pairs" in predictions[i] for i in ids):
         return None
-    graphs = [{key: np.asarray(value) for key, value in predictions[i].items()} for i in ids]
+    graphs = []
+    for image_id in ids:
+        graphs.append({key: np.asarray(value) for key, value in predictions[image_id].items()})
     truths = [given_graph(graph) or true_graph(table.row(i)) for i, graph in enumerate(graphs)]
     mode = about.get("mode") or _mode(graphs)
     protocol = about.get("protocol", "original")
-    metrics = evaluate_scene_graphs(truths, graphs, mode, len(table.predicates), top=TOP, protocol=protocol)
-    row = {k: v for k, v in metrics.as_row().items() if v is not None}
-    row |= {k: v for k, v in about.get("scores", {}).items() if k.startswith(("zR@", "ngzR@")) and v is not None}
+    metrics = evaluate_scene_graphs(
+        truths,
+        graphs,
+        mode,
+        len(table.predicates),
+        top=RECALL_AT,
+        protocol=protocol,
+    )
+    row = {name: value for name, value in metrics.as_row().items() if value is not None}
+    for name, value in about.get("scores", {}).items():
+        if name.startswith(("zR@", "ngzR@")) and value is not None:
+            row[name] = value
     confusions, images = _confusions(truths, graphs, mode, len(table.predicates), protocol)
     frequency = confusions.sum(axis=1)
     recall = np.where(frequency > 0, metrics.per_predicate["mR"][-1], np.nan)
@@ -83,7 +98,8 @@ def _mode(graphs: list[dict]) -> str:
     """Return the mode that the predictions show: those on given boxes carry the annotation."""
     if not all("true_relations" in graph for graph in graphs):
         return "sgdet"
-    return "predcls" if all((graph["labels"] == graph["true_labels"]).all() for graph in graphs) else "sgcls"
+    labels_given = all((graph["labels"] == graph["true_labels"]).all() for graph in graphs)
+    return "predcls" if labels_given else "sgcls"
 
 
 def _confusions(truths, graphs, mode: str, predicates: int, protocol: str) -> tuple[np.ndarray, np.ndarray]:
@@ -93,16 +109,24 @@ def _confusions(truths, graphs, mode: str, predicates: int, protocol: str) -> tu
         relations = truth["relations"]
         if not len(relations):
             continue
-        best = best_predicates(graph, slice(TOP[-1])) if len(graph["pairs"]) else np.zeros(0, np.int64)
+        annotated = relations[:, 2]
+        if not len(graph["pairs"]):
+            np.add.at(matrix, (annotated, predicates), 1)  # in the last column: not found
+            images[i] = 0.0
+            continue
+        best = best_predicates(graph, slice(RECALL_AT[-1]))
         same = _same(truth, graph, mode, protocol)
-        pairs = graph["pairs"][: TOP[-1]]
-        on_it = same[pairs[:, 0]][:, relations[:, 0]] & same[pairs[:, 1]][:, relations[:, 1]]  # (pairs, relations)
-        right = on_it & (best[:, None] == relations[None, :, 2])
-        first = on_it.argmax(axis=0) if len(pairs) else np.zeros(len(relations), np.int64)
-        predicted = np.where(on_it.any(axis=0), best[first] if len(pairs) else 0, predicates)
-        predicted = np.where(right.any(axis=0), relations[:, 2], predicted)
-        np.add.at(matrix, (relations[:, 2], predicted), 1)
-        images[i] = right.any(axis=0).mean()
+        pairs = graph["pairs"][: RECALL_AT[-1]]
+        subjects_fit = same[pairs[:, 0]][:, relations[:, 0]]  # (pairs, relations)
+        objects_fit = same[pairs[:, 1]][:, relations[:, 1]]
+        on_it = subjects_fit & objects_fit
+        right = on_it & (best[:, None] == annotated[None])
+        is_found = right.any(axis=0)
+        of_first = best[on_it.argmax(axis=0)]  # the best predicate of the first pair on it
+        predicted = np.where(on_it.any(axis=0), of_first, predicates)
+        predicted = np.where(is_found, annotated, predicted)
+        np.add.at(matrix, (annotated, predicted), 1)
+        images[i] = is_found.mean()
     return matrix, images
 
 
@@ -112,42 +136,54 @@ def _same(truth: Mapping, graph: Mapping, mode: str, protocol: str) -> np.ndarra
         return np.eye(len(truth["boxes"]), dtype=bool)
     if protocol == "strict":
         return boxes_of_objects(truth, graph)[:, None] == np.arange(len(truth["boxes"]))
-    a, b = (np.asarray(source["boxes"], np.float32) for source in (graph, truth))
-    return (iou_plus_one(a[:, None], b[None]) >= 0.5) & (graph["labels"][:, None] == truth["labels"][None])
+    predicted = np.asarray(graph["boxes"], np.float32)
+    annotated = np.asarray(truth["boxes"], np.float32)
+    overlap = iou_plus_one(predicted[:, None], annotated[None]) >= 0.5
+    return overlap & (graph["labels"][:, None] == truth["labels"][None])
 
 
 def _numbers(g: GraphReport, predicates: Sequence[str], page: ModuleType) -> str:
-    names = list(dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key))
-    rows = [(name, *(page.number(g.row.get(f"{name}@{k}")) for k in (20, 50, 100, "relative"))) for name in names]
-    order = np.argsort(-g.frequency, kind="stable")
-    recalls = [(predicates[p], int(g.frequency[p]), page.number(g.recall[p])) for p in order if g.frequency[p]]
-    wrong = g.confusions.copy()
-    wrong[np.arange(len(wrong)), np.arange(len(wrong))] = 0
-    columns = [*predicates, "(pair not found)"]
-    worst = np.argsort(-wrong, axis=None, kind="stable")[:15]
-    pairs = [
-        (predicates[a], columns[b], int(wrong[a, b]), f"{wrong[a, b] / g.frequency[a]:.1%}")
-        for a, b in zip(*np.unravel_index(worst, wrong.shape), strict=True)
-        if wrong[a, b]
-    ]
-    whole = (
-        ""
-        if g.whole is None
-        else page.paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
-    )
-    recall = page.BarChart(
-        "Recall among the 100 best, most frequent predicates first",
-        [(name, float(value), f"{value} of {count}") for name, count, value in recalls[:25] if value != "–"],
-        most=1,
-    )
+    names = dict.fromkeys(key.partition("@")[0] for key in g.row if "/" not in key and "@" in key)
+    rows = []
+    for name in names:
+        values = [g.row.get(f"{name}@{k}") for k in (20, 50, 100, "relative")]
+        rows.append((name, *map(page.number, values)))
+    whole = ""
+    if g.whole is not None:
+        whole = page.paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
+    recalls = []
+    for p in np.argsort(-g.frequency, kind="stable"):
+        if g.frequency[p]:
+            recalls.append((predicates[p], int(g.frequency[p]), page.number(g.recall[p])))
+    bars = []
+    for name, count, value in recalls[:25]:
+        if value != "–":
+            bars.append((name, float(value), f"{value} of {count}"))
+    chart = page.BarChart("Recall among the 100 best, most frequent predicates first", bars, most=1)
+    confused = _confused(g, predicates)
     return (
         page.table(["metric", "@20", "@50", "@100", "@relative"], rows)
         + whole
-        + page.charts([recall])
+        + page.charts([chart])
         + page.folded("Every predicate", page.table(["predicate", "relations", "recall@100"], recalls))
         + "<h3>Predicates that are taken for others</h3>"
-        + page.table(["annotated", "predicted", "relations", "of all"], pairs, text=(0, 1))
+        + page.table(["annotated", "predicted", "relations", "of all"], confused, text=(0, 1))
     )
+
+
+def _confused(g: GraphReport, predicates: Sequence[str], most: int = 15) -> list[tuple]:
+    """Return annotated and predicted predicate, number and share of the most frequent confusions."""
+    wrong = g.confusions.copy()
+    diagonal = np.arange(len(wrong))
+    wrong[diagonal, diagonal] = 0
+    columns = [*predicates, "(pair not found)"]
+    worst = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    result = []
+    for a, b in zip(*np.unravel_index(worst, wrong.shape), strict=True):
+        if wrong[a, b]:
+            share = wrong[a, b] / g.frequency[a]
+            result.append((predicates[a], columns[b], int(wrong[a, b]), f"{share:.1%}"))
+    return result
 
 
 def _pictures(judged: Any, maker: Any, count: int = 4) -> str:
@@ -156,8 +192,9 @@ def _pictures(judged: Any, maker: Any, count: int = 4) -> str:
         return ""
     recall = judged.graphs.images
     rows = np.flatnonzero(np.isfinite(recall))
+    worst_first = rows[np.argsort(recall[rows], kind="stable")]
     parts = []
-    for i in rows[np.argsort(recall[rows], kind="stable")][:count].tolist():
+    for i in worst_first[:count].tolist():
         row = judged.table.row(i)
         try:
             tile = graph_tile(judged.table, row, judged.predictions[row["image_id"]])

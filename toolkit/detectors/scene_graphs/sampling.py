@@ -33,42 +33,63 @@ def annotated_graph(target: Mapping) -> dict[str, Tensor]:
     keep = target["iscrowd"] == 0
     relations = target["relations"]
     relations = relations[keep[relations[:, :2]].all(1)]
-    ends = (keep.cumsum(0) - 1)[relations[:, :2]]
-    relations = torch.cat([ends, relations[:, 2:]], 1)
-    names = [name for name in ("boxes", "labels", "attributes") if name in target]
-    return {name: target[name][keep] for name in names} | {"relations": relations}
+    row_of = keep.cumsum(0) - 1  # objects kept: yes, no, yes; rows of these: 0, -, 1
+    ends = row_of[relations[:, :2]]
+    graph = {name: target[name][keep] for name in ("boxes", "labels", "attributes") if name in target}
+    graph["relations"] = torch.cat([ends, relations[:, 2:]], 1)
+    return graph
 
 
 def given_objects(
-    model: nn.Module, maps: Mapping, images_hw: Sequence, truths: Sequence[Mapping], truths_on_host: Sequence[Mapping]
+    model: nn.Module,
+    maps: Mapping,
+    images_hw: Sequence,
+    truths: Sequence[Mapping],
+    truths_on_host: Sequence[Mapping],
 ) -> dict:
     """Return fields of a RelationBatch for annotated boxes; in sgcls also the detector's class logits.
 
     truths: annotated graphs on the device. truths_on_host: the same on the host.
     """
-    boxes, boxes_on_host = ([graph["boxes"] for graph in graphs] for graphs in (truths, truths_on_host))
+    boxes = [graph["boxes"] for graph in truths]
+    boxes_on_host = [graph["boxes"] for graph in truths_on_host]
     pooled, fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)
     fields["labels"] = torch.cat([truth["labels"] for truth in truths]) + 1
     if "attributes" in truths[0]:
         fields["attributes"] = torch.cat([truth["attributes"] for truth in truths])
     if model.mode == "sgcls":
-        fields["logits"] = model.detector.class_logits(maps, _behind(model, boxes), pooled).detach()
+        logits = model.detector.class_logits(maps, _behind(model, boxes), pooled)
+        fields["logits"] = logits.detach()
     return fields
 
 
 def _looked_at(
-    model: nn.Module, maps: Mapping, images_hw: Sequence, boxes: list[Tensor], on_host: list[Tensor]
+    model: nn.Module,
+    maps: Mapping,
+    images_hw: Sequence,
+    boxes: list[Tensor],
+    on_host: list[Tensor],
 ) -> tuple[Tensor, dict]:
     """Return the pooled features of boxes, and the fields of a RelationBatch that every kind of boxes has."""
-    pooled = model.detector.box_pool(dict(maps), _behind(model, boxes), list(images_hw), _behind(model, on_host))
-    counts = [len(image_boxes) for image_boxes in boxes]
-    features = model.box_features(pooled)
-    return pooled, {"boxes_xyxy": torch.cat(boxes), "num_objects": counts, "roi_features": features}
+    pooled = model.detector.box_pool(
+        dict(maps),
+        _behind(model, boxes),
+        list(images_hw),
+        _behind(model, on_host),
+    )
+    fields = {
+        "boxes_xyxy": torch.cat(boxes),
+        "num_objects": [len(image_boxes) for image_boxes in boxes],
+        "roi_features": model.box_features(pooled),
+    }
+    return pooled, fields
 
 
 def _behind(model: nn.Module, boxes: list[Tensor]) -> list[Tensor]:
     """Return the boxes as the detector below takes them, which end behind their last pixel; see `whole_pixels`."""
-    return [moved_ends(image_boxes, model.last_pixel) for image_boxes in boxes] if model.last_pixel else boxes
+    if not model.last_pixel:
+        return boxes
+    return [moved_ends(image_boxes, model.last_pixel) for image_boxes in boxes]
 
 
 def detected_objects(
@@ -87,28 +108,44 @@ def detected_objects(
     In training the annotated boxes are proposals too, unless the settings say otherwise: a weak detector finds few of
     the objects that have relations.
     """
-    annotated = [truth["boxes"] for truth in truths] if model.training and model.add_annotated_boxes else None
-    annotated = None if annotated is None else _behind(model, annotated)
+    annotated = None
+    if model.training and model.add_annotated_boxes:
+        annotated = _behind(model, [truth["boxes"] for truth in truths])
     with eval_mode(model.detector):
         detections = model.detector.detect_with_logits(
-            maps, images_hw, top_k=model.detections_per_image, further_boxes=annotated, outputs=outputs
+            maps,
+            images_hw,
+            top_k=model.detections_per_image,
+            further_boxes=annotated,
+            outputs=outputs,
         )
     boxes = [moved_ends(image["boxes"], -model.last_pixel) for image in detections]
     boxes_on_host = [moved_ends(on_host(image)["boxes"], -model.last_pixel) for image in detections]
-    fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)[1]
-    for name in ("logits", "boxes_per_class"):
-        fields[name] = torch.cat([image[name] for image in detections]).detach()
+    _, fields = _looked_at(model, maps, images_hw, boxes, boxes_on_host)
+    fields["logits"] = torch.cat([image["logits"] for image in detections]).detach()
+    boxes_per_class = torch.cat([image["boxes_per_class"] for image in detections]).detach()
+    fields["boxes_per_class"] = moved_ends(boxes_per_class, -model.last_pixel)
     fields["found_labels"] = torch.cat([image["labels"] for image in detections]) + 1
-    fields["boxes_per_class"] = moved_ends(fields["boxes_per_class"], -model.last_pixel)
     learned = {}
     if annotated_on_host is not None:
-        images = zip(boxes_on_host, annotated_on_host, strict=True)
-        rows, labels = zip(*(match_labels(*image, model.match_iou) for image in images), strict=True)
-        learned["labels"] = torch.cat(labels)
-        if "attributes" in annotated_on_host[0]:
-            padded = [F.pad(truth["attributes"], (0, 0, 0, 1)) for truth in annotated_on_host]  # row -1: no object
-            learned["attributes"] = torch.cat([ids[r] for ids, r in zip(padded, rows, strict=True)])
+        learned = _overlapped(boxes_on_host, annotated_on_host, model.match_iou)
     return fields, boxes_on_host, learned
+
+
+def _overlapped(boxes: Sequence[Tensor], truths: Sequence[Mapping], match_iou: float) -> dict[str, Tensor]:
+    """Return `labels (N,)`, and `attributes (N, A)` if the data have them, of the objects that the boxes overlap."""
+    labels = []
+    attributes = []
+    for image_boxes, truth in zip(boxes, truths, strict=True):
+        rows, of_boxes = match_labels(image_boxes, truth, match_iou)
+        labels.append(of_boxes)
+        if "attributes" in truth:
+            with_none = F.pad(truth["attributes"], (0, 0, 0, 1))  # the last row, -1: no object
+            attributes.append(with_none[rows])
+    learned = {"labels": torch.cat(labels)}
+    if attributes:
+        learned["attributes"] = torch.cat(attributes)
+    return learned
 
 
 def match_labels(boxes_xyxy: Tensor, truth: Mapping, match_iou: float) -> tuple[Tensor, Tensor]:
@@ -116,10 +153,14 @@ def match_labels(boxes_xyxy: Tensor, truth: Mapping, match_iou: float) -> tuple[
     label from 1."""
     count = len(boxes_xyxy)
     if not len(truth["boxes"]) or not count:
-        return boxes_xyxy.new_full((count,), -1, dtype=torch.int64), boxes_xyxy.new_zeros(count, dtype=torch.int64)
+        no_rows = boxes_xyxy.new_full((count,), -1, dtype=torch.int64)
+        no_labels = boxes_xyxy.new_zeros(count, dtype=torch.int64)
+        return no_rows, no_labels
     value, best = iou_plus_one(truth["boxes"][:, None], boxes_xyxy[None]).max(0)
     enough = value >= match_iou
-    return torch.where(enough, best, -1), torch.where(enough, truth["labels"][best] + 1, 0)
+    rows = torch.where(enough, best, -1)
+    labels = torch.where(enough, truth["labels"][best] + 1, 0)
+    return rows, labels
 
 
 def sampled_pairs(
@@ -138,29 +179,51 @@ def sampled_pairs(
     counts = [len(b) for b in boxes]
     if not model.training:
         overlap = model.require_overlap and not model.given_boxes
-        samples = [_asked(model, b, None if truths is None else truths[i], overlap) for i, b in enumerate(boxes)]
+        samples = []
+        for i, image_boxes in enumerate(boxes):
+            truth = None if truths is None else truths[i]
+            samples.append(_asked(model, image_boxes, truth, overlap))
         return join_samples(samples, counts)
-    size = {"batch_size": model.pairs_per_image, "positive_fraction": model.positive_fraction}
     if model.require_overlap and not model.given_boxes:
         truths = [_without_relations_apart(truth) for truth in truths]
     draws = draws or [None] * len(truths)
     matrices = [_matrix(truth, draw) for truth, draw in zip(truths, draws, strict=True)]
-    if model.given_boxes:
-        images = zip(matrices, draws, strict=True)
-        return join_samples([sample_given_boxes(matrix, **size, generator=draw) for matrix, draw in images], counts)
-    size |= {"fg_iou": model.match_iou, "per_relation": model.pairs_per_relation}
-    size["require_overlap"] = model.require_overlap
     samples = []
-    for b, image_labels, truth, matrix, draw in zip(boxes, labels.split(counts), truths, matrices, draws, strict=True):
-        seen = (b, image_labels, truth["boxes"], truth["labels"] + 1, matrix)
-        samples.append(sample_detected_boxes(*seen, **size, generator=draw))
+    if model.given_boxes:
+        for matrix, draw in zip(matrices, draws, strict=True):
+            sample = sample_given_boxes(
+                matrix,
+                batch_size=model.pairs_per_image,
+                positive_fraction=model.positive_fraction,
+                generator=draw,
+            )
+            samples.append(sample)
+        return join_samples(samples, counts)
+    images = zip(boxes, labels.split(counts), truths, matrices, draws, strict=True)
+    for image_boxes, image_labels, truth, matrix, draw in images:
+        sample = sample_detected_boxes(
+            image_boxes,
+            image_labels,
+            truth["boxes"],
+            truth["labels"] + 1,
+            matrix,
+            fg_iou=model.match_iou,
+            require_overlap=model.require_overlap,
+            per_relation=model.pairs_per_relation,
+            batch_size=model.pairs_per_image,
+            positive_fraction=model.positive_fraction,
+            generator=draw,
+        )
+        samples.append(sample)
     return join_samples(samples, counts)
 
 
 def _without_relations_apart(truth: Mapping) -> dict:
     """Remove relations between boxes that do not overlap (+1 widths): evaluation does not consider such pairs."""
-    subjects, objects = truth["boxes"][truth["relations"][:, :2]].unbind(1)
-    return {**truth, "relations": truth["relations"][intersection_areas(subjects, objects) > 0]}
+    relations = truth["relations"]
+    subjects, objects = truth["boxes"][relations[:, :2]].unbind(1)
+    overlap = intersection_areas(subjects, objects) > 0
+    return {**truth, "relations": relations[overlap]}
 
 
 def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overlap: bool) -> SampledPairs:
@@ -172,15 +235,19 @@ def _asked(model: nn.Module, boxes: Tensor, truth: Mapping | None, require_overl
         if model.given_boxes:
             labels = matrix[pairs[:, 0], pairs[:, 1]]
         else:
-            ends = match_labels(boxes, truth, model.match_iou)[0][pairs]
-            labels = torch.where((ends >= 0).all(1), matrix[ends[:, 0], ends[:, 1]], 0)
-    related = torch.zeros(len(boxes), len(boxes), dtype=torch.bool, device=boxes.device)
+            rows, _ = match_labels(boxes, truth, model.match_iou)
+            ends = rows[pairs]  # (K, 2) annotated objects, -1: none
+            annotated = matrix[ends[:, 0], ends[:, 1]]
+            labels = torch.where((ends >= 0).all(1), annotated, 0)
+    shape = (len(boxes), len(boxes))
+    related = torch.zeros(shape, dtype=torch.bool, device=boxes.device)
     return SampledPairs(pairs, labels, related)
 
 
 def _matrix(truth: Mapping, draw: Generator | None) -> Tensor:
     """Return `relation_matrix` of a graph, whose predicates count from 0."""
-    return relation_matrix(truth["relations"] + torch.tensor([0, 0, 1]), len(truth["boxes"]), generator=draw)
+    from_one = truth["relations"] + torch.tensor([0, 0, 1])
+    return relation_matrix(from_one, len(truth["boxes"]), generator=draw)
 
 
 def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[str, float]:
@@ -189,22 +256,33 @@ def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[st
     pairs = objects = images = named = 0
     for truth in map(annotated_graph, targets):
         count = len(truth["boxes"])
-        objects = objects + count
-        images = images + (count > 0)
-        named += int((truth["attributes"].sum(1) > 0).sum()) if "attributes" in truth else 0
+        ordered_pairs = count * (count - 1)
+        objects += count
+        images += count > 0
+        if "attributes" in truth:
+            has_any = truth["attributes"].sum(1) > 0
+            named += int(has_any.sum())
         if not model.training:
-            pairs += count * (count - 1) if count != 1 else 1
+            pairs += ordered_pairs if count != 1 else 1
             continue
-        ends = truth["relations"][:, :2].unique(dim=0)
-        apart = int((ends[:, 0] != ends[:, 1]).sum())
-        positive = min(len(ends), int(model.pairs_per_image * model.positive_fraction))
-        pairs += positive + min(count * (count - 1) - apart, model.pairs_per_image - positive)
-    counts = {"pairs": pairs, "objects": objects, "images": images, "named_objects": named}
-    return {f"relation_{what}": float(count) for what, count in counts.items()}
+        related = truth["relations"][:, :2].unique(dim=0)
+        related_to_others = int((related[:, 0] != related[:, 1]).sum())
+        positive = min(len(related), int(model.pairs_per_image * model.positive_fraction))
+        negative = min(ordered_pairs - related_to_others, model.pairs_per_image - positive)
+        pairs += positive + negative
+    return {
+        "relation_pairs": float(pairs),
+        "relation_objects": float(objects),
+        "relation_images": float(images),
+        "relation_named_objects": float(named),
+    }
 
 
 def relation_matrix(
-    relations: Tensor, num_objects: int, one_of_each: bool = True, generator: Generator | None = None
+    relations: Tensor,
+    num_objects: int,
+    one_of_each: bool = True,
+    generator: Generator | None = None,
 ) -> Tensor:
     """Convert (R, 3) subject, object, predicate from 1 -> (n, n) int64 with one predicate per ordered pair, 0 = none.
 
@@ -212,29 +290,36 @@ def relation_matrix(
     drawn uniformly from the list, so that repeated ones weigh more; otherwise each further one takes over with
     probability 1/2 (like the original when it does not filter duplicates).
     """
-    matrix = torch.zeros(num_objects, num_objects, dtype=torch.int64, device=relations.device)
-    if not len(relations):
+    device = relations.device
+    count = len(relations)
+    matrix = torch.zeros(num_objects, num_objects, dtype=torch.int64, device=device)
+    if not count:
         return matrix
-    draw = torch.rand(len(relations), generator=generator).to(relations.device)
-    cell = relations[:, 0] * num_objects + relations[:, 1]
+    draw = torch.rand(count, generator=generator).to(device)
+    position = torch.arange(count, device=device)
+    cell = relations[:, 0] * num_objects + relations[:, 1]  # of the flat matrix
     if one_of_each:
         priority = draw
     else:  # the last one that takes over wins; the first of a pair takes over an empty cell
-        first = torch.full((num_objects**2,), len(relations), device=relations.device)
-        position = torch.arange(len(relations), device=relations.device)
+        first = torch.full((num_objects**2,), count, device=device)
         first = first.scatter_reduce(0, cell, position, "amin")
-        priority = torch.where((draw > 0.5) | (first[cell] == position), position, -1)
+        takes_over = (draw > 0.5) | (first[cell] == position)
+        priority = torch.where(takes_over, position, -1)
+    # The highest priority of a cell wins. Of cells 5, 7, 5 with priorities 0.2, 0.9, 0.4 the order is 0, 2, 1; the last
+    # of cell 5 in it is number 1, of cell 7 number 2, and the winners are the relations 2 and 1.
     order = priority.argsort(stable=True)
-    last = torch.zeros(num_objects**2, dtype=torch.int64, device=relations.device)
-    rank = torch.arange(len(relations), device=relations.device)
-    last = last.scatter_reduce(0, cell[order], rank, "amax")
+    last = torch.zeros(num_objects**2, dtype=torch.int64, device=device)
+    last = last.scatter_reduce(0, cell[order], position, "amax")
     winners = order[last[cell].unique()]
     matrix.view(-1)[cell[winners]] = relations[winners, 2]
     return matrix
 
 
 def sample_given_boxes(
-    relations: Tensor, batch_size: int = 1024, positive_fraction: float = 0.25, generator: Generator | None = None
+    relations: Tensor,
+    batch_size: int = 1024,
+    positive_fraction: float = 0.25,
+    generator: Generator | None = None,
 ) -> SampledPairs:
     """Sample pairs of one image whose boxes are given (predcls, sgcls).
 
@@ -276,8 +361,10 @@ def sample_detected_boxes(
     match = (true_labels[:, None] == labels[None]) & (ious > fg_iou)
     subject, obj = relations.nonzero().unbind(1)
     both = match[subject][:, :, None] & match[obj][:, None, :]  # (relations, n, n)
-    related = both.any(0) | both.any(0).T
-    both &= ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    either = both.any(0)
+    related = either | either.T
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    both &= ~itself
     relation, head, tail = both.nonzero().unbind(1)
     free = _background_candidates(boxes_xyxy, labels, require_overlap)
     free[head, tail] = False
@@ -287,7 +374,8 @@ def sample_detected_boxes(
     foreground = torch.stack([head, tail, predicate], 1)[kept]
     foreground = _draw(foreground, int(batch_size * positive_fraction), generator, always=False)
     background = _draw(free.nonzero(), batch_size - len(foreground), generator)
-    rows = torch.cat([foreground, F.pad(background, (0, 1))])
+    without_relation = F.pad(background, (0, 1))  # predicate 0
+    rows = torch.cat([foreground, without_relation])
     if not len(rows) and len(labels):
         rows = rows.new_zeros(1, 3)
     return SampledPairs(rows[:, :2], rows[:, 2], related)
@@ -297,23 +385,32 @@ def join_samples(samples: Sequence[SampledPairs], num_objects: Sequence[int]) ->
     """Join the fields `pairs`, `num_pairs`, `relation_labels` and `related` of a RelationBatch from those of its
     images."""
     width = max(num_objects, default=0)
-    starts = [sum(num_objects[:i]) for i in range(len(num_objects))]
+    start = 0  # of an image's objects among all
+    pairs = []
+    related = []
+    for sample, count in zip(samples, num_objects, strict=True):
+        pairs.append(sample.pairs + start)
+        related.append(F.pad(sample.related, (0, width - len(sample.related))))
+        start += count
     return {
-        "pairs": torch.cat([sample.pairs + start for sample, start in zip(samples, starts, strict=True)]),
+        "pairs": torch.cat(pairs),
         "num_pairs": [len(sample.pairs) for sample in samples],
         "relation_labels": torch.cat([sample.labels for sample in samples]),
-        "related": torch.cat([F.pad(sample.related, (0, width - len(sample.related))) for sample in samples]),
+        "related": torch.cat(related),
     }
 
 
 def pairs_to_ask(boxes_xyxy: Tensor, require_overlap: bool = False) -> Tensor:
     """Return (K, 2) every ordered pair of one image's objects, only overlapping ones (+1 widths) if `require_overlap`;
     [[0, 0]] if none is left and there is at least one object."""
-    allowed = ~torch.eye(len(boxes_xyxy), dtype=torch.bool, device=boxes_xyxy.device)
+    count = len(boxes_xyxy)
+    allowed = ~torch.eye(count, dtype=torch.bool, device=boxes_xyxy.device)
     if require_overlap:
         allowed &= iou_plus_one(boxes_xyxy[:, None], boxes_xyxy[None]) > 0
     pairs = allowed.nonzero()
-    return pairs if len(pairs) or not len(boxes_xyxy) else pairs.new_zeros(1, 2)
+    if count and not len(pairs):
+        return pairs.new_zeros(1, 2)
+    return pairs
 
 
 def _background_candidates(boxes_xyxy: Tensor, labels: Tensor, require_overlap: bool) -> Tensor:
@@ -322,14 +419,16 @@ def _background_candidates(boxes_xyxy: Tensor, labels: Tensor, require_overlap: 
         free = (ious > 0) & (ious < 1)
     else:
         free = ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    return free & (labels > 0)[:, None] & (labels > 0)[None]
+    is_object = labels > 0
+    return free & is_object[:, None] & is_object[None]
 
 
 def _draw(rows: Tensor, count: int, generator: Generator | None, always: bool = True) -> Tensor:
     """Draw `count` random rows in random order; all of them, in order, when there are not more (unless `always`)."""
     if not always and len(rows) <= count:
         return rows
-    return rows[torch.randperm(len(rows), generator=generator).to(rows.device)[:count]]
+    order = torch.randperm(len(rows), generator=generator).to(rows.device)
+    return rows[order[:count]]
 
 
 def _draw_per_group(group: Tensor, weight: Tensor, count: int, generator: Generator | None) -> Tensor:
@@ -337,9 +436,11 @@ def _draw_per_group(group: Tensor, weight: Tensor, count: int, generator: Genera
 
     Exponential clocks with rate `weight` ring in the order of such a draw (Efraimidis and Spirakis, 2006).
     """
-    clock = torch.empty(len(group)).exponential_(generator=generator).to(weight) / weight
+    drawn = torch.empty(len(group)).exponential_(generator=generator)
+    clock = drawn.to(weight) / weight
     order = clock.argsort()
-    order = order[group[order].argsort(stable=True)]
+    order = order[group[order].argsort(stable=True)]  # by group, then by clock
     sizes = torch.bincount(group)
-    position = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
+    starts = sizes.cumsum(0) - sizes
+    position = torch.arange(len(group), device=group.device) - starts[group[order]]  # in the group
     return order[position < count].sort().values

@@ -19,12 +19,17 @@ from toolkit.models.start import start_detector
 from toolkit.models.weights.pretrained import Pretrained, open_pretrained
 from toolkit.run.checkpoint import Checkpoint
 
-GRAPHS = ("scene_graph", "egtr")
-COUNTS = ("relation_counts", "candidate_counts", "seen_triplets")
+GRAPH_ARCHITECTURES = ("scene_graph", "egtr")
+COUNT_BUFFERS = ("relation_counts", "candidate_counts", "seen_triplets")
 
 
 def start_scene_graph(
-    options: GraphOptions, table: DetectionTable, folder: Path, *, checkpoint: Checkpoint | None, say: Callable
+    options: GraphOptions,
+    table: DetectionTable,
+    folder: Path,
+    *,
+    checkpoint: Checkpoint | None,
+    say: Callable,
 ) -> GraphDetector:
     """Build the model of the settings, on the weights of `options.detector`, with the counts of the training data.
 
@@ -51,13 +56,21 @@ def start_scene_graph(
     if checkpoint is None:
         source, known = _facts_of_fresh_run(options, table)
     resumed_from = None if checkpoint is None else checkpoint.path
-    model = start_detector(options, table.class_names, folder, resumed_from=resumed_from, say=say, known=known)
+    model = start_detector(
+        options,
+        table.class_names,
+        folder,
+        resumed_from=resumed_from,
+        say=say,
+        known=known,
+    )
     if model.attributes and model.attributes != table.attributes:
-        table_names, run_names = list(table.attributes), list(model.attributes)
+        table_names = list(table.attributes)
+        run_names = list(model.attributes)
         differ = f"{table.name} has the attributes {table_names}, the run so far {run_names}"
         raise BadInput(f"{differ}: resume it on its own data")
     if checkpoint is not None:
-        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNTS))
+        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNT_BUFFERS))
     elif not options.pretrained or not model.seen_triplets.any():  # published weights come without counts
         counts = run_on_main(lambda: count_table(table, model.counts_pairs_apart))
         if options.pretrained:
@@ -132,7 +145,10 @@ def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) ->
         )
     vectors = torch.randn(len(names), dim)
     for row, name in enumerate(names):
-        word = next((w for w in (name, *sorted(name.split(), key=len, reverse=True)) if w in of_word), None)
+        word = next(
+            (w for w in (name, *sorted(name.split(), key=len, reverse=True)) if w in of_word),
+            None,
+        )
         if word is not None:
             vectors[row] = of_word[word]
     return vectors
@@ -157,8 +173,13 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
 
     pairs_apart: count relations between boxes that share no area, too.
     """
-    classes, predicates = len(table.categories), len(table.predicates)
-    relations, candidates = count_predicates(table_graphs(table, pairs_apart), classes + 1, predicates + 1)
+    classes = len(table.categories)
+    predicates = len(table.predicates)
+    relations, candidates = count_predicates(
+        table_graphs(table, pairs_apart),
+        classes + 1,
+        predicates + 1,
+    )
     seen = np.zeros((classes, classes, predicates), bool)
     for row in map(table.row, range(len(table))):
         ends = row["relations"]
@@ -187,14 +208,18 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
     trained = {"classes": source.class_names, "predicates": source.options.get("predicates", [])}
     if "attributes" in source.options:  # published weights have no such classifier: a new one is trained
         trained["attributes"] = source.options["attributes"]
-    given = {"classes": table.class_names, "predicates": list(table.predicates), "attributes": list(table.attributes)}
+    given = {
+        "classes": table.class_names,
+        "predicates": list(table.predicates),
+        "attributes": list(table.attributes),
+    }
     faults = [
         f"model.pretrained {source.name} knows the {kind} {trained[kind]}, the data {given[kind]}: give data of the "
         "same ones in the same order, or start from a detector alone with model.detector"
         for kind in trained
         if list(trained[kind]) != given[kind]
     ]
-    if source.architecture in GRAPHS and faults:  # start_detector refuses other architectures
+    if source.architecture in GRAPH_ARCHITECTURES and faults:  # start_detector refuses other architectures
         raise BadInput(faults)
 
 
@@ -223,7 +248,12 @@ def _detector_of(source: Pretrained) -> Pretrained:
     prefix = "detector."
     tensors = {name[len(prefix) :]: value for name, value in source.tensors.items() if name.startswith(prefix)}
     options = dict(source.options["detector_options"])
-    return replace(source, architecture=options.pop("architecture"), options=options, tensors=tensors)
+    return replace(
+        source,
+        architecture=options.pop("architecture"),
+        options=options,
+        tensors=tensors,
+    )
 
 
 def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
@@ -232,7 +262,7 @@ def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     if source.architecture == "scene_graph" and Path(name).expanduser().is_file():
         source = _detector_of(source)
     problems = []
-    if source.architecture in GRAPHS:
+    if source.architecture in GRAPH_ARCHITECTURES:
         problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")
     if source.class_names != table.class_names:
         mismatch = f"knows the classes {source.class_names}, the data {table.class_names}"

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from toolkit.base.batch import rows_of
 from toolkit.detectors.scene_graphs.batch import RelationBatch
-from toolkit.detectors.scene_graphs.detector_below import CANDIDATES, distribution_logits
+from toolkit.detectors.scene_graphs.detector_below import MAX_CANDIDATES, distribution_logits
 from toolkit.detectors.scene_graphs.frequency import log_prior
 from toolkit.detectors.scene_graphs.geometry import union_boxes
 from toolkit.detectors.scene_graphs.postprocess import late_labels
 from toolkit.models.detector import kept_maps
 from toolkit.models.nms import class_wise_nms
 
-TRACED = ("penet", "react", "react_pp")  # heads without trees, sequences and messages between objects
+TRACEABLE_HEADS = ("penet", "react", "react_pp")  # heads without trees, sequences and messages between objects
 
 
 @dataclass
@@ -82,14 +82,18 @@ def _objects(below: nn.Module, outputs: dict, sizes: Tensor, most: int) -> tuple
     `DetectorBelow.detect_with_logits`."""
     boxes, scores = below.inner.all_predictions(outputs, sizes)
     boxes = boxes.clamp(min=0).minimum(sizes.flip(1).repeat(1, 2)[:, None].to(boxes))
-    count = min(CANDIDATES, scores.shape[1])
+    count = min(MAX_CANDIDATES, scores.shape[1])
     rows = scores.amax(2).topk(count, dim=1).indices
     boxes = rows_of(boxes, rows)
     logits = distribution_logits(rows_of(scores, rows).flatten(0, 1))
     logits = logits.unflatten(0, (-1, count))
     scores = logits.softmax(-1)[..., 1:].transpose(1, 2)  # (B, C, N)
     scores = scores.where(scores > below.score_threshold, 0)
-    turns = class_wise_nms(boxes[:, None].expand(-1, scores.shape[1], -1, -1), scores, below.nms_threshold)
+    turns = class_wise_nms(
+        boxes[:, None].expand(-1, scores.shape[1], -1, -1),
+        scores,
+        below.nms_threshold,
+    )
     found, labels = scores.where(turns > 0, 0).max(1)
     found, rows = found.topk(min(most, count), dim=1)
     return rows_of(boxes, rows), labels.gather(1, rows), found, rows_of(logits, rows)

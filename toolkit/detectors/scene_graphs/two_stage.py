@@ -27,7 +27,7 @@ from toolkit.detectors.scene_graphs.frequency import (
     predicate_weights,
 )
 from toolkit.detectors.scene_graphs.graph_detector import GraphDetector, build_below, naming_its_options
-from toolkit.detectors.scene_graphs.heads import HEADS, HeadSizes, build_relation_head
+from toolkit.detectors.scene_graphs.heads import RELATION_HEADS, HeadSizes, build_relation_head
 from toolkit.detectors.scene_graphs.heads.react_pp import ReactPlusPlusHead
 from toolkit.detectors.scene_graphs.heads.vctree import PairScores
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
@@ -39,14 +39,14 @@ from toolkit.detectors.scene_graphs.sampling import (
     given_objects,
     sampled_pairs,
 )
-from toolkit.detectors.scene_graphs.traced import TRACED, decode_graph
+from toolkit.detectors.scene_graphs.traced import TRACEABLE_HEADS, decode_graph
 from toolkit.detectors.scene_graphs.union import AllLevelsPool, UnionFeatures
 from toolkit.models.detector import Detector
 from toolkit.models.weights.mapping import WeightTable
 from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import freeze_prefixes, hold_batch_norms, set_bn_momentum
 
-FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
+GRAPH_FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
 
 
 class SceneGraph(GraphDetector):
@@ -82,35 +82,47 @@ class SceneGraph(GraphDetector):
         self.predicates = tuple(predicates)
         self.mode = o.mode
         self.given_boxes = o.mode != "sgdet"
-        self.pairs_per_image, self.positive_fraction = o.pairs_per_image, o.positive_fraction
-        self.pairs_per_relation, self.match_iou = o.pairs_per_relation, o.match_iou
+        self.pairs_per_image = o.pairs_per_image
+        self.positive_fraction = o.positive_fraction
+        self.pairs_per_relation = o.pairs_per_relation
+        self.match_iou = o.match_iou
         self.add_annotated_boxes = o.add_annotated_boxes
         self.require_overlap = o.require_overlap
         self.label_smoothing = o.label_smoothing
-        self.detections_per_image, self.nms_threshold = o.detections_per_image, o.nms_threshold
-        self.rare_predicate_power, self.class_balanced_beta = o.rare_predicate_power, o.class_balanced_beta
+        self.detections_per_image = o.detections_per_image
+        self.nms_threshold = o.nms_threshold
+        self.rare_predicate_power = o.rare_predicate_power
+        self.class_balanced_beta = o.class_balanced_beta
         self.prior_adjustment = o.prior_adjustment
         self.embed_dim = o.embed_dim
         holds_detector = freeze in ("detector", "detector_and_norms")
         self.joint = not holds_detector and o.mode != "predcls"
         below = _build_below(class_names, o, self.joint)
         self._build_on(below)
-        channels, width = below.map_channels, below.representation_size
+        channels = below.map_channels
+        width = below.representation_size
         box_head = below.make_box_head() if isinstance(below, DetectorBelow) else below.box_head
         self.box_features = copy.deepcopy(box_head)
         pool = copy.deepcopy(below.box_pool)
         box_head = copy.deepcopy(box_head)
         pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
         self.last_pixel = float(o.whole_pixels)
-        spatial = {"separate_spatial": width if o.separate_spatial else 0, "last_pixel": self.last_pixel}
+        spatial = {
+            "separate_spatial": width if o.separate_spatial else 0,
+            "last_pixel": self.last_pixel,
+        }
         self.union = UnionFeatures(pool, box_head, channels, **spatial)
         if holds_detector:
             freeze_module(_detector_of(below))
         elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # they are not used and must not be trained
             freeze_module(below.rpn)
             freeze_module(below.roi_heads)
-        classes, size = len(class_names) + 1, len(predicates) + 1
-        self.head = _build_head(o, HeadSizes(classes, size, width, width, o.hidden_dim, width, o.embed_dim))
+        classes = len(class_names) + 1
+        size = len(predicates) + 1
+        self.head = _build_head(
+            o,
+            HeadSizes(classes, size, width, width, o.hidden_dim, width, o.embed_dim),
+        )
         self.reads_union = getattr(self.head, "reads_union", True)
         if not self.reads_union:
             freeze_module(self.union)
@@ -158,7 +170,12 @@ class SceneGraph(GraphDetector):
         if self.rare_predicate_power:
             self.predicate_weights.copy_(predicate_weights(relations, self.rare_predicate_power))
         elif self.class_balanced_beta:
-            self.predicate_weights.copy_(class_balanced_weights(relations, self.class_balanced_beta))
+            self.predicate_weights.copy_(
+                class_balanced_weights(
+                    relations,
+                    self.class_balanced_beta,
+                )
+            )
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
         """Load the weights of a detector: its own, and those of a Faster R-CNN's box head for objects and union boxes.
@@ -203,12 +220,23 @@ class SceneGraph(GraphDetector):
             boxes = [graph["boxes"] for graph in graphs]
             learned = {}
         else:
-            objects, boxes, learned = detected_objects(self, maps, images_hw, truths, graphs, detector_outputs)
+            objects, boxes, learned = detected_objects(
+                self,
+                maps,
+                images_hw,
+                truths,
+                graphs,
+                detector_outputs,
+            )
         draws = [image_generator(target, "pairs") for target in targets or ()]
         pairs = sampled_pairs(self, boxes, graphs, learned.get("labels"), draws)
         objects["on_host"] = torch.cat(boxes), pairs["pairs"]
         objects["draws"] = [image_generator(target, "labels", images.device) for target in targets or ()]
-        batch = RelationBatch(sizes_hw=sizes, **objects, **send_dicts([pairs | learned], images.device)[0])
+        batch = RelationBatch(
+            sizes_hw=sizes,
+            **objects,
+            **send_dicts([pairs | learned], images.device)[0],
+        )
         asked = batch.boxes_xyxy, batch.pairs, batch.num_pairs
         if self.reads_union:
             features = self.union(maps, *asked, sizes, images_hw, batch.on_host)
@@ -242,7 +270,8 @@ class SceneGraph(GraphDetector):
         sgdet, whose pairs are not known beforehand, the sum of the images' own means / denominators["images"].
         relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
         """
-        output, batch = outputs["output"], outputs["batch"]
+        output = outputs["output"]
+        batch = outputs["batch"]
         weights = self.predicate_weights if self.rare_predicate_power or self.class_balanced_beta else None
         sums = head_losses(output, batch, self.label_smoothing, weights)
         if batch.attributes is not None and "attribute_logits" in outputs:
@@ -259,7 +288,8 @@ class SceneGraph(GraphDetector):
         return losses, self._metrics(output, batch)
 
     def _metrics(self, output: RelationOutput, batch: RelationBatch) -> dict[str, tuple[Tensor, Tensor]]:
-        related, labelled = batch.relation_labels > 0, batch.labels > 0
+        related = batch.relation_labels > 0
+        labelled = batch.labels > 0
         wrong = related & (output.relation_logits[:, 1:].argmax(1) + 1 != batch.relation_labels)
         metrics = {"relation_error": (100.0 * wrong.sum(), related.sum())}
         if self.mode != "predcls":
@@ -270,7 +300,8 @@ class SceneGraph(GraphDetector):
     def graph_obstacle(self) -> str | None:
         obstacles = {
             f"in {self.mode} the boxes are given": self.given_boxes,
-            f"of the heads only {', '.join(TRACED)} can be traced": self.options["head"] not in TRACED,
+            f"of the heads only {', '.join(TRACEABLE_HEADS)} can be traced": self.options["head"]
+            not in TRACEABLE_HEADS,
             "its detector has two stages, whose proposals vary": not isinstance(self.detector, DetectorBelow),
             "union features of all levels cannot be traced": self.options["union_levels"] == "all",
         }
@@ -281,7 +312,12 @@ class SceneGraph(GraphDetector):
 
     @torch.no_grad()
     def postprocess(
-        self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float = 0.0, top_k: int = 100
+        self,
+        outputs: Mapping,
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float = 0.0,
+        top_k: int = 100,
     ) -> list[dict[str, Tensor]]:
         """Return the graph of each image, in pixels of the original image.
 
@@ -299,7 +335,8 @@ class SceneGraph(GraphDetector):
         if self.prior_adjustment:
             adjusted = output.relation_logits - self.prior_adjustment * log_prior(self.relation_counts)
             output = replace(output, relation_logits=adjusted)
-        batch, truths = outputs["batch"], outputs["truths"]
+        batch = outputs["batch"]
+        truths = outputs["truths"]
         objects, triplets = rank_triplets(output, batch, self.given_boxes, self.nms_threshold)
         objects["boxes"] = objects["boxes"] * (orig_sizes / sizes).float().flip(1).repeat(1, 2)[batch.image]
         if "attribute_logits" in outputs and (self.given_boxes or truths is None):
@@ -342,7 +379,11 @@ def _build_below(class_names: Sequence[str], o: SceneGraphOptions, joint: bool) 
         inner = build_below(o, {}, class_names)
         if isinstance(inner, FasterRCNN):
             return inner
-        wanted = {"score_threshold": o.score_threshold, "nms_threshold": o.nms_threshold, "passes_targets": joint}
+        wanted = {
+            "score_threshold": o.score_threshold,
+            "nms_threshold": o.nms_threshold,
+            "passes_targets": joint,
+        }
         return DetectorBelow(inner, o.map_channels, o.representation_size, **wanted)
 
 
@@ -362,7 +403,7 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
 
 
 def _check(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
-    options = ("mode", o.mode, MODES), ("head", o.head, HEADS), ("freeze", freeze, FREEZE_CHOICES)
+    options = ("mode", o.mode, MODES), ("head", o.head, RELATION_HEADS), ("freeze", freeze, GRAPH_FREEZE_CHOICES)
     options += (("union_levels", o.union_levels, ("one", "all")),)
     faults = [f"model.{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]
     if not 0 <= o.class_balanced_beta < 1 or o.class_balanced_beta and o.rare_predicate_power:

@@ -12,7 +12,7 @@ from toolkit.base.box_ops import moved_ends
 from toolkit.detectors.scene_graphs.geometry import rectangle_masks, union_boxes
 from toolkit.detectors.scene_graphs.heads.layers import fc
 
-PAIRS_AT_ONCE = 4096  # in evaluation, which has all pairs: about 1 GB of 256 channels
+PAIRS_PER_CHUNK = 4096  # in evaluation, which has all pairs: about 1 GB of 256 channels
 
 
 class RectangleFeatures(nn.Module):
@@ -34,7 +34,11 @@ class RectangleFeatures(nn.Module):
     def forward(self, subjects_xyxy: Tensor, objects_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
         """Convolve (R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms
         unchanged."""
-        masks = rectangle_masks(torch.stack([subjects_xyxy, objects_xyxy], 1), sizes_hw[:, None], self.mask_size)
+        masks = rectangle_masks(
+            torch.stack([subjects_xyxy, objects_xyxy], 1),
+            sizes_hw[:, None],
+            self.mask_size,
+        )
         if not len(masks):
             resolution = (self.mask_size + 1) // 4
             return masks.new_zeros(0, self.conv[4].out_channels, resolution, resolution) + 0 * self.conv[0].bias.sum()
@@ -52,7 +56,8 @@ class AllLevelsPool(nn.Module):
         super().__init__()
         self.last_pixel = float(hasattr(pool, "pool"))  # `WholePixelPool`: boxes end at it, not behind it
         align = getattr(pool, "pool", pool)
-        self.names, self.scales = tuple(align.featmap_names), tuple(align.scales)
+        self.names = tuple(align.featmap_names)
+        self.scales = tuple(align.scales)
         self.size = align.output_size
         self.ratio = align.sampling_ratio
         self.reduce = nn.Conv2d(channels * len(self.names), channels, 3, padding=1)
@@ -87,7 +92,12 @@ class UnionFeatures(nn.Module):
         self.spatial = None
         if separate_spatial:
             inner = fc(channels * resolution**2, separate_spatial // 2)
-            self.spatial = nn.Sequential(inner, nn.ReLU(), fc(separate_spatial // 2, separate_spatial), nn.ReLU())
+            self.spatial = nn.Sequential(
+                inner,
+                nn.ReLU(),
+                fc(separate_spatial // 2, separate_spatial),
+                nn.ReLU(),
+            )
 
     def forward(
         self,
@@ -103,18 +113,25 @@ class UnionFeatures(nn.Module):
 
         boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
         images without padding, on any device; images_hw: the same on the host, if known there. on_host: boxes and
-        pairs, if known there. Evaluation computes `PAIRS_AT_ONCE`, so that an image of hundreds of objects fits the
+        pairs, if known there. Evaluation computes `PAIRS_PER_CHUNK`, so that an image of hundreds of objects fits the
         memory.
         """
         about = feature_maps, boxes_xyxy, sizes_hw, images_hw or list(map(tuple, sizes_hw.tolist()))
-        if self.training or len(pairs) <= PAIRS_AT_ONCE:
+        if self.training or len(pairs) <= PAIRS_PER_CHUNK:
             return self._of_pairs(*about, pairs, list(num_pairs), on_host)
         parts = []
-        for first in range(0, len(pairs), PAIRS_AT_ONCE):
-            rows = slice(first, first + PAIRS_AT_ONCE)
+        for first in range(0, len(pairs), PAIRS_PER_CHUNK):
+            rows = slice(first, first + PAIRS_PER_CHUNK)
             ends = zip(accumulate(num_pairs), num_pairs, strict=True)
             counts = [max(0, min(end, rows.stop) - max(end - count, first)) for end, count in ends]
-            parts.append(self._of_pairs(*about, pairs[rows], counts, on_host and (on_host[0], on_host[1][rows])))
+            parts.append(
+                self._of_pairs(
+                    *about,
+                    pairs[rows],
+                    counts,
+                    on_host and (on_host[0], on_host[1][rows]),
+                )
+            )
         features, spatial = zip(*parts, strict=True)
         return torch.cat(features), None if self.spatial is None else torch.cat(spatial)
 
@@ -122,7 +139,8 @@ class UnionFeatures(nn.Module):
         self, feature_maps: Mapping[str, Tensor], boxes_xyxy: Tensor, sizes_hw: Tensor, shapes: Sequence,
         pairs: Tensor, num_pairs: list[int], on_host: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        subjects, objects = boxes_xyxy[pairs[:, 0]], boxes_xyxy[pairs[:, 1]]
+        subjects = boxes_xyxy[pairs[:, 0]]
+        objects = boxes_xyxy[pairs[:, 1]]
         pair_sizes = sizes_hw.to(boxes_xyxy)[image_of_each(num_pairs, boxes_xyxy.device)]
         rectangles = self.rectangles(subjects, objects, pair_sizes)
         unions = [union_boxes(subjects, objects)]

@@ -34,13 +34,13 @@ FEATURES = pairs(f"""
     {RELATION}union_feature_extractor.spatial_fc union.spatial
 """)
 # Settings of the detector below a relation head, from the program's configuration.
-DETECTOR = {"rpn_pre_nms_top_n_train": 6000, "rpn_pre_nms_top_n_test": 6000, "rpn_post_nms_top_n_train": 1000}
-DETECTOR |= {"score_threshold": 0.01, "nms_threshold": 0.3, "rpn_min_size": 0.0, "box_bg_iou_thresh": 0.3}
-SIZE = {"shortest_edge": 600, "longest_edge": 1000}
+DETECTOR_OPTIONS = {"rpn_pre_nms_top_n_train": 6000, "rpn_pre_nms_top_n_test": 6000, "rpn_post_nms_top_n_train": 1000}
+DETECTOR_OPTIONS |= {"score_threshold": 0.01, "nms_threshold": 0.3, "rpn_min_size": 0.0, "box_bg_iou_thresh": 0.3}
+IMAGE_SIZE = {"shortest_edge": 600, "longest_edge": 1000}
 CONV_POSITIONS = "untreated_conv_spt"  # read with separate spatial features only
 DEAD = [CONV_POSITIONS, "avg_post_ctx", "untreated_feat"]  # buffers that are not read
 DEAD_UNLESS_VTRANSE = "context_layer.untreated_obj_feat"
-NAMES = [  # of the original -> ours, applied in order to "<head>:<name>"
+NAME_PATTERNS = [  # of the original -> ours, applied in order to "<head>:<name>"
     (r"context_layer\.untreated_dcd_feat", "context.mean_decoder_input.value"),
     (r"context_layer\.untreated_obj_feat", "context.mean_object_input.value"),
     (r"context_layer\.untreated_edg_feat", "context.mean_edge_input.value"),
@@ -124,7 +124,7 @@ def our_name(head: str, name: str) -> str | None:
     if name in DEAD or (name == DEAD_UNLESS_VTRANSE and "vtranse" not in head):
         return None
     name = f"{head}:{name}"
-    for pattern, ours in NAMES:
+    for pattern, ours in NAME_PATTERNS:
         name = re.sub(pattern, ours, name)
     name = name.split(":", 1)[1]
     return None if name.endswith("-") else name
@@ -206,7 +206,8 @@ class _SceneGraphs:
         union = f"{RELATION}union_feature_extractor."
         outputs = [f"{name}.weight" for name in ("ctx_compress", "rel_compress", "context_layer.rel_fc")]
         num_predicates = len(next(predictor[name] for name in outputs if name in predictor)) - 1
-        words, width_of = predictor.get("context_layer.obj_embed1.weight"), predictor.get("post_emb.weight")
+        words = predictor.get("context_layer.obj_embed1.weight")
+        width_of = predictor.get("post_emb.weight")
         hidden = predictor["context_layer.obj_unary.weight"].shape[0] if width_of is None else width_of.shape[1]
         options = {
             "mode": "sgdet",
@@ -219,11 +220,15 @@ class _SceneGraphs:
             "whole_pixels": True,
             "predicates": named_predicates(num_predicates),
             "freeze": "detector",
-            "detector_options": {"architecture": detector.architecture, **detector.options, **DETECTOR},
+            "detector_options": {
+                "architecture": detector.architecture,
+                **detector.options,
+                **DETECTOR_OPTIONS,
+            },
         }
         note = "the file does not say how it was trained: mode sgdet, unless --model.mode says otherwise"
         notes = [*detector.notes, note]
-        return Description("scene_graph", options, named(len(state[CLASSIFIER]) - 1), notes, SIZE)
+        return Description("scene_graph", options, named(len(state[CLASSIFIER]) - 1), notes, IMAGE_SIZE)
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the publisher's tensors under our names; those without a counterpart keep their own names."""

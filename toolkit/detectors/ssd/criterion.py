@@ -16,7 +16,7 @@ from toolkit.base.batch import send
 from toolkit.base.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
 from toolkit.step.losses import labelled_classes, partial_log_softmax, unlabelled_columns
 
-IGNORED = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
+IGNORED_LABEL = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
 
 
 def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple[float, float]]:
@@ -26,7 +26,10 @@ def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple
     geometric mean of the small ones of its level and the next.
     """
     small = torch.linspace(min_scale, max_scale, levels + 1, dtype=torch.float64).tolist()
-    return [(side, (side * after) ** 0.5) for side, after in zip(small, small[1:], strict=False)]
+    scales = []
+    for side, next_side in zip(small[:-1], small[1:], strict=True):
+        scales.append((side, (side * next_side) ** 0.5))
+    return scales
 
 
 def level_anchors(hw: tuple[int, int], scales: tuple[float, float], aspect_ratios: Sequence[float], clip: bool = True):
@@ -40,14 +43,18 @@ def level_anchors(hw: tuple[int, int], scales: tuple[float, float], aspect_ratio
         clip: centre and size are clamped to [0, 1].
     """
     small, large = scales
-    shapes = [(small, small), (large, large)]
-    for root in (ratio**0.5 for ratio in dict.fromkeys(aspect_ratios)):
-        shapes += [(small * root, small / root), (small / root, small * root)]
+    shapes_wh = [(small, small), (large, large)]
+    for ratio in dict.fromkeys(aspect_ratios):
+        root = ratio**0.5
+        shapes_wh.append((small * root, small / root))
+        shapes_wh.append((small / root, small * root))
+    shapes_wh = torch.tensor(shapes_wh, dtype=torch.float64)
     y, x = ((torch.arange(side, dtype=torch.float64) + 0.5) / side for side in hw)
-    centres = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], dim=-1)  # (H, W, 2) x, y
-    shapes = torch.tensor(shapes, dtype=torch.float64)
-    centres = centres[:, :, None].expand(-1, -1, len(shapes), -1)
-    anchors = torch.cat([centres, shapes.expand(*hw, -1, -1)], dim=-1).reshape(-1, 4).float()
+    rows, columns = torch.meshgrid(y, x, indexing="ij")
+    centres = torch.stack((columns, rows), dim=-1)  # (H, W, 2) x, y
+    centres = centres[:, :, None].expand(-1, -1, len(shapes_wh), -1)
+    anchors = torch.cat([centres, shapes_wh.expand(*hw, -1, -1)], dim=-1)  # (H, W, shapes, 4)
+    anchors = anchors.reshape(-1, 4).float()
     return anchors.clamp(0, 1) if clip else anchors
 
 
@@ -57,17 +64,23 @@ def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: fl
     Centres in units of the anchor's sides, sizes as logarithms of the ratio, both divided by their variance.
     """
     boxes = xyxy_to_cxcywh(boxes_xyxy)
-    centres = (boxes[..., :2] - anchors_cxcywh[..., :2]) / anchors_cxcywh[..., 2:] / center_variance
-    return torch.cat([centres, (boxes[..., 2:] / anchors_cxcywh[..., 2:]).log() / size_variance], dim=-1)
+    moved = boxes[..., :2] - anchors_cxcywh[..., :2]
+    ratio = boxes[..., 2:] / anchors_cxcywh[..., 2:]
+    of_centres = moved / anchors_cxcywh[..., 2:] / center_variance
+    of_sizes = ratio.log() / size_variance
+    return torch.cat([of_centres, of_sizes], dim=-1)
 
 
 def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
     """Invert `encode_boxes`: offsets (..., 4) to boxes (..., 4) xyxy, not clipped."""
-    centres = offsets[..., :2] * center_variance * anchors_cxcywh[..., 2:] + anchors_cxcywh[..., :2]
-    return cxcywh_to_xyxy(torch.cat([centres, (offsets[..., 2:] * size_variance).exp() * anchors_cxcywh[..., 2:]], -1))
+    moved = offsets[..., :2] * center_variance * anchors_cxcywh[..., 2:]
+    centres = moved + anchors_cxcywh[..., :2]
+    ratio = (offsets[..., 2:] * size_variance).exp()
+    sizes = ratio * anchors_cxcywh[..., 2:]
+    return cxcywh_to_xyxy(torch.cat([centres, sizes], -1))
 
 
-class Objects(NamedTuple):
+class PaddedObjects(NamedTuple):
     """Boxes of a batch, padded to the largest number in an image, at least 1: xyxy fractions (B, T, 4), labels (B, T)
     int64 (0 on: classes; -1: padding), crowd (B, T) bool."""
 
@@ -76,19 +89,28 @@ class Objects(NamedTuple):
     crowd: Tensor
 
 
-def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> Objects:
-    """Convert the targets of a batch to `Objects`. image_hw: (2,) height and width of the batch's images in pixels."""
-    padding = {"boxes": 0.0, "labels": -1, "iscrowd": 0}
-    boxes, labels, crowd = (_pad([target[name] for target in targets], value) for name, value in padding.items())
-    return Objects(normalize_boxes(boxes.float(), image_hw), labels, crowd > 0)
+def pad_objects(targets: Sequence[Mapping], image_hw: Tensor) -> PaddedObjects:
+    """Convert the targets of a batch to `PaddedObjects`.
+
+    image_hw: (2,) height and width of the batch's images in pixels.
+    """
+    boxes = _pad([target["boxes"] for target in targets], 0.0)
+    crowd = _pad([target["iscrowd"] for target in targets], 0)
+    return PaddedObjects(
+        boxes=normalize_boxes(boxes.float(), image_hw),
+        labels=_pad([target["labels"] for target in targets], -1),
+        crowd=crowd > 0,
+    )
 
 
 def _pad(column: Sequence[Tensor], value: float) -> Tensor:
-    filler = column[0].new_full((1, *column[0].shape[1:]), value)  # a row more, dropped again: there is always a place
-    return pad_sequence([*column, filler], batch_first=True, padding_value=value)[:-1]
+    # An image with one row is added, and dropped again: there is always a place.
+    filler = column[0].new_full((1, *column[0].shape[1:]), value)
+    padded = pad_sequence([*column, filler], batch_first=True, padding_value=value)
+    return padded[:-1]
 
 
-def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float) -> tuple[Tensor, Tensor]:
+def match_anchors(anchors_cxcywh: Tensor, objects: PaddedObjects, iou_threshold: float) -> tuple[Tensor, Tensor]:
     """Assign a box to each anchor.
 
     An anchor takes the box that it overlaps most, if by an IoU of at least the threshold; each box takes the anchor
@@ -99,27 +121,34 @@ def match_anchors(anchors_cxcywh: Tensor, objects: Objects, iou_threshold: float
         anchors_cxcywh: (A, 4) fractions.
 
     Returns:
-        labels (B, A) int64: 0 background, 1 on: class + 1, `IGNORED`; index (B, A) of the matched box.
+        labels (B, A) int64: 0 background, 1 on: class + 1, `IGNORED_LABEL`; index (B, A) of the matched box.
     """
     left, top, right, bottom = cxcywh_to_xyxy(anchors_cxcywh).t().contiguous()  # planes: strided ones are slow
     x0, y0, x1, y1 = objects.boxes[..., None].unbind(-2)  # (B, T, 1)
     # (B, T, A); in place where it can be: on a CPU, memory that is new costs more than the arithmetic
     common = torch.minimum(x1, right).sub_(torch.maximum(x0, left)).clamp_(min=0)
-    common.mul_(torch.minimum(y1, bottom).sub_(torch.maximum(y0, top)).clamp_(min=0))
-    anchor_area = (right - left) * (bottom - top)
+    common_height = torch.minimum(y1, bottom).sub_(torch.maximum(y0, top)).clamp_(min=0)
+    common.mul_(common_height)
+    del common_height
+    anchor_area = (right - left) * (bottom - top)  # (A,)
+    box_area = (x1 - x0) * (y1 - y0)  # (B, T, 1)
+    union = (box_area + anchor_area).sub_(common).add_(1e-5)  # the 1e-5 is CVNets'
     real = (objects.labels >= 0) & ~objects.crowd
-    union = ((x1 - x0) * (y1 - y0) + anchor_area).sub_(common).add_(1e-5)  # the 1e-5 is CVNets'
     iou = torch.div(common, union, out=union).masked_fill_(~real[..., None], -1.0)
 
+    # `forced` is the box that takes an anchor in any case, -1: none. Where boxes 0 and 2 want anchor 7, it is 2.
     best_iou, best_box = iou.max(dim=1)
-    order = torch.arange(iou.shape[1], device=iou.device).expand_as(real).masked_fill(~real, -1)
-    forced = torch.full_like(best_box, -1).scatter_reduce_(1, iou.argmax(dim=2), order, "amax")
+    numbers = torch.arange(iou.shape[1], device=iou.device)
+    order = numbers.expand_as(real).masked_fill(~real, -1)
+    forced = torch.full_like(best_box, -1)
+    forced.scatter_reduce_(1, iou.argmax(dim=2), order, "amax")
     index = torch.where(forced >= 0, forced, best_box)
     positive = (forced >= 0) | (best_iou >= iou_threshold)
     labels = torch.where(positive, objects.labels.gather(1, index) + 1, 0)
     if objects.crowd.is_cuda or bool(objects.crowd.any()):  # a GPU would be waited for
-        in_crowd = (common * objects.crowd[..., None]).amax(dim=1) >= iou_threshold * anchor_area
-        labels = labels.masked_fill_(in_crowd & ~positive, IGNORED)
+        with_crowd = (common * objects.crowd[..., None]).amax(dim=1)
+        in_crowd = with_crowd >= iou_threshold * anchor_area
+        labels = labels.masked_fill_(in_crowd & ~positive, IGNORED_LABEL)
     return labels, index
 
 
@@ -128,9 +157,11 @@ def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tenso
     image."""
     losses = background_loss.masked_fill(labels != 0, -torch.inf)
     order = losses.argsort(dim=1, descending=True)
+    # The losses 0.1, 0.9, 0.5 have the order 1, 2, 0, and the ranks 2, 0, 1.
     positions = torch.arange(order.shape[1], device=order.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(1, order, positions)
-    return (ranks < ratio * (labels > 0).sum(dim=1, keepdim=True)) & (labels == 0)
+    positives = (labels > 0).sum(dim=1, keepdim=True)
+    return (ranks < ratio * positives) & (labels == 0)
 
 
 def multibox_loss(
@@ -157,18 +188,25 @@ def multibox_loss(
     unlabelled = unlabelled_columns(labelled, 0)
     if unlabelled is not None:
         unlabelled = unlabelled[:, None].expand_as(logits).flatten(0, 1)
-    of_background = partial_log_softmax(chosen.detach(), torch.zeros_like(classes), unlabelled, 0)[:, 0]
-    counts = (positive | mine_negatives(-of_background.view_as(labels), labels, ratio)).flatten()
+    background = torch.zeros_like(classes)
+    of_background = partial_log_softmax(chosen.detach(), background, unlabelled, 0)[:, 0]
+    hardest = mine_negatives(-of_background.view_as(labels), labels, ratio)
+    counts = (positive | hardest).flatten()
     if not logits.is_cuda:  # a tenth of the rows count; a GPU would be waited for, and takes all
         rows = counts.nonzero()[:, 0]
-        chosen, classes, counts = chosen[rows], classes[rows], counts[rows]
-        unlabelled = None if unlabelled is None else unlabelled[rows]
+        chosen = chosen[rows]
+        classes = classes[rows]
+        counts = counts[rows]
+        if unlabelled is not None:
+            unlabelled = unlabelled[rows]
     log_probabilities = partial_log_softmax(chosen, classes, unlabelled, 0)
     entropy = F.nll_loss(log_probabilities, classes, reduction="none")
     if label_smoothing:
         entropy = (1 - label_smoothing) * entropy - label_smoothing * log_probabilities.mean(dim=-1)
     distance = F.smooth_l1_loss(offsets, target_offsets, reduction="none").sum(dim=-1)
-    return torch.where(counts, entropy, 0.0).sum(), torch.where(positive, distance, 0.0).sum()
+    classification = torch.where(counts, entropy, 0.0).sum()
+    regression = torch.where(positive, distance, 0.0).sum()
+    return classification, regression
 
 
 class SelfWeighting(nn.Module):
@@ -197,8 +235,10 @@ class SelfWeighting(nn.Module):
             return
         adjusts = self.seen <= self.steps
         sums = torch.where(adjusts, self.sums + of_step.to(self.sums), self.sums)
-        due = adjusts & (((self.seen + 1) % self.every == 0) | (self.seen == self.steps))
-        self.weight.copy_(torch.where(due, sums[0] / sums[1], self.weight))
+        is_last_of_period = (self.seen + 1) % self.every == 0
+        due = adjusts & (is_last_of_period | (self.seen == self.steps))
+        weight = torch.where(due, sums[0] / sums[1], self.weight)
+        self.weight.copy_(weight)
         self.sums.copy_(sums.masked_fill(due, 1e-7))
         self.seen += adjusts
 
@@ -237,7 +277,8 @@ class SsdCriterion(nn.Module):
 
     def denominators(self, anchors_cxcywh: Tensor, targets: Sequence[Mapping], image_hw: Tensor) -> dict[str, float]:
         """Return the number of positive anchors of the batch, on the CPU; arguments as in `forward`."""
-        labels, _ = match_anchors(anchors_cxcywh, pad_objects(targets, image_hw), self.iou_threshold)
+        objects = pad_objects(targets, image_hw)
+        labels, _ = match_anchors(anchors_cxcywh, objects, self.iou_threshold)
         return {"positives": float((labels > 0).sum())}
 
     def forward(
@@ -264,19 +305,27 @@ class SsdCriterion(nn.Module):
         target_offsets = encode_boxes(boxes, anchors_cxcywh, *self.variances).to(exact)
         smoothing = self.label_smoothing if self.training else 0.0
         loss_cls, loss_loc = multibox_loss(
-            logits.to(exact), offsets.to(exact), labels, target_offsets, self.negatives_per_positive, smoothing,
+            logits.to(exact),
+            offsets.to(exact),
+            labels,
+            target_offsets,
+            self.negatives_per_positive,
+            smoothing,
             labelled_classes(targets, logits.device),
         )
         if self.training:
             loss_loc = loss_loc * self.balance.weight
         positives = denominators["positives"]
         losses = {"loss_cls": loss_cls / positives, "loss_loc": loss_loc / positives}
-        return losses, {"positives": ((labels > 0).sum().float(), torch.full_like(loss_cls, len(labels)).detach())}
+        num_positive = (labels > 0).sum().float()
+        num_images = torch.full_like(loss_cls, len(labels)).detach()
+        return losses, {"positives": (num_positive, num_images)}
 
     def balance_losses(self, reduced: Mapping[str, float]) -> None:
         """Adjust the weight of the regression after a step, from the step's losses reduced over window and ranks."""
         if self.balance.steps:
-            of_step = [reduced[f"{name}_unscaled"] * reduced["positives/sum"] for name in self.loss_names]
+            sums = [reduced[f"{name}_unscaled"] * reduced["positives/sum"] for name in self.loss_names]
             weight = self.balance.weight
-            of_step = send(torch.tensor(of_step, dtype=widest_float(weight.device)), weight.device)
-            self.balance.observe(of_step / torch.stack([torch.ones_like(weight), weight]))
+            of_step = send(torch.tensor(sums, dtype=widest_float(weight.device)), weight.device)
+            weights = torch.stack([torch.ones_like(weight), weight])  # of classification and regression
+            self.balance.observe(of_step / weights)

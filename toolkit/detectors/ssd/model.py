@@ -38,7 +38,8 @@ class SSD(Detector):
     Options = SsdOptions
     separable = False  # depthwise separable convolutions in extra levels and heads
     default_weights = {"loss_cls": 1.0, "loss_loc": 1.0}
-    loss_names, metric_names = SsdCriterion.loss_names, SsdCriterion.metric_names
+    loss_names = SsdCriterion.loss_names
+    metric_names = SsdCriterion.metric_names
     divided_by = "positives"
     masks_unlabelled = True
     fixed_size = True
@@ -57,37 +58,55 @@ class SSD(Detector):
         self.clips_anchors = o.clip_anchors
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.backbone, widths = timm_features(
-            o.backbone, strides=backbone_strides, pretrained_backbone=o.pretrained_backbone, norm=o.norm
+            o.backbone,
+            strides=backbone_strides,
+            pretrained_backbone=o.pretrained_backbone,
+            norm=o.norm,
         )
         self.leaves_unused = leaves_stages(self.backbone)
         self.map_widths = tuple(widths)
         self.num_outputs = 4 + 1 + len(class_names)
         self._build_levels(o, widths, len(backbone_strides))
-        settings = (o.iou_threshold, o.center_variance, o.size_variance, o.negatives_per_positive, o.label_smoothing)
-        self.multibox = SsdCriterion(*settings, o.self_weighting_steps, o.self_weighting_every)
+        self.multibox = SsdCriterion(
+            o.iou_threshold,
+            o.center_variance,
+            o.size_variance,
+            o.negatives_per_positive,
+            o.label_smoothing,
+            o.self_weighting_steps,
+            o.self_weighting_every,
+        )
         self.score_threshold = o.score_threshold
         self.nms_threshold = o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
         default_mean, default_std = image_statistics(o.backbone)
-        self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
+        self.mean = tuple(o.mean or default_mean)
+        self.std = tuple(o.std or default_std)
 
     def resolved_options(self) -> dict:
-        return super().resolved_options() | {"mean": list(self.mean), "std": list(self.std)}
+        return {
+            **super().resolved_options(),
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
 
     def _build_levels(self, o: SsdOptions, widths: list[int], of_backbone: int) -> None:
         """Build the `extra` levels after the `of_backbone` first ones, whose channels are `widths`, and the `heads` of
         all."""
         self.extra = nn.ModuleList()
         for stride, width in zip(o.strides[of_backbone:], o.channels[of_backbone:], strict=True):
-            self.extra.append(self._extra_level(widths[-1], width, whole=stride == WHOLE_IMAGE))
+            level = self._extra_level(widths[-1], width, whole=stride == WHOLE_IMAGE)
+            self.extra.append(level)
             widths.append(width)
-        self.heads = nn.ModuleList(
-            self._head(width, into, 2 + 2 * len(set(ratios)), whole=stride == WHOLE_IMAGE)
-            for width, into, ratios, stride in zip(widths, o.channels, o.aspect_ratios, o.strides, strict=True)
-        )
-        last = ("" if isinstance(head, nn.Conv2d) else f".{len(head) - 1}" for head in self.heads)
-        # see toolkit/models/weights/pretrained.py
-        self.class_tensors = {f"heads.{i}{layer}.*": (5, 1, 0) for i, layer in enumerate(last)}
+        self.heads = nn.ModuleList()
+        levels = zip(widths, o.channels, o.aspect_ratios, o.strides, strict=True)
+        for width, into, ratios, stride in levels:
+            anchors = 2 + 2 * len(set(ratios))
+            self.heads.append(self._head(width, into, anchors, whole=stride == WHOLE_IMAGE))
+        self.class_tensors = {}  # see toolkit/models/weights/pretrained.py
+        for i, head in enumerate(self.heads):
+            last = f"heads.{i}" if isinstance(head, nn.Conv2d) else f"heads.{i}.{len(head) - 1}"
+            self.class_tensors[f"{last}.*"] = (5, 1, 0)
         for module in (*self.extra.modules(), *self.heads.modules()):
             if isinstance(module, nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight)
@@ -95,15 +114,26 @@ class SSD(Detector):
                     nn.init.zeros_(module.bias)
         if o.norm in ("group", "sync"):
             convert = group_norms if o.norm == "group" else convert_sync_batchnorm
-            self.extra, self.heads = convert(self.extra), convert(self.heads)
+            self.extra = convert(self.extra)
+            self.heads = convert(self.heads)
 
     def _extra_level(self, width: int, out_width: int, whole: bool) -> nn.Module:
         """Build a level of half the size, or one that covers the whole image."""
         if whole:
-            return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, out_width, 1), nn.ReLU())
+            return nn.Sequential(
+                nn.AdaptiveAvgPool2d(1),
+                nn.Conv2d(width, out_width, 1),
+                nn.ReLU(),
+            )
         if self.separable:
-            return nn.Sequential(conv(width, width, 3, stride=2, groups=width, act=False), conv(width, out_width, 1))
-        return nn.Sequential(conv(width, out_width // 2, 1), conv(out_width // 2, out_width, 3, stride=2))
+            return nn.Sequential(
+                conv(width, width, 3, stride=2, groups=width, act=False),
+                conv(width, out_width, 1),
+            )
+        return nn.Sequential(
+            conv(width, out_width // 2, 1),
+            conv(out_width // 2, out_width, 3, stride=2),
+        )
 
     def _head(self, width: int, into: int, anchors: int, whole: bool) -> nn.Module:
         """Build the head for offsets and class scores of a level's anchors: (B, anchors * num_outputs, H, W)."""
@@ -112,9 +142,10 @@ class SSD(Detector):
             return nn.Conv2d(width, outputs, 1)
         layers = [conv(width, into, 1)] if into != width else []
         if self.separable:
-            layers += [conv(into, into, 3, groups=into, act=False), nn.Conv2d(into, outputs, 1)]
+            layers.append(conv(into, into, 3, groups=into, act=False))
+            layers.append(nn.Conv2d(into, outputs, 1))
         else:
-            layers += [nn.Conv2d(into, outputs, 3, padding=1)]
+            layers.append(nn.Conv2d(into, outputs, 3, padding=1))
         return nn.Sequential(*layers)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
@@ -130,16 +161,22 @@ class SSD(Detector):
             cxcywh as fractions of the image and `image_hw (2,)` pixels.
         """
         dtype = next(self.backbone.parameters()).dtype
-        features = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)))
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype)
+        features = list(self.backbone(pixels))
         for layer in self.extra:
             features.append(layer(features[-1]))
-        flat = [
-            head(feature).permute(0, 2, 3, 1).reshape(len(images), -1, self.num_outputs)
-            for head, feature in zip(self.heads, features, strict=True)
-        ]
-        outputs = torch.cat(flat, dim=1)
+        flat = []
+        for head, feature in zip(self.heads, features, strict=True):
+            of_cells = head(feature).permute(0, 2, 3, 1)  # (B, H, W, anchors * outputs)
+            flat.append(of_cells.reshape(len(images), -1, self.num_outputs))
+        outputs = torch.cat(flat, dim=1)  # (B, A, 4 + C + 1)
         anchors, image_hw = self.anchors(images.shape[-2:], images.device)
-        return {"logits": outputs[..., 4:], "offsets": outputs[..., :4], "anchors": anchors, "image_hw": image_hw}
+        return {
+            "logits": outputs[..., 4:],
+            "offsets": outputs[..., :4],
+            "anchors": anchors,
+            "image_hw": image_hw,
+        }
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -159,34 +196,44 @@ class SSD(Detector):
                 maps = self.backbone(images)
             self.backbone.train(training)
             anchors = square_in_pixels(self._anchors_of(images, maps), image_hw, self.clips_anchors)
-            self._anchors[key] = send(anchors, device), send(torch.tensor(tuple(image_hw)), device)
+            size = torch.tensor(tuple(image_hw))
+            self._anchors[key] = (send(anchors, device), send(size, device))
         return self._anchors[key]
 
     def _anchors_of(self, images: Tensor, maps: Sequence[Tensor]) -> Tensor:
         """Return the anchors (A, 4) of images from the backbone's maps."""
         sizes = [tuple(level.shape[-2:]) for level in maps]
         for stride in self.strides[len(maps) :]:
-            sizes.append((1, 1) if stride == WHOLE_IMAGE else tuple(-(-side // 2) for side in sizes[-1]))
-        levels = zip(sizes, *self.anchor_options, strict=True)
-        return torch.cat([level_anchors(hw, *of_level, self.clips_anchors) for hw, *of_level in levels])
+            half = tuple(-(-side // 2) for side in sizes[-1])  # rounded up
+            sizes.append((1, 1) if stride == WHOLE_IMAGE else half)
+        anchors = []
+        for hw, scales, ratios in zip(sizes, *self.anchor_options, strict=True):
+            anchors.append(level_anchors(hw, scales, ratios, self.clips_anchors))
+        return torch.cat(anchors)
 
     def map_taps(self) -> list[MapTap]:
         """Return the backbone's taps; the levels after it are too coarse to localise a box."""
         return [MapTap(self.backbone, self.strides[: len(self.map_widths)], self.map_widths)]
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
-        scores = outputs["logits"].float().softmax(dim=-1)[..., 1:]
-        return self._boxes(outputs, outputs["image_hw"].expand(len(scores), 2)), scores
+        probabilities = outputs["logits"].float().softmax(dim=-1)
+        sizes_hw = outputs["image_hw"].expand(len(probabilities), 2)
+        return self._boxes(outputs, sizes_hw), probabilities[..., 1:]
 
     def _boxes(self, outputs: Mapping[str, Tensor], sizes_hw: Tensor) -> Tensor:
         """Return boxes (B, A, 4) xyxy of all anchors, not clipped, in images of (B, 2) h, w."""
-        boxes = decode_offsets(outputs["offsets"].float(), outputs["anchors"], *self.multibox.variances)
+        boxes = decode_offsets(
+            outputs["offsets"].float(),
+            outputs["anchors"],
+            *self.multibox.variances,
+        )
         return denormalize_boxes(boxes, sizes_hw)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return this batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
         largest = torch.stack([target["size"] for target in targets]).amax(dim=0).tolist()
-        anchors, image_hw = self.anchors([-(-side // self.stride) * self.stride for side in largest], "cpu")
+        padded_hw = [-(-side // self.stride) * self.stride for side in largest]  # to multiples of the stride
+        anchors, image_hw = self.anchors(padded_hw, "cpu")
         return self.multibox.denominators(anchors, targets, image_hw)
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
@@ -195,20 +242,37 @@ class SSD(Detector):
         return self.multibox(*parts, targets, denominators)
 
     def decode(
-        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes after class-wise suppression, clipped to the original image, best first; scores are above the
         `score_threshold` of the settings. See `Detector.decode`."""
         boxes = self._boxes(outputs, outputs["image_hw"] * orig_sizes / sizes)  # padding may be part of the image
-        scores = outputs["logits"].float().softmax(dim=-1)[..., 1:].transpose(1, 2)  # (B, C, A)
-        scores, anchor = scores.topk(min(self.candidates_per_class, scores.shape[2]), dim=2)
-        boxes = clip_boxes(boxes, orig_sizes).gather(1, anchor.flatten(1)[..., None].expand(-1, -1, 4))
+        probabilities = outputs["logits"].float().softmax(dim=-1)
+        scores = probabilities[..., 1:].transpose(1, 2)  # (B, C, A)
+        count = min(self.candidates_per_class, scores.shape[2])  # of candidates of a class, K
+        scores, anchor = scores.topk(count, dim=2)  # (B, C, K)
+        rows = anchor.flatten(1)[..., None].expand(-1, -1, 4)
+        boxes = clip_boxes(boxes, orig_sizes).gather(1, rows)  # (B, C * K, 4)
         order = scores.flatten(1).sort(dim=1, descending=True).indices
-        count = scores.shape[2]
         candidates = scores.where(scores > max(score_threshold, self.score_threshold), 0)
-        turns = class_wise_nms(boxes.unflatten(1, scores.shape[1:]), candidates, self.nms_threshold, order)
+        turns = class_wise_nms(
+            boxes.unflatten(1, scores.shape[1:]),
+            candidates,
+            self.nms_threshold,
+            order,
+        )
         turns, rows = best_rows(turns.flatten(1), top_k)
-        return rows_of(boxes, rows), scores.flatten(1).gather(1, rows), (rows // count).where(turns > 0, -1)
+        labels = rows // scores.shape[2]  # of 3 candidates a class: 0 0 0 1 1 1 2 ...
+        return (
+            rows_of(boxes, rows),
+            scores.flatten(1).gather(1, rows),
+            labels.where(turns > 0, -1),
+        )
 
 
 def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Tensor:
@@ -219,7 +283,8 @@ def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Te
     if height == width:
         return anchors
     side = math.sqrt(height * width)
-    anchors = anchors * anchors.new_tensor([1, 1, side / width, side / height])
+    factors = anchors.new_tensor([1, 1, side / width, side / height])
+    anchors = anchors * factors
     return anchors.clamp(0, 1) if clip else anchors
 
 
@@ -256,13 +321,17 @@ class SSD300(SSD):
         self.head = model.head
         self.anchor_generator = model.anchor_generator
         self.clips_anchors = self.anchor_generator.clip
-        self.multibox = SsdCriterion(o.iou_threshold, negatives_per_positive=o.negatives_per_positive)
+        self.multibox = SsdCriterion(
+            o.iou_threshold,
+            negatives_per_positive=o.negatives_per_positive,
+        )
         for name in list(self.multibox.balance._buffers):  # no factor is learned: the names stay torchvision's
             self.multibox.balance._non_persistent_buffers_set.add(name)
         self.score_threshold = o.score_threshold
         self.nms_threshold = o.nms_threshold
         self.candidates_per_class = o.candidates_per_class
-        self.mean, self.std = tuple(model.transform.image_mean), tuple(model.transform.image_std)
+        self.mean = tuple(model.transform.image_mean)
+        self.std = tuple(model.transform.image_std)
         self._anchors: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def resolved_options(self) -> dict:
@@ -270,22 +339,39 @@ class SSD300(SSD):
 
     def map_taps(self) -> list[MapTap]:
         """Return taps of the three finest levels; the others are too coarse to localise a box."""
-        heads = self.head.classification_head.module_list[:3]
-        widths = [next(m for m in head.modules() if isinstance(m, nn.Conv2d)).in_channels for head in heads]
-        return [MapTap(self.backbone, self.map_strides, widths, lambda _, maps: list(maps.values())[:3])]
+        widths = []
+        for head in self.head.classification_head.module_list[:3]:
+            convolutions = (module for module in head.modules() if isinstance(module, nn.Conv2d))
+            widths.append(next(convolutions).in_channels)
+        return [
+            MapTap(
+                self.backbone,
+                self.map_strides,
+                widths,
+                lambda _, maps: list(maps.values())[:3],
+            )
+        ]
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Return scores and offsets of every anchor; see `SSD.forward`."""
         dtype = next(self.backbone.parameters()).dtype
-        maps = list(self.backbone(normalize_images(images, sizes, self.mean, self.std, dtype)).values())
-        predictions = self.head(maps)
-        outputs = {"logits": predictions["cls_logits"], "offsets": predictions["bbox_regression"]}
-        return outputs | dict(zip(("anchors", "image_hw"), self.anchors(images.shape[-2:], images.device), strict=True))
+        pixels = normalize_images(images, sizes, self.mean, self.std, dtype)
+        maps = self.backbone(pixels)
+        predictions = self.head(list(maps.values()))
+        anchors, image_hw = self.anchors(images.shape[-2:], images.device)
+        return {
+            "logits": predictions["cls_logits"],
+            "offsets": predictions["bbox_regression"],
+            "anchors": anchors,
+            "image_hw": image_hw,
+        }
 
     def _anchors_of(self, images: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
         height, width = images.shape[-2:]
-        xyxy = self.anchor_generator(ImageList(images, [(height, width)]), list(maps.values()))[0]
-        return xyxy_to_cxcywh(xyxy / send(torch.tensor([width, height] * 2), xyxy.device))
+        of_images = self.anchor_generator(ImageList(images, [(height, width)]), list(maps.values()))
+        xyxy = of_images[0]
+        sides = send(torch.tensor([width, height, width, height]), xyxy.device)
+        return xyxy_to_cxcywh(xyxy / sides)
 
 
 class SSDLite320(SSD300):
@@ -302,14 +388,32 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.numel() == x.shape[1]:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            return F.batch_norm(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                eps=self.eps,
+            )
         return super().forward(x)
 
 
 def conv(width: int, out_width: int, kernel: int, *, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Module:
     """Build convolution, batch norm and, if `act`, ReLU; the size is kept, or divided by the stride and rounded up."""
-    layers = [nn.Conv2d(width, out_width, kernel, stride, kernel // 2, groups=groups, bias=False), BatchNorm(out_width)]
-    return nn.Sequential(*layers, nn.ReLU()) if act else nn.Sequential(*layers)
+    convolution = nn.Conv2d(
+        width,
+        out_width,
+        kernel,
+        stride,
+        padding=kernel // 2,
+        groups=groups,
+        bias=False,
+    )
+    layers = [convolution, BatchNorm(out_width)]
+    if act:
+        layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
 
 
 def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence, ratios: Sequence) -> list[int]:
@@ -328,9 +432,13 @@ def _backbone_strides(backbone: str, strides: Sequence[int], channels: Sequence,
     offered = set(offered_strides(backbone))
     strides_of_maps = [stride for stride in strides if stride in offered]
     missing = len(strides) - len(strides_of_maps)
-    doubled = [strides_of_maps[-1] * 2 ** (i + 1) for i in range(missing)] if strides_of_maps else []
-    buildable = (strides_of_maps + doubled, [*strides_of_maps, *doubled[:-1], WHOLE_IMAGE])
-    if not strides_of_maps or strides_of_maps != sorted(set(strides_of_maps)) or list(strides) not in buildable:
+    is_buildable = False
+    if strides_of_maps and strides_of_maps == sorted(set(strides_of_maps)):
+        doubled = [strides_of_maps[-1] * 2 ** (i + 1) for i in range(missing)]
+        all_doubled = [*strides_of_maps, *doubled]
+        last_is_whole = [*strides_of_maps, *doubled[:-1], WHOLE_IMAGE]
+        is_buildable = list(strides) in (all_doubled, last_is_whole)
+    if not is_buildable:
         problems.append(
             f"model.strides: {list(strides)} cannot be built on {backbone!r}, which has maps of strides "
             f"{sorted(offered)}: expected some of these, increasing, then each twice the one before, then perhaps "

@@ -35,4 +35,6 @@ class SsdTransform:
         image, target = view(image, target, region, size_hw)
         if self.flip and float(torch.rand((), generator=generator)) < 0.5:
             image, target = flip(image, target)
-        return PhotometricDistortion()(image, target, generator) if self.photometric else (image, target)
+        if self.photometric:
+            image, target = PhotometricDistortion()(image, target, generator)
+        return image, target

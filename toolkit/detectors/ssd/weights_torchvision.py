@@ -23,14 +23,18 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 
 
 def _architecture(state: Mapping[str, Tensor]) -> str | None:
-    return next((name for name, (marks, _) in MARKS.items() if all(mark in state for mark in marks)), None)
+    for name, (marks, _) in MARKS.items():
+        if all(mark in state for mark in marks):
+            return name
+    return None
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
     """Return the detector that these tensors belong to."""
     architecture = _architecture(state)
     marks, rows = MARKS[architecture]
-    return Description(architecture, {}, named(len(state[marks[-1]]) // rows - 1))
+    classes = len(state[marks[-1]]) // rows - 1
+    return Description(architecture, {}, named(classes))
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -50,8 +50,13 @@ class DetectionBlock(nn.Module):
 
     def __init__(self, in_channels: int, channels: int):
         super().__init__()
-        widths = (in_channels, channels, channels * 2, channels, channels * 2, channels)
-        self.body = nn.Sequential(*(conv_bn_leaky(widths[i], widths[i + 1], 1 if i % 2 == 0 else 3) for i in range(5)))
+        self.body = nn.Sequential(
+            conv_bn_leaky(in_channels, channels, 1),
+            conv_bn_leaky(channels, channels * 2, 3),
+            conv_bn_leaky(channels * 2, channels, 1),
+            conv_bn_leaky(channels, channels * 2, 3),
+            conv_bn_leaky(channels * 2, channels, 1),
+        )
         self.tip = conv_bn_leaky(channels, channels * 2, 3)
 
 
@@ -93,32 +98,47 @@ class YOLOv3(Detector):
         self.nms_threshold = o.nms_threshold
         self.nms_topk = o.nms_topk
         default_mean, default_std = image_statistics(o.backbone)
-        self.mean, self.std = tuple(o.mean or default_mean), tuple(o.std or default_std)
+        self.mean = tuple(o.mean or default_mean)
+        self.std = tuple(o.std or default_std)
         self.register_buffer("anchors", _checked_anchors(o.anchors), persistent=False)
         self.backbone = _timm_backbone(o) if features is None else features
         self.leaves_unused = features is not None or leaves_stages(self.backbone)
         taps = list(self.backbone.feature_info.channels())[::-1]  # strides 32, 16, 8
-        channels = self._head_channels = list(o.head_channels or (max(1, c // 2) for c in taps))
+        channels = list(o.head_channels or (max(1, width // 2) for width in taps))
+        self._head_channels = channels
         outputs = self.anchors.shape[1] * (5 + self.num_classes)
         inputs = [taps[0], taps[1] + channels[1], taps[2] + channels[2]]
-        self.blocks = nn.ModuleList(DetectionBlock(i, c) for i, c in zip(inputs, channels, strict=True))
-        self.transitions = nn.ModuleList(conv_bn_leaky(channels[i], channels[i + 1], 1) for i in range(2))
-        self.predictions = nn.ModuleList(nn.Conv2d(c * 2, outputs, 1) for c in channels)
+        blocks = [DetectionBlock(*widths) for widths in zip(inputs, channels, strict=True)]
+        self.blocks = nn.ModuleList(blocks)
+        self.transitions = nn.ModuleList(
+            [
+                conv_bn_leaky(channels[0], channels[1], 1),
+                conv_bn_leaky(channels[1], channels[2], 1),
+            ]
+        )
+        self.predictions = nn.ModuleList(nn.Conv2d(width * 2, outputs, 1) for width in channels)
         self._initialize_heads(o.objectness_prior)
         if o.norm in ("group", "sync"):
             convert = group_norms if o.norm == "group" else convert_sync_batchnorm
-            self.blocks, self.transitions = convert(self.blocks), convert(self.transitions)
+            self.blocks = convert(self.blocks)
+            self.transitions = convert(self.transitions)
 
     def resolved_options(self) -> dict:
         options = super().resolved_options()
         slope = LEAKY_SLOPE if options["leaky_slope"] is None else options["leaky_slope"]
-        used = {"leaky_slope": slope, "head_channels": self._head_channels}
-        return options | used | {"mean": list(self.mean), "std": list(self.std)}
+        return {
+            **options,
+            "leaky_slope": slope,
+            "head_channels": self._head_channels,
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
 
     def _initialize_heads(self, objectness_prior: float) -> None:
         if not 0 < objectness_prior < 1:
             raise BadInput(f"model.objectness_prior: {objectness_prior}; expected a probability above 0 and below 1")
-        for module in nn.ModuleList((self.blocks, self.transitions, self.predictions)).modules():
+        heads = nn.ModuleList((self.blocks, self.transitions, self.predictions))
+        for module in heads.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.uniform_(module.weight, -0.07, 0.07)
                 if module.bias is not None:
@@ -137,10 +157,14 @@ class YOLOv3(Detector):
         maps = []
         x = None
         for i, tap in enumerate(self.backbone(pixels)[::-1]):
-            if x is not None:
-                x = torch.cat((interpolate(self.transitions[i - 1](x), scale_factor=2.0, mode="nearest"), tap), dim=1)
-            x = self.blocks[i].body(tap if x is None else x)
-            maps.append(self.predictions[i](self.blocks[i].tip(x)))
+            block = self.blocks[i]
+            if x is None:
+                x = tap
+            else:  # the coarser level, enlarged, beside this one
+                enlarged = interpolate(self.transitions[i - 1](x), scale_factor=2.0, mode="nearest")
+                x = torch.cat((enlarged, tap), dim=1)
+            x = block.body(x)
+            maps.append(self.predictions[i](block.tip(x)))
         return maps
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[dict] | None = None) -> dict[str, Tensor]:
@@ -149,27 +173,38 @@ class YOLOv3(Detector):
         Returns `raw_stride32`, `raw_stride16`, `raw_stride8`, see `raw_maps`, and `sizes`. Targets are not used.
         """
         maps = self.raw_maps(normalize_images(images, sizes, self.mean, self.std))
-        return {f"raw_stride{s}": m for s, m in zip(STRIDES, maps, strict=True)} | {"sizes": sizes}
+        outputs = {f"raw_stride{stride}": level for stride, level in zip(STRIDES, maps, strict=True)}
+        outputs["sizes"] = sizes
+        return outputs
 
     def flat_predictions(self, maps: Sequence[Tensor]) -> tuple[Tensor, Grid]:
         """Convert maps of strides 32, 16, 8 to (B, N, 5 + C) in at least float32, and return the grid of the N
         predictions."""
-        grid = make_grid((maps[0].shape[-2] * 32, maps[0].shape[-1] * 32), self.anchors)
+        height, width = maps[0].shape[-2:]  # of stride 32
+        grid = make_grid((height * 32, width * 32), self.anchors)
         per_cell = self.anchors.shape[1]
-        flat = [m.unflatten(1, (per_cell, -1)).permute(0, 3, 4, 1, 2).flatten(1, 3) for m in maps]
-        return torch.cat([f.to(torch.promote_types(f.dtype, torch.float32)) for f in flat], dim=1), grid
+        flat = []
+        for level in maps:
+            by_anchor = level.unflatten(1, (per_cell, -1))  # (B, A, 5 + C, h, w)
+            rows = by_anchor.permute(0, 3, 4, 1, 2).flatten(1, 3)  # (B, h * w * A, 5 + C)
+            flat.append(rows.to(torch.promote_types(rows.dtype, torch.float32)))
+        return torch.cat(flat, dim=1), grid
 
     def map_taps(self) -> list[MapTap]:
-        levels = zip(self.blocks, STRIDES, self._head_channels, strict=True)
-        return [MapTap(block.body, [stride], [width], lambda _, level: [level]) for block, stride, width in levels]
+        taps = []
+        for block, stride, width in zip(self.blocks, STRIDES, self._head_channels, strict=True):
+            taps.append(MapTap(block.body, [stride], [width], lambda _, level: [level]))
+        return taps
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
         return self._decoded(outputs, sizes)[:2]
 
     def _decoded(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor, Grid]:
         """Return boxes (B, N, 4) in pixels of the network input, scores (B, N, C), 0 in the padding, and the grid."""
-        predictions, grid = self.flat_predictions([outputs[f"raw_stride{s}"] for s in STRIDES])
-        scores = class_scores(predictions).masked_fill(in_padding(sizes.to(predictions), grid)[..., None], 0)
+        maps = [outputs[f"raw_stride{stride}"] for stride in STRIDES]
+        predictions, grid = self.flat_predictions(maps)
+        is_padding = in_padding(sizes.to(predictions), grid)  # (B, N)
+        scores = class_scores(predictions).masked_fill(is_padding[..., None], 0)
         return decode_boxes(predictions, grid), scores, grid
 
     def denominators(self, targets: Sequence[dict]) -> dict[str, float]:
@@ -177,37 +212,60 @@ class YOLOv3(Detector):
         return {"images": float(len(targets))}
 
     def criterion(
-        self, outputs: Mapping[str, Tensor], targets: Sequence[dict], denominators: Mapping[str, Tensor | float]
+        self,
+        outputs: Mapping[str, Tensor],
+        targets: Sequence[dict],
+        denominators: Mapping[str, Tensor | float],
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Return losses of this micro-batch, sums / denominators["images"], and metrics as (sum, count).
 
         class_error: per cent of the assigned predictions whose best class is wrong. box_iou: their IoU with the box.
         """
-        predictions, grid = self.flat_predictions([outputs[f"raw_stride{s}"] for s in STRIDES])
+        maps = [outputs[f"raw_stride{stride}"] for stride in STRIDES]
+        predictions, grid = self.flat_predictions(maps)
         sizes = outputs["sizes"].to(predictions.device)
         assigned = assign_boxes(targets, sizes, self.anchors, grid)
         boxes = decode_boxes(predictions.detach(), grid)
         objectness = objectness_targets(boxes, assigned, sizes, grid, self.ignore_iou)
         labelled = labelled_classes(targets, predictions.device)
         if labelled is not None:  # a prediction of an unlabelled class may be right
-            is_labelled = labelled.gather(1, predictions[..., 5:].detach().argmax(-1))
+            best_class = predictions[..., 5:].detach().argmax(-1)  # (B, N)
+            is_labelled = labelled.gather(1, best_class)
             objectness = objectness.masked_fill((objectness == 0) & ~is_labelled, -1)
         losses = yolov3_losses(predictions, objectness, assigned, self.label_smoothing, labelled)
         losses = {name: loss / denominators["images"] for name, loss in losses.items()}
-        wrong = predictions[assigned.image, assigned.index, 5:].argmax(dim=1) != assigned.labels
+        best_class = predictions[assigned.image, assigned.index, 5:].argmax(dim=1)  # (T,)
+        wrong = best_class != assigned.labels
         iou = box_iou(boxes[assigned.image, assigned.index], assigned.boxes)
-        sums = {"class_error": 100.0 * (wrong & assigned.kept).sum(), "box_iou": iou.where(assigned.kept, 0).sum()}
-        return losses, {name: (value, assigned.kept.sum()) for name, value in sums.items()}
+        count = assigned.kept.sum()
+        metrics = {
+            "class_error": (100.0 * (wrong & assigned.kept).sum(), count),
+            "box_iou": (iou.where(assigned.kept, 0).sum(), count),
+        }
+        return losses, metrics
 
     def decode(
-        self, outputs: Mapping[str, Tensor], sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes after class-wise suppression, best first, clipped to the original image; scores are above the
         `score_threshold` of the settings. See `Detector.decode`."""
         boxes, scores, grid = self._decoded(outputs, sizes)
         minimum = max(score_threshold, self.score_threshold)
-        boxes, scores, labels, keep = class_nms(boxes, scores, grid, self.nms_threshold, self.nms_topk, minimum)
-        return clip_boxes(resize_boxes(boxes, sizes, orig_sizes), orig_sizes), scores, labels.where(keep, -1)
+        boxes, scores, labels, keep = class_nms(
+            boxes,
+            scores,
+            grid,
+            self.nms_threshold,
+            self.nms_topk,
+            minimum,
+        )
+        boxes = clip_boxes(resize_boxes(boxes, sizes, orig_sizes), orig_sizes)
+        return boxes, scores, labels.where(keep, -1)
 
 
 def _checked_anchors(anchors: Sequence) -> Tensor:
@@ -215,7 +273,8 @@ def _checked_anchors(anchors: Sequence) -> Tensor:
         tensor = torch.tensor(anchors, dtype=torch.float32)
     except (TypeError, ValueError):
         tensor = torch.zeros(0)
-    if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.shape[2] != 2 or not (tensor > 0).all():
+    is_valid = tensor.ndim == 3 and tensor.shape[0] == 3 and tensor.shape[2] == 2 and (tensor > 0).all()
+    if not is_valid:
         raise BadInput(
             "model.anchors: expected three lists (strides 32, 16, 8) of equally many [width, height] > 0, got "
             f"{anchors!r}; `python -m toolkit.tools.anchors --annotations FILE` prints such lists"
@@ -225,11 +284,18 @@ def _checked_anchors(anchors: Sequence) -> Tensor:
 
 def class_scores(predictions: Tensor) -> Tensor:
     """Return (B, N, C) = sigmoid(class) * sigmoid(objectness) of raw predictions (B, N, 5 + C)."""
-    return predictions[..., 5:].sigmoid() * predictions[..., 4:5].sigmoid()
+    of_classes = predictions[..., 5:].sigmoid()
+    objectness = predictions[..., 4:5].sigmoid()
+    return of_classes * objectness
 
 
 def class_nms(
-    boxes: Tensor, scores: Tensor, grid: Grid, nms_threshold: float, topk: int, score_threshold: float
+    boxes: Tensor,
+    scores: Tensor,
+    grid: Grid,
+    nms_threshold: float,
+    topk: int,
+    score_threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run GluonCV's box_nms: keep the `topk` best of all classes together, then suppress within each class.
 
@@ -244,24 +310,34 @@ def class_nms(
     order = None if torch.compiler.is_exporting() else _class_major_order(grid, num_classes).flatten()
     scores, picked = best_rows(scores.flatten(1), topk, order)
     labels = picked % num_classes
-    boxes = boxes.gather(1, (picked // num_classes)[..., None].expand(-1, -1, 4))
-    return boxes, scores, labels, sorted_nms(boxes, scores > score_threshold, nms_threshold, labels, num_classes)
+    predictions = picked // num_classes
+    boxes = boxes.gather(1, predictions[..., None].expand(-1, -1, 4))
+    keep = sorted_nms(boxes, scores > score_threshold, nms_threshold, labels, num_classes)
+    return boxes, scores, labels, keep
 
 
 def _class_major_order(grid: Grid, num_classes: int) -> Tensor:
     """Return (N, C) int64: the position of each score in GluonCV's output, which lists a level class by class."""
-    per_level = torch.stack([(grid.strides == s).sum() for s in STRIDES])
-    level = torch.stack([grid.strides[:, 0] == s for s in STRIDES]).long().argmax(dim=0)
+    # With levels of 3 and 12 predictions and 2 classes, prediction 5 is number 2 of the second level, whose scores
+    # begin at 3 * 2 = 6: those of its classes are at 6 + 2 and 6 + 12 + 2.
+    per_level = torch.stack([(grid.strides == stride).sum() for stride in STRIDES])
+    is_level = torch.stack([grid.strides[:, 0] == stride for stride in STRIDES])
+    level = is_level.long().argmax(dim=0)  # (N,)
+    count = per_level[level]
     start = (per_level.cumsum(0) - per_level)[level]
     within = torch.arange(len(level), device=level.device) - start
     classes = torch.arange(num_classes, device=level.device)
-    return (start * num_classes + within)[:, None] + classes * per_level[level][:, None]
+    first = start * num_classes + within
+    return first[:, None] + classes * count[:, None]
 
 
 def _timm_backbone(o: Yolov3Options) -> nn.Module:
     """Build feature maps of strides 8, 16 and 32 of a timm model, with YOLO's leaky ReLUs if the model has such."""
     features, _ = timm_features(
-        o.backbone, strides=STRIDES[::-1], pretrained_backbone=o.pretrained_backbone, norm=o.norm
+        o.backbone,
+        strides=STRIDES[::-1],
+        pretrained_backbone=o.pretrained_backbone,
+        norm=o.norm,
     )
     leaky = [module for module in features.modules() if isinstance(module, nn.LeakyReLU)]
     if leaky and o.pretrained_backbone and o.leaky_slope is None:

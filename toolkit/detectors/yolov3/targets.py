@@ -18,8 +18,8 @@ from toolkit.base.box_ops import widest_float
 
 STRIDES = (32, 16, 8)
 # Pairs of prediction and box compared at once; on a CPU so few that they stay in its cache. Does not change the result.
-PAIRS_AT_ONCE = {"cpu": 2**18}
-PAIRS_AT_ONCE_ELSEWHERE = 2**26
+PAIRS_PER_CHUNK_BY_DEVICE = {"cpu": 2**18}
+PAIRS_PER_CHUNK = 2**26
 
 
 @dataclass(frozen=True)
@@ -38,31 +38,44 @@ class Grid:
 def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
     """Return the grid of an input of (h, w) pixels, both multiples of 32, for anchors (3, A, 2) in pixels, on their
     device."""
-    cells_xy, strides, anchors_wh = [], [], []
+    cells_xy = []
+    strides = []
+    anchors_wh = []
     for stride, level_anchors in zip(STRIDES, anchors, strict=True):
         height = image_hw[0] // stride
         width = image_hw[1] // stride
         per_cell = len(level_anchors)
-        rows, columns = (torch.arange(n, device=anchors.device, dtype=anchors.dtype) for n in (height, width))
-        rows = rows[:, None, None]
-        columns = columns[:, None].expand(height, -1, per_cell)
-        cells_xy.append(torch.stack((columns, rows.expand_as(columns)), dim=-1).reshape(-1, 2))
+        shape = (height, width, per_cell)
+        rows = torch.arange(height, device=anchors.device, dtype=anchors.dtype)
+        columns = torch.arange(width, device=anchors.device, dtype=anchors.dtype)
+        y = rows[:, None, None].expand(shape)
+        x = columns[:, None].expand(shape)
+        cells_xy.append(torch.stack((x, y), dim=-1).reshape(-1, 2))
         strides.append(anchors.new_full((height * width * per_cell, 1), stride))
         anchors_wh.append(level_anchors.repeat(height * width, 1))
-    return Grid(image_hw, torch.cat(cells_xy), torch.cat(strides), torch.cat(anchors_wh))
+    return Grid(
+        image_hw,
+        torch.cat(cells_xy),
+        torch.cat(strides),
+        torch.cat(anchors_wh),
+    )
 
 
 def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
     """Return boxes (B, N, 4) xyxy in pixels of the network input, not clipped, of raw predictions (B, N, 5 + C)."""
-    x, y, w, h = predictions[..., :4].movedim(-1, 0).contiguous()  # planes (B, N): far faster than slices of rows
+    tx, ty, tw, th = predictions[..., :4].movedim(-1, 0).contiguous()  # planes (B, N): far faster than slices of rows
     column, row = grid.cells_xy.unbind(1)
-    half_w, half_h = (size.exp() * anchor / 2 for size, anchor in zip((w, h), grid.anchors_wh.unbind(1), strict=True))
-    x, y = (x.sigmoid() + column) * grid.strides[:, 0], (y.sigmoid() + row) * grid.strides[:, 0]
+    anchor_w, anchor_h = grid.anchors_wh.unbind(1)
+    stride = grid.strides[:, 0]
+    half_w = tw.exp() * anchor_w / 2
+    half_h = th.exp() * anchor_h / 2
+    x = (tx.sigmoid() + column) * stride
+    y = (ty.sigmoid() + row) * stride
     return torch.stack((x - half_w, y - half_h, x + half_w, y + half_h), dim=-1)
 
 
 @dataclass(frozen=True)
-class Assignment:
+class AnchorAssignment:
     """The predictions that the T boxes of a batch are assigned to, and their targets.
 
     image, index: (T,) int64, image in the batch and prediction of that image.
@@ -86,7 +99,7 @@ class Assignment:
     counts: tuple[int, ...]
 
 
-def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, grid: Grid) -> Assignment:
+def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, grid: Grid) -> AnchorAssignment:
     """Assign each box to the cell of its centre and to the anchor, of all levels, that is nearest to it in shape.
 
     Args:
@@ -109,32 +122,37 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
 
     sizes = boxes[:, 2:] - boxes[:, :2]
     centers = boxes[:, :2] + sizes * 0.5
-    best = _shape_iou(sizes, anchors.reshape(-1, 2)).argmax(dim=1)
-    level, anchor = best // per_cell, best % per_cell
-    stride = 32 >> level
-    height, width = grid.image_hw[0] // stride, grid.image_hw[1] // stride
+    anchors_wh = anchors.reshape(-1, 2)  # of all levels
+    best = _shape_iou(sizes, anchors_wh).argmax(dim=1)
+    level = best // per_cell
+    anchor = best % per_cell
+    stride = 32 >> level  # (T,)
+    image_height, image_width = grid.image_hw
+    height, width = image_height // stride, image_width // stride  # of the map, in cells
     # In float64 and in this order, as the original: it decides on which side of a cell border a centre falls.
     x, y = centers.to(widest_float(device)).unbind(1)
-    in_cells = torch.stack((x / grid.image_hw[1] * width, y / grid.image_hw[0] * height), dim=1)
-    last_cell = (sizes_hw.to(device)[image].flip(1) - 1) // stride[:, None]
+    in_cells = torch.stack((x / image_width * width, y / image_height * height), dim=1)
+    sizes_of_boxes_wh = sizes_hw.to(device)[image].flip(1)
+    last_cell = (sizes_of_boxes_wh - 1) // stride[:, None]
     # A NaN, which the guard reports, is nowhere; the losses of its box are NaN too.
     cells = torch.minimum(in_cells.nan_to_num().clamp(min=0).long(), last_cell)
+    column, row = cells.unbind(1)
     # Each level has 4 times the cells of the one before: 0, 1, 5 times those of stride 32 come earlier.
-    start = (grid.image_hw[0] // 32) * (grid.image_hw[1] // 32) * ((1 << 2 * level) - 1) // 3
-    index = (start + cells[:, 1] * width + cells[:, 0]) * per_cell + anchor
+    times = ((1 << 2 * level) - 1) // 3
+    start = (image_height // 32) * (image_width // 32) * times
+    index = (start + row * width + column) * per_cell + anchor
 
-    flat = image * len(grid.cells_xy) + index
-    order = torch.arange(len(flat), device=device).masked_fill(crowd, -1)
-    winner = flat.new_full((len(counts) * len(grid.cells_xy),), -1).scatter_reduce_(0, flat, order, "amax")
-    kept = (winner[flat] == order) & ~crowd
-    return Assignment(
+    count = len(grid.cells_xy)
+    kept = _not_overwritten(image * count + index, crowd, len(counts) * count)
+    image_areas = sizes_hw.to(device, dtype).prod(dim=1)
+    return AnchorAssignment(
         image=image,
         index=index,
         kept=kept,
         ratio=_joined(targets, "mixup", 1, anchors) * kept,
         center=(in_cells - cells).clamp(0, 1).to(dtype),
-        scale=(sizes.clamp(min=1) / anchors.reshape(-1, 2)[best]).log(),
-        weight=2 - sizes.prod(dim=1) / sizes_hw.to(device, dtype).prod(dim=1)[image],
+        scale=(sizes.clamp(min=1) / anchors_wh[best]).log(),
+        weight=2 - sizes.prod(dim=1) / image_areas[image],
         boxes=boxes,
         labels=labels,
         crowd=crowd,
@@ -142,21 +160,40 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     )
 
 
+def _not_overwritten(places: Tensor, crowd: Tensor, num_places: int) -> Tensor:
+    """Return (T,) bool, False for crowd regions and for boxes whose place (T,) a later box takes."""
+    order = torch.arange(len(places), device=places.device).masked_fill(crowd, -1)
+    winner = places.new_full((num_places,), -1)
+    winner.scatter_reduce_(0, places, order, "amax")
+    return (winner[places] == order) & ~crowd
+
+
 def _joined(targets: Sequence[dict], key: str, default: float, like: Tensor) -> Tensor:
     """Join `target[key]` of all images, with the dtype and device of `like`; `default` for images without the key."""
-    values = [t[key].to(like) if key in t else like.new_full((len(t["labels"]),), default) for t in targets]
+    values = []
+    for target in targets:
+        if key in target:
+            values.append(target[key].to(like))
+        else:
+            values.append(like.new_full((len(target["labels"]),), default))
     return torch.cat(values) if values else like.new_zeros(0)
 
 
 def _shape_iou(sizes1_wh: Tensor, sizes2_wh: Tensor) -> Tensor:
     """Return the IoU (T, K) of boxes (T, 2) and (K, 2) put on a common centre; 0 for boxes without area."""
     inner = torch.minimum(sizes1_wh[:, None], sizes2_wh[None]).prod(dim=-1)
-    return inner / (sizes1_wh.prod(dim=-1)[:, None] + sizes2_wh.prod(dim=-1)[None] - inner + 1e-15)
+    area1 = sizes1_wh.prod(dim=-1)[:, None]
+    area2 = sizes2_wh.prod(dim=-1)[None]
+    return inner / (area1 + area2 - inner + 1e-15)
 
 
 @torch.no_grad()
 def objectness_targets(
-    pred_boxes: Tensor, assigned: Assignment, sizes_hw: Tensor, grid: Grid, ignore_iou: float
+    pred_boxes: Tensor,
+    assigned: AnchorAssignment,
+    sizes_hw: Tensor,
+    grid: Grid,
+    ignore_iou: float,
 ) -> Tensor:
     """Return the target (B, N) of each prediction: the mixup ratio (1 without mixup) if a box is assigned, else 0 or
     -1.
@@ -171,7 +208,8 @@ def objectness_targets(
     ignored = _covered(pred_boxes, assigned, ignore_iou) | in_padding(sizes_hw, grid)
     flat = assigned.image * pred_boxes.shape[1] + assigned.index
     # amax: an overwritten box (ratio 0) shares its place with the kept one, and the order of writes is undefined.
-    ratio = pred_boxes.new_zeros(ignored.numel()).scatter_reduce_(0, flat, assigned.ratio.to(pred_boxes.dtype), "amax")
+    ratio = pred_boxes.new_zeros(ignored.numel())
+    ratio.scatter_reduce_(0, flat, assigned.ratio.to(pred_boxes.dtype), "amax")
     ratio = ratio.view_as(ignored)
     return torch.where(ratio > 0, ratio, -ignored.to(ratio.dtype))
 
@@ -179,32 +217,41 @@ def objectness_targets(
 def in_padding(sizes_hw: Tensor, grid: Grid) -> Tensor:
     """Return a (B, N) bool mask of predictions of cells that begin beyond the size (h, w) of an image in a padded
     batch."""
-    return (grid.cells_xy * grid.strides >= sizes_hw.flip(1)[:, None].to(grid.cells_xy)).any(dim=-1)
+    begin_xy = grid.cells_xy * grid.strides  # (N, 2) pixels
+    sizes_wh = sizes_hw.flip(1)[:, None].to(begin_xy)  # (B, 1, 2)
+    return (begin_xy >= sizes_wh).any(dim=-1)
 
 
-def _covered(pred_boxes: Tensor, assigned: Assignment, threshold: float) -> Tensor:
+def _covered(pred_boxes: Tensor, assigned: AnchorAssignment, threshold: float) -> Tensor:
     """Return (B, N) bool: IoU with a box > threshold, or that share of the prediction's area is inside a crowd region.
 
     inter / (area_p + area_g - inter) > t is inter > t / (1 + t) * (area_p + area_g): no division, and a crowd region is
     the same comparison with other constants, inter > t * area_p.
     """
-    areas = (assigned.boxes[:, 2] - assigned.boxes[:, 0]) * (assigned.boxes[:, 3] - assigned.boxes[:, 1])
+    left, top, right, bottom = assigned.boxes.unbind(1)
+    areas = (right - left) * (bottom - top)
     factor = torch.where(assigned.crowd, threshold, threshold / (1 + threshold))
-    columns = (*assigned.boxes.unbind(1), factor, torch.where(assigned.crowd, 0, areas))
-    padded = pad_rows(torch.stack(columns, dim=-1).to(pred_boxes.dtype), assigned.counts)
-    padded = padded.movedim(-1, 0).contiguous()  # (6, B, M)
+    of_truth = torch.where(assigned.crowd, 0, areas)
+    columns = torch.stack((left, top, right, bottom, factor, of_truth), dim=-1)  # (T, 6)
+    padded = pad_rows(columns.to(pred_boxes.dtype), assigned.counts)  # (B, M, 6)
+    truth_planes = padded.movedim(-1, 0).contiguous()[..., None]  # (6, B, M, 1)
     planes = pred_boxes.movedim(-1, 0).contiguous()[:, :, None]  # (4, B, 1, N)
-    pairs = max(1, padded.shape[2] * pred_boxes.shape[1])
-    images = max(1, PAIRS_AT_ONCE.get(pred_boxes.device.type, PAIRS_AT_ONCE_ELSEWHERE) // pairs)
-    chunks = zip(planes.split(images, dim=1), padded[..., None].split(images, dim=1), strict=True)
-    return torch.cat([_over_threshold(*pred, *truth) for pred, truth in chunks])
+    pairs_of_image = max(1, padded.shape[1] * pred_boxes.shape[1])
+    at_once = PAIRS_PER_CHUNK_BY_DEVICE.get(pred_boxes.device.type, PAIRS_PER_CHUNK)
+    images = max(1, at_once // pairs_of_image)
+    covered = []
+    for pred, truth in zip(planes.split(images, dim=1), truth_planes.split(images, dim=1), strict=True):
+        covered.append(_over_threshold(*pred, *truth))
+    return torch.cat(covered)
 
 
 def _over_threshold(left, top, right, bottom, x0, y0, x1, y1, factor, gt_area) -> Tensor:
     """Return (b, N) bool, of planes (b, 1, N) of predictions and (b, M, 1) of boxes; see `_covered`."""
     inter = torch.minimum(right, x1).sub_(torch.maximum(left, x0)).clamp_(min=0)
     inter *= torch.minimum(bottom, y1).sub_(torch.maximum(top, y0))  # a negative height fails the comparison as well
-    return (inter > torch.addcmul(gt_area * factor, (right - left) * (bottom - top), factor)).any(dim=1)
+    area = (right - left) * (bottom - top)  # (b, 1, N)
+    least = torch.addcmul(gt_area * factor, area, factor)  # (area + gt_area) * factor
+    return (inter > least).any(dim=1)
 
 
 def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Tensor:
@@ -217,7 +264,7 @@ def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Te
 def yolov3_losses(
     predictions: Tensor,
     objectness: Tensor,
-    assigned: Assignment,
+    assigned: AnchorAssignment,
     label_smoothing: bool = False,
     labelled: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -232,40 +279,55 @@ def yolov3_losses(
     loss_center: 2 - w * h times binary cross-entropy of sigmoid(tx, ty); loss_scale: the same times |tw, th - target|;
     loss_cls: binary cross-entropy of all classes; these three of predictions with a box only.
     """
-    weight = torch.where(objectness > 0, objectness, (objectness == 0).to(objectness.dtype))
+    is_negative = (objectness == 0).to(objectness.dtype)
+    weight = torch.where(objectness > 0, objectness, is_negative)
     positive = (objectness > 0).to(predictions.dtype)
     logits, at_boxes = _objectness_and_rows(predictions, assigned)
     ratio = assigned.ratio.to(predictions.dtype)[:, None]
     ratio_weight = ratio * assigned.weight[:, None].to(predictions.dtype)
-    classes = class_targets(assigned.labels, predictions.shape[2] - 5, label_smoothing).to(predictions.dtype)
+    num_classes = predictions.shape[2] - 5
+    classes = class_targets(assigned.labels, num_classes, label_smoothing).to(predictions.dtype)
     center = assigned.center.to(predictions.dtype)
+    center_weight = ratio_weight.expand_as(center)
     class_weight = ratio.expand_as(classes)
     if labelled is not None:
-        is_class = assigned.labels[:, None] == torch.arange(classes.shape[1], device=classes.device)
+        is_class = assigned.labels[:, None] == torch.arange(num_classes, device=classes.device)
         class_weight = class_weight.where(labelled[assigned.image] | is_class, 0)
+    loss_obj = bce(logits, positive, weight, reduction="sum")
+    loss_center = bce(at_boxes[:, :2], center, center_weight, reduction="sum")
+    distance = (at_boxes[:, 2:4] - assigned.scale).abs()
+    loss_scale = (ratio_weight * distance).sum()
+    loss_cls = bce(at_boxes[:, 5:], classes, class_weight, reduction="sum")
     return {
-        "loss_obj": bce(logits, positive, weight, reduction="sum"),
-        "loss_center": bce(at_boxes[:, :2], center, ratio_weight.expand_as(center), reduction="sum"),
-        "loss_scale": (ratio_weight * (at_boxes[:, 2:4] - assigned.scale).abs()).sum(),
-        "loss_cls": bce(at_boxes[:, 5:], classes, class_weight, reduction="sum"),
+        "loss_obj": loss_obj,
+        "loss_center": loss_center,
+        "loss_scale": loss_scale,
+        "loss_cls": loss_cls,
     }
 
 
-def _objectness_and_rows(predictions: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
+def _objectness_and_rows(predictions: Tensor, assigned: AnchorAssignment) -> tuple[Tensor, Tensor]:
     """Return objectness logits (B, N) and the predictions (T, 5 + C) at the boxes.
 
     Picked by one index: the gradient of each slice of its own would fill an array as large as the predictions.
     """
+    # With 7 outputs the objectness of prediction 3 is number 3 * 7 + 4 = 25 of all numbers; its whole row is 21 to 27.
     batch, count, outputs = predictions.shape
-    columns = torch.arange(outputs, device=predictions.device)
-    everywhere = torch.arange(batch * count, device=predictions.device) * outputs + 4
-    rows = ((assigned.image * count + assigned.index) * outputs)[:, None] + columns
-    picked = predictions.flatten().index_select(0, torch.cat((everywhere, rows.flatten())))
-    return picked[: batch * count].view(batch, count), picked[batch * count :].view(-1, outputs)
+    total = batch * count
+    objectness_at = torch.arange(total, device=predictions.device) * outputs + 4
+    row_starts = (assigned.image * count + assigned.index) * outputs
+    rows_at = row_starts[:, None] + torch.arange(outputs, device=predictions.device)  # (T, 5 + C)
+    picked = predictions.flatten().index_select(0, torch.cat((objectness_at, rows_at.flatten())))
+    objectness = picked[:total].view(batch, count)
+    rows = picked[total:].view(-1, outputs)
+    return objectness, rows
 
 
 def kmeans_anchors(
-    sizes_wh: np.ndarray, clusters: int = 9, seed: int = 0, rounds: int = 300
+    sizes_wh: np.ndarray,
+    clusters: int = 9,
+    seed: int = 0,
+    rounds: int = 300,
 ) -> tuple[np.ndarray, float]:
     """Compute anchors by k-means with 1 - IoU of centred boxes as distance (Redmon & Farhadi, YOLO9000, section 2).
 
@@ -280,20 +342,26 @@ def kmeans_anchors(
     anchors = sizes[generator.integers(len(sizes))][None]
     while len(anchors) < clusters:
         distance = (1 - shape_iou(sizes, anchors).max(axis=1)) ** 2
-        p = distance / distance.sum() if distance.sum() > 0 else None
-        anchors = np.vstack((anchors, sizes[generator.choice(len(sizes), p=p)]))
+        probabilities = distance / distance.sum() if distance.sum() > 0 else None
+        chosen = generator.choice(len(sizes), p=probabilities)
+        anchors = np.vstack((anchors, sizes[chosen]))
     nearest = None
     for _ in range(rounds):
-        previous, nearest = nearest, shape_iou(sizes, anchors).argmax(axis=1)
+        previous = nearest
+        nearest = shape_iou(sizes, anchors).argmax(axis=1)
         if previous is not None and (nearest == previous).all():
             break
         for k in np.unique(nearest):
             anchors[k] = np.median(sizes[nearest == k], axis=0)
-    anchors = anchors[np.argsort(anchors.prod(axis=1), kind="stable")]
-    return anchors, float(shape_iou(sizes, anchors).max(axis=1).mean())
+    by_area = np.argsort(anchors.prod(axis=1), kind="stable")
+    anchors = anchors[by_area]
+    best_iou = shape_iou(sizes, anchors).max(axis=1)
+    return anchors, float(best_iou.mean())
 
 
 def shape_iou(sizes1_wh: np.ndarray, sizes2_wh: np.ndarray) -> np.ndarray:
     """Return the IoU (n, k) of positive box sizes (n, 2) and (k, 2) put on a common centre."""
     inner = np.minimum(sizes1_wh[:, None], sizes2_wh[None]).prod(axis=2)
-    return inner / (sizes1_wh.prod(axis=1)[:, None] + sizes2_wh.prod(axis=1)[None] - inner)
+    area1 = sizes1_wh.prod(axis=1)[:, None]
+    area2 = sizes2_wh.prod(axis=1)[None]
+    return inner / (area1 + area2 - inner)

@@ -47,12 +47,14 @@ class ColourDistortion:
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         contrast_first, *chances = torch.rand(5, generator=generator).tolist()
         u = torch.rand(4, generator=generator).tolist()
-        saturation = (F.adjust_saturation, _between(*self.saturation, u[1]), chances[1])
-        hue = (F.adjust_hue, _between(-self.hue, self.hue, u[2]), chances[2])
-        contrast = (F.adjust_brightness, _between(*self.contrast, u[3]), chances[3])  # torchvision's is a plain factor
         if chances[0] < self.probability:
             added = _between(-self.brightness, self.brightness, u[0])
-            image = image.to(torch.float32).add_(added).clamp_(0, 255).to(torch.uint8)
+            brighter = image.to(torch.float32).add_(added)
+            image = brighter.clamp_(0, 255).to(torch.uint8)
+        saturation = (F.adjust_saturation, _between(*self.saturation, u[1]), chances[1])
+        hue = (F.adjust_hue, _between(-self.hue, self.hue, u[2]), chances[2])
+        # torchvision's brightness is a plain factor
+        contrast = (F.adjust_brightness, _between(*self.contrast, u[3]), chances[3])
         steps = [contrast, saturation, hue] if contrast_first < 0.5 else [saturation, hue, contrast]
         for adjust, amount, chance in steps:
             if chance < self.probability:
@@ -69,16 +71,20 @@ class RandomExpand:
     probability: float = 0.5
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
-        chance, ratio, down, right = torch.rand(4, generator=generator).tolist()
+        chance, larger, down, right = torch.rand(4, generator=generator).tolist()
         if chance >= self.probability:
             return image, target
         height, width = image.shape[-2:]
-        ratio = _between(1.0, self.max_ratio, ratio)
-        size_hw = int(height * ratio), int(width * ratio)
-        top, left = int(down * (size_hw[0] - height + 1)), int(right * (size_hw[1] - width + 1))
+        ratio = _between(1.0, self.max_ratio, larger)
+        canvas_height = int(height * ratio)
+        canvas_width = int(width * ratio)
+        top = int(down * (canvas_height - height + 1))
+        left = int(right * (canvas_width - width + 1))
+        size_hw = (canvas_height, canvas_width)
         canvas = filled_canvas(size_hw)
         canvas[:, top : top + height, left : left + width] = image
-        boxes = target["boxes"] + torch.tensor([left, top, left, top], dtype=torch.float32)
+        moved = torch.tensor([left, top, left, top], dtype=torch.float32)
+        boxes = target["boxes"] + moved
         return canvas, {**target, "boxes": boxes, "size": torch.tensor(size_hw)}
 
 
@@ -103,11 +109,15 @@ class ConstrainedCrop:
         if not len(boxes):
             return tuple(regions[0, 0].tolist())
         top, left, height, width = regions.unbind(-1)
-        corners = torch.stack((left, top, left + width, top + height), dim=-1).to(torch.float32)
-        iou = pairwise_iou(corners.flatten(0, 1), boxes).view(*corners.shape[:2], -1)
+        corners = torch.stack((left, top, left + width, top + height), dim=-1)
+        xyxy = corners.to(torch.float32)  # (constraints, trials, 4)
+        iou = pairwise_iou(xyxy.flatten(0, 1), boxes)
+        iou = iou.view(*xyxy.shape[:2], -1)  # (constraints, trials, N)
         least, largest = torch.tensor(self.constraints).unbind(1)
         meets = (iou.amin(-1) >= least[:, None]) & (iou.amax(-1) <= largest[:, None])
-        first = regions[torch.arange(len(meets)), meets.int().argmax(1)][meets.any(1)]
+        first_trial = meets.int().argmax(1)
+        first = regions[torch.arange(len(meets)), first_trial]
+        first = first[meets.any(1)]
         candidates = [(0, 0, *size_hw), *map(tuple, first.tolist())]
         for i in torch.randperm(len(candidates), generator=generator).tolist():
             if bool(centres_in_region(boxes, candidates[i]).any()):
@@ -118,16 +128,21 @@ class ConstrainedCrop:
         """Return (constraints, trials, 4) int64 top, left, height, width."""
         u = torch.rand(4, len(self.constraints), self.trials, generator=generator)
         scale = _between(self.min_scale, 1.0, u[0])
-        lowest, highest = scale.square().clamp(min=1 / self.max_aspect), scale.square().reciprocal()
-        aspect = _between(lowest, highest.clamp(max=self.max_aspect), u[1]).sqrt()
-        height = (size_hw[0] * scale / aspect).long().clamp(1, size_hw[0])
-        width = (size_hw[1] * scale * aspect).long().clamp(1, size_hw[1])
-        top, left = (u[2] * (size_hw[0] - height)).long(), (u[3] * (size_hw[1] - width)).long()
+        lowest = scale.square().clamp(min=1 / self.max_aspect)
+        highest = scale.square().reciprocal()
+        highest = highest.clamp(max=self.max_aspect)
+        root = _between(lowest, highest, u[1]).sqrt()  # of the aspect, width to height
+        image_height, image_width = size_hw
+        height = (image_height * scale / root).long().clamp(1, image_height)
+        width = (image_width * scale * root).long().clamp(1, image_width)
+        top = (u[2] * (image_height - height)).long()
+        left = (u[3] * (image_width - width)).long()
         return torch.stack((top, left, height, width), dim=-1)
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator) -> Sample:
         region = self.draw(target["boxes"], tuple(image.shape[-2:]), generator)
-        return crop(image, keep_boxes(target, centres_in_region(target["boxes"], region)), region)
+        inside = centres_in_region(target["boxes"], region)
+        return crop(image, keep_boxes(target, inside), region)
 
 
 @dataclass(frozen=True)
@@ -140,21 +155,31 @@ class Yolov3Transform:
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator, size_hw: tuple[int, int]) -> Sample:
         for step in self.steps:
             image, target = step(image, target, generator)
-        method = INTERPOLATIONS[int(torch.randint(len(INTERPOLATIONS), (), generator=generator))]
+        drawn = torch.randint(len(INTERPOLATIONS), (), generator=generator)
+        method = INTERPOLATIONS[int(drawn)]
         image, target = resize_by(image, target, size_hw, method)
         return RandomFlip(self.flip_probability)(image, target, generator)
 
 
 def yolov3_transform(
-    *, photometric: bool = False, zoom_out: float = 1.0, iou_crop: bool = False, flip: bool = False
+    *,
+    photometric: bool = False,
+    zoom_out: float = 1.0,
+    iou_crop: bool = False,
+    flip: bool = False,
 ) -> Transform:
     """Build GluonCV's recipe, or the requested part of it (there zoom_out is 4); with zoom_out 1 and nothing else, a
     plain resize."""
     if not (photometric or zoom_out > 1 or iou_crop or flip):
         return ThenResize()
-    steps = (ColourDistortion(),) * photometric + (RandomExpand(zoom_out),) * (zoom_out > 1)
-    steps += (ConstrainedCrop(),) * iou_crop
-    return Yolov3Transform(steps, 0.5 if flip else 0.0)
+    steps = []
+    if photometric:
+        steps.append(ColourDistortion())
+    if zoom_out > 1:
+        steps.append(RandomExpand(zoom_out))
+    if iou_crop:
+        steps.append(ConstrainedCrop())
+    return Yolov3Transform(tuple(steps), 0.5 if flip else 0.0)
 
 
 def resize_by(image: Tensor, target: Target, size_hw: tuple[int, int], method: Image.Resampling) -> Sample:
@@ -162,8 +187,10 @@ def resize_by(image: Tensor, target: Target, size_hw: tuple[int, int], method: I
     target = resize_target(target, tuple(image.shape[-2:]), size_hw)
     if tuple(image.shape[-2:]) == tuple(size_hw):
         return image, target
-    pixels = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).resize(size_hw[::-1], method)
-    return F.pil_to_tensor(pixels), target
+    height, width = size_hw
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    resized = picture.resize((width, height), method)
+    return F.pil_to_tensor(resized), target
 
 
 def _between(low, high, u):

@@ -36,7 +36,8 @@ def head_layers(classes: int, anchors: int = 3) -> Iterator[tuple[str, str | Non
     for level, width in enumerate((512, 256, 128)):
         if level:
             yield f"transitions.{level - 1}.0", f"transitions.{level - 1}.1", (width, 2 * width, 1, 1)
-        narrow, wide = (width, 2 * width, 1, 1), (2 * width, width, 3, 3)
+        narrow = (width, 2 * width, 1, 1)
+        wide = (2 * width, width, 3, 3)
         first = (width, 3 * width, 1, 1) if level else narrow
         for i, shape in enumerate((first, wide, narrow, wide, narrow)):
             yield f"blocks.{level}.body.{i}.0", f"blocks.{level}.body.{i}.1", shape
@@ -45,7 +46,11 @@ def head_layers(classes: int, anchors: int = 3) -> Iterator[tuple[str, str | Non
 
 
 def _size(layers) -> int:
-    return sum(int(np.prod(shape)) + (4 if norm else 1) * shape[0] for _, norm, shape in layers)
+    numbers = 0
+    for _, norm, shape in layers:
+        vectors = len(NORM) if norm else 1  # of one number a channel
+        numbers += int(np.prod(shape)) + vectors * shape[0]
+    return numbers
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -62,7 +67,8 @@ def read(path: Path) -> dict[str, Tensor]:
     start = 20 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 16
     if (len(raw) - start) % 4:
         raise BadInput(f"model.pretrained {path}: the file ends in the middle of a number; download it again")
-    return {"darknet": torch.from_numpy(np.frombuffer(raw, "<f4", offset=start).copy())}
+    numbers = np.frombuffer(raw, "<f4", offset=start)
+    return {"darknet": torch.from_numpy(numbers.copy())}
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
@@ -72,7 +78,8 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 
 def classes_of(numbers: int) -> int | None:
     """Return the number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
-    backbone, heads = _size(backbone_layers()), _size(head_layers(0))
+    backbone = _size(backbone_layers())
+    heads = _size(head_layers(0))
     if numbers == backbone:
         return 0
     per_class = _size(head_layers(1)) - heads
@@ -92,7 +99,12 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
             f"model.pretrained {file}: {len(state['darknet'])} numbers do not make a YOLOv3 on Darknet-53; "
             "yolov3.weights, others of the same .cfg with their own classes, and darknet53.conv.74 are supported"
         )
-    options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.0] * 3, "std": [1.0] * 3}
+    options = {
+        "backbone": "darknet53",
+        "leaky_slope": 0.1,
+        "mean": [0.0] * 3,
+        "std": [1.0] * 3,
+    }
     return Description("yolov3", options, named(classes) if classes else ["none"])
 
 
@@ -100,14 +112,19 @@ def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the numbers as tensors under our names."""
     numbers = state["darknet"]
     classes = classes_of(len(state["darknet"]))
+    layers = list(backbone_layers())
+    if classes:
+        layers += head_layers(classes)
     position = 0
     tensors = {}
-    for conv, norm, shape in [*backbone_layers(), *(head_layers(classes) if classes else ())]:
-        for name in [f"{norm}.{leaf}" for leaf in NORM] if norm else [f"{conv}.bias"]:
+    for conv, norm, shape in layers:
+        vectors = [f"{norm}.{leaf}" for leaf in NORM] if norm else [f"{conv}.bias"]
+        for name in vectors:
             tensors[name] = numbers[position : position + shape[0]].clone()
             position += shape[0]
         count = int(np.prod(shape))
-        tensors[f"{conv}.weight"] = numbers[position : position + count].reshape(shape).clone()
+        kernel = numbers[position : position + count].reshape(shape)
+        tensors[f"{conv}.weight"] = kernel.clone()
         position += count
         if norm:
             tensors[f"{norm}.num_batches_tracked"] = torch.zeros((), dtype=torch.int64)

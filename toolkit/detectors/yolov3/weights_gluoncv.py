@@ -20,9 +20,9 @@ from toolkit.base.errors import BadInput
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.models.weights.names import Description, named
 
-LIST = 0x112
+LIST_MAGIC = 0x112
 V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
-TYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
+DTYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
 NORM = {"bias": "beta", "weight": "gamma", "running_mean": "running_mean", "running_var": "running_var"}
 
 
@@ -49,8 +49,8 @@ def _read(raw: bytes) -> dict[str, Tensor]:
         return values[0] if len(values) == 1 else values
 
     magic, _, number = take("QQQ")
-    if magic != LIST:
-        raise ValueError(f"it begins with {magic:#x} instead of {LIST:#x}")
+    if magic != LIST_MAGIC:
+        raise ValueError(f"it begins with {magic:#x} instead of {LIST_MAGIC:#x}")
     arrays = []
     for _ in range(number):
         version = take("I")
@@ -63,13 +63,17 @@ def _read(raw: bytes) -> dict[str, Tensor]:
         else:  # before there were versions this was the number of dimensions
             shape = [take("I") for _ in range(version)]
         _, _, kind = take("iii")
-        if kind not in TYPES or any(side < 0 for side in shape):
+        if kind not in DTYPES or any(side < 0 for side in shape):
             raise ValueError(f"numbers of type {kind}, shape {shape}")
         count = int(np.prod(shape))
-        array = np.frombuffer(raw, TYPES[kind], count, offset).reshape(shape)
+        array = np.frombuffer(raw, DTYPES[kind], count, offset).reshape(shape)
         offset += array.nbytes
         arrays.append(torch.from_numpy(array.copy()))
-    names = [take(f"{take('Q')}s").decode().removeprefix("arg:").removeprefix("aux:") for _ in range(take("Q"))]
+    names = []
+    for _ in range(take("Q")):
+        length = take("Q")
+        name = take(f"{length}s").decode()
+        names.append(name.removeprefix("arg:").removeprefix("aux:"))
     return dict(zip(names, arrays, strict=True))
 
 
@@ -81,7 +85,12 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 def described(state: Mapping[str, Tensor], file: str) -> Description:
     """Describe the detector that these tensors belong to."""
     rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
-    options = {"backbone": "darknet53", "leaky_slope": 0.1, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    options = {
+        "backbone": "darknet53",
+        "leaky_slope": 0.1,
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+    }
     return Description("yolov3", options, named(rows))
 
 
@@ -92,7 +101,8 @@ def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
         if norm is None:
             yield f"{conv}.bias", f"{_theirs(conv)}.bias"
         else:
-            yield from ((f"{norm}.{ours}", f"{_theirs(norm)}.{leaf}") for ours, leaf in NORM.items())
+            for ours, leaf in NORM.items():
+                yield f"{norm}.{ours}", f"{_theirs(norm)}.{leaf}"
 
 
 def _theirs(name: str) -> str:
@@ -113,6 +123,11 @@ def _theirs(name: str) -> str:
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the publisher's tensors under our names; anchors and offsets are not weights and are left out."""
     classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
-    tensors = {our_name: state[their_name].float() for our_name, their_name in tensor_names(classes)}
-    counted = [name.replace("running_var", "num_batches_tracked") for name in tensors if name.endswith("running_var")]
-    return tensors | {name: torch.zeros((), dtype=torch.int64) for name in counted}
+    tensors = {}
+    for our_name, their_name in tensor_names(classes):
+        tensors[our_name] = state[their_name].float()
+    for name in list(tensors):
+        if name.endswith("running_var"):
+            counter = name.replace("running_var", "num_batches_tracked")
+            tensors[counter] = torch.zeros((), dtype=torch.int64)
+    return tensors

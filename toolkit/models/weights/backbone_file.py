@@ -15,7 +15,7 @@ from toolkit.base.errors import BadInput
 from toolkit.models.weights.files import read_tensors
 
 SETTING = "model.pretrained_backbone"
-SHOWN = 4  # names of a list in a message
+MAX_NAMED_TENSORS = 4  # names of a list in a message
 
 # Names of `efficientnet_pytorch` (lukemelas) and its Lite variant, as the package registries distribute them.
 EFFICIENTNET_MARK = "_conv_stem.weight"  # a tensor that only these files have
@@ -114,7 +114,7 @@ def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) 
         except TypeError:  # older ones accept only the tensors
             return filter_fn(dict(offered))
     except (LookupError, RuntimeError, ValueError, AttributeError, TypeError) as error:
-        some = ", ".join(list(offered)[:SHOWN])
+        some = ", ".join(list(offered)[:MAX_NAMED_TENSORS])
         raise BadInput(
             f"{SETTING} {file}: its {len(offered)} tensors ({some}, ...) are not those of timm's {name!r}; give a file "
             "of timm's weights for this backbone."
@@ -172,8 +172,8 @@ def _summary(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], matchi
 
 
 def _listed(names: list[str]) -> str:
-    text = ", ".join(names[:SHOWN])
-    return f"{text}, ..." if len(names) > SHOWN else text
+    text = ", ".join(names[:MAX_NAMED_TENSORS])
+    return f"{text}, ..." if len(names) > MAX_NAMED_TENSORS else text
 
 
 def _part(name: str) -> str:

@@ -19,7 +19,7 @@ from toolkit.base.errors import BadInput
 from toolkit.models.detector import Detector, kept_maps
 
 # Losses by name: default weight, and what they are averaged over.
-LOSSES = {
+DISTILLATION_LOSSES = {
     "loss_distill_maps": (1.0, "images"),
     "loss_distill_classes": (1.0, "boxes"),
     "loss_distill_boxes": (5.0, "boxes"),
@@ -66,18 +66,18 @@ class Distillation(nn.Module):
 
     @property
     def loss_names(self) -> list[str]:
-        """Return the names in `LOSSES` that apply to these two detectors."""
-        return list(LOSSES)[0 if self.maps else 1 : 3 if self.has_queries else 1]
+        """Return the names in `DISTILLATION_LOSSES` that apply to these two detectors."""
+        return list(DISTILLATION_LOSSES)[0 if self.maps else 1 : 3 if self.has_queries else 1]
 
     @property
     def default_weights(self) -> dict[str, float]:
         """Return the weight of each loss that the settings do not give."""
-        return {name: LOSSES[name][0] for name in self.loss_names}
+        return {name: DISTILLATION_LOSSES[name][0] for name in self.loss_names}
 
     @property
     def divided_by(self) -> dict[str, str]:
         """Return what each loss is averaged over: "images" or "boxes"."""
-        return {name: LOSSES[name][1] for name in self.loss_names}
+        return {name: DISTILLATION_LOSSES[name][1] for name in self.loss_names}
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict]:
         """Return the optimizer group of the convolutions, or no group if there are no maps."""
@@ -114,7 +114,7 @@ class Distillation(nn.Module):
         self._outputs = outputs
 
     def forward(self) -> dict[str, Tensor]:
-        """Return the losses in float32, each a mean over the images or boxes of the batch, as `LOSSES` says."""
+        """Return the losses in float32, means over the images or boxes of the batch as in `DISTILLATION_LOSSES`."""
         student, teacher = self._both
         batch = self._batch
         with torch.autocast(batch.images.device.type, enabled=False):
@@ -135,7 +135,12 @@ def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
     """Return the mean of 1 - Pearson's correlation of two maps (B, C, h, w) over images and channels. The
     correlation is over the positions of an image; the second map is resized to the first."""
     if own.shape != taught.shape:
-        taught = interpolate(taught.float(), own.shape[-2:], mode="bilinear", align_corners=False)
+        taught = interpolate(
+            taught.float(),
+            own.shape[-2:],
+            mode="bilinear",
+            align_corners=False,
+        )
     own, taught = (maps.float().flatten(2) for maps in (own, taught))
     own, taught = (maps - maps.mean(2, keepdim=True) for maps in (own, taught))
     lengths = own.square().sum(2) * taught.square().sum(2)
@@ -143,7 +148,9 @@ def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
 
 
 def query_losses(
-    own: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], targets: Sequence[Mapping]
+    own: tuple[Tensor, Tensor],
+    theirs: tuple[Tensor, Tensor],
+    targets: Sequence[Mapping],
 ) -> dict[str, Tensor]:
     """Return the binary cross-entropy of class scores (B, Q, C) and the L1 distance of boxes (B, Q, 4) between the
     queries of both detectors that are matched to the same object. Sums are divided by the number of boxes of
@@ -156,8 +163,15 @@ def query_losses(
     scores, boxes = (part[image, rows[image, target]] for part in own)
     their_scores, their_boxes = (part[image, their_rows[image, target]] for part in theirs)
     count = max(1, sum(len(each["labels"]) for each in targets))
-    classes = binary_cross_entropy(scores.clamp(0, 1), their_scores.clamp(0, 1), reduction="sum")
-    return {"loss_distill_classes": classes / count, "loss_distill_boxes": (boxes - their_boxes).abs().sum() / count}
+    classes = binary_cross_entropy(
+        scores.clamp(0, 1),
+        their_scores.clamp(0, 1),
+        reduction="sum",
+    )
+    return {
+        "loss_distill_classes": classes / count,
+        "loss_distill_boxes": (boxes - their_boxes).abs().sum() / count,
+    }
 
 
 def _scores_and_boxes(detector: Detector, outputs: Mapping) -> tuple[Tensor, Tensor]:
@@ -171,7 +185,12 @@ def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
     from toolkit.detectors.detr.detr_criterion import MatchingCosts, match
 
     labels = padded.labels[:, None].expand(-1, scores.shape[1], -1)
-    found = match(-scores.gather(2, labels)[None], boxes[None], padded, MatchingCosts())
+    found = match(
+        -scores.gather(2, labels)[None],
+        boxes[None],
+        padded,
+        MatchingCosts(),
+    )
     queries = torch.full_like(padded.labels, -1)
     queries[found.image, found.target] = found.query
     return queries

@@ -20,7 +20,7 @@ from toolkit.tools.writers import names_by_content, write_coco_folder
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # the shorter side of a small box, at the input size
-RARE = 0.01  # share of all boxes
+RARE_SHARE = 0.01  # share of all boxes
 
 
 @dataclass
@@ -65,7 +65,11 @@ class Inspection:
     def to_json(self) -> str:
         """Return the findings and summaries as JSON, for programs."""
         all_ = asdict(self)
-        content = {"exit_code": self.exit_code, "findings": all_["findings"], "splits": all_["splits"]}
+        content = {
+            "exit_code": self.exit_code,
+            "findings": all_["findings"],
+            "splits": all_["splits"],
+        }
         return json.dumps(content, indent=2)
 
 
@@ -85,7 +89,11 @@ def inspect_tables(
     result = Inspection()
     for split, table in tables.items():
         result.splits[split] = _walk(split, table, image_hw, result)
-    result.findings += [*_problems(tables), *_classes(tables, result.splits), *_of_splits(tables)]
+    result.findings += [
+        *_problems(tables),
+        *_classes(tables, result.splits),
+        *_of_splits(tables),
+    ]
     if compare:
         _compare(tables, cache_dir, result)
     else:
@@ -127,11 +135,21 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
         few = np.bincount(plain.image_index[is_small])
         small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
         message = f"{split}: {num_small} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input "
-        result.findings.append(Finding("note", "small boxes", f"{message}size of {size_text(image_hw)} px", small))
+        result.findings.append(
+            Finding(
+                "note",
+                "small boxes",
+                f"{message}size of {size_text(image_hw)} px",
+                small,
+            )
+        )
     sizes = np.sqrt(sides.prod(axis=1))
     quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
     boxes = np.bincount(plain.labels, minlength=classes)
-    images = np.bincount(np.unique(plain.image_index * classes + plain.labels) % classes, minlength=classes)
+    images = np.bincount(
+        np.unique(plain.image_index * classes + plain.labels) % classes,
+        minlength=classes,
+    )
     counts = zip(table.class_names, boxes.tolist(), images.tolist(), strict=True)
     return SplitSummary(
         images=len(table),
@@ -145,7 +163,11 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
 
 
 def _given_twice(
-    split: str, table: DetectionTable, truth: Boxes, names: Sequence[str], result: Inspection
+    split: str,
+    table: DetectionTable,
+    truth: Boxes,
+    names: Sequence[str],
+    result: Inspection,
 ) -> Iterator[dict]:
     """Yield a finding for each duplicated box, whose second copy is marked to be dropped."""
     for index, name in enumerate(names):
@@ -243,7 +265,14 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
                 result.drop_images.setdefault(drop, f"{kind}: {'/'.join(items)}")
     for kind, pairs in pairs_by_kind.items():
         severity = "note" if kind == "look alike" else "warning"
-        result.findings.append(Finding(severity, kind, f"{len(pairs)} pairs of images: {kind}", pairs))
+        result.findings.append(
+            Finding(
+                severity,
+                kind,
+                f"{len(pairs)} pairs of images: {kind}",
+                pairs,
+            )
+        )
 
 
 def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -259,9 +288,9 @@ def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, 
 
 def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
     counts = {name: entry["boxes"] for name, entry in summary.classes.items() if entry["boxes"]}
-    rare = [name for name, count in counts.items() if count < RARE * summary.boxes]
+    rare = [name for name, count in counts.items() if count < RARE_SHARE * summary.boxes]
     if rare:
-        message = f"{split}: {', '.join(rare[:10])} have less than {RARE:.0%} of the boxes; "
+        message = f"{split}: {', '.join(rare[:10])} have less than {RARE_SHARE:.0%} of the boxes; "
         message += "--data.repeat_factor 0.01 shows images with rare classes more often"
         yield Finding("note", "balance", message, rare)
     most = summary.largest_count
@@ -279,7 +308,10 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
     suffix of their content. `changes.txt` in the folder has the log.
     """
     log = []
-    unused = next((set(finding.items) for finding in inspection.findings if finding.kind == "unused classes"), set())
+    unused = next(
+        (set(finding.items) for finding in inspection.findings if finding.kind == "unused classes"),
+        set(),
+    )
     unused -= {table.class_names[label] for table in tables.values() for label in np.unique(table.boxes().labels)}
     log += [f"class {name}: left out, it has no box" for name in sorted(unused)]
     for split, table in tables.items():

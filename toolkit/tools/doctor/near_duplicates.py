@@ -36,14 +36,14 @@ from toolkit.data.table_cache import cache_root, open_table, write_selection
 
 logger = logging.getLogger(__name__)
 
-SIDE = 16
-SIGNS_DIFFER = 10  # of 64
-CORRELATION = 0.97
+THUMBNAIL_SIDE = 16  # pixels
+MAX_DIFFERING_SIGNS = 10  # of 64
+MIN_CORRELATION = 0.97
 BANDS = 7  # of the signs
-ALL_PAIRS = 20_000  # images
-MOST_PAIRS = 1_000_000
-VERSION = 4
-MISSED = 0.1  # tolerated deviation from the share to be held out, relative to it
+MAX_IMAGES_FOR_ALL_PAIRS = 20_000  # images
+MAX_PAIRS = 1_000_000
+CACHE_VERSION = 4
+SHARE_TOLERANCE = 0.1  # tolerated deviation from the share to be held out, relative to it
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def thumbnail_of(image: torch.Tensor) -> np.ndarray:
     height, width = image.shape[-2:]
     step = max(1, min(height, width) // 128)  # a sample of the pixels is enough for a mean
     grey = image[:, ::step, ::step].float().mean(0)
-    cells = torch.nn.functional.adaptive_avg_pool2d(grey[None, None], SIDE)[0, 0]
+    cells = torch.nn.functional.adaptive_avg_pool2d(grey[None, None], THUMBNAIL_SIDE)[0, 0]
     return cells.round().to(torch.uint8).numpy()
 
 
@@ -75,7 +75,7 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     The cache holds while no file changed its size or time.
     """
     root = table.image_root
-    key = hashlib.blake2b(f"looks {VERSION} {table.fingerprint}".encode(), digest_size=16)
+    key = hashlib.blake2b(f"looks {CACHE_VERSION} {table.fingerprint}".encode(), digest_size=16)
     for name in table.rows["file_name"].to_pylist() if root is not None else ():
         key.update(_stamp(root / name).encode(errors="surrogateescape"))
     file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
@@ -86,9 +86,17 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     def read(index: int) -> list[tuple[str, bytes]]:
         return [_digest_and_thumbnail(table.image_source(table.row(index)))]
 
-    results = parallel(read, range(len(table)), "comparing images", None if root is None else waits_for(root))
+    results = parallel(
+        read,
+        range(len(table)),
+        "comparing images",
+        None if root is None else waits_for(root),
+    )
     thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in results), np.uint8)
-    made = ImageSignatures(np.array([digest for digest, _ in results], dtype="S32"), thumbnails.reshape(-1, SIDE, SIDE))
+    made = ImageSignatures(
+        np.array([digest for digest, _ in results], dtype="S32"),
+        thumbnails.reshape(-1, THUMBNAIL_SIDE, THUMBNAIL_SIDE),
+    )
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}-{id(made)}.tmp.npz")
@@ -114,7 +122,11 @@ def _read_signatures(file: Path, count: int) -> ImageSignatures | None:
         return None
     except _OF_DAMAGED_ARCHIVES as error:
         fault = type(error).__name__
-        logger.warning("%s: the cached looks of images are damaged (%s); they are made anew", file, fault)
+        logger.warning(
+            "%s: the cached looks of images are damaged (%s); they are made anew",
+            file,
+            fault,
+        )
         return None
 
 
@@ -124,8 +136,9 @@ def _signatures_in(file: Path, count: int) -> ImageSignatures:
     The members of an `.npz` have checksums, which reading them compares.
     """
     with np.load(file, allow_pickle=False) as saved:
-        digests, thumbnails = saved["digests"], saved["thumbnails"]
-    is_whole = digests.shape == (count,) and thumbnails.shape == (count, SIDE, SIDE)
+        digests = saved["digests"]
+        thumbnails = saved["thumbnails"]
+    is_whole = digests.shape == (count,) and thumbnails.shape == (count, THUMBNAIL_SIDE, THUMBNAIL_SIDE)
     if not is_whole or digests.dtype != np.dtype("S32") or thumbnails.dtype != np.uint8:
         raise ValueError(f"{file}: not the signatures of {count} images")
     return ImageSignatures(digests, thumbnails)
@@ -157,7 +170,7 @@ def alike_pairs(signatures: ImageSignatures, splits: np.ndarray | None = None) -
 
 
 class _Pairs:
-    """Collector of pairs of images; above `MOST_PAIRS` it keeps the subset that the module's docstring describes."""
+    """Collector of pairs of images; above `MAX_PAIRS` it keeps the subset that the module's docstring describes."""
 
     def __init__(self, splits: np.ndarray):
         self.splits = splits
@@ -168,7 +181,7 @@ class _Pairs:
     def add(self, i: np.ndarray, j: np.ndarray) -> None:
         self._chunks.append(np.stack([np.minimum(i, j), np.maximum(i, j)], axis=1))
         self._new += len(i)
-        if self._new > MOST_PAIRS:
+        if self._new > MAX_PAIRS:
             self._thin()
 
     def adds(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -217,12 +230,14 @@ def _graph(count: int, pairs: np.ndarray):
 
 
 def hold_out(
-    table: DetectionTable, share: float | Fold, cache_dir: str | Path | None = None
+    table: DetectionTable,
+    share: float | Fold,
+    cache_dir: str | Path | None = None,
 ) -> tuple[DetectionTable, DetectionTable]:
     """Return (rest, about `share` or this fold of a table), cached; images that look alike stay together."""
     is_fold = isinstance(share, Fold)
     amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
-    name = f"{table.fingerprint}-{amount}-{{}}-{VERSION}.json"
+    name = f"{table.fingerprint}-{amount}-{{}}-{CACHE_VERSION}.json"
     files = [cache_root(cache_dir) / "tables" / name.format(part) for part in ("rest", "held")]
     cached = [open_table(file) for file in files]
     if all(entry and entry[0].image_root == table.image_root for entry in cached):
@@ -254,7 +269,7 @@ def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
     wanted = share * len(member)
     below = sum(fraction < share for fraction in fractions.values())
     is_taken = np.arange(len(order)) < min(max(below, 1), len(order) - 1)
-    if abs(sizes[is_taken].sum() - wanted) > MISSED * wanted:
+    if abs(sizes[is_taken].sum() - wanted) > SHARE_TOLERANCE * wanted:
         is_taken = _closest(sizes, wanted)
     return np.isin(member, np.array(order)[is_taken])
 
@@ -328,7 +343,7 @@ def _digest_and_thumbnail(source: Path | Stored | bytes) -> tuple[str, bytes]:
         return hashlib.blake2b(data, digest_size=16).hexdigest(), thumbnail_of(decode_image(bytes(data))).tobytes()
     except (OSError, ImageError):
         digest = hashlib.blake2b(str(source).encode(errors="surrogateescape"), digest_size=16).hexdigest()
-        return digest, bytes(SIDE * SIDE)
+        return digest, bytes(THUMBNAIL_SIDE * THUMBNAIL_SIDE)
 
 
 def _stamp(source: Path | Stored) -> str:
@@ -358,19 +373,24 @@ def _candidates(thumbnails: np.ndarray, kept: _Pairs) -> Iterator[tuple[np.ndarr
     normed = _normed(thumbnails)
     # two even pictures have no correlation: they are alike when they have the same grey
     even = np.abs(normed).sum(1) == 0
-    grey = np.where(even, thumbnails[:, 0, 0].astype(np.int64), -1 - np.arange(len(thumbnails)))
-    if len(signs) <= ALL_PAIRS:
+    grey = np.where(
+        even,
+        thumbnails[:, 0, 0].astype(np.int64),
+        -1 - np.arange(len(thumbnails)),
+    )
+    if len(signs) <= MAX_IMAGES_FOR_ALL_PAIRS:
         for start in range(0, len(normed), 512):
             here = slice(start, start + 512)
-            close = (normed[here] @ normed.T >= CORRELATION) | (grey[here, None] == grey)
-            close &= np.bitwise_count(signs[here, None] ^ signs) <= SIGNS_DIFFER
+            close = (normed[here] @ normed.T >= MIN_CORRELATION) | (grey[here, None] == grey)
+            close &= np.bitwise_count(signs[here, None] ^ signs) <= MAX_DIFFERING_SIGNS
             i, j = np.nonzero(np.triu(close, start + 1))
             yield i + start, j
         return
     for i, j in _same_parts(signs):
-        close = kept.adds(i, j) & (np.bitwise_count(signs[i] ^ signs[j]) <= SIGNS_DIFFER)
-        i, j = i[close], j[close]
-        similar = np.einsum("nk,nk->n", normed[i], normed[j]) >= CORRELATION
+        close = kept.adds(i, j) & (np.bitwise_count(signs[i] ^ signs[j]) <= MAX_DIFFERING_SIGNS)
+        i = i[close]
+        j = j[close]
+        similar = np.einsum("nk,nk->n", normed[i], normed[j]) >= MIN_CORRELATION
         similar |= grey[i] == grey[j]
         yield i[similar], j[similar]
 

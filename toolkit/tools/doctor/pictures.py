@@ -16,8 +16,8 @@ from toolkit.data.dataset import row_target
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_picture
 
-SAMPLES = 9
-TILE = 320
+NUM_SAMPLES = 9
+TILE_SIDE_PX = 320
 MAX_BOXES = 200_000
 LABEL_WIDTH = 0.09  # of the label of a tick, as a share of the axis
 TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # in each decade; the first fit is used
@@ -52,14 +52,14 @@ def draw_batch(batch: Batch, class_names: list[str], file: Path) -> Path:
     file."""
     tiles = []
     for image, (height, width), target in zip(batch.images, batch.sizes.tolist(), batch.targets, strict=True):
-        tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE))
+        tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE_SIDE_PX))
     return _grid(tiles, file)
 
 
 def _with_class(truth: Boxes, label: int) -> list[int]:
     has = np.isin(np.arange(truth.num_images), truth.image_index[truth.labels == label])
     order = np.random.default_rng(0).permutation(truth.num_images)[:20_000]
-    return order[has[order]][:SAMPLES].tolist()
+    return order[has[order]][:NUM_SAMPLES].tolist()
 
 
 def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
@@ -68,11 +68,11 @@ def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
     target = row_target(row, tuple(image.shape[-2:]))
     keep = target["labels"] == label
     objects = {name: target[name][keep] for name in ("boxes", "labels", "iscrowd")}
-    return picture_with_boxes(image, objects, table.class_names, TILE)
+    return picture_with_boxes(image, objects, table.class_names, TILE_SIDE_PX)
 
 
 def _grid(tiles: list[Image.Image], file: Path) -> Path:
-    small = [fitted(tile, TILE - 4) for tile in tiles]
+    small = [fitted(tile, TILE_SIDE_PX - 4) for tile in tiles]
     return save_picture(montage(small, math.ceil(math.sqrt(len(small))), gap=4), file)
 
 
@@ -80,15 +80,27 @@ def _boxes(table: DetectionTable) -> np.ndarray:
     """Return (N, 6): centre x, y, width and height in fractions of the image, and the image's width and height in
     pixels."""
     truth = table.boxes()
-    size, low, high = table.sizes_hw()[truth.image_index, ::-1], truth.xyxy[:, :2], truth.xyxy[:, 2:]
+    size = table.sizes_hw()[truth.image_index, ::-1]
+    low = truth.xyxy[:, :2]
+    high = truth.xyxy[:, 2:]
     return np.concatenate([(low + high) / 2 / size, (high - low) / size, size], axis=1)[:MAX_BOXES]
 
 
 def _positions(boxes: np.ndarray, file: Path) -> Path:
     figure = Figure(figsize=(5, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    counts, _, _ = np.histogram2d(boxes[:, 1], boxes[:, 0], bins=32, range=[[0, 1], [0, 1]])
-    shown = axes.imshow(counts, extent=(0, 1, 1, 0), cmap="viridis", aspect="auto")
+    counts, _, _ = np.histogram2d(
+        boxes[:, 1],
+        boxes[:, 0],
+        bins=32,
+        range=[[0, 1], [0, 1]],
+    )
+    shown = axes.imshow(
+        counts,
+        extent=(0, 1, 1, 0),
+        cmap="viridis",
+        aspect="auto",
+    )
     figure.colorbar(shown, label="boxes with their centre here")
     axes.set(xlabel="x, fraction of the width", ylabel="y, fraction of the height")
     figure.savefig(file, dpi=120)
@@ -101,7 +113,13 @@ def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path
     every = np.concatenate(list(values.values()))
     low, high = (every[every > 0].min(), every.max()) if (every > 0).any() else (0.1, 1)
     for split, split_values in values.items():
-        axes.hist(split_values, bins=np.geomspace(low, high * 1.001, 40), histtype="step", density=True, label=split)
+        axes.hist(
+            split_values,
+            bins=np.geomspace(low, high * 1.001, 40),
+            histtype="step",
+            density=True,
+            label=split,
+        )
     axes.set(xlabel=label, ylabel="density of boxes", xscale="log")
     ticks = ticks_of(*axes.get_xlim())
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

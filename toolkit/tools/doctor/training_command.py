@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.data.formats.annotated import ALL, split_in_name, split_of
+from toolkit.base.files import ROOT
+from toolkit.data.formats.annotated import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Source:
     def is_split(self) -> bool:
         """Return whether this is a folder of several splits, and not a single split such as a file or a folder
         without splits."""
-        return bool(self.splits) and self.splits != (ALL,)
+        return bool(self.splits) and self.splits != (UNSPLIT,)
 
     @property
     def split(self) -> str | None:
@@ -46,7 +45,10 @@ class Choice:
 
 
 def command_for(
-    sources: Sequence[Source], inspection: Inspection, reading: Mapping[str, object], script: str | None
+    sources: Sequence[Source],
+    inspection: Inspection,
+    reading: Mapping[str, object],
+    script: str | None,
 ) -> str:
     """Return the command that trains on these data on this machine, or a sentence that says why there is none.
 
@@ -96,7 +98,10 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
         by_split["train"] = [unnamed.pop(0)]
     if "train" not in by_split:
         return f"no training data: there is only {', '.join(by_split)} (--data.train FILE says what trains)"
-    settings = {"data.train": _listed(by_split["train"]), "data.val": _listed(by_split.get("val", ["0.2"]))}
+    settings = {
+        "data.train": _listed(by_split["train"]),
+        "data.val": _listed(by_split.get("val", ["0.2"])),
+    }
     tests = by_split.get("test", [])
     if tests:
         settings["eval.test_split"] = tests[0]
@@ -105,7 +110,7 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
 
 def _of_folders(folders: Sequence[Source]) -> Choice | str:
     everywhere = [split for split in folders[0].splits if all(split in folder.splits for folder in folders)]
-    trains = next((split for split in ("train", "trainval", ALL) if split in everywhere), None)
+    trains = next((split for split in ("train", "trainval", UNSPLIT) if split in everywhere), None)
     if trains is None:
         named = ", ".join(dict.fromkeys(split for folder in folders for split in folder.splits))
         return f"no training data: there is only {named} (--data.train NAME --data.val NAME say which are which)"

@@ -13,7 +13,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.tools.export.check import check_outputs
-from toolkit.tools.export.files import AT_LEAST, About, write_onnx, write_program
+from toolkit.tools.export.files import MIN_TOP_K, ExportMetadata, write_onnx, write_program
 from toolkit.tools.export.graph import copy_for_files, detector_meant, make_graph, trace, trace_hw
 
 
@@ -60,7 +60,7 @@ def export_detector(
     check_exportable(detector)
     detector = copy_for_files(detector)
     kept = max_detections or detector.max_detections
-    top_k = top_k or max(AT_LEAST, kept)
+    top_k = top_k or max(MIN_TOP_K, kept)
     graph = make_graph(detector, top_k)
     architecture = detector.options["architecture"]
     stride = graph.detector.stride
@@ -70,8 +70,15 @@ def export_detector(
         graph.sides = "fixed"
         say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
     program = trace(graph, (height, width), grid_sample)
-    about = About(
-        architecture, categories, size, graph.sides, stride, score_threshold, top_k, without_machine(source)
+    about = ExportMetadata(
+        architecture,
+        categories,
+        size,
+        graph.sides,
+        stride,
+        score_threshold,
+        top_k,
+        without_machine(source),
     )
     about.max_detections = kept
     folder = Path(folder)
@@ -99,7 +106,12 @@ def export_final(
     images: uint8 (B, 3, H, W), real images on which the files are compared with PyTorch. Raises BadInput as
     `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
     """
-    about = {"categories": categories, "size": size, "source": str(folder), "max_detections": max_detections}
+    about = {
+        "categories": categories,
+        "size": size,
+        "source": str(folder),
+        "max_detections": max_detections,
+    }
     written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
     images = images.cpu().contiguous()
     differences = [f"  {path.name}: {check_outputs(graph, path, images)}" for path in written.values()]

@@ -14,12 +14,12 @@ from toolkit.tools.export.files import open_file
 
 # Largest differences due to rounding: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
-MOSTLY = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
-BATCHES = (1, 2, 5)
+MIN_MATCHED_SHARE = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
+BATCH_SIZES = (1, 2, 5)
 
 
 @dataclass
-class Difference:
+class OutputDifference:
     """Distance between two sets of detections. matched: share of the rows of the first set that the second has too;
     score, box: the largest differences among those, the box in units of the image's longer side."""
 
@@ -32,22 +32,26 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        return self.matched >= MOSTLY
+        return self.matched >= MIN_MATCHED_SHARE
 
 
-def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> Difference:
+def check_outputs(graph: nn.Module, path: Path, images: Tensor) -> OutputDifference:
     """Compare an exported file with PyTorch on these images. Raises RuntimeError if they differ by more than
     rounding."""
     with torch.no_grad():
         expected = graph(images)
     outputs = open_file(path, trusted=True)[0](images.numpy())
-    apart = difference(expected, [torch.from_numpy(output) for output in outputs], max(images.shape[-2:]))
+    apart = difference(
+        expected,
+        [torch.from_numpy(output) for output in outputs],
+        max(images.shape[-2:]),
+    )
     if not apart.is_rounding:
         raise RuntimeError(f"{path} does not compute what PyTorch does; {apart}")
     return apart
 
 
-def difference(expected, outputs, side: int) -> Difference:
+def difference(expected, outputs, side: int) -> OutputDifference:
     """Compare the boxes, scores and labels of two runs; rows are matched, since equal scores come in any order.
 
     A row is found again when a row of its label has its score and its box, each within its tolerance.
@@ -61,14 +65,18 @@ def difference(expected, outputs, side: int) -> Difference:
     real = scores > 0
     matched = real & nearest.values.isfinite()
     if not matched.any():
-        return Difference(float(not real.any()), 0.0, 0.0)
+        return OutputDifference(float(not real.any()), 0.0, 0.0)
     apart, of_score = (d.gather(2, nearest.indices[..., None])[..., 0][matched] for d in (apart, of_score))
-    return Difference((matched.sum() / real.sum()).item(), of_score.max().item(), apart.max().item())
+    return OutputDifference(
+        (matched.sum() / real.sum()).item(),
+        of_score.max().item(),
+        apart.max().item(),
+    )
 
 
-def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, Difference]:
-    """Run `check_outputs` for batches of each size in `BATCHES`, which repeat the given images."""
-    rows = {size: torch.arange(size) % len(images) for size in BATCHES}
+def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, OutputDifference]:
+    """Run `check_outputs` for batches of each size in `BATCH_SIZES`, which repeat the given images."""
+    rows = {size: torch.arange(size) % len(images) for size in BATCH_SIZES}
     return {size: check_outputs(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
 
@@ -86,7 +94,13 @@ def milliseconds(open_runner: Callable, images: np.ndarray, cases: Sequence[tupl
             run = open_runner()
             some = images[np.arange(batch) % len(images)]
             run(some)
-            seconds = statistics.median(timeit.repeat(lambda run=run, some=some: run(some), number=1, repeat=7))
+            seconds = statistics.median(
+                timeit.repeat(
+                    lambda run=run, some=some: run(some),
+                    number=1,
+                    repeat=7,
+                )
+            )
             found[f"batch {batch}, {count} thread{'s' * (count > 1)}"] = 1e3 * seconds / batch
     finally:
         torch.set_num_threads(threads)

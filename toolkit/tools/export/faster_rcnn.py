@@ -32,7 +32,11 @@ class FasterRcnnGraph(PixelsToBoxes):
         deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
         boxes = decode_boxes(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
         scores = logits.float().softmax(-1)[:, 1:].unflatten(0, (-1, count))
-        return detector.best_detections(boxes, scores.where((objectness > 0)[..., None], 0), sizes)
+        return detector.best_detections(
+            boxes,
+            scores.where((objectness > 0)[..., None], 0),
+            sizes,
+        )
 
     def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 in empty rows."""
@@ -49,14 +53,22 @@ class FasterRcnnGraph(PixelsToBoxes):
             scores, rows = scores.topk(limit, dim=1)
             rows = rows.clamp(max=number - 1)
             moved = deltas[:, of_level].gather(1, rows[..., None].expand(-1, -1, 4))
-            boxes = rpn.box_coder.decode_single(moved.flatten(0, 1), anchors[of_level][rows].flatten(0, 1))
+            boxes = rpn.box_coder.decode_single(
+                moved.flatten(0, 1),
+                anchors[of_level][rows].flatten(0, 1),
+            )
             boxes = clip_boxes(boxes.reshape(-1, limit, 4), sizes)
             scores = scores.sigmoid().where(_large(boxes, rpn.min_size), 0)
             scores = scores.where(scores >= rpn.score_thresh, 0)
             kept.append((boxes, scores.where(nms_keep(boxes, scores, rpn.nms_thresh), 0)))
         boxes, scores = (torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))
         count = min(rpn.post_nms_top_n(), scores.shape[1])
-        boxes, scores, _ = best(boxes, scores, torch.zeros_like(scores, dtype=torch.int64), count)
+        boxes, scores, _ = best(
+            boxes,
+            scores,
+            torch.zeros_like(scores, dtype=torch.int64),
+            count,
+        )
         return boxes, scores
 
 

@@ -20,15 +20,16 @@ from toolkit.data.table import Category
 from toolkit.models.final import checked_size
 
 Runner = Callable[[np.ndarray], tuple[np.ndarray, ...]]
-OUTPUTS = ("boxes", "scores", "labels")
-OF_GRAPHS = ("pairs", "predicate_scores", "triplet_scores")  # further outputs, see `toolkit.tools.export.relations`
-KEY = "detection_toolkit"  # in the metadata of an ONNX file, the extra files of a program, the information of OpenVINO
-AT_LEAST = 300  # detections of an image that a prediction keeps by default
+OUTPUT_NAMES = ("boxes", "scores", "labels")
+GRAPH_OUTPUT_NAMES = ("pairs", "predicate_scores", "triplet_scores")  # as well, see `toolkit.tools.export.relations`
+# In the metadata of an ONNX file, the extra files of a program, the information of OpenVINO.
+METADATA_KEY = "detection_toolkit"
+MIN_TOP_K = 300  # detections of an image that a prediction keeps by default
 
 
 @dataclass
-class About:
-    """Metadata of an exported detector, written as JSON under `KEY`.
+class ExportMetadata:
+    """Metadata of an exported detector, written as JSON under `METADATA_KEY`.
 
     categories: classes in the order of the labels, with the ids that the training data gave them.
     size: what an image is resized to before, bilinear with antialiasing, as transformers' processors spell it; None:
@@ -53,14 +54,14 @@ class About:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return (*OUTPUTS, *OF_GRAPHS) if self.predicates else OUTPUTS
+        return (*OUTPUT_NAMES, *GRAPH_OUTPUT_NAMES) if self.predicates else OUTPUT_NAMES
 
     def to_text(self) -> str:
         """Return the metadata as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str | None, path) -> "About":
+    def from_text(cls, text: str | None, path) -> "ExportMetadata":
         """Read the metadata from JSON. Raises BadInput for a file that this toolkit did not write."""
         try:
             entries = json.loads(text or "")
@@ -71,17 +72,17 @@ class About:
             return cls(**entries)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadInput(
-                f"{path}: it does not say what its classes and sizes are ({KEY} in its metadata); give a file that "
-                "scripts/export.py wrote"
+                f"{path}: it does not say what its classes and sizes are ({METADATA_KEY} in its metadata); give a file "
+                "that scripts/export.py wrote"
             ) from error
 
 
-def write_program(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
+def write_program(program: torch.export.ExportedProgram, path: Path, about: ExportMetadata) -> None:
     """Write a `.pt2` file of torch.export."""
-    torch.export.save(program, path, extra_files={KEY: about.to_text()})
+    torch.export.save(program, path, extra_files={METADATA_KEY: about.to_text()})
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
+def write_onnx(program: torch.export.ExportedProgram, path: Path, about: ExportMetadata) -> None:
     """Write one ONNX file of opset 18."""
     optimizer = import_extra("onnxscript", "onnx", "ONNX files").optimizer
     from toolkit.tools.export.operators import TRANSLATIONS
@@ -93,11 +94,13 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: About) 
     # Its patterns are not used: they take a third of the time, do not make the graph faster, and join clamps wrongly.
     optimizer.fold_constants(exported.model)
     optimizer.remove_unused_nodes(exported.model)
-    exported.model.metadata_props[KEY] = about.to_text()
+    exported.model.metadata_props[METADATA_KEY] = about.to_text()
     exported.save(str(path), external_data=False)
 
 
-def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[np.ndarray] | None = None) -> None:
+def write_openvino(
+    onnx: Path, path: Path, about: ExportMetadata, calibration: Iterable[np.ndarray] | None = None
+) -> None:
     """Write `path` (.xml) and its weights (.bin).
 
     calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show.
@@ -114,12 +117,17 @@ def write_openvino(onnx: Path, path: Path, about: About, calibration: Iterable[n
         batches = list(calibration)
         # Convolutions and matrix products of transformers, but not of boxes, which need a fraction of a pixel.
         mixed = nncf.QuantizationPreset.MIXED
-        model = nncf.quantize(model, nncf.Dataset(batches), subset_size=len(batches), preset=mixed)
-    model.set_rt_info(about.to_text(), [KEY])
+        model = nncf.quantize(
+            model,
+            nncf.Dataset(batches),
+            subset_size=len(batches),
+            preset=mixed,
+        )
+    model.set_rt_info(about.to_text(), [METADATA_KEY])
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
-def open_file(path: Path, trusted: bool = False) -> tuple[Runner, About]:
+def open_file(path: Path, trusted: bool = False) -> tuple[Runner, ExportMetadata]:
     """Return a runner of an exported file on the CPU, and the file's metadata.
 
     trusted: this process wrote it, or a person said so; see `toolkit.base.imports`.
@@ -152,7 +160,7 @@ def runner_of(module: Callable) -> Runner:
     return run
 
 
-def _held_to(about: About, run: Runner, path: Path) -> Runner:
+def _held_to(about: ExportMetadata, run: Runner, path: Path) -> Runner:
     """Wrap a runner so that it raises BadInput for images that the file cannot run on and for outputs of unexpected
     shapes."""
 
@@ -178,12 +186,16 @@ def _held_to(about: About, run: Runner, path: Path) -> Runner:
     return checked
 
 
-def _check_relations(path: Path, relations: Sequence[np.ndarray], rows: tuple[int, ...], about: About) -> None:
+def _check_relations(path: Path, relations: Sequence[np.ndarray], rows: tuple[int, ...], about: ExportMetadata) -> None:
     if not about.predicates:
         return
     shapes = [np.shape(column) for column in relations]
     count = shapes[0][1] if len(shapes[0]) > 1 else 0
-    expected = [(rows[0], count, 2), (rows[0], count, len(about.predicates)), (rows[0], count)]
+    expected = [
+        (rows[0], count, 2),
+        (rows[0], count, len(about.predicates)),
+        (rows[0], count),
+    ]
     if shapes != expected or not 0 <= np.min(relations[0], initial=0) <= np.max(relations[0], initial=0) < rows[1]:
         raise BadInput(f"{path}: its relations {shapes} are not {expected} of its {rows[1]} boxes")
 
@@ -192,7 +204,7 @@ def _first_line(error: Exception) -> str:
     return escaped(str(error).strip().partition("\n")[0], 300) or type(error).__name__
 
 
-def _open_onnx(path: Path) -> tuple[Runner, About]:
+def _open_onnx(path: Path) -> tuple[Runner, ExportMetadata]:
     onnxruntime = import_extra("onnxruntime", "onnx", "ONNX files")
 
     options = onnxruntime.SessionOptions()
@@ -203,30 +215,31 @@ def _open_onnx(path: Path) -> tuple[Runner, About]:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - its errors have no common class
         raise BadInput(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
-    about = About.from_text(session.get_modelmeta().custom_metadata_map.get(KEY), path)
+    about = ExportMetadata.from_text(session.get_modelmeta().custom_metadata_map.get(METADATA_KEY), path)
     return lambda images: tuple(session.run(list(about.outputs), {"images": images})), about
 
 
-def _open_program(path: Path) -> tuple[Runner, About]:
+def _open_program(path: Path) -> tuple[Runner, ExportMetadata]:
     from toolkit.tools.export import operators  # noqa: F401 - the program names its operators
 
-    texts = {KEY: ""}
+    texts = {METADATA_KEY: ""}
     logging.getLogger("torch.export").setLevel(logging.ERROR)  # it logs a traceback of the error that it then raises
     try:
         module = torch.export.load(path, extra_files=texts).module()
     except Exception as error:  # noqa: BLE001 - torch.export raises anything on a changed file
         raise BadInput(f"{path}: torch.export cannot load it: {_first_line(error)}") from error
-    return runner_of(module), About.from_text(texts[KEY], path)
+    return runner_of(module), ExportMetadata.from_text(texts[METADATA_KEY], path)
 
 
-def _open_openvino(path: Path) -> tuple[Runner, About]:
+def _open_openvino(path: Path) -> tuple[Runner, ExportMetadata]:
     openvino = import_extra("openvino", "openvino", "OpenVINO files")
     try:
         model = openvino.Core().read_model(path)
     except RuntimeError as error:
         raise BadInput(f"{path}: OpenVINO cannot load it: {_first_line(error)}") from error
-    text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
+    text = model.get_rt_info([METADATA_KEY]).astype(str) if model.has_rt_info([METADATA_KEY]) else None
     # in float32 also where the processor has half precision
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = openvino.compile_model(model, "CPU", settings)
-    return lambda images: tuple(np.array(compiled([images])[name]) for name in OUTPUTS), About.from_text(text, path)
+    about = ExportMetadata.from_text(text, path)
+    return lambda images: tuple(np.array(compiled([images])[name]) for name in OUTPUT_NAMES), about

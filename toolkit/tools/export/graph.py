@@ -37,7 +37,13 @@ class PixelsToBoxes(nn.Module):
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs of the detector's `decode` for images whose sides are multiples of its stride."""
-        return self.detector.decode(self.detector(images, sizes), sizes, sizes, 0.0, self.top_k)
+        return self.detector.decode(
+            self.detector(images, sizes),
+            sizes,
+            sizes,
+            0.0,
+            self.top_k,
+        )
 
     def prepared(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images padded to multiples of the detector's stride, and their sizes (B, 2) before padding."""
@@ -46,13 +52,19 @@ class PixelsToBoxes(nn.Module):
         stride = self.detector.stride
         if self.sides == "any" and stride > 1:
             # SymPy does not simplify -height % stride, and ONNX rounds the quotient of a negative number up
-            rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
+            rows = (height + stride - 1) // stride
+            columns = (width + stride - 1) // stride
             images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
         return images, sizes
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         boxes, scores, labels = self.found(*self.prepared(images))
-        boxes, scores, labels = best(boxes, scores.where(labels >= 0, 0), labels, self.top_k)
+        boxes, scores, labels = best(
+            boxes,
+            scores.where(labels >= 0, 0),
+            labels,
+            self.top_k,
+        )
         return boxes, scores, labels.where(scores > 0, -1)
 
 
@@ -135,7 +147,10 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = Tr
     with torch.no_grad(), traceable(graph.detector), mock.patch("torch.nn.functional.grid_sample", sampling):
         graph(images)  # a detector caches values of an image size here, outside of the trace
         return torch.export.export(
-            graph, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
+            graph,
+            (images,),
+            dynamic_shapes=(dynamic,),
+            prefer_deferred_runtime_asserts_over_guards=True,
         )
 
 
@@ -152,7 +167,11 @@ def traceable(detector: nn.Module) -> Iterator[None]:
     from timm.layers import padding
 
     below = detector_meant(detector)
-    cores = [detector, below, *(getattr(detector, part, None) for part in ("head", "union"))]
+    cores = [
+        detector,
+        below,
+        *(getattr(detector, part, None) for part in ("head", "union")),
+    ]
     cores += [getattr(below, "model", None), getattr(getattr(below, "model", None), "model", None)]
     names = {cls.__module__ for core in cores if core is not None for cls in type(core).__mro__}
     modules = [sys.modules[name] for name in names if name.startswith(("toolkit.", "transformers.models"))]

@@ -17,7 +17,7 @@ passes = import_extra("onnx_ir.passes.common", "onnx", "float16 files")
 PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 BETWEEN = {"Add", "Mul", "Concat", "Relu", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten", "MaxPool",
            "BatchNormalization"}  # fmt: skip
-LARGEST = float(np.finfo(np.float16).max)
+MAX_FLOAT16 = float(np.finfo(np.float16).max)
 
 
 def write_half(onnx: Path, path: Path) -> None:
@@ -64,7 +64,7 @@ def _is_float(value) -> bool:
 
 
 def _half_weight(graph, value):
-    numbers = np.clip(value.const_value.numpy(), -LARGEST, LARGEST).astype(np.float16)
+    numbers = np.clip(value.const_value.numpy(), -MAX_FLOAT16, MAX_FLOAT16).astype(np.float16)
     name = f"{value.name}_float16"
     weight = ir.Value(name=name, const_value=ir.tensor(numbers, name=name))
     weight.dtype = ir.DataType.FLOAT16

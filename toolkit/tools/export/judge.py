@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.tools.export import export_detector
-from toolkit.tools.export.check import Difference, batches_agree, milliseconds
-from toolkit.tools.export.files import open_file, runner_of, write_openvino
+from toolkit.tools.export.check import OutputDifference, batches_agree, milliseconds
+from toolkit.tools.export.files import ExportMetadata, open_file, runner_of, write_openvino
 from toolkit.tools.export.graph import trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import export_graph
@@ -27,19 +28,26 @@ from toolkit.tools.predict.prediction import (
     resized,
 )
 
-FILES = {"onnx": "model.onnx", "torch": "model.pt2", "fp16": "model_fp16.onnx", "openvino": "model.xml",
-         "int8": "model_int8.xml"}  # fmt: skip
+EXPORTED_FILES = {
+    "onnx": "model.onnx",
+    "torch": "model.pt2",
+    "fp16": "model_fp16.onnx",
+    "openvino": "model.xml",
+    "int8": "model_int8.xml",
+}
 LOSSY = ("fp16", "int8")  # these change the outputs by design, so that only their AP counts
-BENCHMARK = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
+BENCHMARK_CASES = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
+EXAMPLES = 5  # images that a file is compared on
+CANDIDATES = 64  # first images of the data, from which those of one size are taken
 
 
 @dataclass
-class Asked:
+class ExportRequest:
     """The files to write, and how to judge them.
 
-    formats: of `FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata. calibration:
-    images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may drop in int8.
-    benchmark: measure `BENCHMARK`, not one image on the threads of this process alone.
+    formats: of `EXPORTED_FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata.
+    calibration: images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may
+    drop in int8. benchmark: measure `BENCHMARK_CASES`, not one image on the threads of this process alone.
     """
 
     formats: Sequence[str] = ("onnx", "torch")
@@ -53,7 +61,7 @@ class Asked:
 
 
 @dataclass
-class Line:
+class ExportResult:
     """A file beside PyTorch. AP: None if no data are known; milliseconds: per image, by batch and threads;
     differences: by the number of images of a batch."""
 
@@ -61,12 +69,16 @@ class Line:
     AP: float | None
     milliseconds: dict[str, float]
     AP_moved: float | None = None
-    differences: dict[int, Difference] = field(default_factory=dict)
+    differences: dict[int, OutputDifference] = field(default_factory=dict)
 
 
 def write_and_check(
-    trained: OwnDetector, table: DetectionTable | None, out: Path, asked: Asked, say: Callable[[str], None] = print
-) -> tuple[list[Line], dict[str, str]]:
+    trained: OwnDetector,
+    table: DetectionTable | None,
+    out: Path,
+    asked: ExportRequest,
+    say: Callable[[str], None] = print,
+) -> tuple[list[ExportResult], dict[str, str]]:
     """Write the files; return a table that compares them with PyTorch, and by name the problems of those that are
     renamed.
 
@@ -75,32 +87,30 @@ def write_and_check(
     Raises:
         BadInput: as `export_detector`; int8 without data; a package is not installed.
     """
-    what = {"categories": trained.categories, "size": trained.size, "source": trained.source}
-    kept = {"max_detections": trained.max_detections}
-    how = {"top_k": asked.top_k, "score_threshold": asked.score_threshold, "grid_sample": asked.grid_sample}
-    of_program = [name for name in ("torch", "onnx") if name in asked.formats or name == "onnx"]
-    written, graph = export_detector(trained.detector, out, of_program, **what, **how, **kept)
-    about = open_file(written["onnx"])[1]
-    for name in (name for name in FILES if name in asked.formats and name not in of_program):
-        written[name] = out / FILES[name]
-        if name == "fp16":
-            write_half(written["onnx"], written[name])
-        else:
-            samples = calibration_images(table, trained.size, asked.calibration) if name == "int8" else None
-            write_openvino(written["onnx"], written[name], about, samples)
-    if "onnx" not in asked.formats:
-        written.pop("onnx").unlink()
+    written, graph, about = _write(trained, table, out, asked)
     images = example_images(table, trained, graph)
+    cases = BENCHMARK_CASES if asked.benchmark else ((1, torch.get_num_threads()),)
     run = runner_of(graph)
-    cases = BENCHMARK if asked.benchmark else ((1, torch.get_num_threads()),)
-    expected = Predictor("PyTorch", trained.categories, predict_with(run, about), **kept)
-    lines = [Line("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
+    expected = Predictor(
+        "PyTorch",
+        trained.categories,
+        predict_with(run, about),
+        max_detections=trained.max_detections,
+    )
+    lines = [ExportResult("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
     problems = {}
     for name, path in written.items():
         say(f"comparing {path} with PyTorch")
         run, about = open_file(path, trusted=True)  # written a moment ago
-        ap = ap_of(Predictor(path.name, list(about.categories), predict_with(run, about), **kept), table)
-        line = Line(path.name, ap, milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases))
+        predictor = Predictor(
+            path.name,
+            list(about.categories),
+            predict_with(run, about),
+            max_detections=trained.max_detections,
+        )
+        ap = ap_of(predictor, table)
+        times = milliseconds(lambda path=path: open_file(path, trusted=True)[0], images, cases)
+        line = ExportResult(path.name, ap, times)
         problem = _problem(name, path, graph, images, lines[0].AP, line, asked)
         if problem:
             problems[path.name] = problem
@@ -109,7 +119,49 @@ def write_and_check(
     return lines, problems
 
 
-def _problem(name: str, path: Path, graph, images, expected: float | None, line: Line, asked: Asked) -> str | None:
+def _write(
+    trained: OwnDetector,
+    table: DetectionTable | None,
+    out: Path,
+    asked: ExportRequest,
+) -> tuple[dict[str, Path], nn.Module, ExportMetadata]:
+    """Write the files; return their paths by format, the graph that they hold, and what an ONNX file says of itself."""
+    # The others are made from the ONNX file, so it is written in any case.
+    of_program = [name for name in ("torch", "onnx") if name in asked.formats or name == "onnx"]
+    written, graph = export_detector(
+        trained.detector,
+        out,
+        of_program,
+        categories=trained.categories,
+        size=trained.size,
+        source=trained.source,
+        top_k=asked.top_k,
+        score_threshold=asked.score_threshold,
+        grid_sample=asked.grid_sample,
+        max_detections=trained.max_detections,
+    )
+    onnx_file = written["onnx"]
+    _, about = open_file(onnx_file)
+    for name, file_name in EXPORTED_FILES.items():
+        if name not in asked.formats or name in of_program:
+            continue
+        path = out / file_name
+        if name == "fp16":
+            write_half(onnx_file, path)
+        elif name == "int8":
+            write_openvino(onnx_file, path, about, calibration_images(table, trained.size, asked.calibration))
+        else:
+            write_openvino(onnx_file, path, about, None)
+        written[name] = path
+    if "onnx" not in asked.formats:
+        del written["onnx"]
+        onnx_file.unlink()
+    return written, graph, about
+
+
+def _problem(
+    name: str, path: Path, graph, images, expected: float | None, line: ExportResult, asked: ExportRequest
+) -> str | None:
     """Return the problem of a file, or None, and complete its line of the table."""
     problem = None
     if name not in LOSSY:
@@ -133,7 +185,7 @@ def write_relations(
     trained: OwnDetector,
     table: DetectionTable | None,
     out: Path,
-    asked: Asked,
+    asked: ExportRequest,
     problems: dict[str, str],
     say: Callable[[str], None] = print,
 ) -> list[dict]:
@@ -146,19 +198,27 @@ def write_relations(
     if obstacle:
         say(f"the relations are not exported, the files have the detector alone: {obstacle}")
         return []
-    what = {"categories": trained.categories, "size": trained.size, "source": trained.source}
-    how = {"score_threshold": asked.score_threshold, "grid_sample": asked.grid_sample}
-    path = export_graph(detector, out, **what, **how)
+    path = export_graph(
+        detector,
+        out,
+        categories=trained.categories,
+        size=trained.size,
+        source=trained.source,
+        score_threshold=asked.score_threshold,
+        grid_sample=asked.grid_sample,
+    )
     run, about = open_file(path)
+    predict_of = {"PyTorch": own_predict(detector, trained.size), path.name: predict_with(run, about)}
     graphs = []
-    for source, predict in (("PyTorch", own_predict(detector, trained.size)), (path.name, predict_with(run, about))):
+    for source, predict in predict_of.items():
         say(f"evaluating the graphs of {source}")
         predictor = Predictor(source, trained.categories, predict, about.predicates)
-        graphs.append({"file": source, **recall_of(predictor, detector, table), "ms": latency(predictor, table)})
-    expected, found = (line.get("R@100") for line in graphs)
+        recall = recall_of(predictor, detector, table)
+        graphs.append({"file": source, **recall, "ms": latency(predictor, table)})
+    expected = graphs[0].get("R@100")  # None without data
+    found = graphs[1].get("R@100")
     if expected is not None and abs(found - expected) > asked.tolerance:
-        apart = f"more than {asked.tolerance} apart"
-        problems[path.name] = f"its R@100 is {found:.4f}, PyTorch's {expected:.4f}: {apart}"
+        problems[path.name] = f"its R@100 is {found:.4f}, PyTorch's {expected:.4f}: more than {asked.tolerance} apart"
         path.rename(path.with_name(path.name + ".wrong"))
     return graphs
 
@@ -168,8 +228,9 @@ def recall_of(predictor: Predictor, detector, table: DetectionTable | None) -> d
         return {}
     if table.class_names != predictor.class_names:
         raise BadInput(f"{table.name} has the classes {table.class_names}, the graphs {predictor.class_names}")
-    found = (detector.to_keep(graph) for graph in predict_images(predictor, table))
-    row = detector.make_evaluator(table, "toolkit").evaluate(dict(zip(table.image_ids().tolist(), found, strict=True)))
+    graphs = [detector.to_keep(graph) for graph in predict_images(predictor, table)]
+    by_image = dict(zip(table.image_ids().tolist(), graphs, strict=True))
+    row = detector.make_evaluator(table, "toolkit").evaluate(by_image)
     return {name: row[name] for name in ("R@20", "R@50", "R@100", "mR@100")}
 
 
@@ -181,26 +242,29 @@ def latency(predictor: Predictor, table: DetectionTable | None) -> float:
     def run(images: np.ndarray):
         return predictor.predict([*torch.from_numpy(images)], 0.0)
 
-    return next(iter(milliseconds(lambda: run, image[None].numpy(), ((1, torch.get_num_threads()),)).values()))
+    case = (1, torch.get_num_threads())
+    (time,) = milliseconds(lambda: run, image[None].numpy(), (case,)).values()
+    return time
 
 
 def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
     """Return the bbox AP on the table, in [0, 1]."""
     if table is None:
         return None
-    return float(CocoEvaluator(table).evaluate(predict_table(predictor, table))["bbox_AP"] or 0)
+    row = CocoEvaluator(table).evaluate(predict_table(predictor, table))
+    return float(row["bbox_AP"] or 0)
 
 
 def example_images(table: DetectionTable | None, trained: OwnDetector, graph) -> np.ndarray:
     """Return images uint8 (5, 3, H, W): images of the data of one size after resizing, or noise."""
-    count = 5
     stride = graph.detector.stride
     if table is None:
         hw = trace_hw(graph.sides, stride, trained.size, trained.detector.options["architecture"])
-        return np.random.default_rng(0).integers(0, 256, (count, 3, *hw), dtype=np.uint8)
-    images = resized_images(table, trained.size, 64)
+        rng = np.random.default_rng(0)
+        return rng.integers(0, 256, (EXAMPLES, 3, *hw), dtype=np.uint8)
+    images = resized_images(table, trained.size, CANDIDATES)
     same = [image for image in images if image.shape == images[0].shape]
-    return np.stack([same[i % len(same)] for i in range(count)])
+    return np.stack([same[i % len(same)] for i in range(EXAMPLES)])
 
 
 def calibration_images(table: DetectionTable | None, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
@@ -216,25 +280,33 @@ def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count:
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 
 
-def lines_as_table(lines: Sequence[Line]) -> str:
+def lines_as_table(lines: Sequence[ExportResult]) -> str:
     """Return the lines as a Markdown table."""
     cases = [*lines[0].milliseconds]
-    rows = [["file", "AP", "moved by", *(f"ms an image, {case}" for case in cases), "largest difference"]]
-    rows.append(["---"] * len(rows[0]))
+    head = ["file", "AP", "moved by", *(f"ms an image, {case}" for case in cases), "largest difference"]
+    rows = [head, ["---"] * len(head)]
     for line in lines:
         ap = "" if line.AP is None else f"{line.AP:.4f}"
         moved = "" if line.AP_moved is None else f"{line.AP_moved:+.4f}"
+        times = [f"{line.milliseconds[case]:.1f}" for case in cases]
         apart = "; ".join(f"batch {size}: {difference}" for size, difference in line.differences.items())
-        rows.append([line.file, ap, moved, *(f"{line.milliseconds[case]:.1f}" for case in cases), apart])
+        rows.append([line.file, ap, moved, *times, apart])
     return _markdown(rows)
 
 
 def graphs_as_table(graphs: Sequence[dict]) -> str:
     """Return the lines of `write_relations` as a Markdown table."""
-    rows = [[*graphs[0]], ["---"] * len(graphs[0])]
-    digits = {key: 1 if key == "ms" else 4 for key in graphs[0]}
-    rows += [[f"{v:.{digits[k]}f}" if isinstance(v, float) else str(v) for k, v in line.items()] for line in graphs]
+    head = list(graphs[0])
+    rows = [head, ["---"] * len(head)]
+    for graph in graphs:
+        rows.append([_cell(name, value) for name, value in graph.items()])
     return _markdown(rows)
+
+
+def _cell(name: str, value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1f}" if name == "ms" else f"{value:.4f}"
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -31,7 +31,13 @@ def _onnx_nms_keep(boxes, scores, nms_iou: float):
 
 @torch.library.custom_op("toolkit::roi_align_where", mutates_args=())
 def roi_align_where(
-    maps: Tensor, boxes: Tensor, image: Tensor, use: Tensor, scale: float, side: int, samples: int
+    maps: Tensor,
+    boxes: Tensor,
+    image: Tensor,
+    use: Tensor,
+    scale: float,
+    side: int,
+    samples: int,
 ) -> Tensor:
     """Compute RoIAlign (R, C, side, side) of maps (B, C, H, W) for the boxes (R, 4) selected by `use` (R,); 0 for the
     others.
@@ -51,12 +57,27 @@ def _(maps: Tensor, boxes: Tensor, image: Tensor, use: Tensor, scale: float, sid
 
 def _onnx_roi_align_where(maps, boxes, image, use, scale: float, side: int, samples: int):
     rows = op.Squeeze(op.NonZero(use), [0])
-    sides = {"output_height": side, "output_width": side, "sampling_ratio": samples, "spatial_scale": scale}
+    sides = {
+        "output_height": side,
+        "output_width": side,
+        "sampling_ratio": samples,
+        "spatial_scale": scale,
+    }
     how = sides | {"coordinate_transformation_mode": "output_half_pixel", "mode": "avg"}
-    pooled = op.RoiAlign(maps, op.Gather(boxes, rows), op.Gather(image, rows), **how)
+    pooled = op.RoiAlign(
+        maps,
+        op.Gather(boxes, rows),
+        op.Gather(image, rows),
+        **how,
+    )
     count = op.Shape(boxes, start=0, end=1)
     channels = op.Shape(maps, start=1, end=2)
-    shape = op.Concat(count, channels, op.Constant(value_ints=[side, side]), axis=0)
+    shape = op.Concat(
+        count,
+        channels,
+        op.Constant(value_ints=[side, side]),
+        axis=0,
+    )
     nothing = op.Expand(op.CastLike(op.Constant(value_float=0.0), maps), shape)
     return op.ScatterND(nothing, op.Unsqueeze(rows, [1]), pooled)
 

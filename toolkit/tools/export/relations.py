@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.tools.export.faster_rcnn import pool_where
-from toolkit.tools.export.files import About, write_onnx
+from toolkit.tools.export.files import ExportMetadata, write_onnx
 from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
-RELATIONS = 100  # per image, as many as recall counts
+MAX_RELATIONS = 100  # per image, as many as recall counts
 
 
 class PixelsToGraph(PixelsToBoxes):
@@ -22,7 +22,7 @@ class PixelsToGraph(PixelsToBoxes):
     triplet_scores (B, R), 0 in a row without a relation. R = `top_k`, or all pairs where these are fewer.
     """
 
-    def __init__(self, detector: nn.Module, top_k: int = RELATIONS):
+    def __init__(self, detector: nn.Module, top_k: int = MAX_RELATIONS):
         super().__init__(detector, top_k)
         self.sides = detector_meant(detector).exported_sides
 
@@ -47,14 +47,14 @@ def export_graph(
     architecture = detector.options["architecture"]
     say(f"tracing {architecture} with its relations")
     program = trace(graph, trace_hw(graph.sides, detector.stride, size, architecture), grid_sample)
-    about = About(
+    about = ExportMetadata(
         architecture,
         categories,
         size,
         graph.sides,
         detector.stride,
         score_threshold,
-        RELATIONS,
+        MAX_RELATIONS,
         without_machine(source),
         predicates=list(detector.predicates),
     )

@@ -5,7 +5,11 @@ from torch import Tensor
 
 
 def grid_sample_by_gather(
-    maps: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = False
+    maps: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = False,
 ) -> Tensor:
     """Compute `torch.nn.functional.grid_sample` of maps (N, C, H, W) at grid (N, h, w, 2) as one Gather and arithmetic.
 

@@ -22,7 +22,7 @@ from toolkit.base.files import folders_below
 from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
 from toolkit.data.formats.coco import read_annotations
 from toolkit.data.formats.json_stream import items_of
-from toolkit.evaluation.predictions import Found
+from toolkit.evaluation.predictions import Detections
 from toolkit.tools.predict.prediction import Predictor
 
 
@@ -32,7 +32,7 @@ class FilePrediction(NamedTuple):
 
     path: Path
     image: Tensor | None
-    found: Found | None
+    found: Detections | None
     error: str | None
 
 
@@ -191,7 +191,10 @@ def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[st
     boxes_of = {}
     for path, of_image in rows.items():
         boxes = torch.tensor([box for box, _ in of_image], dtype=torch.float32).reshape(-1, 4)
-        boxes_of[path] = {"boxes": boxes, "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64)}
+        boxes_of[path] = {
+            "boxes": boxes,
+            "labels": torch.tensor([label for _, label in of_image], dtype=torch.int64),
+        }
     return boxes_of
 
 
@@ -209,7 +212,7 @@ def predict_files(
     *,
     batch_size: int = 8,
     score_threshold: float = 0.3,
-    given: Mapping[Path, Found] | None = None,
+    given: Mapping[Path, Detections] | None = None,
 ) -> Iterator[FilePrediction]:
     """Yield every file once, grouped by size and so not in the given order. An unreadable file is yielded with its
     error, and the others continue. given: boxes of each file, for a predictor that describes given boxes."""

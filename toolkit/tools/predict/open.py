@@ -14,7 +14,7 @@ from torch import nn
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names, read_json
-from toolkit.base.imports import TRUST
+from toolkit.base.imports import TRUST_HELP
 from toolkit.data.formats import FORMATS
 from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
@@ -25,7 +25,7 @@ from toolkit.models.weights.pretrained import cached_when_offline, load_pretrain
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
 from toolkit.tools.arguments import add_data_flag
-from toolkit.tools.export.files import AT_LEAST, open_file
+from toolkit.tools.export.files import MIN_TOP_K, open_file
 from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
 
 
@@ -35,22 +35,22 @@ def _count(text: str) -> int:
     return int(text)
 
 
-MOST = "maximum number of detections of an image, over all classes (default: as the run evaluates)"
-IMAGES = "folder, archive or URL of the images, if not those of the run; may be repeated"
+MAX_DETECTIONS_HELP = "maximum number of detections of an image, over all classes (default: as the run evaluates)"
+IMAGE_DIR_HELP = "folder, archive or URL of the images, if not those of the run; may be repeated"
 # Flags of the scripts that open trained models, with their arguments for argparse.
-FLAGS = {
+MODEL_FLAGS = {
     "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
     "--split": {"help": "annotation file or split instead of the run's validation data"},
-    "--image-dir": {"help": IMAGES},
+    "--image-dir": {"help": IMAGE_DIR_HELP},
     "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
     "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
-    "--max-detections": {"type": _count, "metavar": "N", "help": MOST},
-    "--trust": {"action": "store_true", "help": TRUST},
+    "--max-detections": {"type": _count, "metavar": "N", "help": MAX_DETECTIONS_HELP},
+    "--trust": {"action": "store_true", "help": TRUST_HELP},
 }
-ABOUT_DATA = ("--image-dir", "--format", "--path")
-PUBLISHED = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
-MOST_LABELS = 1_000_000  # of a model of transformers, whose file may have any label
-REPORT = "report.json"  # in a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
+DATA_FLAGS = ("--image-dir", "--format", "--path")
+PUBLISHED_SUFFIXES = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
+MAX_LABELS = 1_000_000  # of a model of transformers, whose file may have any label
+REPORT_FILE = "report.json"  # in a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
 
 
 class OwnDetector(NamedTuple):
@@ -65,13 +65,13 @@ class OwnDetector(NamedTuple):
 
 
 def add_flags(parser: ArgumentParser, *names: str) -> None:
-    """Add the named flags of `FLAGS` to a script, with their names in training, such as `--data.image_dir`, as
+    """Add the named flags of `MODEL_FLAGS` to a script, with their names in training, such as `--data.image_dir`, as
     aliases."""
     for name in names:
-        if name in ABOUT_DATA:
-            add_data_flag(parser, name, **FLAGS[name])
+        if name in DATA_FLAGS:
+            add_data_flag(parser, name, **MODEL_FLAGS[name])
         else:
-            parser.add_argument(name, **FLAGS[name])
+            parser.add_argument(name, **MODEL_FLAGS[name])
 
 
 def open_predictor(
@@ -103,7 +103,7 @@ def open_predictor(
     if opened is not None:
         names = (getattr(opened.detector, name, ()) for name in ("predicates", "attributes"))
         evaluated = max_detections or opened.max_detections
-        top_k = max_detections or max(AT_LEAST, evaluated)
+        top_k = max_detections or max(MIN_TOP_K, evaluated)
         predict = own_predict(opened.detector.to(device), opened.size, top_k)
         given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(opened.detector, "mode", ""))
         about = (given, report_thresholds(path), evaluated, opened.size)
@@ -125,13 +125,15 @@ def open_predictor(
 
 
 def open_own_detector(
-    source: str | Path, weights: str | None = None, settings: Mapping = MappingProxyType({})
+    source: str | Path,
+    weights: str | None = None,
+    settings: Mapping = MappingProxyType({}),
 ) -> OwnDetector | None:
     """Open a detector built by this project, as `open_predictor` does. Returns None if `source` can only be a model
     of transformers."""
     path = Path(source).expanduser()
     kind = kind_of(source)
-    if kind == "file" and path.suffix in PUBLISHED and weights is None:
+    if kind == "file" and path.suffix in PUBLISHED_SUFFIXES and weights is None:
         return _open_published(path, settings)
     if kind not in ("final", "transformers"):
         run = with_settings(open_run(path, options_class), settings)
@@ -140,7 +142,13 @@ def open_own_detector(
         size = processor_size(data["image_size"], data["scales"], data["max_size"])
         detector = load_detector(run, name)
         source = f"{run.checkpoint.path} ({name} weights)"
-        return OwnDetector(source, detector, run.categories, size, evaluated_detections(run.config, detector))
+        return OwnDetector(
+            source,
+            detector,
+            run.categories,
+            size,
+            evaluated_detections(run.config, detector),
+        )
     if weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is not a run folder or checkpoint")
     if kind != "final":
@@ -175,9 +183,9 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
         ) from error
     names = model.config.id2label
     ids = path / "categories.json"
-    if not names or not 0 <= max(names) < MOST_LABELS:
+    if not names or not 0 <= max(names) < MAX_LABELS:
         words = f"labels up to {max(names)}" if names else "no labels"
-        raise BadInput(f"{source}: its config.json names {words} in id2label; expected some, below {MOST_LABELS}")
+        raise BadInput(f"{source}: its config.json names {words} in id2label; expected some, below {MAX_LABELS}")
     categories = [Category(label, names.get(label, f"label {label}")) for label in range(max(names) + 1)]
     if ids.is_file():  # a final/ folder of ours
         categories = read_categories(ids)
@@ -188,7 +196,7 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
             )
     queries = getattr(model.config, "num_queries", None) or getattr(model.config, "num_detection_tokens", 0)
     evaluated = max_detections or max(Detector.max_detections, queries)
-    predict = transformers_predict(model, processor, max_detections or max(AT_LEAST, evaluated))
+    predict = transformers_predict(model, processor, max_detections or max(MIN_TOP_K, evaluated))
     size = dict(processor.size) if getattr(processor, "do_resize", False) else None
     about = (report_thresholds(path), evaluated, size)
     return Predictor(str(source), categories, predict, (), (), None, *about)
@@ -204,7 +212,7 @@ def report_thresholds(path: Path) -> dict[str, float] | None:
         BadInput: a file that cannot be read.
     """
     for folder in (path, *path.absolute().parents):
-        file = folder / "report" / REPORT
+        file = folder / "report" / REPORT_FILE
         if file.is_file():
             try:
                 entries = read_json(file)
@@ -226,7 +234,10 @@ def _open_published(path: Path, settings: Mapping) -> OwnDetector:
     asked = dict(settings)
     if "mode" in options:  # a scene graph's file does not have it
         options["mode"] = asked.pop("mode", options["mode"])
-    detector = build_detector(**with_inference_settings(options, asked), class_names=source.class_names)
+    detector = build_detector(
+        **with_inference_settings(options, asked),
+        class_names=source.class_names,
+    )
     load_pretrained(detector, source, source.class_names)
     categories = [Category(number + 1, name) for number, name in enumerate(source.class_names)]
     return OwnDetector(str(path), detector.eval(), categories, source.size)
@@ -237,7 +248,10 @@ def _open_published(path: Path, settings: Mapping) -> OwnDetector:
 
 def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
     """Return the run with other settings of its model; see `with_inference_settings`."""
-    return replace(run, config={**run.config, "model": with_inference_settings(run.config["model"], asked)})
+    return replace(
+        run,
+        config={**run.config, "model": with_inference_settings(run.config["model"], asked)},
+    )
 
 
 def load_detector(run: Run, weights: str) -> Detector:

@@ -12,17 +12,21 @@ import numpy as np
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
 from toolkit.data.table import LabelledImages
-from toolkit.detectors.scene_graphs.formats import SUFFIXES, graph_text
+from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, graph_text
 from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
 
 # The files and folders that `scripts/predict.py` writes.
-OUTPUTS = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv", "uncertain.csv")
-OUTPUTS += ("labels", "annotations", "pictures", "videos", "graphs")
-FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *SUFFIXES)
+OUTPUT_FILES = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv")
+OUTPUT_FILES += ("uncertain.csv", "labels", "annotations", "pictures", "videos", "graphs")
+OUTPUT_FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *GRAPH_SUFFIXES)
 
 
 def write_outputs(
-    document: Mapping, detections: LabelledImages, names: Sequence[str], formats: Sequence[str], folder: Path
+    document: Mapping,
+    detections: LabelledImages,
+    names: Sequence[str],
+    formats: Sequence[str],
+    folder: Path,
 ) -> None:
     """Write predictions in every format.
 
@@ -30,8 +34,8 @@ def write_outputs(
         document: as in predictions.json, see scripts/predict.py.
         detections: the same images with their boxes as columns.
         names: a relative path for each image, all different, after which files of its own are named.
-        formats: of `FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list of
-            COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
+        formats: of `OUTPUT_FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list
+            of COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
             centre and size as shares of the image, and score; voc, an XML file for each image; csv, a row for each
             detection, all three clipped to the image as data sets are; and of scene graphs a file for each image in
             graphs/: dot (Graphviz), networkx (its node-link JSON).
@@ -42,7 +46,10 @@ def write_outputs(
         if name == "json":
             write_text_atomic(folder / "predictions.json", _as_text(document))
         elif name == "jsonl":
-            write_text_atomic(folder / "predictions.jsonl", "".join(f"{json.dumps(e)}\n" for e in document["images"]))
+            write_text_atomic(
+                folder / "predictions.jsonl",
+                "".join(f"{json.dumps(e)}\n" for e in document["images"]),
+            )
         elif name == "coco":
             write_coco(detections, folder / "results.json")
             write_data_set(detections, folder / "dataset.json")
@@ -58,7 +65,7 @@ def write_outputs(
             write_csv(inside.renamed(paths), folder / "predictions.csv")
         else:
             for graph, image in zip(document["images"], names, strict=True):
-                path = folder / "graphs" / f"{without_suffix(image)}{SUFFIXES[name]}"
+                path = folder / "graphs" / f"{without_suffix(image)}{GRAPH_SUFFIXES[name]}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text_atomic(path, graph_text(graph, name))
 
@@ -72,7 +79,7 @@ def names_of_outputs(files: Mapping[Path, Path], fetched: Set[Path], formats: Se
     Args:
         files: the image files, each with its name below the folder that was given for it.
         fetched: those of them that came from an address; they are gone afterwards and keep their names.
-        formats: of `FORMATS`.
+        formats: of `OUTPUT_FORMATS`.
 
     Raises:
         BadInput: YOLO is asked for, and two images would have the same file of labels.
@@ -116,8 +123,15 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
     root = images_root(detections)
     names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
     found = clipped(detections).boxes
-    extra = {"scores": None, "ids": np.arange(1, len(found) + 1), "extra": {"score": found.scores}}
-    write_coco(dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)), path)
+    extra = {
+        "scores": None,
+        "ids": np.arange(1, len(found) + 1),
+        "extra": {"score": found.scores},
+    }
+    write_coco(
+        dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)),
+        path,
+    )
 
 
 def clipped(detections: LabelledImages) -> LabelledImages:
@@ -159,7 +173,7 @@ def clear_outputs(folder: Path) -> None:
 
 
 def _earlier(folder: Path) -> list[Path]:
-    return [folder / name for name in OUTPUTS if (folder / name).exists()]
+    return [folder / name for name in OUTPUT_FILES if (folder / name).exists()]
 
 
 def _as_text(document: Mapping) -> str:

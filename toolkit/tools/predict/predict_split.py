@@ -1,6 +1,6 @@
 """Predictions on a split, from any source: a run, a checkpoint, an exported model, or a predictions file."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -11,21 +11,19 @@ from torch.utils.data import DataLoader
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.data.splits import READING, open_split
+from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
-from toolkit.evaluation.coco import OF_GRAPHS, make_evaluator
+from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
-from toolkit.tools.distillation.losses import LOSSES as DISTILLED
+from toolkit.tools.distillation.losses import DISTILLATION_LOSSES
 from toolkit.tools.predict.open import evaluated_detections, load_detector, open_predictor, with_settings
 from toolkit.tools.predict.prediction import labels_in, predict_table, relabelled
 from toolkit.tools.predictions_file import read_about, read_predictions
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -132,7 +130,7 @@ def predict_run(
     predictions = by_image
     if not same:
         predictions = {key: relabelled(prediction, labels, kept) for key, prediction in by_image.items()}
-    of_graphs = {key: evaluation[key] for key in OF_GRAPHS if key in evaluation}
+    of_graphs = {key: evaluation[key] for key in GRAPH_EVAL_SETTINGS if key in evaluation}
     evaluator = make_evaluator(detector, table, backend or evaluation["backend"], **of_graphs)
     about = {
         "detector": f"{run.folder.name}, step {run.checkpoint.step} ({chosen} weights)",
@@ -160,7 +158,7 @@ def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.d
 
 def _loss_weights(run: Run, detector: Detector) -> LossWeights:
     """Return the loss weights of a run without those of distillation; learned ones are the checkpoint's."""
-    weights = {name: value for name, value in run.config["loss"]["weights"].items() if name not in DISTILLED}
+    weights = {name: value for name, value in run.config["loss"]["weights"].items() if name not in DISTILLATION_LOSSES}
     loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
     loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
     return loss_weights
@@ -176,14 +174,22 @@ def read_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
         say(f"{path}: the annotations have changed since these predictions were made; the new ones are used")
     for sentence in read.changed_classes:
         say(f"{path}: {sentence}")
-    return Predicted(table, read.predictions, {"detector": str(path), "data": data} | about, run_folder=folder)
+    return Predicted(
+        table,
+        read.predictions,
+        {"detector": str(path), "data": data} | about,
+        run_folder=folder,
+    )
 
 
 # ---- which data ------------------------------------------------------------------------------------------------------
 
 
 def _data_of(
-    source: str | Path, about: Mapping, options: SplitOptions, say: Say
+    source: str | Path,
+    about: Mapping,
+    options: SplitOptions,
+    say: Say,
 ) -> tuple[Path | None, dict, DetectionTable]:
     """Return the run folder that contains a file or model, if any, the settings of the data to evaluate on, and their
     table: the requested data, those that `about` names, or those of the run.
@@ -227,7 +233,12 @@ def _other_data(options: SplitOptions) -> dict:
     """Return the arguments of `open_split` for data that belong to no run; `val` of a folder if no split is named."""
     key = "name" if options.format in ("hub", "visual_genome", "psg") else "path"
     source = options.split or "val"
-    return {"source": source, key: options.path, "image_dir": options.image_dir, "format": options.format or "auto"}
+    return {
+        "source": source,
+        key: options.path,
+        "image_dir": options.image_dir,
+        "format": options.format or "auto",
+    }
 
 
 def _given(options: SplitOptions) -> dict:

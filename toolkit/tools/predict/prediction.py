@@ -19,10 +19,10 @@ from toolkit.data.decoding import ImageError, pixels_of
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
-from toolkit.evaluation.predictions import Found, best_first, detections_as_json, joined
-from toolkit.tools.export.files import AT_LEAST, About, Runner
+from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined
+from toolkit.tools.export.files import MIN_TOP_K, ExportMetadata, Runner
 
-IMAGES_AT_ONCE = 8
+IMAGES_PER_CHUNK = 8
 DEFAULT_THRESHOLD = 0.3
 NO_BOXES = {"boxes": torch.zeros(0, 4)}
 
@@ -49,7 +49,7 @@ class Predictor:
 
     source: str
     categories: list[Category]
-    predict: Callable[[Sequence[Tensor], float], list[Found]]
+    predict: Callable[[Sequence[Tensor], float], list[Detections]]
     predicates: Sequence[str] = ()
     attributes: Sequence[str] = ()
     given: str | None = None
@@ -71,10 +71,13 @@ class Predictor:
         of images."""
         several = isinstance(images, (list, tuple))
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
-        detections = self.predict([as_image(image) for image in (images if several else [images])], minimum)
+        detections = self.predict(
+            [as_image(image) for image in (images if several else [images])],
+            minimum,
+        )
         return detections if several else detections[0]
 
-    def as_json(self, detections: Found, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+    def as_json(self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True) -> dict:
         """Return `detections` of an image as in predictions.json, and `relations` of a scene graph."""
         entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
         if "pairs" in detections:
@@ -135,7 +138,10 @@ def from_report(predictor: Predictor) -> Predictor:
         )
     overall = predictor.recommended_threshold
     minimum = torch.tensor([predictor.thresholds.get(name, overall) for name in predictor.class_names])
-    return _filtered(predictor, lambda detections: detections["scores"] >= minimum[detections["labels"]])
+    return _filtered(
+        predictor,
+        lambda detections: detections["scores"] >= minimum[detections["labels"]],
+    )
 
 
 def smallest_threshold(predictor: Predictor) -> float:
@@ -143,8 +149,8 @@ def smallest_threshold(predictor: Predictor) -> float:
     return max(0.0, min(predictor.thresholds.values()) - 1e-6)
 
 
-def _filtered(predictor: Predictor, wanted: Callable[[Found], Tensor]) -> Predictor:
-    def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Found]:
+def _filtered(predictor: Predictor, wanted: Callable[[Detections], Tensor]) -> Predictor:
+    def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Detections]:
         predictions = predictor.predict(images, score_threshold, *given)
         labels = [detections["labels"].where(wanted(detections), -1) for detections in predictions]
         return [best_first(detections | {"labels": kept}) for detections, kept in zip(predictions, labels, strict=True)]
@@ -160,18 +166,18 @@ def _loop(prepare: Callable, find: Callable):
 
     Args:
         prepare: (image, its given boxes) -> (pixels as the detector wants them, what else belongs to them).
-        find: (these of images with pixels of one shape, sizes (B, 2) int64 of the images, score_threshold) -> `Found`
-            of each, in pixels of the image.
+        find: (these of images with pixels of one shape, sizes (B, 2) int64 of the images, score_threshold) ->
+            `Detections` of each, in pixels of the image.
     """
 
     @torch.no_grad()
-    def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Found] = ()) -> list[Found]:
+    def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Detections] = ()) -> list[Detections]:
         pairs = zip(images, given or [NO_BOXES] * len(images), strict=True)
         prepared = [prepare(image, boxes) for image, boxes in pairs]
         groups: dict[torch.Size, list[int]] = {}
         for i, (pixels, _) in enumerate(prepared):
             groups.setdefault(pixels.shape, []).append(i)
-        predictions: list[Found] = [{}] * len(images)
+        predictions: list[Detections] = [{}] * len(images)
         for group in groups.values():
             sizes_hw = torch.tensor([images[i].shape[-2:] for i in group])
             of_group = find([prepared[i] for i in group], sizes_hw, score_threshold)
@@ -182,25 +188,31 @@ def _loop(prepare: Callable, find: Callable):
     return predict
 
 
-def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = AT_LEAST):
+def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = MIN_TOP_K):
     """Return the `Predictor.predict` of a detector of this toolkit. size: what images are resized to, as in
     `input_hw`; top_k: maximum number of detections per image."""
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Detections]:
         device = next(detector.parameters()).device
         batch = collate(prepared, detector.stride).to(device)
         given = [batch.targets] if "labels" in batch.targets[0] else []
         outputs = detector(batch.images, batch.sizes, *given)
-        return detector.postprocess(outputs, batch.sizes, sizes_hw.to(device), score_threshold, top_k)
+        return detector.postprocess(
+            outputs,
+            batch.sizes,
+            sizes_hw.to(device),
+            score_threshold,
+            top_k,
+        )
 
     return _loop(partial(resized, size), find)
 
 
-def predict_with(run: Runner, about: About, top_k: int | None = None):
+def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
     """Return the `Predictor.predict` of an exported detector. top_k: maximum number of detections per image, None:
     all rows."""
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Found]:
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Detections]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
         outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
         for boxes, scores, labels, *relations, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
@@ -214,8 +226,12 @@ def predict_with(run: Runner, about: About, top_k: int | None = None):
 
 
 def _relations_among(
-    keep: Tensor, count: int, pairs: Tensor, predicate_scores: Tensor, triplet_scores: Tensor
-) -> Found:
+    keep: Tensor,
+    count: int,
+    pairs: Tensor,
+    predicate_scores: Tensor,
+    triplet_scores: Tensor,
+) -> Detections:
     """Return the relations of an exported graph between the objects `keep`, rows of its `count` objects."""
     place = torch.full((count,), -1)
     place[keep] = torch.arange(len(keep))
@@ -224,7 +240,7 @@ def _relations_among(
     return columns | {"predicates": predicate_scores[rows].argmax(1), "triplet_scores": triplet_scores[rows]}
 
 
-def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
+def transformers_predict(model: nn.Module, processor, top_k: int = MIN_TOP_K):
     """Return the `Predictor.predict` of a detector of transformers, whose processor prepares images one by one.
     top_k: maximum number of detections per image."""
     device = next(model.parameters()).device
@@ -233,21 +249,28 @@ def transformers_predict(model: nn.Module, processor, top_k: int = AT_LEAST):
         inputs = processor(images=[image], return_tensors="pt", input_data_format="channels_first").to(device)
         return inputs["pixel_values"], inputs
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Found]:
+    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Detections]:
         joined = {key: torch.cat([inputs[key] for _, inputs in prepared]) for key in prepared[0][1]}
         sizes_hw = sizes_hw.to(device)
-        found = processor.post_process_object_detection(model(**joined), score_threshold, target_sizes=sizes_hw)
+        found = processor.post_process_object_detection(
+            model(**joined),
+            score_threshold,
+            target_sizes=sizes_hw,
+        )
         order = (detections["scores"].argsort(descending=True, stable=True)[:top_k] for detections in found)
         return [{key: d[key][rows] for key in d} for d, rows in zip(found, order, strict=True)]
 
     return _loop(prepare, find)
 
 
-def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Found = NO_BOXES) -> tuple[Tensor, Found]:
+def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Detections = NO_BOXES) -> tuple[Tensor, Detections]:
     """Resize an image for a detector, and return it with a target of its boxes, without relations. size: as in
     `input_hw`."""
     count = len(boxes["boxes"])
-    nothing = {"area": torch.zeros(count), "iscrowd": torch.zeros(count, dtype=torch.int64)}
+    nothing = {
+        "area": torch.zeros(count),
+        "iscrowd": torch.zeros(count, dtype=torch.int64),
+    }
     target = boxes | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
     return resize(image, target, input_hw(image.shape[-2:], size))
 
@@ -277,17 +300,23 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
     return joined(predictions, table.image_ids().tolist())
 
 
-def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Found]:
+def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Detections]:
     """Yield the detections of any score in each image of a table, in the labels of the predictor, with relations of
     graphs.
 
     Raises:
         BadInput: an image that cannot be read.
     """
-    bar = tqdm(total=len(table), desc=f"evaluation of {predictor.source}", delay=2, leave=False, disable=None)
+    bar = tqdm(
+        total=len(table),
+        desc=f"evaluation of {predictor.source}",
+        delay=2,
+        leave=False,
+        disable=None,
+    )
     with bar, ThreadPoolExecutor() as pool:
-        for start in range(0, len(table), IMAGES_AT_ONCE):
-            rows = map(table.row, range(start, min(start + IMAGES_AT_ONCE, len(table))))
+        for start in range(0, len(table), IMAGES_PER_CHUNK):
+            rows = map(table.row, range(start, min(start + IMAGES_PER_CHUNK, len(table))))
             try:
                 images = list(pool.map(table.decode_image, rows))
             except ImageError as error:
@@ -310,7 +339,7 @@ def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tenso
     return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
 
 
-def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Found:
+def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Detections:
     """Return the best `max_detections` of an image in the labels of a table, without classes that the table lacks."""
     table_labels = labels[torch.as_tensor(detections["labels"]).long()]
     keep = (table_labels >= 0).nonzero().flatten()[:max_detections]

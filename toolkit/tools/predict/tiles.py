@@ -8,13 +8,13 @@ from torch import Tensor
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
-from toolkit.evaluation.predictions import Found
+from toolkit.evaluation.predictions import Detections
 from toolkit.models.nms import nms_by_label
 from toolkit.tools.predict.prediction import Predictor
 
-CONTAINED = 0.8  # share of a box inside another one of its class from which it counts as a part of that
-AS_SURE = 0.25  # minimum score of such another box, as a share of the box's: a weak box does not remove a good part
-NEAR = 0.025  # share of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
+MIN_CONTAINED_SHARE = 0.8  # share of a box inside another one of its class from which it counts as a part of that
+MIN_SCORE_RATIO = 0.25  # of such another box to the box: a weak box does not remove a good part
+BORDER_SHARE = 0.025  # of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
@@ -36,10 +36,10 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
     _refuse_graphs(predictor, "--tile")
     rows, columns = tile_hw(tile, predictor.size)
 
-    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         return [one(image, score_threshold) for image in images]
 
-    def one(image: Tensor, score_threshold: float) -> Found:
+    def one(image: Tensor, score_threshold: float) -> Detections:
         height, width = image.shape[-2:]
         corners = [(x, y) for y in starts(height, rows, overlap) for x in starts(width, columns, overlap)]
         parts = []
@@ -50,10 +50,18 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
             for (x, y), detections in zip(some, predictor.predict(cuts, score_threshold), strict=True):
                 boxes = detections["boxes"]
                 right, bottom = min(width, x + columns), min(height, y + rows)
-                space = torch.cat([boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]], dim=1)
+                space = torch.cat(
+                    [boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]],
+                    dim=1,
+                )
                 inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders between tiles
-                cut.append(((space <= NEAR * tile) & inner).any(1))
-                parts.append({**detections, "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype)})
+                cut.append(((space <= BORDER_SHARE * tile) & inner).any(1))
+                parts.append(
+                    {
+                        **detections,
+                        "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype),
+                    }
+                )
         return merged(parts, nms_iou, torch.cat(cut))
 
     return replace(predictor, predict=predict)
@@ -66,12 +74,15 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
     """
     _refuse_graphs(predictor, "--flip")
 
-    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         plain = predictor.predict(images, score_threshold)
         mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
         for image, detections in zip(images, mirrored, strict=True):
             left, top, right, bottom = detections["boxes"].unbind(1)
-            detections["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
+            detections["boxes"] = torch.stack(
+                [image.shape[-1] - right, top, image.shape[-1] - left, bottom],
+                dim=1,
+            )
         return [_averaged(both, nms_iou) for both in zip(plain, mirrored, strict=True)]
 
     return replace(predictor, predict=predict)
@@ -92,7 +103,7 @@ def starts(length: int, tile: int, overlap: float) -> list[int]:
     return [round(i * (length - tile) / (count - 1)) for i in range(count)]
 
 
-def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) -> Found:
+def merged(parts: Sequence[Detections], nms_iou: float, cut: Tensor | None = None) -> Detections:
     """Merge several sets of detections of one image, best first, by non-maximum suppression class by class.
 
     cut: (K,) bool, boxes of all parts that end where a tile ends; they are dropped if a whole box has most of them.
@@ -105,10 +116,10 @@ def merged(parts: Sequence[Found], nms_iou: float, cut: Tensor | None = None) ->
     return {key: value[kept] for key, value in joined.items()}
 
 
-def _inside_another(detections: Found, cut: Tensor) -> Tensor:
-    """Return (K,) bool, true for a cut box if another one of its class contains `CONTAINED` of it, is whole or
-    larger, and has at least `AS_SURE` of its score. Works class by class, since all pairs of the detections in a
-    hundred tiles would take gigabytes."""
+def _inside_another(detections: Detections, cut: Tensor) -> Tensor:
+    """Return (K,) bool, true for a cut box if another one of its class contains `MIN_CONTAINED_SHARE` of it, is whole
+    or larger, and has at least `MIN_SCORE_RATIO` of its score. Works class by class, since all pairs of the detections
+    in a hundred tiles would take gigabytes."""
     boxes = detections["boxes"]
     scores = detections["scores"]
     inside = torch.zeros_like(cut)
@@ -120,12 +131,12 @@ def _inside_another(detections: Found, cut: Tensor) -> Tensor:
         low = torch.maximum(boxes[parts, None, :2], boxes[None, others, :2])
         shared = (torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:]) - low).clamp(min=0).prod(-1)
         better = ~cut[None, others] | (area[None, others] > area[parts, None])
-        better &= (scores[None, others] >= AS_SURE * scores[parts, None]) & (parts[:, None] != others)
-        inside[parts] = ((shared >= CONTAINED * area[parts, None]) & better).any(1)
+        better &= (scores[None, others] >= MIN_SCORE_RATIO * scores[parts, None]) & (parts[:, None] != others)
+        inside[parts] = ((shared >= MIN_CONTAINED_SHARE * area[parts, None]) & better).any(1)
     return inside
 
 
-def _averaged(parts: Sequence[Found], nms_iou: float) -> Found:
+def _averaged(parts: Sequence[Detections], nms_iou: float) -> Detections:
     joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
     kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
     near = pairwise_iou(joined["boxes"][kept], joined["boxes"]) >= nms_iou
@@ -133,7 +144,11 @@ def _averaged(parts: Sequence[Found], nms_iou: float) -> Found:
     near[torch.arange(len(kept)), kept] = True
     weights = near * joined["scores"]
     boxes = weights @ joined["boxes"] / weights.sum(1, keepdim=True).clamp(min=1e-9)
-    return {"boxes": boxes, "scores": joined["scores"][kept], "labels": joined["labels"][kept]}
+    return {
+        "boxes": boxes,
+        "scores": joined["scores"][kept],
+        "labels": joined["labels"][kept],
+    }
 
 
 def _refuse_graphs(predictor: Predictor, flag: str) -> None:

@@ -13,17 +13,21 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from toolkit.base.errors import BadInput
-from toolkit.evaluation.predictions import Found
+from toolkit.evaluation.predictions import Detections
 from toolkit.tools.doctor.near_duplicates import thumbnail_of
 from toolkit.tools.predict.image_files import predict_files
 from toolkit.tools.predict.prediction import Predictor
 
-LEAST_SCORE = 0.05  # minimum score to count; a detector has hundreds of lower ones in any image
-CANDIDATES = 3  # times the number of requested images: the most uncertain, among which the most different are chosen
+MIN_COUNTED_SCORE = 0.05  # minimum score to count; a detector has hundreds of lower ones in any image
+# For each requested image: the most uncertain ones, among which the most different are chosen.
+CANDIDATES_PER_IMAGE = 3
 
 
 def most_uncertain(
-    predictor: Predictor, paths: Sequence[Path], count: int, batch_size: int = 8
+    predictor: Predictor,
+    paths: Sequence[Path],
+    count: int,
+    batch_size: int = 8,
 ) -> dict[Path, tuple[float, float]]:
     """Choose the `count` images most worth labelling, and return them in the order of choice, each with its
     `uncertainty`. Unreadable files are left out.
@@ -38,7 +42,7 @@ def most_uncertain(
         wants = "expected the number of images, 1 or more" if count < 1 else f"{predictor.source} finds no boxes itself"
         raise BadInput(f"--uncertain {count}: {wants}")
 
-    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Found]:
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         plain = predictor.predict(images, score_threshold)
         mirrored = predictor.predict([image.flip(-1) for image in images], score_threshold)
         widths = [image.shape[-1] for image in images]
@@ -46,18 +50,18 @@ def most_uncertain(
 
     found = {}
     looks = {}
-    options = {"batch_size": batch_size, "score_threshold": LEAST_SCORE}
+    options = {"batch_size": batch_size, "score_threshold": MIN_COUNTED_SCORE}
     for prediction in predict_files(replace(predictor, predict=predict), paths, **options):
         if prediction.error is None:
             found[prediction.path] = prediction.found["uncertainty"]
             look = thumbnail_of(prediction.image).astype(np.float64).ravel()
             looks[prediction.path] = (look - look.mean()) / max(np.linalg.norm(look - look.mean()), 1e-9)
-    ranked = sorted(found, key=lambda path: -sum(found[path]))[: CANDIDATES * count]
+    ranked = sorted(found, key=lambda path: -sum(found[path]))[: CANDIDATES_PER_IMAGE * count]
     chosen = farthest_first(np.array([looks[path] for path in ranked]), count) if ranked else []
     return {ranked[index]: found[ranked[index]] for index in chosen}
 
 
-def uncertainty(found: Found, mirrored: Found, width: int) -> tuple[float, float]:
+def uncertainty(found: Detections, mirrored: Detections, width: int) -> tuple[float, float]:
     """Return (entropy, disagreement), each from 0 to 1, of the detections in an image of this width and in its mirror
     image.
 

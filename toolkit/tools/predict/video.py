@@ -150,10 +150,19 @@ def predict_video(
         while some := list(islice(frames, batch_size)):
             predictions = predictor.predict([frame.image for frame in some], score_threshold)
             for frame, detections in zip(some, predictions, strict=True):
-                entry = {"frame": frame.index, "time_s": round(frame.time_s, 6), **predictor.as_json(detections)}
+                entry = {
+                    "frame": frame.index,
+                    "time_s": round(frame.time_s, 6),
+                    **predictor.as_json(detections),
+                }
                 text.write(json.dumps(entry) + "\n")
                 if writer is not None:
-                    picture = picture_with_boxes(frame.image, detections, predictor.class_names, smallest_side=1)
+                    picture = picture_with_boxes(
+                        frame.image,
+                        detections,
+                        predictor.class_names,
+                        smallest_side=1,
+                    )
                     writer.add(np.asarray(picture))
                 count += 1
                 on_frame()

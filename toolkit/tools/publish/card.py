@@ -12,10 +12,10 @@ from toolkit.base.files import read_json, read_json_object, write_text_atomic
 from toolkit.base.public import without_machine
 from toolkit.base.text import as_code, in_markdown
 from toolkit.run.metrics_log import read_metrics
-from toolkit.run.settings_file import CONFIG, read_groups
+from toolkit.run.settings_file import CONFIG_FILE, read_groups
 
-SHOWN = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
-SHOWN_CLASSES = 100
+SHOWN_METRICS = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
+MAX_SHOWN_CLASSES = 100
 LICENCE = "apache-2.0"  # the licence of this program; the data may require another
 LICENCES_BELOW = (
     "for the weights, as far as the licences of the training data and of the weights that training began with allow "
@@ -69,11 +69,11 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
         licence: as the hub spells it.
     """
     folder = Path(folder)
-    run = folder.parent if (folder.parent / CONFIG).is_file() else None
+    run = folder.parent if (folder.parent / CONFIG_FILE).is_file() else None
     config = read_json(folder / "config.json")
     environment = read_json_object(run / "environment.json") if run else {}
     here = environment.get("working_directory") or "."
-    settings = without_machine(read_groups(run / CONFIG), here) if run else {}
+    settings = without_machine(read_groups(run / CONFIG_FILE), here) if run else {}
     environment["command_line"] = without_machine(environment.get("command_line") or [], here)
     row = best_row(run) if run else {}
     of_run, of_folder = ((source.get("model") or {}).get("architecture") for source in (settings, config))
@@ -100,20 +100,23 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
     ]
     text = "\n\n".join(filter(None, parts))
     path = folder / "README.md"
-    write_text_atomic(path, f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n")
+    write_text_atomic(
+        path,
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{text}\n",
+    )
     return path
 
 
 def _counted_classes(names: Sequence[str]) -> str:
-    listed = ", ".join(map(as_code, names[:SHOWN_CLASSES]))
-    more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
+    listed = ", ".join(map(as_code, names[:MAX_SHOWN_CLASSES]))
+    more = f" and {len(names) - MAX_SHOWN_CLASSES} more" if len(names) > MAX_SHOWN_CLASSES else ""
     return f"{len(names)} {'class' if len(names) == 1 else 'classes'}: {listed}{more}"
 
 
 def best_row(run: Path) -> dict:
     """Return the evaluation of the best checkpoint of a run, without its prefix; empty if there is none."""
     state = read_json_object(run / "checkpoints" / "best" / "state.json")
-    metric = (read_groups(run / CONFIG).get("eval") or {}).get("metric_for_best")
+    metric = (read_groups(run / CONFIG_FILE).get("eval") or {}).get("metric_for_best")
     if not isinstance(metric, str):
         return {}
     prefix = "val/ema/" if metric.startswith("ema/") else "val/"
@@ -126,13 +129,19 @@ def best_row(run: Path) -> dict:
 
 def _index(settings: Mapping, row: Mapping) -> list[dict]:
     data = settings.get("data", {})
-    metrics = [{"type": k, "name": name, "value": row[k]} for k, name in SHOWN.items() if row.get(k) is not None]
-    dataset = {"type": str(data.get("name") or data.get("format") or "images"), "name": str(data.get("val"))}
+    metrics = []
+    for key, name in SHOWN_METRICS.items():
+        if row.get(key) is not None:
+            metrics.append({"type": key, "name": name, "value": row[key]})
+    dataset = {
+        "type": str(data.get("name") or data.get("format") or "images"),
+        "name": str(data.get("val")),
+    }
     return [{"task": {"type": "object-detection"}, "dataset": dataset, "metrics": metrics}]
 
 
 def _figures(row: Mapping, run: Path | None) -> str:
-    metrics = {name: row[key] for key, name in SHOWN.items() if row.get(key) is not None}
+    metrics = {name: row[key] for key, name in SHOWN_METRICS.items() if row.get(key) is not None}
     if not metrics:
         return "None were measured."
     intervals = read_json_object(run / "report" / "report.json").get("intervals_95") or {}

@@ -128,7 +128,12 @@ def describe_finding(finding: Facts) -> str:
 
 
 def nothing_found() -> dict[str, Any]:
-    finding = {"where": "unknown", "window_losses": [], "nonfinite_gradients": [], "nonfinite_state": []}
+    finding = {
+        "where": "unknown",
+        "window_losses": [],
+        "nonfinite_gradients": [],
+        "nonfinite_state": [],
+    }
     nothing = ("first_nonfinite_module", "module_type", "kind", "backward", "error", "largest_gradient")
     return finding | dict.fromkeys(nothing)
 
@@ -166,7 +171,11 @@ def _watch(model: nn.Module) -> Iterator[dict]:
                 return
             if any(_is_broken(t) for t in _tensors_in(output)):
                 kind = _kind(module, (args, kwargs)) if in_forward else "criterion"
-                first.update(first_nonfinite_module=name or "(itself)", module_type=type(module).__name__, kind=kind)
+                first.update(
+                    first_nonfinite_module=name or "(itself)",
+                    module_type=type(module).__name__,
+                    kind=kind,
+                )
             in_forward = in_forward and module is not model
 
         return hook

@@ -23,8 +23,8 @@ from toolkit.step.guard import NanGuard, boxes_finite
 from toolkit.step.optim import drop_gradients
 from toolkit.tools.replay.diagnosis import Facts, RunWindow, describe_finding, diagnose, nonfinite_names, nothing_found
 
-EXTRA = "extra.pt"
-STATE = "state.safetensors"
+EXTRA_FILE = "extra.pt"
+STATE_TENSORS_FILE = "state.safetensors"
 MAX_FULL_REPORTS = 10  # per run folder; later ones leave the weights out, which may be hundreds of MB each
 FIRST_REPORTS = MAX_FULL_REPORTS  # first reports of each process, which are never removed
 NEWEST_REPORTS = 5  # of each process; a run that skips batches for days would fill its disk with the others
@@ -92,7 +92,13 @@ def investigate(
     broken_ranks = [r for r, where in enumerate(where_by_rank) if where != "unknown"] or [0]
     path = None
     if rank in broken_ranks:
-        report = {**context, "rank": rank, "reason": guard.reason, "policy": guard.policy, **finding}
+        report = {
+            **context,
+            "rank": rank,
+            "reason": guard.reason,
+            "policy": guard.policy,
+            **finding,
+        }
         report["image_ids"] = [[target["image_id"] for target in batch.targets] for batch in batches]
         path = write_report(run_folder, report, batches, model.state_dict(), extra, tensors)
     removed = _forget_reports(path) if path else ""
@@ -128,17 +134,24 @@ def write_report(
         folder.mkdir(parents=True)
         for i, batch in enumerate(batches):
             of_batch, rest = _split_batch(batch)
-            save_file(of_batch, folder / f"batch_{i}.safetensors", metadata={"targets": json.dumps(rest)})
+            save_file(
+                of_batch,
+                folder / f"batch_{i}.safetensors",
+                metadata={"targets": json.dumps(rest)},
+            )
         if len(list(nan_folder.glob("step_*/rank*/model.safetensors"))) < MAX_FULL_REPORTS:
             save_file({k: _plain(v) for k, v in state.items()}, folder / "model.safetensors")
             if tensors:
-                save_file(dict(tensors), folder / STATE)
+                save_file(dict(tensors), folder / STATE_TENSORS_FILE)
         if extra:
-            torch.save(extra, folder / EXTRA)
+            torch.save(extra, folder / EXTRA_FILE)
         (folder / "report.json").write_text(json.dumps(_jsonable(report), indent=1), encoding="utf-8")
         (folder / "report.txt").write_text(_text(report, folder), encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        warnings.warn(f"{folder}: the report of the NaN guard could not be written: {error}", stacklevel=2)
+        warnings.warn(
+            f"{folder}: the report of the NaN guard could not be written: {error}",
+            stacklevel=2,
+        )
         return None
     return folder
 
@@ -160,7 +173,7 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
     files = sorted(folder.glob("batch_*.safetensors"), key=lambda path: (len(path.name), path.name))
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        extra = torch.load(folder / EXTRA, weights_only=True) if (folder / EXTRA).exists() else {}
+        extra = torch.load(folder / EXTRA_FILE, weights_only=True) if (folder / EXTRA_FILE).exists() else {}
         return report, [_join_batch(path) for path in files], load_file(folder / "model.safetensors"), extra
     except Exception as error:  # noqa: BLE001 - a foreign file can make these readers raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -175,7 +188,7 @@ def load_named_state(folder: str | Path) -> dict[str, Tensor]:
     Raises:
         BadInput: the file cannot be read.
     """
-    path = Path(folder) / STATE
+    path = Path(folder) / STATE_TENSORS_FILE
     try:
         return load_file(path) if path.exists() else {}
     except (OSError, SafetensorError, ValueError) as error:
@@ -201,7 +214,10 @@ def _forget_reports(newest: Path) -> str:
             if not any(folder.parent.iterdir()):
                 folder.parent.rmdir()
         except OSError as error:
-            warnings.warn(f"{folder}: an older report of the NaN guard could not be removed: {error}", stacklevel=2)
+            warnings.warn(
+                f"{folder}: an older report of the NaN guard could not be removed: {error}",
+                stacklevel=2,
+            )
     if not removed:
         return ""
     return f" (removed: {', '.join(removed)}; the first {FIRST_REPORTS} and the newest {NEWEST_REPORTS} are kept)"

@@ -98,11 +98,18 @@ class RefusingGuard(RunGuard):
 def weights_as_they_were(detector: Detector, report: Mapping) -> LossWeights:
     """Return the loss weights of a reported step as constants, including learned ones, for the detector's own
     losses."""
-    return LossWeights(detector.loss_names, {name: report["loss_weights"][name] for name in detector.loss_names}, {})
+    return LossWeights(
+        detector.loss_names,
+        {name: report["loss_weights"][name] for name in detector.loss_names},
+        {},
+    )
 
 
 def window_of_report(
-    detector: nn.Module, weights: LossWeights, report: Mapping, batches: Sequence[Batch]
+    detector: nn.Module,
+    weights: LossWeights,
+    report: Mapping,
+    batches: Sequence[Batch],
 ) -> Callable[[], list[dict[str, Tensor]]]:
     """Return a function that runs the reported window through the detector and its criterion; see
     `Window.run_again`."""
@@ -165,11 +172,18 @@ class ReplaySession:
         return self._detector
 
     def training(
-        self, detector: Detector, table: DetectionTable, val_table: DetectionTable, evaluator: Any
+        self,
+        detector: Detector,
+        table: DetectionTable,
+        val_table: DetectionTable,
+        evaluator: Any,
     ) -> "OneWindow":
         """Build everything that the loop needs for the reported window."""
         report = self._report
-        optimizer = torch.optim.SGD([{"params": list(detector.parameters()), "name": "main"}], lr=0.0)
+        optimizer = torch.optim.SGD(
+            [{"params": list(detector.parameters()), "name": "main"}],
+            lr=0.0,
+        )
         sampler = EpochSampler(len(table), len(table), seed=report["seed"])
         sampler.set_epoch(report["epoch"])
         log = Log(True)
@@ -201,7 +215,12 @@ class ReplaySession:
 
 
 def loop_of_script(
-    module: ModuleType, config_file: Path, report: Mapping, batches: Sequence[Batch], detector: Detector, extra: Mapping
+    module: ModuleType,
+    config_file: Path,
+    report: Mapping,
+    batches: Sequence[Batch],
+    detector: Detector,
+    extra: Mapping,
 ) -> Callable[[], list[dict[str, Tensor]]]:
     """Return a function that runs the reported window through the script's `train_one_epoch` and returns the losses of
     each micro-batch.
@@ -233,10 +252,30 @@ def _table(folder: Path, report: Mapping, batches: Sequence[Batch]) -> Detection
     rows = []
     for target in (target for batch in batches for target in batch.targets):
         height, width = (int(side) for side in target["orig_size"])
-        objects = {"id": [], "bbox": [], "category": [], "area": [], "iscrowd": []}
+        objects = {
+            "id": [],
+            "bbox": [],
+            "category": [],
+            "area": [],
+            "iscrowd": [],
+        }
         relations = {"subject": [], "object": [], "predicate": []}
-        row = {"image_id": target["image_id"], "file_name": f"{len(rows)}.jpg", "width": width, "height": height}
+        row = {
+            "image_id": target["image_id"],
+            "file_name": f"{len(rows)}.jpg",
+            "width": width,
+            "height": height,
+        }
         rows.append(row | {"objects": objects, "relations": relations})
-    classes = {"categories": [Category(**category) for category in report["categories"]], "attributes": ()}
+    classes = {
+        "categories": [Category(**category) for category in report["categories"]],
+        "attributes": (),
+    }
     classes["predicates"] = report.get("predicates", ())
-    return write_rows(rows, cache_file=folder / "table.arrow", image_root=folder, name="the window", **classes)
+    return write_rows(
+        rows,
+        cache_file=folder / "table.arrow",
+        image_root=folder,
+        name="the window",
+        **classes,
+    )

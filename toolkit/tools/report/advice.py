@@ -19,9 +19,9 @@ BARELY_BEGUN = 0.1  # share of the planned epochs before which a detector's mist
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
 ENOUGH_EVALUATIONS = 4  # to decide that AP no longer rises
 SMALL_SHARE = 0.1  # share of the boxes
-COSTS = 0.02  # AP50 that a kind of mistake must cost to be named
-HARDLY_ANY = 0.02  # AP50 below which other numbers say nothing more
-FEW_SUSPECTS = 5  # the minimum number for an advice
+MIN_COST_AP50 = 0.02  # AP50 that a kind of mistake must cost to be named
+MIN_AP50 = 0.02  # AP50 below which other numbers say nothing more
+MIN_SUSPECTS = 5  # the minimum number for an advice
 FEW_PIXELS = 16  # median side of small objects at the network's input
 MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
 
@@ -44,14 +44,23 @@ def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
     data = run.config.get("data", {})
     model = run.config.get("model", {})
     barely_begun = _barely_begun(run)
-    if (judged.numbers["AP50"] or 0) < HARDLY_ANY:
+    if (judged.numbers["AP50"] or 0) < MIN_AP50:
         suggestions = [barely_begun or _too_short(run), _hardly_anything(judged)]
     elif barely_begun is not None and not _has_levelled_off(run):
         suggestions = [barely_begun]
     else:
         suggestions = [_too_short(run), _over_fitting(run.rows), _small_objects(judged, data)]
-        suggestions += [_duplicates(judged, model), _confused_classes(judged), _imbalance(judged, data)]
-        suggestions += [_too_few_slots(judged, model), _places(judged), _scores(judged), _annotation(judged)]
+        suggestions += [
+            _duplicates(judged, model),
+            _confused_classes(judged),
+            _imbalance(judged, data),
+        ]
+        suggestions += [
+            _too_few_slots(judged, model),
+            _places(judged),
+            _scores(judged),
+            _annotation(judged),
+        ]
     return [advice for advice in suggestions if advice is not None]
 
 
@@ -180,13 +189,16 @@ def _small_objects(judged, data) -> Advice | None:
 def _scale(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
     if data.get("scales"):
         shorter = sizes_hw.min(axis=1)
-        return np.minimum(data["scales"][-1] / shorter, data.get("max_size", 1333) / sizes_hw.max(axis=1))
+        return np.minimum(
+            data["scales"][-1] / shorter,
+            data.get("max_size", 1333) / sizes_hw.max(axis=1),
+        )
     return np.sqrt(np.prod(np.broadcast_to(data["image_size"], 2)) / sizes_hw.prod(axis=1))
 
 
 def _duplicates(judged, model) -> Advice | None:
     cost = judged.errors.cost["duplicate"]
-    if cost < COSTS:
+    if cost < MIN_COST_AP50:
         return None
     count = len(judged.errors.of("duplicate"))
     if "nms_threshold" in model:
@@ -207,7 +219,7 @@ def _confused_classes(judged) -> Advice | None:
     matrix = judged.matrix[:-1, :-1].copy()
     names = judged.matches.class_names
     np.fill_diagonal(matrix, 0)
-    if judged.errors.cost["class"] < COSTS or not matrix.any():
+    if judged.errors.cost["class"] < MIN_COST_AP50 or not matrix.any():
         return None
     a, b = np.unravel_index(matrix.argmax(), matrix.shape)
     boxes = judged.matches.num_truth[a]
@@ -254,7 +266,8 @@ def _too_few_slots(judged, model) -> Advice | None:
         )
     if len(crowded) < 2 or queries:
         return None
-    least, most = crowded[0], crowded[-1]
+    least = crowded[0]
+    most = crowded[-1]
     if most.recall_at_any_score > least.recall_at_any_score - 0.2:
         return None
     flags = ", ".join(f"--model.{key}" for key in MORE_BOXES if key in model)
@@ -270,7 +283,7 @@ def _too_few_slots(judged, model) -> Advice | None:
 def _places(judged) -> Advice | None:
     cost = judged.errors.cost["localisation"]
     numbers = judged.numbers
-    if cost < COSTS or cost < max(v for k, v in judged.errors.cost.items() if " " not in k):
+    if cost < MIN_COST_AP50 or cost < max(v for k, v in judged.errors.cost.items() if " " not in k):
         return None
     return Advice(
         "Places of boxes",
@@ -293,7 +306,7 @@ def _scores(judged) -> Advice | None:
 
 def _annotation(judged) -> Advice | None:
     found = doubt(judged.matches, judged.suspects)
-    if found.count < FEW_SUSPECTS:
+    if found.count < MIN_SUSPECTS:
         return None
     boxes = int(judged.matches.num_truth.sum())
     rest = found.suspects - found.count

@@ -15,17 +15,18 @@ from toolkit.base.boxes import common_and_union
 from toolkit.evaluation.matches import BACKGROUND_IOU, Matches, paired
 from toolkit.tools.report.thresholds import sweep
 
-KINDS = {
+SUSPICIONS = {
     "no box": "a confident prediction where nothing is annotated",
     "class": "a confident prediction of another class on an annotated box",
     "place": "a confident prediction beside a box, which nothing else supports, or less than half on it",
     "nothing there": "an annotated box that no prediction supports",
 }
-ENOUGH = 20  # found objects of a class from which it has its own threshold
-ON_IT = 0.5
-BESIDE = BACKGROUND_IOU
-APART, SCALE = 1.0, 2.0  # of a moved box: largest distance in units of its side, and largest ratio of sizes
-WEAK = 0.25  # share of the threshold above which a prediction of any class still supports a box
+MIN_FOUND_OBJECTS = 20  # found objects of a class from which it has its own threshold
+MATCH_IOU = 0.5  # IoU from which a prediction is on a box
+BESIDE_IOU = BACKGROUND_IOU  # IoU from which it is beside one
+MAX_MOVED_DISTANCE = 1.0  # largest distance of a moved box, in units of its side
+MAX_SIZE_RATIO = 2.0  # largest ratio of the sizes of a moved box and of the one that is found
+MIN_SUPPORT_SHARE = 0.25  # share of the threshold above which a prediction of any class still supports a box
 
 
 @dataclass(frozen=True)
@@ -46,62 +47,114 @@ class Suspect:
 def suspects(matches: Matches) -> list[Suspect]:
     """Return all suspicious boxes, those with a prediction first, each group sorted by strength."""
     m = matches
-    threshold = thresholds_of_classes(m)[m.found.labels]
+    threshold = thresholds_of_classes(m)[m.found.labels]  # (D,)
     strong = m.found.scores > threshold
-    on_box = ~m.crowd[m.gt] & (m.iou >= ON_IT)
-    supported = np.zeros(len(m.truth), bool)
-    supported[m.gt[on_box & m.same_class & strong[m.det]]] = True
-    busy = m.right.copy()  # predictions that are about a box of the annotation
+
+    # Masks of the pairs (P,) of a prediction and a box that overlap.
+    with_object = ~m.crowd[m.gt]
+    on_box = with_object & (m.iou >= MATCH_IOU)
+    beside_box = with_object & (m.iou >= BESIDE_IOU) & (m.iou < MATCH_IOU)
+    right_class = on_box & m.same_class & strong[m.det]
+
+    explained = m.crowd.copy()  # (G,) boxes that need no explanation
+    explained[m.gt[right_class]] = True
+    used = m.right.copy()  # (D,) predictions that are about a box of the annotation
     result = []
-    explained = supported | m.crowd
+    for det, gt in _strongest_pairs(m, on_box & ~m.same_class, strong, explained, used):
+        result.append(_predicted(m, "class", det, gt))
+    for det, gt in _strongest_pairs(m, beside_box, strong, explained, used):
+        result.append(_predicted(m, "place", det, gt))
 
-    def pair(among: np.ndarray, kind: str) -> None:
-        """Pair each box with the strongest of its predictions, and each prediction with one box."""
-        rows = np.flatnonzero(among & strong[m.det] & ~explained[m.gt])
-        for row in rows[np.lexsort((-m.iou[rows], -m.found.scores[m.det[rows]]))].tolist():
-            det = int(m.det[row])
-            gt = int(m.gt[row])
-            if not explained[gt] and not busy[det]:
-                explained[gt] = busy[det] = True
-                result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
+    covered = np.zeros(len(m.found), bool)  # predictions on a box, or in a crowd
+    covered[m.det[m.iou >= MATCH_IOU]] = True
+    lone = np.flatnonzero(strong & ~used & ~covered & ~_beside_another(m, strong)).tolist()
+    support = _support(m, on_box, threshold)
+    empty = np.flatnonzero(~explained & (support < MIN_SUPPORT_SHARE)).tolist()
+    moved = _moved(m, lone, empty)
+    for det in lone:
+        if det in moved:
+            result.append(_predicted(m, "place", det, moved[det]))
+        else:
+            result.append(_predicted(m, "no box", det, -1))
+    for gt in sorted(set(empty) - set(moved.values())):
+        image = int(m.truth.image_index[gt])
+        result.append(Suspect("nothing there", image, float(1 - support[gt]), det=-1, gt=gt))
+    return sorted(result, key=lambda suspect: (suspect.det < 0, -suspect.strength))
 
-    pair(on_box & ~m.same_class, "class")
-    pair(~m.crowd[m.gt] & (m.iou >= BESIDE) & (m.iou < ON_IT), "place")
-    covered = np.zeros(len(m.found), bool)  # on a box, or in a crowd
-    covered[m.det[m.iou >= ON_IT]] = True
+
+def _predicted(m: Matches, kind: str, det: int, gt: int) -> Suspect:
+    image = int(m.found.image_index[det])
+    score = float(m.found.scores[det])
+    return Suspect(kind, image, score, det, gt)
+
+
+def _strongest_pairs(
+    m: Matches,
+    among: np.ndarray,
+    strong: np.ndarray,
+    explained: np.ndarray,
+    used: np.ndarray,
+) -> list[tuple[int, int]]:
+    """Pair each box that is not yet explained with its strongest prediction, and each prediction with one box.
+
+    among: (P,) bool, the pairs to choose from; strong: (D,) bool, the predictions to choose from. explained: (G,) and
+    used: (D,) bool, boxes and predictions that are in no pair; those of the result are added.
+
+    Returns:
+        Rows (prediction, box), by falling score, of equal scores by falling IoU.
+    """
+    rows = np.flatnonzero(among & strong[m.det] & ~explained[m.gt])
+    scores = m.found.scores[m.det[rows]]
+    best_first = rows[np.lexsort((-m.iou[rows], -scores))]
+    result = []
+    for row in best_first.tolist():
+        det = int(m.det[row])
+        gt = int(m.gt[row])
+        if explained[gt] or used[det]:
+            continue
+        explained[gt] = True
+        used[det] = True
+        result.append((det, gt))
+    return result
+
+
+def _support(m: Matches, on_box: np.ndarray, threshold: np.ndarray) -> np.ndarray:
+    """Return (G,), the highest score of a prediction on each box, as a multiple of its threshold; 0: there is none."""
     support = np.zeros(len(m.truth))
     relative = (m.found.scores / np.maximum(threshold, 1e-9))[m.det]
     np.maximum.at(support, m.gt[on_box], relative[on_box])
-    lone = np.flatnonzero(strong & ~busy & ~covered & ~_beside_another(m, strong)).tolist()
-    empty = np.flatnonzero(~explained & (support < WEAK)).tolist()
-    moved = _moved(m, lone, empty)
-    for det in lone:
-        gt = moved.get(det, -1)
-        kind = "no box" if gt < 0 else "place"
-        result.append(Suspect(kind, int(m.found.image_index[det]), float(m.found.scores[det]), det, gt))
-    for gt in sorted(set(empty) - set(moved.values())):
-        result.append(Suspect("nothing there", int(m.truth.image_index[gt]), float(1 - support[gt]), -1, gt))
-    return sorted(result, key=lambda suspect: (suspect.det < 0, -suspect.strength))
+    return support
 
 
 def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
     """Pair predictions that are on no box with a box near them of their class and about their size that no
     prediction supports. The nearest pairs come first; each box and prediction is in one pair at most."""
-    alike: dict[tuple, list[int]] = {}
+    boxes_of: dict[tuple, list[int]] = {}  # by image and class
     for gt in gts:
-        alike.setdefault((m.truth.image_index[gt], m.truth.labels[gt]), []).append(gt)
-    both = [(det, gt) for det in dets for gt in alike.get((m.found.image_index[det], m.found.labels[det]), ())]
-    det, gt = np.array(both, int).reshape(-1, 2).T
+        key = (m.truth.image_index[gt], m.truth.labels[gt])
+        boxes_of.setdefault(key, []).append(gt)
+    candidates = []
+    for det in dets:
+        key = (m.found.image_index[det], m.found.labels[det])
+        candidates += [(det, gt) for gt in boxes_of.get(key, ())]
+    det, gt = np.array(candidates, int).reshape(-1, 2).T  # (candidates,) each
+
     predicted = m.found.xyxy[det]
     annotated = m.truth.xyxy[gt]
-    sides = predicted[:, 2:] - predicted[:, :2]
+    sides = predicted[:, 2:] - predicted[:, :2]  # (candidates, 2)
     true_sides = np.maximum(annotated[:, 2:] - annotated[:, :2], 1e-9)
     between_centres = np.abs(predicted[:, 2:] + predicted[:, :2] - annotated[:, 2:] - annotated[:, :2]) / 2
+    # A box of 40 x 20 and a prediction of 50 x 20, 10 px to the right of it: the distance is 10 / 40 = 0.25 of a side,
+    # the ratio 50 / 40 = 1.25.
     distance = (between_centres / true_sides).max(axis=1)
-    larger = np.maximum(sides / true_sides, true_sides / np.maximum(sides, 1e-9)).max(axis=1)
-    near = (distance <= APART) & (larger <= SCALE)
+    wider = sides / true_sides
+    narrower = true_sides / np.maximum(sides, 1e-9)
+    ratio = np.maximum(wider, narrower).max(axis=1)
+
+    near = np.flatnonzero((distance <= MAX_MOVED_DISTANCE) & (ratio <= MAX_SIZE_RATIO))
+    nearest_first = near[np.argsort(distance[near], kind="stable")]
     pairs: dict[int, int] = {}
-    for i in np.flatnonzero(near)[np.argsort(distance[near], kind="stable")].tolist():
+    for i in nearest_first.tolist():
         if det[i] not in pairs and gt[i] not in pairs.values():
             pairs[int(det[i])] = int(gt[i])
     return pairs
@@ -112,9 +165,11 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     object."""
     result = np.zeros(len(m.found), bool)
     rows = np.flatnonzero(strong)  # best first within an image
-    for first, second in paired(m.found.image_index[rows], m.found.image_index[rows]):
+    images = m.found.image_index[rows]
+    for first, second in paired(images, images):
         common, union = common_and_union(m.found.xyxy[rows[first]], m.found.xyxy[rows[second]])
-        result[rows[second[(common > ON_IT * union) & (first < second)]]] = True
+        is_duplicate = (common > MATCH_IOU * union) & (first < second)
+        result[rows[second[is_duplicate]]] = True
     return result
 
 
@@ -124,6 +179,6 @@ def thresholds_of_classes(m: Matches) -> np.ndarray:
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)
     true_positives = np.bincount(m.found.labels[m.right], minlength=m.num_classes)
-    for label in np.flatnonzero(true_positives >= ENOUGH).tolist():
+    for label in np.flatnonzero(true_positives >= MIN_FOUND_OBJECTS).tolist():
         result[label] = sweep(m, label).best.threshold
     return result

@@ -13,13 +13,13 @@ from scipy.sparse import csr_array
 
 from toolkit.base.files import usable_cores
 from toolkit.evaluation.coco_numbers import ByClass, CocoNumbers, summary
-from toolkit.evaluation.matches import AREAS, IOUS, Matches
+from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
 
-DRAWS = 1000
-VALUES_AT_ONCE = 1_000_000  # float32 values of one array, as many as fit in the cache of a core
+NUM_DRAWS = 1000
+VALUES_PER_CHUNK = 1_000_000  # float32 values of one array, as many as fit in the cache of a core
 
 
-def resample(matches: Matches, draws: int = DRAWS, seed: int = 0) -> CocoNumbers:
+def resample(matches: Matches, draws: int = NUM_DRAWS, seed: int = 0) -> CocoNumbers:
     """Draw `draws` bootstrap samples; all detectors with the same number of images and the same seed get the same
     images."""
     images = matches.num_images
@@ -35,7 +35,7 @@ def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
     shared = ByClass(matches)
 
     def one_class(label: int) -> tuple[np.ndarray, np.ndarray]:
-        width = max(16, VALUES_AT_ONCE // max(1, len(shared.near[label])))
+        width = max(16, VALUES_PER_CHUNK // max(1, len(shared.near[label])))
         blocks = (np.ascontiguousarray(weights[:, b : b + width]) for b in range(0, draws, width))
         parts = [_one_class(shared, label, block) for block in blocks]
         return tuple(np.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True))
@@ -63,14 +63,14 @@ def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.nda
     near = shared.near[label]
     candidate = shared.candidate[label]
     some = weights[m.found.image_index[rows[near]]]
-    for a, area in enumerate(AREAS):
+    for a, area in enumerate(AREA_RANGES):
         wanted = shared.required[a] & (m.truth.labels == label)
         if not wanted.any():
             continue
         total = np.bincount(m.truth.image_index[wanted], minlength=m.num_images).astype(np.float32) @ weights  # (B,)
         inside = shared.inside(label, area)
         so_far = _so_far(m.found.image_index[rows], inside, near, weights)
-        for t in range(len(IOUS)):
+        for t in range(len(IOU_THRESHOLDS)):
             gt = m.coco.gt[a, t, candidate]
             at = np.flatnonzero(gt >= 0)  # predictions that find something, also a crowd
             right = shared.required[a][gt[at]]
@@ -119,4 +119,9 @@ def _average_precision(true_positives: np.ndarray, wrong: np.ndarray, total: np.
 
 
 def _share(part: np.ndarray, total: np.ndarray) -> np.ndarray:
-    return np.divide(part, total, out=np.full(total.shape, np.nan, np.float64), where=total > 0)
+    return np.divide(
+        part,
+        total,
+        out=np.full(total.shape, np.nan, np.float64),
+        where=total > 0,
+    )

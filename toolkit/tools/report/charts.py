@@ -14,9 +14,9 @@ from toolkit.base.text import in_plot
 from toolkit.tools.report.style import STYLE
 
 PALETTE = dict(re.findall(r"--(\w+):(#\w{6})", STYLE.partition("}")[0]))  # names in the page's style, on light
-COLOURS = [PALETTE[f"c{i}"] for i in range(8)]
+SERIES_COLOURS = [PALETTE[f"c{i}"] for i in range(8)]
 INK, DIM, GRID = PALETTE["fg"], PALETTE["dim"], PALETTE["line"]
-MOST_POINTS = 300  # of a line
+MAX_POINTS = 300  # of a line
 LONG_NUMBER = re.compile(r"(?<!: )\b\d+\.\d+")  # coordinates, not a style
 # In matplotlib's SVG: a style for all of the page, its font, sizes, names that nothing refers to, turns by nothing, and
 # the "L" that a path repeats.
@@ -29,9 +29,9 @@ NEEDLESS = re.compile(
 
 
 @dataclass
-class Line:
+class ChartLine:
     """A line of a chart. x, y: of the same length; values that are not finite are left out. colour: an index of
-    `COLOURS`.
+    `SERIES_COLOURS`.
 
     dots: each point is marked. faint: behind the others, which alone set the ends of the axis. Without a name it is
     not in the legend.
@@ -46,10 +46,10 @@ class Line:
     faint: bool = False
 
     def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the points that can be drawn, thinned evenly to MOST_POINTS; log: only the positive ones."""
+        """Return the points that can be drawn, thinned evenly to MAX_POINTS; log: only the positive ones."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         keep = np.flatnonzero(np.isfinite(x) & np.isfinite(y) & (y > 0 if log else True))
-        keep = keep[np.unique(np.linspace(0, len(keep) - 1, min(len(keep), MOST_POINTS)).astype(int))]
+        keep = keep[np.unique(np.linspace(0, len(keep) - 1, min(len(keep), MAX_POINTS)).astype(int))]
         return x[keep], y[keep]
 
 
@@ -59,7 +59,7 @@ class LineChart:
     lines (x, text)."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     x_label: str = ""
     x_range: tuple[float | None, float | None] = (None, None)
     y_range: tuple[float | None, float | None] = (None, None)
@@ -84,15 +84,31 @@ class LineChart:
             if not len(x):
                 continue
             style = {"linewidth": 0.8, "alpha": 0.3, "zorder": 1} if line.faint else {"linewidth": 1.6}
-            style |= {"color": COLOURS[line.colour % len(COLOURS)], "label": in_plot(line.name) if line.name else "_"}
+            style |= {
+                "color": SERIES_COLOURS[line.colour % len(SERIES_COLOURS)],
+                "label": in_plot(line.name) if line.name else "_",
+            }
             marker = "o" if line.dots or len(x) == 1 else None
-            axes.plot(x, y, "--" if line.dashed else "-", marker=marker, markersize=3, **style)
+            axes.plot(
+                x,
+                y,
+                "--" if line.dashed else "-",
+                marker=marker,
+                markersize=3,
+                **style,
+            )
             if line.faint:
                 axes.set_ylim(limits)
         for x, text in self.marks:
             axes.axvline(x, color=INK, linewidth=1, linestyle="--")
             side = {"xytext": (-5, 0), "ha": "right"} if x > 0.5 else {"xytext": (5, 0), "ha": "left"}
-            axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), textcoords="offset points", **side)
+            axes.annotate(
+                text,
+                (x, 0.03),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                **side,
+            )
         axes.grid(color=GRID, clip_on=False)
         axes.set(xlabel=self.x_label, xlim=self.x_range, ylim=self.y_range)
         if self.log:
@@ -130,7 +146,7 @@ class BarChart:
 
     def draw(self, axes) -> None:
         names, values, texts = zip(*self.bars, strict=True)
-        drawn = axes.barh(range(len(names)), values, color=COLOURS[0])
+        drawn = axes.barh(range(len(names)), values, color=SERIES_COLOURS[0])
         axes.bar_label(drawn, texts, padding=4, color=DIM)
         axes.set_yticks(range(len(names)), map(in_plot, names))
         axes.set_xticks([])
@@ -162,13 +178,36 @@ class MatrixChart:
         cells = np.argwhere(self.matrix)
         counts = self.matrix[tuple(cells.T)]
         totals = self.matrix.sum(axis=1)[cells[:, 0]]
-        shades = [(COLOURS[0], 0.75 * share) for share in counts / totals]
-        axes.bar(cells[:, 1], 1, 1, bottom=cells[:, 0] - 0.5, color=shades)
+        shades = [(SERIES_COLOURS[0], 0.75 * share) for share in counts / totals]
+        axes.bar(
+            cells[:, 1],
+            1,
+            1,
+            bottom=cells[:, 0] - 0.5,
+            color=shades,
+        )
         for (i, j), count in zip(cells.tolist(), counts.tolist(), strict=True):
-            axes.text(j, i, count, ha="center", va="center", color=INK, fontsize=8)
+            axes.text(
+                j,
+                i,
+                count,
+                ha="center",
+                va="center",
+                color=INK,
+                fontsize=8,
+            )
         rows, columns = self.matrix.shape
-        axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel=self.column_label, ylabel=self.row_label)
-        axes.set_xticks(range(columns), [in_plot(name) for name in self.column_names], rotation=90)
+        axes.set(
+            xlim=(-0.5, columns - 0.5),
+            ylim=(rows - 0.5, -0.5),
+            xlabel=self.column_label,
+            ylabel=self.row_label,
+        )
+        axes.set_xticks(
+            range(columns),
+            [in_plot(name) for name in self.column_names],
+            rotation=90,
+        )
         axes.set_yticks(range(rows), [in_plot(name) for name in self.row_names])
 
 
@@ -181,7 +220,10 @@ def figure(charts: Sequence[Chart], titles: bool = True):
 
     columns = min(2, len(charts))
     heights = [max(chart.size[1] for chart in charts[i : i + columns]) for i in range(0, len(charts), columns)]
-    whole = Figure((columns * max(chart.size[0] for chart in charts), sum(heights)), layout="constrained")
+    whole = Figure(
+        (columns * max(chart.size[0] for chart in charts), sum(heights)),
+        layout="constrained",
+    )
     grid = whole.add_gridspec(len(heights), columns, height_ratios=heights)
     for index, chart in enumerate(charts):
         axes = whole.add_subplot(grid[divmod(index, columns)], facecolor="none")
@@ -213,15 +255,28 @@ def svg(chart: Chart) -> str:
     drawn = figure([chart], titles=False)
     stream = io.StringIO()
     drawn.patch.set_visible(False)
-    _save(drawn, stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    _save(
+        drawn,
+        stream,
+        format="svg",
+        metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
+    )
     text = stream.getvalue()
     text = re.sub(NEEDLESS, "", text[text.index("<svg") :])
-    text = re.sub(r"<[^>]*>", lambda tag: re.sub(LONG_NUMBER, lambda n: f"{float(n[0]):.1f}", tag[0]), text)
+    text = re.sub(
+        r"<[^>]*>",
+        lambda tag: re.sub(LONG_NUMBER, lambda n: f"{float(n[0]):.1f}", tag[0]),
+        text,
+    )
     for name, colour in PALETTE.items():
         text = text.replace(colour, f"var(--{name})")
     title = escape(chart.title, quote=True)
     width = 96 * chart.size[0]
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" style="width:{width:.0f}px" ', 1)
+    text = text.replace(
+        "<svg ",
+        f'<svg role="img" aria-label="{title}" style="width:{width:.0f}px" ',
+        1,
+    )
     return f"<figure><figcaption>{title}</figcaption>{text}</figure>"
 
 

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.base.errors import BadInput
-from toolkit.evaluation.coco_numbers import TWELVE
+from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report import figures
-from toolkit.tools.report.bootstrap import DRAWS, interval
-from toolkit.tools.report.errors import KINDS
-from toolkit.tools.report.gallery import LEGEND, Pictures, whole_image
+from toolkit.tools.report.bootstrap import NUM_DRAWS, interval
+from toolkit.tools.report.errors import ERROR_KINDS
+from toolkit.tools.report.gallery import LEGEND, PictureMaker, whole_image
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 
-MOST_CLASSES = 100  # in the table
+MAX_TABLE_CLASSES = 100  # in the table
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 NOT_CHANCE = Html("<b>not explained by chance</b>")
 _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
 
 
 @dataclass(frozen=True)
-class Difference:
+class MetricDifference:
     """Difference of `other` to `base` in one number: `value` with its 95 % interval over images, paired."""
 
     metric: str
@@ -57,7 +57,7 @@ class Comparison:
     """
 
     judged: Sequence[Judgement]
-    differences: list[Difference]
+    differences: list[MetricDifference]
     images: list[int]
     groups: dict[str, dict]
 
@@ -75,7 +75,12 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
     changed = abs(judged[-1].image_f1 - first.image_f1)
     order = np.argsort(-changed, kind="stable")[:images]
     images_changed = [int(i) for i in order if changed[i] > 0]
-    return Comparison(judged, [d for d in differences if d is not None], images_changed, _seeds(judged))
+    return Comparison(
+        judged,
+        [d for d in differences if d is not None],
+        images_changed,
+        _seeds(judged),
+    )
 
 
 def settings_without_seed(config: Mapping) -> str:
@@ -87,14 +92,17 @@ def settings_without_seed(config: Mapping) -> str:
     return json.dumps(dict(config) | {"run": run}, sort_keys=True, default=str)
 
 
-def difference(base: Judgement, other: Judgement, metric: str) -> Difference | None:
+def difference(base: Judgement, other: Judgement, metric: str) -> MetricDifference | None:
     """Compute the paired bootstrap: both were drawn with the same seed, so that draw b holds the same images for
     both."""
     values = base.numbers[metric], other.numbers[metric]
     if None in values:
         return None
-    drawn = interval(other.draws.numbers[metric] - base.draws.numbers[metric], values[1] - values[0])
-    return None if drawn is None else Difference(metric, base.name, other.name, values[1] - values[0], *drawn)
+    drawn = interval(
+        other.draws.numbers[metric] - base.draws.numbers[metric],
+        values[1] - values[0],
+    )
+    return None if drawn is None else MetricDifference(metric, base.name, other.name, values[1] - values[0], *drawn)
 
 
 def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
@@ -116,8 +124,8 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
 def verdict(c: Comparison) -> str:
     rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50")]
     text = (
-        f"Each is compared with {c.judged[0].name}, on the same {DRAWS:,} bootstrap samples of the images (paired), "
-        "in percent points. Such an interval shows what other images may change, not what another seed would."
+        f"Each is compared with {c.judged[0].name}, on the same {NUM_DRAWS:,} bootstrap samples of the images "
+        "(paired), in percent points. Such an interval shows what other images may change, not what another seed would."
     )
     return table(["", ""], rows, text=(0, 1)) + paragraph(text, "dim") + _precisions_apart(c)
 
@@ -135,14 +143,16 @@ def _precisions_apart(c: Comparison) -> str:
 
 
 def numbers(c: Comparison) -> str:
-    rows = [(name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)) for name in TWELVE]
+    rows = [(name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)) for name in COCO_METRICS]
     rows += [(f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)) for year in ("07", "12")]
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
     rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))
     precisions = [j.about.get("precision") for j in c.judged]
     if any(precisions):
         rows.append(("trained in", *(PRECISIONS.get(kind, kind or "?") for kind in precisions)))
-    rows += [(f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)) for kind in KINDS]
+    rows += [
+        (f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)) for kind in ERROR_KINDS
+    ]
     if any(j.graphs for j in c.judged):
         for name in ("R@50", "R@100", "mR@50", "mR@100"):
             rows.append((name, *(number(j.graphs and j.graphs.row.get(name)) for j in c.judged)))
@@ -160,7 +170,11 @@ def differences(c: Comparison) -> str:
     for d in c.differences:
         points = (f"{value * 100:+.2f}" for value in (d.value, d.low, d.high))
         rows.append((d.other, d.metric, *points, "may be chance" if d.chance else NOT_CHANCE))
-    return table([f"against {c.judged[0].name}", "", "difference", "95 % from", "to", ""], rows, text=(0, 1, 5))
+    return table(
+        [f"against {c.judged[0].name}", "", "difference", "95 % from", "to", ""],
+        rows,
+        text=(0, 1, 5),
+    )
 
 
 def seeds(c: Comparison) -> str:
@@ -173,7 +187,8 @@ def seeds(c: Comparison) -> str:
 
 def classes(c: Comparison) -> str:
     """Return a table of the AP of each class, and the paired difference of the last detector to the first."""
-    first, last = c.judged[0], c.judged[-1]
+    first = c.judged[0]
+    last = c.judged[-1]
     rows = []
     for label, name in enumerate(first.matches.class_names):
         value = last.class_ap[label] - first.class_ap[label]
@@ -182,12 +197,18 @@ def classes(c: Comparison) -> str:
         shown = ("–", "") if low_high is None else (points[0], f"{points[1]} to {points[2]}")
         rows.append((name, first.matches.num_truth[label], *(number(j.class_ap[label]) for j in c.judged), *shown))
     changes = np.nan_to_num(last.class_ap - first.class_ap)
-    rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MOST_CLASSES]]
-    head = ["class", "boxes", *(j.name for j in c.judged), f"{last.name} less {first.name}, points", "95 %"]
+    rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MAX_TABLE_CLASSES]]
+    head = [
+        "class",
+        "boxes",
+        *(j.name for j in c.judged),
+        f"{last.name} less {first.name}, points",
+        "95 %",
+    ]
     return table(head, rows)
 
 
-def changed(c: Comparison, maker: Pictures) -> str:
+def changed(c: Comparison, maker: PictureMaker) -> str:
     pair = (c.judged[0], c.judged[-1])
     shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
     return LEGEND + shown if shown else ""

@@ -11,10 +11,10 @@ import numpy as np
 
 from toolkit.base.boxes import common_and_union
 from toolkit.evaluation.coco_numbers import exact_average_precision
-from toolkit.evaluation.matches import AREAS, BACKGROUND_IOU, Matches, best_pairs, paired
+from toolkit.evaluation.matches import AREA_RANGES, BACKGROUND_IOU, Matches, best_pairs, paired
 
-KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
-MEANING = {
+ERROR_KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
+ERROR_MEANINGS = {
     "class": "the place is right, the class is another",
     "localisation": "the class is right, the box overlaps its object by less than half",
     "both": "the class is another and the box overlaps its object by less than half",
@@ -22,23 +22,27 @@ MEANING = {
     "background": "no annotated box is at this place",
     "missed": "no prediction is near the object",
 }
-RIGHT, IGNORED, NOT_COUNTED = 6, 7, 8  # predictions without a mistake, beside the rows of KINDS
+CORRECT, IN_CROWD, NOT_COUNTED = 6, 7, 8  # predictions without a mistake, beside the rows of ERROR_KINDS
 MAX_PER_IMAGE = 100  # predictions of an image that count, of all classes together
-FOUND = 0.5
-EDGE = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
-TOUCHING = 0.05  # IoU from which two annotated boxes count as neighbours
+MATCH_IOU = 0.5
+EDGE_PX = 1.0  # a box closer than this to the edge of the image, in pixels, is cut off by it
+TOUCHING_IOU = 0.05  # IoU from which two annotated boxes count as neighbours
 # Ranges of numbers, without their end.
-SIZES = {"small (below 32²)": AREAS["s"], "medium (32² to 96²)": AREAS["m"], "large (above 96²)": AREAS["l"]}
-NEIGHBOURS = {"none": (0, 1), "1": (1, 2), "2 or 3": (2, 4), "4 or more": (4, np.inf)}
+SIZE_BINS = {
+    "small (below 32²)": AREA_RANGES["s"],
+    "medium (32² to 96²)": AREA_RANGES["m"],
+    "large (above 96²)": AREA_RANGES["l"],
+}
+NEIGHBOUR_BINS = {"none": (0, 1), "1": (1, 2), "2 or 3": (2, 4), "4 or more": (4, np.inf)}
 VERTICAL, HORIZONTAL = ("top", "middle", "bottom"), ("left", "centre", "right")
-IN_IMAGE = {"1": (1, 2), "2 to 5": (2, 6), "6 to 20": (6, 21), "more than 20": (21, np.inf)}
+OBJECTS_PER_IMAGE_BINS = {"1": (1, 2), "2 to 5": (2, 6), "6 to 20": (6, 21), "more than 20": (21, np.inf)}
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of a detector. kind: (D,) row of KINDS, or RIGHT, IGNORED (in a crowd), NOT_COUNTED (not among the 100
-    best of its image).
+    """Errors of a detector.
 
+    kind: (D,) row of ERROR_KINDS, or CORRECT, IN_CROWD, NOT_COUNTED (not among the 100 best of its image).
     gt: (D,) row of the box that a prediction of kind class or localisation is about; -1: none.
     missed: (G,) bool. ap50: from 0 to 1, with what each kind costs in `cost`; also "false positives" and "false
     negatives", all wrong predictions and all unfound boxes.
@@ -52,7 +56,7 @@ class Errors:
 
     def of(self, kind: str) -> np.ndarray:
         """Return the rows of the predictions with this kind of mistake."""
-        return np.flatnonzero(self.kind == KINDS.index(kind))
+        return np.flatnonzero(self.kind == ERROR_KINDS.index(kind))
 
 
 def tide_errors(matches: Matches) -> Errors:
@@ -68,30 +72,35 @@ def tide_errors(matches: Matches) -> Errors:
     missed = ~used & ~m.crowd & ~usable
     whole = _Whole(m, kind, gt, used, missed)
     ap50 = whole.ap50()
-    cost = {name: whole.ap50(mended=name) - ap50 for name in (*KINDS, "false positives", "false negatives")}
+    cost = {name: whole.ap50(mended=name) - ap50 for name in (*ERROR_KINDS, "false positives", "false negatives")}
     return Errors(kind, gt, missed, ap50, cost)
 
 
 def _kinds(m: Matches, counted: np.ndarray, right: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     def best(among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         among = among & ~m.crowd[m.gt]
-        return best_pairs(m.det[among], m.gt[among], m.iou[among], len(m.found))
+        return best_pairs(
+            m.det[among],
+            m.gt[among],
+            m.iou[among],
+            len(m.found),
+        )
 
     same, same_gt = best(m.same_class)
     other, other_gt = best(~m.same_class)
     duplicate, _ = best(m.same_class & used[m.gt])
-    kind = np.full(len(m.found), KINDS.index("both"))
+    kind = np.full(len(m.found), ERROR_KINDS.index("both"))
     gt = np.full(len(m.found), -1, np.int64)
     rules = (  # the last one that applies decides
         ("background", np.maximum(same, other) <= BACKGROUND_IOU, None),
-        ("duplicate", duplicate >= FOUND, None),
-        ("class", other >= FOUND, other_gt),
-        ("localisation", (same >= BACKGROUND_IOU) & (same <= FOUND), same_gt),
+        ("duplicate", duplicate >= MATCH_IOU, None),
+        ("class", other >= MATCH_IOU, other_gt),
+        ("localisation", (same >= BACKGROUND_IOU) & (same <= MATCH_IOU), same_gt),
     )
     for name, holds, boxes in rules:
-        kind[holds] = KINDS.index(name)
+        kind[holds] = ERROR_KINDS.index(name)
         gt[holds] = -1 if boxes is None else boxes[holds]
-    for code, rows in ((IGNORED, ~m.counts), (RIGHT, right), (NOT_COUNTED, ~counted)):
+    for code, rows in ((IN_CROWD, ~m.counts), (CORRECT, right), (NOT_COUNTED, ~counted)):
         kind[rows] = code
         gt[rows] = -1
     gt[np.append(used, False)[gt]] = -1  # another prediction has found it: nothing to correct
@@ -115,15 +124,15 @@ class _Whole:
         m = self.m
         labels = m.found.labels.copy()
         scores = m.found.scores
-        right = self.kind == RIGHT
-        shown = self.kind <= RIGHT
+        right = self.kind == CORRECT
+        shown = self.kind <= CORRECT
         total = m.num_truth
         if mended in self.lost:
             total = total - np.bincount(m.truth.labels[self.lost[mended]], minlength=m.num_classes)
         elif mended == "false positives":
             scores = right.astype(float)
         elif mended is not None:
-            rows = np.flatnonzero(self.kind == KINDS.index(mended))
+            rows = np.flatnonzero(self.kind == ERROR_KINDS.index(mended))
             mendable = rows[self.gt[rows] >= 0]
             good = mendable[self.best[self.gt[mendable]] == mendable]
             shown[rows] = False
@@ -163,7 +172,15 @@ def strata(matches: Matches, threshold: float) -> list[Stratum]:
         for name, inside in groups.items():
             some = rows[inside]
             if len(some):
-                result.append(Stratum(topic, name, len(some), float(above[some].mean()), float(at_any[some].mean())))
+                result.append(
+                    Stratum(
+                        topic,
+                        name,
+                        len(some),
+                        float(above[some].mean()),
+                        float(at_any[some].mean()),
+                    )
+                )
     return result
 
 
@@ -172,13 +189,13 @@ def _groups(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
     boxes = m.truth.xyxy[rows]
     image = m.truth.image_index[rows]
     height, width = m.sizes_hw[image].T
-    cut = (boxes[:, :2] <= EDGE).any(axis=1) | (boxes[:, 2] >= width - EDGE) | (boxes[:, 3] >= height - EDGE)
+    cut = (boxes[:, :2] <= EDGE_PX).any(axis=1) | (boxes[:, 2] >= width - EDGE_PX) | (boxes[:, 3] >= height - EDGE_PX)
     x, y = (boxes[:, 0] + boxes[:, 2]) / 2 / width, (boxes[:, 1] + boxes[:, 3]) / 2 / height
     column, line = (np.clip((centre * 3).astype(int), 0, 2) for centre in (x, y))
     topics = {
-        "size in pixels": (m.truth.area[rows], SIZES),
-        "boxes that overlap it": (neighbours(m)[rows], NEIGHBOURS),
-        "boxes in the image": (np.bincount(image, minlength=m.num_images)[image], IN_IMAGE),
+        "size in pixels": (m.truth.area[rows], SIZE_BINS),
+        "boxes that overlap it": (neighbours(m)[rows], NEIGHBOUR_BINS),
+        "boxes in the image": (np.bincount(image, minlength=m.num_images)[image], OBJECTS_PER_IMAGE_BINS),
     }
     groups = {}
     for topic, (values, ranges) in topics.items():
@@ -194,5 +211,5 @@ def neighbours(m: Matches) -> np.ndarray:
     counts = np.full(len(m.truth), -1)  # a box overlaps itself
     for first, second in paired(m.truth.image_index, m.truth.image_index):
         common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])
-        counts += np.bincount(first[common > TOUCHING * union], minlength=len(counts))
+        counts += np.bincount(first[common > TOUCHING_IOU * union], minlength=len(counts))
     return counts.clip(min=0)

@@ -20,13 +20,13 @@ from toolkit.evaluation.predictions import boxes_of
 
 log = logging.getLogger(__name__)
 
-FOUND = 0.3  # share of objects that a changed reading must find before it is named
+MIN_RECALL = 0.3  # share of objects that a changed reading must find before it is named
 MAX_IMAGES = 64  # enough to see a systematic mistake
 MIN_OBJECTS = 20  # fewer are found by chance
 MIN_STEPS = 100  # optimizer steps; before them every detector finds nothing
 MIN_SCORE = 0.05  # of the best detection; below it the detector itself has found nothing yet
-CHANCE = 1.5  # required ratio to the objects that the boxes find in other images
-BEST = 2  # best detections used for each object of an image
+MIN_RATIO_TO_CHANCE = 1.5  # required ratio to the objects that the boxes find in other images
+DETECTIONS_PER_OBJECT = 2  # best detections used for each object of an image
 MISTAKEN_SIZE = " (size given to the model mistaken for the original size?)"
 
 
@@ -77,7 +77,7 @@ def _best(detections: Boxes, truth: Boxes) -> Boxes:
     order = np.lexsort((-detections.scores, detections.image_index))
     detections = detections[order]
     rank = np.arange(len(detections)) - detections.offsets[detections.image_index]
-    return detections[rank < BEST * np.diff(truth.offsets)[detections.image_index]]
+    return detections[rank < DETECTIONS_PER_OBJECT * np.diff(truth.offsets)[detections.image_index]]
 
 
 def _about_numbers(detections: Boxes, num_classes: int) -> list[str]:
@@ -119,7 +119,7 @@ def _about_all(detections: Boxes, truth: Boxes) -> list[str]:
 def _about_boxes(detections: Boxes, truth: Boxes, sizes_hw: np.ndarray, chosen: np.ndarray) -> list[str]:
     """Return other readings of the boxes that find the objects: formats, units and scales. Labels are ignored here."""
     as_is = _recall(detections, truth, chosen)
-    if as_is >= FOUND:
+    if as_is >= MIN_RECALL:
         return []
     for changes, images, after in ((_readings, chosen, ""), (_scales, chosen[:16], MISTAKEN_SIZE)):
         tried = [(replace(detections, xyxy=boxes), words) for boxes, words in changes(detections, sizes_hw)]
@@ -148,9 +148,9 @@ def _is_evidence(recall: float, as_is: float, changed: Boxes, truth: Boxes, chos
     Chance is the number of objects that the boxes of each image find in the next one, as boxes do that are equal in all
     images.
     """
-    if recall < max(FOUND, 2 * as_is):
+    if recall < max(MIN_RECALL, 2 * as_is):
         return False
-    return recall >= CHANCE * _recall(_moved_on(changed, chosen), truth, chosen)
+    return recall >= MIN_RATIO_TO_CHANCE * _recall(_moved_on(changed, chosen), truth, chosen)
 
 
 def _moved_on(detections: Boxes, chosen: np.ndarray) -> Boxes:
@@ -168,7 +168,15 @@ def _readings(detections: Boxes, sizes_hw: np.ndarray):
     formats = {
         "xyxy": detections.xyxy,
         "xywh (left, top, width, height)": np.stack([a, b, a + c, b + d], axis=1),
-        "cxcywh (centre, width, height)": np.stack([a - c / 2, b - d / 2, a + c / 2, b + d / 2], axis=1),
+        "cxcywh (centre, width, height)": np.stack(
+            [
+                a - c / 2,
+                b - d / 2,
+                a + c / 2,
+                b + d / 2,
+            ],
+            axis=1,
+        ),
         "yxyx (y before x)": np.stack([b, a, d, c], axis=1),
     }
     for name, boxes in formats.items():
@@ -198,7 +206,12 @@ def _about_labels(detections: Boxes, truth: Boxes, chosen: np.ndarray) -> list[s
     if same_class > any_class / 2 or not _is_evidence(any_class, 0, detections, truth, chosen):
         return []
     for shift in (-1, 1):
-        moved = _recall(replace(detections, labels=detections.labels + shift), truth, chosen, labels=True)
+        moved = _recall(
+            replace(detections, labels=detections.labels + shift),
+            truth,
+            chosen,
+            labels=True,
+        )
         if moved >= 0.8 * any_class:
             with_class = f"{moved:.0%} of the objects are found with their class, as they are {same_class:.0%}"
             return [f"labels are off by one: with {shift:+d} added {with_class}"]

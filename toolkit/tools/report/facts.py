@@ -62,7 +62,12 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     trained = [row for row in rows if "train/loss" in row]
     if trained:
         run.epochs_made = epochs_made(trained, _steps_per_epoch(environment, settings))
-        flags = flags_that_go_on(ended_by, settings, trained[-1]["step"], trained[-1]["epoch"] + 1)
+        flags = flags_that_go_on(
+            ended_by,
+            settings,
+            trained[-1]["step"],
+            trained[-1]["epoch"] + 1,
+        )
         run.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
     return run
 
@@ -156,4 +161,13 @@ def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], conf
     script = Path(command_line[0]) if command_line else Path()
     if script.suffix != ".py" or script.stem == "ipykernel_launcher":
         return shlex.join(flags)
-    return shlex.join(["accelerate", "launch", str(script), "--config", str(config_file), *flags])
+    return shlex.join(
+        [
+            "accelerate",
+            "launch",
+            str(script),
+            "--config",
+            str(config_file),
+            *flags,
+        ]
+    )

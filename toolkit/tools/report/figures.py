@@ -6,15 +6,15 @@ from math import isfinite
 
 import numpy as np
 
-from toolkit.evaluation.matches import IOUS
-from toolkit.tools.report.charts import BarChart, Line, LineChart, MatrixChart
-from toolkit.tools.report.thresholds import Calibration, Point, Sweep
+from toolkit.evaluation.matches import IOU_THRESHOLDS
+from toolkit.tools.report.charts import BarChart, ChartLine, LineChart, MatrixChart
+from toolkit.tools.report.thresholds import Calibration, Point, ThresholdSweep
 
-LAYER = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # the endings of auxiliary layers, as in toolkit.step.losses
+AUXILIARY_ENDING = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # of losses of other layers, as in toolkit.step.losses
 SMOOTHED_FROM = 20  # points
-PRECISION = "Precision and recall"
-LOSSES = "Losses, learning rates, gradient"
-STEP = "optimizer step"
+PRECISION_HEADING = "Precision and recall"
+LOSSES_HEADING = "Losses, learning rates, gradient"
+STEP_AXIS = "optimizer step"
 # Topics of loss terms, by their names; the first that fits.
 TOPICS = (
     ("classes", re.compile(r"(ce|cls|class|vfl|focal|obj|rel|refine|att|binary|mal)")),
@@ -36,30 +36,48 @@ def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
-    low, high = np.maximum(np.arange(len(values)) - half, 0), np.minimum(np.arange(len(values)) + half + 1, len(values))
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
     with np.errstate(invalid="ignore"):
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
 def training_charts(rows: Sequence[Mapping]) -> dict[str, list[LineChart]]:
-    """Return charts of the rows of metrics.jsonl by heading, `PRECISION` and `LOSSES` first; training and validation
-    of the same loss term share their axes. A chart without data is empty."""
+    """Return charts of the rows of metrics.jsonl by heading, `PRECISION_HEADING` and `LOSSES_HEADING` first; training
+    and validation of the same loss term share their axes. A chart without data is empty."""
     names = list(dict.fromkeys(key for row in rows for key in row))
     weighted = [n for n in names if n.startswith("train/") and f"{n}_unscaled" in names and n != "train/loss"]
-    main = [name for name in weighted if not LAYER.search(name)]
+    main = [name for name in weighted if not AUXILIARY_ENDING.search(name)]
     groups = {
-        PRECISION: [
+        PRECISION_HEADING: [
             _metrics(rows, "AP on the validation data", ("bbox_AP", "bbox_AP50", "bbox_AP75")),
             _metrics(rows, "AP by size of the object", ("bbox_APs", "bbox_APm", "bbox_APl")),
             _classes(rows, names),
-            _metrics(rows, "Recall of relations", ("R@20", "R@50", "R@100", "mR@20", "mR@50", "mR@100")),
+            _metrics(
+                rows,
+                "Recall of relations",
+                ("R@20", "R@50", "R@100", "mR@20", "mR@50", "mR@100"),
+            ),
         ],
-        LOSSES: [
+        LOSSES_HEADING: [
             _term(rows, "loss", "Total loss, weighted"),
-            _terms(rows, "Weighted loss terms" + (", last layer" if len(main) < len(weighted) else ""), main),
-            _terms(rows, "Weighted loss terms, auxiliary layers", [n for n in weighted if n not in main]),
+            _terms(
+                rows,
+                "Weighted loss terms" + (", last layer" if len(main) < len(weighted) else ""),
+                main,
+            ),
+            _terms(
+                rows,
+                "Weighted loss terms, auxiliary layers",
+                [n for n in weighted if n not in main],
+            ),
             _rates(rows, [name for name in names if name.startswith("train/lr/")]),
-            LineChart("Gradient norm before clipping", smooth_lines(rows, "train/grad_norm", "", 0), STEP, log=True),
+            LineChart(
+                "Gradient norm before clipping",
+                smooth_lines(rows, "train/grad_norm", "", 0),
+                STEP_AXIS,
+                log=True,
+            ),
         ],
     }
     for name in main:
@@ -77,48 +95,56 @@ def _topic(term: str) -> str:
     return TOPICS[0][0] if TOPICS[0][1].search(plain) else "other kinds"
 
 
-def smooth_lines(rows: Sequence[Mapping], key: str, name: str, colour: int) -> list[Line]:
+def smooth_lines(rows: Sequence[Mapping], key: str, name: str, colour: int) -> list[ChartLine]:
     """Return a smoothed line over its faint raw values; a short series is not smoothed."""
     steps, values = series(rows, key)
     if len(steps) < SMOOTHED_FROM:
-        return [Line(name, steps, values, colour)]
-    return [Line(name, steps, smoothed(values), colour), Line("", steps, values, colour, faint=True)]
+        return [ChartLine(name, steps, values, colour)]
+    return [ChartLine(name, steps, smoothed(values), colour), ChartLine("", steps, values, colour, faint=True)]
 
 
 def _term(rows, key: str, title: str) -> LineChart:
     lines = smooth_lines(rows, f"train/{key}", "training", 0)
     for prefix, name, colour in (("val/", "validation", 1), ("val/ema/", "validation, EMA", 2)):
-        lines.append(Line(name, *series(rows, prefix + key), colour, dots=True))
-    return LineChart(title, lines, STEP)
+        lines.append(ChartLine(name, *series(rows, prefix + key), colour, dots=True))
+    return LineChart(title, lines, STEP_AXIS)
 
 
 def _terms(rows, title: str, names: Sequence[str]) -> LineChart:
     """Return a chart of all terms of a kind; auxiliary layers have the colour of their term, which is named once."""
-    bases = list(dict.fromkeys(LAYER.sub("", name) for name in names))
+    bases = list(dict.fromkeys(AUXILIARY_ENDING.sub("", name) for name in names))
     lines = []
     seen = set()
     for name in names:
-        base = LAYER.sub("", name)
+        base = AUXILIARY_ENDING.sub("", name)
         label = "" if base in seen else base.removeprefix("train/") + "_*" * (name != base)
         seen.add(base)
         lines.append(smooth_lines(rows, name, label, bases.index(base))[0])
-    return LineChart(title, lines, STEP)
+    return LineChart(title, lines, STEP_AXIS)
 
 
 def _rates(rows, names: Sequence[str]) -> LineChart:
     curves = {name.removeprefix("train/lr/"): series(rows, name) for name in names}
     # Every other one is dashed: groups often share a curve.
-    lines = [Line(name, *curve, i, dashed=i % 2 == 1) for i, (name, curve) in enumerate(curves.items())]
-    return LineChart("Learning rates", lines, STEP, y_range=(0, None))
+    lines = [ChartLine(name, *curve, i, dashed=i % 2 == 1) for i, (name, curve) in enumerate(curves.items())]
+    return LineChart("Learning rates", lines, STEP_AXIS, y_range=(0, None))
 
 
 def _metrics(rows, title: str, keys: Sequence[str]) -> LineChart:
     lines = []
     for i, key in enumerate(keys):
         name = key.removeprefix("bbox_")
-        lines.append(Line(name, *series(rows, f"val/{key}"), i, dots=True))
-        lines.append(Line(f"{name}, EMA", *series(rows, f"val/ema/{key}"), i, dashed=True, dots=True))
-    return LineChart(title, lines, STEP, y_range=(0, None))
+        lines.append(ChartLine(name, *series(rows, f"val/{key}"), i, dots=True))
+        lines.append(
+            ChartLine(
+                f"{name}, EMA",
+                *series(rows, f"val/ema/{key}"),
+                i,
+                dashed=True,
+                dots=True,
+            )
+        )
+    return LineChart(title, lines, STEP_AXIS, y_range=(0, None))
 
 
 def _classes(rows, names: Sequence[str]) -> LineChart:
@@ -130,30 +156,42 @@ def _classes(rows, names: Sequence[str]) -> LineChart:
     if len(chosen) > 10:
         chosen = chosen[:5] + chosen[-5:]
     many = " (five best and five worst)" if len(curves) > 10 else ""
-    lines = [Line(name, *curves[name], i, dashed=i > 7, dots=True) for i, name in enumerate(chosen)]
-    return LineChart(f"AP by class{', EMA' * ('ema' in prefix)}{many}", lines, STEP, y_range=(0, None))
+    lines = [ChartLine(name, *curves[name], i, dashed=i > 7, dots=True) for i, name in enumerate(chosen)]
+    return LineChart(
+        f"AP by class{', EMA' * ('ema' in prefix)}{many}",
+        lines,
+        STEP_AXIS,
+        y_range=(0, None),
+    )
 
 
-def f1_chart(sweeps: Mapping[str, Sweep], best: Point | None = None) -> LineChart:
+def f1_chart(sweeps: Mapping[str, ThresholdSweep], best: Point | None = None) -> LineChart:
     """Return a chart of F1 against score. best: the threshold to mark."""
-    lines = [Line(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
+    lines = [ChartLine(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
     marks = [] if best is None else [(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")]
-    return LineChart("F1 against score, IoU 0.5", lines, "a prediction needs this score", (0, 1), (0, 1), marks=marks)
+    return LineChart(
+        "F1 against score, IoU 0.5",
+        lines,
+        "a prediction needs this score",
+        (0, 1),
+        (0, 1),
+        marks=marks,
+    )
 
 
-def precision_recall_chart(sweeps: Mapping[str, Sweep]) -> LineChart:
-    lines = [Line(name, sweep.recall, sweep.precision, i) for i, (name, sweep) in enumerate(sweeps.items())]
+def precision_recall_chart(sweeps: Mapping[str, ThresholdSweep]) -> LineChart:
+    lines = [ChartLine(name, sweep.recall, sweep.precision, i) for i, (name, sweep) in enumerate(sweeps.items())]
     return LineChart("Precision against recall, IoU 0.5", lines, "recall", (0, 1), (0, 1))
 
 
 def iou_chart(ap_by_iou: Mapping[str, Sequence[float]]) -> LineChart:
     """Return a chart of AP (10,) of each detector against IoU."""
-    lines = [Line(name, IOUS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
+    lines = [ChartLine(name, IOU_THRESHOLDS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
     return LineChart("AP against the IoU that counts as found", lines, "IoU", y_range=(0, 1))
 
 
 def calibration_chart(c: Calibration) -> LineChart:
-    lines = [Line("perfect", [0, 1], [0, 1], 1, dashed=True), Line("found", c.score, c.precision, dots=True)]
+    lines = [ChartLine("perfect", [0, 1], [0, 1], 1, dashed=True), ChartLine("found", c.score, c.precision, dots=True)]
     title = "Calibration: how often a prediction with this score is right"
     return LineChart(title, lines, "score", (0, 1), (0, 1))
 
@@ -162,8 +200,19 @@ def confusion_chart(matrix: np.ndarray, names: Sequence[str], threshold: float) 
     """Return a chart of a confusion matrix (K + 1, K + 1) of `thresholds.confusion_matrix`, of the K classes
     `names`."""
     title = f"Boxes by class, predictions above {threshold:g}, IoU 0.5"
-    return MatrixChart(title, matrix, [*names, "background"], [*names, "missed"], "annotated", "predicted")
+    return MatrixChart(
+        title,
+        matrix,
+        [*names, "background"],
+        [*names, "missed"],
+        "annotated",
+        "predicted",
+    )
 
 
 def class_ap_chart(ap: Mapping[str, float]) -> BarChart:
-    return BarChart("AP of each class", [(name, value, f"{value:.3f}") for name, value in ap.items()], most=1)
+    return BarChart(
+        "AP of each class",
+        [(name, value, f"{value:.3f}") for name, value in ap.items()],
+        most=1,
+    )

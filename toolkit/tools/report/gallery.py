@@ -16,16 +16,15 @@ from PIL import Image
 from toolkit.data.decoding import ImageError
 from toolkit.evaluation.draw import Mark, draw_marks, fitted, picture_of
 from toolkit.evaluation.matches import Matches
-from toolkit.tools.report.annotations import KINDS as SUSPICIONS
-from toolkit.tools.report.annotations import Suspect
-from toolkit.tools.report.errors import KINDS, MEANING
+from toolkit.tools.report.annotations import SUSPICIONS, Suspect
+from toolkit.tools.report.errors import ERROR_KINDS, ERROR_MEANINGS
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import folded, paragraph, pictures, table, under
 
-SIDE = 360  # longest side of a picture, in pixels
-TRUTH, RIGHT, WRONG = "#F0E442", "#56B4E9", "#D55E00"  # Okabe & Ito
-BUDGET = 3_200_000  # bytes of all pictures of a page, before base64 makes a third more of them
-WHOLE_IMAGES, OF_EACH_KIND, SUSPECTS, LISTED = 6, 4, 12, 200
+PICTURE_SIDE_PX = 360  # longest side of a picture, in pixels
+TRUTH_COLOUR, CORRECT_COLOUR, WRONG_COLOUR = "#F0E442", "#56B4E9", "#D55E00"  # Okabe & Ito
+BUDGET_BYTES = 3_200_000  # bytes of all pictures of a page, before base64 makes a third more of them
+WHOLE_IMAGES, OF_EACH_KIND, SUSPECTS, MAX_LISTED = 6, 4, 12, 200
 LEGEND = (
     '<p class=dim><span class=sw style="background:#F0E442"></span> annotated (dashed), '
     '<span class=sw style="background:#56B4E9"></span> predicted and right, '
@@ -34,13 +33,13 @@ LEGEND = (
 )
 
 
-class Pictures:
+class PictureMaker:
     """The pictures of one page, made until their budget is spent; unreadable images are skipped and counted.
 
     folder: of the page, which links to the images themselves start from.
     """
 
-    def __init__(self, table, folder: Path, budget: int = BUDGET):
+    def __init__(self, table, folder: Path, budget: int = BUDGET_BYTES):
         self.table = table
         self.folder = Path(folder)
         self.left = budget
@@ -57,7 +56,11 @@ class Pictures:
         except (ImageError, OSError):
             self.unreadable += 1
             return ""
-        return self.figure(_drawn(picture_of(pixels), marks, focus), caption, self.link(row))
+        return self.figure(
+            _drawn(picture_of(pixels), marks, focus),
+            caption,
+            self.link(row),
+        )
 
     def figure(self, picture: Image.Image, caption: str, link: str = "") -> str:
         """Return any picture as a `<figure>`, and take its bytes from the budget."""
@@ -94,8 +97,14 @@ class Pictures:
 
 def _drawn(picture: Image.Image, marks: Sequence[Mark], focus: Sequence[float] | None) -> Image.Image:
     part = (0, 0, *picture.size) if focus is None else _around(focus, picture.size)
-    drawn = fitted(picture.crop(part), SIDE)
-    draw_marks(drawn, marks, scale=SIDE / max(part[2] - part[0], part[3] - part[1]), corner=part[:2], size=13)
+    drawn = fitted(picture.crop(part), PICTURE_SIDE_PX)
+    draw_marks(
+        drawn,
+        marks,
+        scale=PICTURE_SIDE_PX / max(part[2] - part[0], part[3] - part[1]),
+        corner=part[:2],
+        size=13,
+    )
     return drawn
 
 
@@ -103,12 +112,13 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
     """Return the box enlarged to twice its size, at least 64 pixels wide, inside the image."""
     x1, y1, x2, y2 = np.nan_to_num(np.asarray(box, dtype=float)).tolist()
     half = max(abs(x2 - x1), abs(y2 - y1), 32.0)
-    cx, cy = min(max((x1 + x2) / 2, 0), size[0]), min(max((y1 + y2) / 2, 0), size[1])
+    cx = min(max((x1 + x2) / 2, 0), size[0])
+    cy = min(max((y1 + y2) / 2, 0), size[1])
     left, top = max(0, int(cx - half)), max(0, int(cy - half))
     return left, top, max(left + 1, min(size[0], int(cx + half))), max(top + 1, min(size[1], int(cy + half)))
 
 
-def images(judged: Judgement, maker: Pictures) -> str:
+def images(judged: Judgement, maker: PictureMaker) -> str:
     counts = judged.image_counts
     f1 = judged.image_f1
     with_boxes = np.flatnonzero(counts.sum(axis=1) > 0)
@@ -127,52 +137,53 @@ def _with_legend(parts: Mapping[str, Sequence[str]]) -> str:
     return LEGEND + shown if shown else ""
 
 
-def whole_image(judged: Judgement, maker: Pictures, image: int, name: str = "") -> str:
+def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = "") -> str:
     """Return an image with everything above the threshold. name: of the detector, put before the caption."""
     m = judged.matches
     truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
     predicted = np.flatnonzero((m.found.image_index == image) & (m.found.scores > judged.threshold) & m.counts)
     right, wrong, missed = judged.image_counts[image].tolist()
-    marks = [Mark(m.truth.xyxy[row], TRUTH, dashed=True) for row in truth]
-    marks += [_predicted(m, row, RIGHT if m.right[row] else WRONG) for row in predicted[::-1]]
+    marks = [Mark(m.truth.xyxy[row], TRUTH_COLOUR, dashed=True) for row in truth]
+    marks += [_predicted(m, row, CORRECT_COLOUR if m.right[row] else WRONG_COLOUR) for row in predicted[::-1]]
     if len(predicted) > 5:  # names on everything would hide the image
-        marks = [mark if mark.colour == WRONG else replace(mark, text="") for mark in marks]
+        marks = [mark if mark.colour == WRONG_COLOUR else replace(mark, text="") for mark in marks]
     counted = f"{right} right, {wrong} wrong, {missed} missed"
     caption = f"{name}{judged.table.image_name(image)}: F1 {judged.image_f1[image]:.2f}; {counted}"
     return maker.of(image, marks, caption)
 
 
-def mistakes(judged: Judgement, maker: Pictures) -> str:
+def mistakes(judged: Judgement, maker: PictureMaker) -> str:
     m = judged.matches
     parts = {}
-    for kind in KINDS[:-1]:
+    for kind in ERROR_KINDS[:-1]:
         rows = judged.errors.of(kind)
         rows = rows[np.argsort(-m.found.scores[rows], kind="stable")][:OF_EACH_KIND]
-        parts[f"{kind.capitalize()}: {MEANING[kind]}"] = [_mistake(judged, maker, row) for row in rows.tolist()]
+        parts[f"{kind.capitalize()}: {ERROR_MEANINGS[kind]}"] = [_mistake(judged, maker, row) for row in rows.tolist()]
     missed = np.flatnonzero(judged.errors.missed)
     missed = missed[np.argsort(-m.truth.area[missed], kind="stable")][:OF_EACH_KIND]
-    parts[f"Missed: {MEANING['missed']} (the largest)"] = [_missed(judged, maker, row) for row in missed.tolist()]
+    missed_pictures = [_missed(judged, maker, row) for row in missed.tolist()]
+    parts[f"Missed: {ERROR_MEANINGS['missed']} (the largest)"] = missed_pictures
     return _with_legend(parts)
 
 
-def _mistake(judged: Judgement, maker: Pictures, row: int) -> str:
+def _mistake(judged: Judgement, maker: PictureMaker, row: int) -> str:
     m = judged.matches
     image = int(judged.matches.found.image_index[row])
     near = (m.det == row) & ~m.crowd[m.gt]
-    marks = [*(_annotated(m, gt) for gt in m.gt[near]), _predicted(m, row, WRONG)]
+    marks = [*(_annotated(m, gt) for gt in m.gt[near]), _predicted(m, row, WRONG_COLOUR)]
     overlap = f"largest IoU {m.iou[near].max():.2f}" if near.any() else "overlaps no box"
     name = m.class_names[m.found.labels[row]]
     caption = f"{judged.table.image_name(image)}: {name}, score {m.found.scores[row]:.2f}, {overlap}"
     return maker.of(image, marks, caption, focus=m.found.xyxy[row])
 
 
-def _missed(judged: Judgement, maker: Pictures, row: int) -> str:
+def _missed(judged: Judgement, maker: PictureMaker, row: int) -> str:
     image = int(judged.matches.truth.image_index[row])
     mark = _annotated(judged.matches, row)
     return maker.of(image, [mark], f"{judged.table.image_name(image)}: {mark.text}", focus=mark.box)
 
 
-def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
+def annotation_mistakes(judged: Judgement, maker: PictureMaker) -> str:
     if not judged.suspects:
         return ""
     by_kind = {kind: [suspect for suspect in judged.suspects if suspect.kind == kind] for kind in SUSPICIONS}
@@ -181,12 +192,12 @@ def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
     shown = pictures([_suspect(judged, maker, suspect) for suspect in chosen])
     listed = [
         (judged.table.image_name(s.image), s.kind, f"{s.strength:.2f}", *_what(judged.matches, s))
-        for s in judged.suspects[:LISTED]
+        for s in judged.suspects[:MAX_LISTED]
     ]
     head = ["image", "kind", "strength", "predicted", "annotated"]
     text = (
         "Where a detector that is mostly right disagrees with the annotation, either may be wrong: look before you "
-        f"change a box. The {min(LISTED, len(judged.suspects))} strongest of {len(judged.suspects)} are listed; "
+        f"change a box. The {min(MAX_LISTED, len(judged.suspects))} strongest of {len(judged.suspects)} are listed; "
         "report.json has all of them, with their boxes."
     )
     return (
@@ -200,7 +211,7 @@ def annotation_mistakes(judged: Judgement, maker: Pictures) -> str:
 
 def _marks(m: Matches, s: Suspect) -> tuple[list[Mark], list[Mark]]:
     """Return marks of the prediction and of the annotated box, each an empty list if there is none."""
-    return [_predicted(m, s.det, RIGHT)] if s.det >= 0 else [], [_annotated(m, s.gt)] if s.gt >= 0 else []
+    return [_predicted(m, s.det, CORRECT_COLOUR)] if s.det >= 0 else [], [_annotated(m, s.gt)] if s.gt >= 0 else []
 
 
 def _what(m: Matches, s: Suspect) -> tuple[str, str]:
@@ -208,16 +219,30 @@ def _what(m: Matches, s: Suspect) -> tuple[str, str]:
     return predicted, annotated
 
 
-def _suspect(judged: Judgement, maker: Pictures, s: Suspect) -> str:
+def _suspect(judged: Judgement, maker: PictureMaker, s: Suspect) -> str:
     predicted, annotated = _marks(judged.matches, s)
     names = " predicted {}, annotated {}".format(*_what(judged.matches, s))
     caption = f"{judged.table.image_name(s.image)}: {s.kind};{names}"
-    return maker.of(s.image, annotated + predicted, caption, focus=(predicted or annotated)[0].box)
+    return maker.of(
+        s.image,
+        annotated + predicted,
+        caption,
+        focus=(predicted or annotated)[0].box,
+    )
 
 
 def _predicted(m: Matches, row: int, colour: str) -> Mark:
-    return Mark(m.found.xyxy[row], colour, f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}")
+    return Mark(
+        m.found.xyxy[row],
+        colour,
+        f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}",
+    )
 
 
 def _annotated(m: Matches, row: int) -> Mark:
-    return Mark(m.truth.xyxy[row], TRUTH, m.class_names[m.truth.labels[row]], dashed=True)
+    return Mark(
+        m.truth.xyxy[row],
+        TRUTH_COLOUR,
+        m.class_names[m.truth.labels[row]],
+        dashed=True,
+    )

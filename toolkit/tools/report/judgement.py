@@ -10,7 +10,7 @@ import numpy as np
 from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.evaluation.coco_numbers import exact_numbers
-from toolkit.evaluation.matches import IOUS, match
+from toolkit.evaluation.matches import IOU_THRESHOLDS, match
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
 from toolkit.tools.report.annotations import Suspect, suspects
@@ -39,7 +39,12 @@ class Judgement:
     """
 
     def __init__(
-        self, name: str, predictions: Boxes | Mapping, table, about: Mapping | None = None, draws: int = bootstrap.DRAWS
+        self,
+        name: str,
+        predictions: Boxes | Mapping,
+        table,
+        about: Mapping | None = None,
+        draws: int = bootstrap.NUM_DRAWS,
     ):
         self.name = name
         self.table = table
@@ -83,7 +88,11 @@ class Judgement:
     def image_f1(self) -> np.ndarray:
         """Return (I,), the F1 of each image; 1 for an image without boxes and without predictions."""
         right, wrong, missed = self.image_counts.T
-        return np.where(right + wrong + missed == 0, 1.0, 2 * right / np.maximum(2 * right + wrong + missed, 1))
+        return np.where(
+            right + wrong + missed == 0,
+            1.0,
+            2 * right / np.maximum(2 * right + wrong + missed, 1),
+        )
 
 
 judge = Judgement  # the verb, for calls
@@ -112,10 +121,14 @@ def as_json(judged: Judgement) -> dict:
         "numbers": judged.numbers,
         "intervals_95": judged.intervals,
         "classes": {
-            name: {"AP": None if np.isnan(ap) else float(ap), "boxes": int(boxes), "best_f1": _point(point)}
+            name: {
+                "AP": None if np.isnan(ap) else float(ap),
+                "boxes": int(boxes),
+                "best_f1": _point(point),
+            }
             for name, ap, boxes, point in zip(names, judged.class_ap, judged.matches.num_truth, best, strict=True)
         },
-        "ap_by_iou": dict(zip((f"{iou:.2f}" for iou in IOUS), judged.ap_by_iou.tolist(), strict=True)),
+        "ap_by_iou": dict(zip((f"{iou:.2f}" for iou in IOU_THRESHOLDS), judged.ap_by_iou.tolist(), strict=True)),
         "calibration_error": judged.calibration.error,
         "confusion_matrix": judged.matrix.tolist(),
         "tide": {"ap50": judged.errors.ap50, "cost": judged.errors.cost},
@@ -141,5 +154,8 @@ def _suspect(judged: Judgement, suspect: Suspect) -> dict:
     for what, boxes, at in (("predicted", m.found, suspect.det), ("annotated", m.truth, suspect.gt)):
         if at >= 0:
             name = m.class_names[boxes.labels[at]]
-            row[what] = {"class": name, "bbox": [round(v, 2) for v in boxes.xywh[at].tolist()]}
+            row[what] = {
+                "class": name,
+                "bbox": [round(v, 2) for v in boxes.xywh[at].tolist()],
+            }
     return row

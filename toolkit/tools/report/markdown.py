@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.base.text import in_markdown
-from toolkit.evaluation.coco_numbers import TWELVE
+from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.tools.report.charts import save_charts
 from toolkit.tools.report.facts import RunFacts
-from toolkit.tools.report.figures import LOSSES, PRECISION, training_charts
+from toolkit.tools.report.figures import LOSSES_HEADING, PRECISION_HEADING, training_charts
 
 GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
 
@@ -20,7 +20,7 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
     A chart whose columns are missing is left out; a picture without charts is not written.
     """
     groups = training_charts(rows)
-    files = {"curves.png": groups[LOSSES], "ap.png": groups[PRECISION]}
+    files = {"curves.png": groups[LOSSES_HEADING], "ap.png": groups[PRECISION_HEADING]}
     written = [save_charts(charts, Path(out_folder) / name) for name, charts in files.items()]
     return [path for path in written if path is not None]
 
@@ -69,7 +69,7 @@ def _numbers(rows: list[dict]) -> list[str]:
         return ["No evaluation with ground truth yet."]
     metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
     metrics += ["attribute_R_precision"] if any("val/attribute_R_precision" in row for row in rows) else []
-    metrics += [f"bbox_{name}" for name in TWELVE] if any("val/bbox_AP" in row for row in rows) else []
+    metrics += [f"bbox_{name}" for name in COCO_METRICS] if any("val/bbox_AP" in row for row in rows) else []
     metrics += ["loss"]
     parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
     keys = (key for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/"))
@@ -95,7 +95,11 @@ def _settings(run: RunFacts) -> list[str]:
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    lines = [
+        head,
+        ["---", *["---:"] * (len(head) - 1)],
+        *rows,
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -15,13 +15,14 @@ from scipy.optimize import minimize
 from scipy.special import expit, logit
 
 from toolkit.evaluation.matches import Matches
-from toolkit.tools.report.annotations import ON_IT, Suspect, thresholds_of_classes
+from toolkit.tools.report.annotations import MATCH_IOU, Suspect, thresholds_of_classes
 
-OWN_SHARE = 0.2  # largest share of the detector's own mistakes among the doubtful suspects
-LOWEST_SCORE = 0.05  # predictions below it say nothing about confident ones
-LARGEST_SHARE = 0.25  # of confident predictions: above it the detector itself is more likely wrong than the annotation
-LIKELIER = 5.41  # twice the gain in log-likelihood that chance gives to one of a hundred exact annotations
-FINEST = 1e-6  # scores are distinguished up to this distance from 0 and 1
+MAX_OWN_SHARE = 0.2  # largest share of the detector's own mistakes among the doubtful suspects
+MIN_SCORE = 0.05  # predictions below it say nothing about confident ones
+# Of confident predictions: above it the detector itself is more likely wrong than the annotation.
+MAX_CONFIDENT_SHARE = 0.25
+MIN_LIKELIHOOD_GAIN = 5.41  # twice the gain in log-likelihood that chance gives to one of a hundred exact annotations
+SCORE_RESOLUTION = 1e-6  # scores are distinguished up to this distance from 0 and 1
 BIN_WIDTH = 0.1  # in log-odds
 
 
@@ -59,14 +60,19 @@ def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
     centres = bins * BIN_WIDTH
     own_alone = _fit(centres, counts, with_share=False)
     both = _fit(centres, counts, with_share=True)
-    if 2 * (own_alone.loss - both.loss) < LIKELIER or both.share > LARGEST_SHARE:
+    if 2 * (own_alone.loss - both.loss) < MIN_LIKELIHOOD_GAIN or both.share > MAX_CONFIDENT_SHARE:
         return nothing
     own = 1 - both.is_annotation(_log_odds(matches.found.scores[rows]))
     expected = np.cumsum(own)
     places = np.arange(1, len(rows) + 1)
-    enough = np.flatnonzero(expected <= OWN_SHARE * places)
+    enough = np.flatnonzero(expected <= MAX_OWN_SHARE * places)
     count = int(places[enough[-1]]) if len(enough) else 0
-    return Doubt(len(rows), count, float(own[:count].sum()), float(own[count:].sum()))
+    return Doubt(
+        len(rows),
+        count,
+        float(own[:count].sum()),
+        float(own[count:].sum()),
+    )
 
 
 def _evidence(m: Matches, suspects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -81,14 +87,14 @@ def _evidence(m: Matches, suspects: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     is_found = np.zeros(len(m.truth), bool)
     is_found[m.at_half[m.right]] = True
     is_again = np.zeros(len(m.found), bool)
-    is_again[m.det[(m.iou >= ON_IT) & is_found[m.gt]]] = True
+    is_again[m.det[(m.iou >= MATCH_IOU) & is_found[m.gt]]] = True
     of_detector = ~m.right & ~is_suspect & (is_confident | is_again)
-    used = m.counts & (m.found.scores > LOWEST_SCORE) & ~of_detector
+    used = m.counts & (m.found.scores > MIN_SCORE) & ~of_detector
     return _log_odds(m.found.scores[used]), ~m.right[used]
 
 
 def _log_odds(scores: np.ndarray) -> np.ndarray:
-    return logit(np.clip(scores.astype(np.float64), FINEST, 1 - FINEST))
+    return logit(np.clip(scores.astype(np.float64), SCORE_RESOLUTION, 1 - SCORE_RESOLUTION))
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,12 @@ def _fit(log_odds: np.ndarray, counts: np.ndarray, with_share: bool) -> _Fit:
         share = float(expit(values[2])) if with_share else 0.0
         wrong = share + (1 - share) * expit(-(slope * log_odds + values[1]))
         wrong = np.clip(wrong, 1e-9, 1 - 1e-9)
-        return _Fit(slope, float(values[1]), share, -float((counts * np.log([1 - wrong, wrong])).sum()))
+        return _Fit(
+            slope,
+            float(values[1]),
+            share,
+            -float((counts * np.log([1 - wrong, wrong])).sum()),
+        )
 
     starts = [[0.0, offset, -4.0] if with_share else [0.0, offset] for offset in (-1.0, 0.0, 1.0)]
     options = {"maxiter": 2000, "xatol": 1e-4, "fatol": 1e-4}

@@ -7,17 +7,17 @@ import numpy as np
 
 from toolkit.tools.report import figures
 from toolkit.tools.report.advice import Advice
-from toolkit.tools.report.bootstrap import DRAWS
+from toolkit.tools.report.bootstrap import NUM_DRAWS
 from toolkit.tools.report.charts import BarChart, svg
-from toolkit.tools.report.errors import HORIZONTAL, KINDS, MEANING, VERTICAL
+from toolkit.tools.report.errors import ERROR_KINDS, ERROR_MEANINGS, HORIZONTAL, VERTICAL
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, folded, number, paragraph, table, under
 from toolkit.tools.report.thresholds import WANTED_PRECISION, Point
 
-MOST_CLASSES = 30  # of a confusion matrix
-MOST_CURVES = 8
-WORDS = {
+MAX_MATRIX_CLASSES = 30  # of a confusion matrix
+MAX_CURVES = 8
+METRIC_MEANINGS = {
     "AP": "mean over IoU 0.5 to 0.95",
     "AP50": "at IoU 0.5",
     "AP75": "at IoU 0.75",
@@ -71,13 +71,13 @@ def _flags(text: str) -> str:
 
 def numbers(judged: Judgement) -> str:
     rows = []
-    for name, words in WORDS.items():
+    for name, words in METRIC_MEANINGS.items():
         rows.append((name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), words))
     rows.append(("VOC07 mAP", number(judged.voc["voc07_mAP"]), "", "", "Pascal VOC, 11 recalls"))
     rows.append(("VOC12 mAP", number(judged.voc["voc12_mAP"]), "", "", "Pascal VOC, all recalls"))
     text = (
-        f"Intervals: 95 % of {DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, moved to have "
-        "the number as their mean. They show how far other images of the same kind may give other numbers."
+        f"Intervals: 95 % of {NUM_DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, moved to "
+        "have the number as their mean. They show how far other images of the same kind may give other numbers."
     )
     return (
         table(["", "value", "95 % from", "to", ""], rows, text=(0, 4))
@@ -140,7 +140,7 @@ def _curve_classes(judged: Judgement) -> list[int]:
     """Return at most seven classes: all, or the best and the worst."""
     order = np.argsort(-np.nan_to_num(judged.class_ap), kind="stable")
     order = [int(k) for k in order if np.isfinite(judged.class_ap[k])]
-    return order if len(order) < MOST_CURVES else order[:3] + order[-3:]
+    return order if len(order) < MAX_CURVES else order[:3] + order[-3:]
 
 
 def confusion(judged: Judgement) -> str:
@@ -151,15 +151,23 @@ def confusion(judged: Judgement) -> str:
     np.fill_diagonal(wrong, 0)
     chosen = list(range(k))
     note = ""
-    if k > MOST_CLASSES:
-        chosen = sorted(np.argsort(-(wrong[:k].sum(axis=1) + wrong[:, :k].sum(axis=0)), kind="stable")[:MOST_CLASSES])
-        note = f" Shown are the {MOST_CLASSES} of {k} classes with the most mistakes; report.json has all of them."
+    if k > MAX_MATRIX_CLASSES:
+        mistakes = wrong[:k].sum(axis=1) + wrong[:, :k].sum(axis=0)
+        chosen = sorted(np.argsort(-mistakes, kind="stable")[:MAX_MATRIX_CLASSES])
+        most = f"the {MAX_MATRIX_CLASSES} of {k} classes with the most mistakes"
+        note = f" Shown are {most}; report.json has all of them."
     text = (
         f"Predictions above {judged.threshold:g} at IoU 0.5. A row shows how the boxes of a class were predicted and "
         f"sums to their number; the last row is predictions where no box is.{note}"
     )
     part = matrix[np.ix_([*chosen, k], [*chosen, k])]
-    shown = svg(figures.confusion_chart(part, [names[i] for i in chosen], judged.threshold))
+    shown = svg(
+        figures.confusion_chart(
+            part,
+            [names[i] for i in chosen],
+            judged.threshold,
+        )
+    )
     pairs = [
         (names[i], names[j], int(wrong[i, j]), f"{wrong[i, j] / max(matrix[i].sum(), 1):.1%}")
         for i, j in zip(*np.unravel_index(np.argsort(-wrong[:k, :k], axis=None)[:10], (k, k)), strict=True)
@@ -171,16 +179,16 @@ def confusion(judged: Judgement) -> str:
 
 def errors(judged: Judgement) -> str:
     e = judged.errors
-    counts = {kind: len(e.of(kind)) for kind in KINDS} | {"missed": int(e.missed.sum())}
+    counts = {kind: len(e.of(kind)) for kind in ERROR_KINDS} | {"missed": int(e.missed.sum())}
     bars = [(kind, cost, f"{cost:.3f}") for kind, cost in e.cost.items()]  # those of KINDS, then the special ones
-    rows = [(kind, counts[kind], f"{e.cost[kind]:.3f}", MEANING[kind]) for kind in KINDS]
+    rows = [(kind, counts[kind], f"{e.cost[kind]:.3f}", ERROR_MEANINGS[kind]) for kind in ERROR_KINDS]
     text = (
         f"AP50 is {e.ap50:.3f}; a bar shows by how much it would rise without mistakes of that kind. The kinds do not "
         "add up. Method: TIDE (Bolya et al. 2020)."
     )
     parts = [
-        BarChart("AP50 that each kind of mistake costs", bars[: len(KINDS)]),
-        BarChart("… and all wrong predictions, all unfound boxes", bars[len(KINDS) :]),
+        BarChart("AP50 that each kind of mistake costs", bars[: len(ERROR_KINDS)]),
+        BarChart("… and all wrong predictions, all unfound boxes", bars[len(ERROR_KINDS) :]),
     ]
     return (
         paragraph(text, "dim")

@@ -10,12 +10,12 @@ from toolkit.evaluation.draw import choose_images, fitted, picture_of
 from toolkit.evaluation.matches import Matches
 from toolkit.tools.report.charts import figure
 from toolkit.tools.report.figures import class_ap_chart, confusion_chart, f1_chart
-from toolkit.tools.report.thresholds import Sweep, confusion_matrix, sweep
+from toolkit.tools.report.thresholds import ThresholdSweep, confusion_matrix, sweep
 
-LONGEST_SIDE = 640  # of a picture, in pixels
-MOST_BOXES = 50  # of a picture, those with the best scores
-MOST_CLASSES = 20  # with a curve, and in the confusion matrix: those with most boxes
-ALL = "all classes"
+PICTURE_SIDE_PX = 640  # of a picture, in pixels
+MAX_SHOWN_BOXES = 50  # of a picture, those with the best scores
+MAX_SHOWN_CLASSES = 20  # with a curve, and in the confusion matrix: those with most boxes
+ALL_CLASSES = "all classes"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ShownImage:
 
 
 @dataclass(frozen=True)
-class Shown:
+class EvaluationDisplay:
     """One evaluation as trackers display it.
 
     class_names: all of them, on one line each. grid: the pictures with their boxes drawn, as one.
@@ -46,7 +46,7 @@ class Shown:
     class_names: list[str]
     images: list[ShownImage]
     grid: Image.Image | None
-    curves: dict[str, Sweep]
+    curves: dict[str, ThresholdSweep]
     ap: dict[str, float]
     matrix: np.ndarray
     matrix_names: list[str]
@@ -55,14 +55,16 @@ class Shown:
     def figures(self) -> dict:
         """Return F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
         charts = {
-            "f1": f1_chart(self.curves, self.curves[ALL].best),
+            "f1": f1_chart(self.curves, self.curves[ALL_CLASSES].best),
             "confusion_matrix": confusion_chart(self.matrix, self.matrix_names, self.threshold),
             "class_AP": class_ap_chart(self.ap),
         }
         return {name: figure([chart]) for name, chart in charts.items() if not chart.is_empty}
 
 
-def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None) -> Shown:
+def shown_evaluation(
+    table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None
+) -> EvaluationDisplay:
     """Collect everything that trackers display of an evaluation.
 
     Args:
@@ -70,15 +72,24 @@ def shown_evaluation(table, matches: Matches, scores: Mapping, pictures: int, gr
             the same ones at every evaluation.
     """
     names = matches.class_names
-    chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MOST_CLASSES])
+    chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MAX_SHOWN_CLASSES])
     overall = sweep(matches)
-    curves = {ALL: overall} | {names[k]: sweep(matches, k) for k in chosen if matches.num_truth[k]}
+    curves = {ALL_CLASSES: overall} | {names[k]: sweep(matches, k) for k in chosen if matches.num_truth[k]}
     threshold = 0.5 if overall.best is None else overall.best.threshold
     places = [*chosen, len(names)]
     matrix = confusion_matrix(matches, threshold)[np.ix_(places, places)]
     ap = {name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None}
     images = _images(table, matches, pictures)
-    return Shown(names, images, grid, curves, ap, matrix, [names[k] for k in chosen], threshold)
+    return EvaluationDisplay(
+        names,
+        images,
+        grid,
+        curves,
+        ap,
+        matrix,
+        [names[k] for k in chosen],
+        threshold,
+    )
 
 
 def _images(table, matches: Matches, count: int) -> list[ShownImage]:
@@ -89,12 +100,12 @@ def _images(table, matches: Matches, count: int) -> list[ShownImage]:
         row = table.row(position)
         image = table.decode_image(row)
         picture = picture_of(image)
-        scale = min(1.0, LONGEST_SIDE / max(picture.size))
+        scale = min(1.0, PICTURE_SIDE_PX / max(picture.size))
         if scale < 1:
-            picture = fitted(picture, LONGEST_SIDE)
+            picture = fitted(picture, PICTURE_SIDE_PX)
         annotated_rows = truth.of_image(position)
         best = detections.of_image(position)
-        best = slice(best.start, min(best.stop, best.start + MOST_BOXES))
+        best = slice(best.start, min(best.stop, best.start + MAX_SHOWN_BOXES))
         annotated = truth.xyxy[annotated_rows] * scale, truth.labels[annotated_rows]
         detected = detections.xyxy[best] * scale, detections.labels[best], detections.scores[best]
         shown.append(ShownImage(row["image_id"], picture, *annotated, *detected))

@@ -10,7 +10,7 @@ WANTED_PRECISION = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
 @dataclass(frozen=True)
-class Sweep:
+class ThresholdSweep:
     """Numbers at IoU 0.5 when predictions with at least a score count; one row per distinct score, highest first.
 
     score, precision, recall, f1: (S,). total: boxes to find.
@@ -49,7 +49,7 @@ class Point:
     f1: float
 
 
-def sweep(matches: Matches, label: int | None = None) -> Sweep:
+def sweep(matches: Matches, label: int | None = None) -> ThresholdSweep:
     """Compute precision, recall and F1 of one class, or of all boxes of all classes together (`label` None)."""
     rows = matches.order
     if label is not None:
@@ -62,7 +62,13 @@ def sweep(matches: Matches, label: int | None = None) -> Sweep:
     true_positives = right[last].astype(float)
     kept = last + 1.0
     recall = true_positives / total if total else np.full(len(last), np.nan)
-    return Sweep(score[last], true_positives / kept, recall, 2 * true_positives / (kept + total), total)
+    return ThresholdSweep(
+        score[last],
+        true_positives / kept,
+        recall,
+        2 * true_positives / (kept + total),
+        total,
+    )
 
 
 def _between(low: float, high: float) -> float:
@@ -127,7 +133,19 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
             matched[gt] = True
     matrix = np.zeros((k + 1, k + 1), np.int64)
     pairs = np.flatnonzero(paired >= 0)
-    np.add.at(matrix, (m.truth.labels[paired[pairs]], m.found.labels[pairs]), 1)
-    np.add.at(matrix, (k, m.found.labels[kept & (paired < 0)]), 1)
-    np.add.at(matrix, (m.truth.labels[~matched & ~m.crowd], k), 1)
+    np.add.at(
+        matrix,
+        (m.truth.labels[paired[pairs]], m.found.labels[pairs]),
+        1,
+    )
+    np.add.at(
+        matrix,
+        (k, m.found.labels[kept & (paired < 0)]),
+        1,
+    )
+    np.add.at(
+        matrix,
+        (m.truth.labels[~matched & ~m.crowd], k),
+        1,
+    )
     return matrix

@@ -8,12 +8,12 @@ from toolkit.tools.report import comparison, gallery, sections
 from toolkit.tools.report import page as page_parts
 from toolkit.tools.report.advice import advise
 from toolkit.tools.report.facts import RunFacts
-from toolkit.tools.report.gallery import Pictures
+from toolkit.tools.report.gallery import PictureMaker
 from toolkit.tools.report.judgement import Judgement, as_json
 from toolkit.tools.report.page import page, paragraph
 
-PAGE = "index.html"
-NUMBERS = "report.json"
+PAGE_FILE = "index.html"
+REPORT_FILE = "report.json"
 
 
 def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str) -> Path:
@@ -26,17 +26,17 @@ def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str
     parts: list[tuple[str, str, str]] = []
     if judged is not None:
         parts = _sections(judged, run, folder)
-        write_json(folder / NUMBERS, replace_nonfinite(as_json(judged)))
+        write_json(folder / REPORT_FILE, replace_nonfinite(as_json(judged)))
     parts.append(("training", "Training", sections.training(run)))
     parts.append(("settings", "Settings", sections.settings(run)))
-    write_text_atomic(folder / PAGE, page(title, _facts(judged, run), parts))
-    return folder / PAGE
+    write_text_atomic(folder / PAGE_FILE, page(title, _facts(judged, run), parts))
+    return folder / PAGE_FILE
 
 
 def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str, str, str]]:
     if not judged.matches.num_truth.sum():
         return [("summary", "Summary", paragraph("There are no annotated boxes: nothing can be measured."))]
-    maker = Pictures(judged.table, folder)
+    maker = PictureMaker(judged.table, folder)
     annotation = gallery.annotation_mistakes(judged, maker)
     images = gallery.images(judged, maker)
     mistakes = gallery.mistakes(judged, maker)
@@ -65,7 +65,7 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
     folder = Path(folder)
     c = comparison.compare(judged)
     folder.mkdir(parents=True, exist_ok=True)
-    maker = Pictures(judged[0].table, folder)
+    maker = PictureMaker(judged[0].table, folder)
     changed = comparison.changed(c, maker)
     parts = [
         ("summary", "Summary", comparison.verdict(c)),
@@ -76,15 +76,19 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
         ("images", "Images that changed most", changed + maker.notes()),
     ]
     title = "Comparison of " + ", ".join(judgement.name for judgement in judged)
-    write_text_atomic(folder / PAGE, page(title, _data_words(judged[0]), parts))
+    write_text_atomic(folder / PAGE_FILE, page(title, _data_words(judged[0]), parts))
     differences = [
         {name: getattr(d, name) for name in ("metric", "base", "other", "value")}
         | {"interval_95": [d.low, d.high], "explained_by_chance": d.chance}
         for d in c.differences
     ]
-    content = {"detectors": list(map(as_json, judged)), "differences": differences, "over_seeds": c.groups}
-    write_json(folder / NUMBERS, replace_nonfinite(content))
-    return folder / PAGE
+    content = {
+        "detectors": list(map(as_json, judged)),
+        "differences": differences,
+        "over_seeds": c.groups,
+    }
+    write_json(folder / REPORT_FILE, replace_nonfinite(content))
+    return folder / PAGE_FILE
 
 
 def _facts(judged: Judgement | None, run: RunFacts) -> str:

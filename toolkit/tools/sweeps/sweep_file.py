@@ -13,8 +13,18 @@ from toolkit.base.files import read_yaml
 
 METHODS = ("grid", "random", "bayes")
 DISTRIBUTIONS = "constant categorical uniform int_uniform q_uniform log_uniform_values q_log_uniform_values".split()
-KEYS = {"name", "description", "program", "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
-EXPECTED = {
+SWEEP_KEYS = {
+    "name",
+    "description",
+    "program",
+    "command",
+    "method",
+    "metric",
+    "parameters",
+    "early_terminate",
+    "run_cap",
+}
+KEY_TYPES = {
     "program": (str, "the path of a script"),
     "command": (list, "a list of words"),
     "parameters": (dict, "a mapping of settings"),
@@ -53,7 +63,12 @@ class Sweep:
     def command_of(self, values: Mapping, extra: list[str]) -> list[str]:
         """Return the words that start a trial with these values; `extra` arguments come last and win."""
         arguments = [*(f"--{name}={_word(value)}" for name, value in values.items()), *extra]
-        meant = {"${env}": [], "${interpreter}": [sys.executable], "${program}": [self.program], "${args}": arguments}
+        meant = {
+            "${env}": [],
+            "${interpreter}": [sys.executable],
+            "${program}": [self.program],
+            "${args}": arguments,
+        }
         return [part for word in self.command for part in meant.get(word, [word])]
 
 
@@ -62,12 +77,14 @@ def read_sweep(path: Path) -> Sweep:
     content = read_yaml(path, str(path))
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping with program, method, metric and parameters")
-    problems = [f"no such key {key}; there are {', '.join(sorted(KEYS))}" for key in content if key not in KEYS]
+    problems = [
+        f"no such key {key}; there are {', '.join(sorted(SWEEP_KEYS))}" for key in content if key not in SWEEP_KEYS
+    ]
     min_iter = _mapping(content, "early_terminate").get("min_iter")
     values = content | {"early_terminate.min_iter": min_iter}
     problems += [
         f"{key} is {values[key]!r}; expected {expected}"
-        for key, (kind, expected) in EXPECTED.items()
+        for key, (kind, expected) in KEY_TYPES.items()
         if values.get(key) is not None and not isinstance(values[key], kind)
     ]
     problems += [f"{key} is missing" for key in ("program", "method", "metric", "parameters") if key not in content]
@@ -112,7 +129,8 @@ def _parameter(spec: object) -> Parameter:
         return Parameter([spec["value"]])
     if "values" in spec:
         return Parameter(list(spec["values"]))
-    low, high = spec["min"], spec["max"]
+    low = spec["min"]
+    high = spec["max"]
     ints = isinstance(low, int) and isinstance(high, int)
     kind = spec.get("distribution", "int_uniform" if ints else "uniform")
     if kind not in DISTRIBUTIONS[2:]:

@@ -5,18 +5,21 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.run.writer import About, Tracker, flat
+from toolkit.run.writer import RunDescription, Tracker, flat
 
 THRESHOLDS = 127  # of a curve, from 0 to 1; TensorBoard's own default
 
 
 class TensorBoardTracker(Tracker):
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
         # Purging hides the rows of an attempt without a checkpoint.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), **({"purge_step": 0} if is_new else {}))
+        self._writer = SummaryWriter(
+            str(folder / "tensorboard"),
+            **({"purge_step": 0} if is_new else {}),
+        )
         final = {f"best/{about.metric}": 0.0, "best/step": 0.0}
         experiment, start, self._end = hparams(flat(about.config), final)  # SummaryWriter.add_hparams makes a folder
         if is_new:
@@ -30,7 +33,12 @@ class TensorBoardTracker(Tracker):
 
     def show(self, shown, step: int) -> None:
         if shown.grid is not None:
-            self._writer.add_image("val/predictions", np.asarray(shown.grid), step, dataformats="HWC")
+            self._writer.add_image(
+                "val/predictions",
+                np.asarray(shown.grid),
+                step,
+                dataformats="HWC",
+            )
         for name, sweep in shown.curves.items():
             curve = (f"val/precision_recall/{name}", *_at_thresholds(sweep))
             self._writer.add_pr_curve_raw(*curve, global_step=step, num_thresholds=THRESHOLDS)

@@ -10,17 +10,21 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from toolkit.base.files import distinct
-from toolkit.run.writer import About, Tracker, flat
+from toolkit.run.writer import RunDescription, Tracker, flat
 
 
 class AccelerateTracker(Tracker):
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         kind = LOGGER_TYPE_TO_CLASS[self.name]
         goes_on = self.run_id is not None
         place = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
         if self.name == "comet_ml" and not goes_on:
             self.run_id = uuid.uuid4().hex
-        self._inner = kind(about.project, **place, **options(self.name, about, folder, self.run_id, goes_on))
+        self._inner = kind(
+            about.project,
+            **place,
+            **options(self.name, about, folder, self.run_id, goes_on),
+        )
         self._inner.start()
         self.run_id = self.run_id or run_id(self.name, self._inner.tracker, about)
         _name_afterwards(self.name, self._inner.tracker, about, goes_on)
@@ -34,13 +38,16 @@ class AccelerateTracker(Tracker):
     def show(self, shown, step: int) -> None:
         if hasattr(self._inner, "log_images") and shown.grid is not None:
             grid = np.asarray(shown.grid)  # Aim takes one picture, the others a list of them
-            self._inner.log_images({"val/predictions": grid if self.name == "aim" else grid[None]}, step=step)
+            self._inner.log_images(
+                {"val/predictions": grid if self.name == "aim" else grid[None]},
+                step=step,
+            )
 
     def close(self, state: str) -> None:
         self._inner.finish()
 
 
-def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
+def options(name: str, about: RunDescription, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
     """Return the arguments that a tracker takes for the name, id, group, tags and notes of a run.
 
     run_id: None if the tracker chooses it. goes_on: whether the run exists already.
@@ -51,12 +58,21 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
         marks = dict.fromkeys(tags, "") | ({"group": about.group} if about.group else {}) | {"job_type": about.job_type}
         return {"run_name": about.name, "run_id": run_id, "tags": marks, "description": notes}
     if name == "trackio":  # it identifies a run only by its name
-        return {"name": run_id or about.name, "group": about.group, "resume": "allow" if goes_on else "never"}
+        return {
+            "name": run_id or about.name,
+            "group": about.group,
+            "resume": "allow" if goes_on else "never",
+        }
     if name == "comet_ml":  # older releases make `Experiment`, which has no mode
         return {"experiment_key": run_id, "mode": "get_or_create" if goes_on else "create"}
     if name == "clearml":
         going_on = {"continue_last_task": run_id} if goes_on else {"reuse_last_task_id": False}
-        return {"project_name": about.project, "task_name": about.name, "tags": tags or None, **going_on}
+        return {
+            "project_name": about.project,
+            "task_name": about.name,
+            "tags": tags or None,
+            **going_on,
+        }
     if name == "swanlab":
         going_on = {"id": run_id, "resume": "allow"} if goes_on else {}
         named = {"experiment_name": about.name, "group": about.group, "job_type": about.job_type}
@@ -65,7 +81,12 @@ def options(name: str, about: About, folder: Path, run_id: str | None, goes_on: 
     if name == "aim":
         return {"run_hash": run_id, "experiment": about.project}
     if name == "dvclive":
-        return {"dir": str(folder / "dvclive"), "exp_name": about.name, "exp_message": notes, "resume": goes_on}
+        return {
+            "dir": str(folder / "dvclive"),
+            "exp_name": about.name,
+            "exp_message": notes,
+            "resume": goes_on,
+        }
     return {}
 
 
@@ -75,7 +96,7 @@ def mlflow_names(names: Iterable[str]) -> list[str]:
     return distinct(re.sub(r"[^/\w.\- :]|(?<=/)\.+(?=/|$)|(?<=/)/|/$", "_", name) for name in names)
 
 
-def run_id(name: str, inner: Any, about: About) -> str | None:
+def run_id(name: str, inner: Any, about: RunDescription) -> str | None:
     """Return the id by which the tracker finds the run again. inner: its own object, as Accelerate's `tracker` gives
     it."""
     if name == "mlflow":
@@ -87,7 +108,7 @@ def run_id(name: str, inner: Any, about: About) -> str | None:
     return about.name  # Trackio and DVCLive use names and folders
 
 
-def _name_afterwards(name: str, inner: Any, about: About, goes_on: bool) -> None:
+def _name_afterwards(name: str, inner: Any, about: RunDescription, goes_on: bool) -> None:
     """Set the name and tags for trackers that take them from a run that has begun; tags only once."""
     tags = [] if goes_on else about.tags
     if name == "comet_ml":

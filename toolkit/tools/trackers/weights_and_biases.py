@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.run.writer import About, DataFacts, Tracker, agent_run_id, flat
+from toolkit.run.writer import DataFacts, RunDescription, Tracker, agent_run_id, flat
 
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 300  # so that a lost network does not delay a finished run; older releases lack this
 CURVE_POINTS = 100
-FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
+LOGGED_FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
 
 
 class WandbTracker(Tracker):
-    def start(self, folder: Path, about: About, is_new: bool, was_closed: bool) -> None:
+    def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         import wandb  # imported here, since it takes half a second
 
         # Copies of the pictures in tables wait there to be sent; without a network they stay with the run.
@@ -34,7 +34,7 @@ class WandbTracker(Tracker):
             self.floor = self._run.step - 1  # of the server; -1 without a network: a row sent twice has the same step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        for name in FILES:
+        for name in LOGGED_FILES:
             if (folder / name).exists():
                 self._run.save(str(folder / name), base_path=str(folder), policy="now")
 
@@ -50,7 +50,10 @@ class WandbTracker(Tracker):
             counts = [(len(i.truth_labels), int((i.found_scores > shown.threshold).sum())) for i in shown.images]
             rows = [[str(i.image_id), image, *n] for i, image, n in zip(shown.images, images, counts, strict=True)]
             columns = ["image", "boxes", "annotated", f"found above {shown.threshold:g}"]
-            values |= {"val/predictions": images, "val/images": wandb.Table(columns=columns, data=rows)}
+            values |= {
+                "val/predictions": images,
+                "val/images": wandb.Table(columns=columns, data=rows),
+            }
         self._run.log({"step": step, **values}, step=step)
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
@@ -61,7 +64,11 @@ class WandbTracker(Tracker):
         if self.notes.get("data") == marks:
             return
         metadata = {split: vars(facts) for split, facts in data.items()}
-        artifact = wandb.Artifact(f"data-{data['train'].fingerprint[:16]}", "dataset", metadata=metadata)
+        artifact = wandb.Artifact(
+            f"data-{data['train'].fingerprint[:16]}",
+            "dataset",
+            metadata=metadata,
+        )
         for split, facts in data.items():
             artifact.add_reference(f"data://{facts.fingerprint}/{facts.uri}", name=split)
         if self._run.offline:  # an offline run cannot look up artifacts, and refuses `use_artifact`
@@ -87,7 +94,7 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=0 if state == "done" else 1)
 
 
-def _init(wandb, folder: Path, about: About, run_id: str):
+def _init(wandb, folder: Path, about: RunDescription, run_id: str):
     """Start the run, online if possible, otherwise offline with one warning."""
     limits = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S}
     settings = wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields})
@@ -134,7 +141,13 @@ def _image(wandb, shown, class_names: list[str]):
         "predictions": layer(shown.found_boxes, shown.found_labels, shown.found_scores),
     }
     classes = wandb.Classes([{"id": label, "name": name} for label, name in names.items()])
-    return wandb.Image(shown.picture, caption=str(shown.image_id), file_type="jpg", boxes=layers, classes=classes)
+    return wandb.Image(
+        shown.picture,
+        caption=str(shown.image_id),
+        file_type="jpg",
+        boxes=layers,
+        classes=classes,
+    )
 
 
 def _plots(wandb, shown) -> dict:
@@ -146,7 +159,8 @@ def _plots(wandb, shown) -> dict:
         rows = np.unique(np.linspace(0, len(sweep.score) - 1, CURVE_POINTS).astype(int)) if len(sweep.score) else []
         curve += [[name, float(sweep.recall[i]), float(sweep.precision[i])] for i in rows]
         f1 += [[float(sweep.score[i]), float(sweep.f1[i]), name] for i in rows]
-    rows, columns = [*shown.matrix_names, "background"], [*shown.matrix_names, "missed"]
+    rows = [*shown.matrix_names, "background"]
+    columns = [*shown.matrix_names, "missed"]
     confusions = [[a, p, int(shown.matrix[i, j])] for i, a in enumerate(rows) for j, p in enumerate(columns)]
 
     def plot(kind: str, title: str, columns: dict[str, str], data: list):
@@ -160,7 +174,12 @@ def _plots(wandb, shown) -> dict:
     above = f"Confusions above {shown.threshold:g}, IoU 0.5"
     ap = [[name, value] for name, value in shown.ap.items()]
     return {
-        "val/precision_recall": plot("area-under-curve/v0", "Precision against recall, IoU 0.5", of_curve, curve),
+        "val/precision_recall": plot(
+            "area-under-curve/v0",
+            "Precision against recall, IoU 0.5",
+            of_curve,
+            curve,
+        ),
         "val/f1": plot("lineseries/v0", "F1 against score, IoU 0.5", of_f1, f1),
         "val/confusion_matrix": plot("confusion_matrix/v1", above, of_matrix, confusions),
         "val/class_AP": plot("bar/v0", "AP of each class", {"label": "class", "value": "AP"}, ap),

@@ -14,7 +14,7 @@ from toolkit.detectors.scene_graphs.heads.squat import SquatHead
 from toolkit.detectors.scene_graphs.heads.transformer import TransformerHead
 from toolkit.detectors.scene_graphs.heads.vctree import VCTreeHead
 
-HEADS = (
+RELATION_HEADS = (
     "frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp", "squat"
 )  # fmt: skip
 
@@ -41,8 +41,13 @@ def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: T
         return PrototypeHead(mode, sizes, **fast | options)
     if name == "react_pp":
         return ReactPlusPlusHead(mode, sizes, **options)
-    heads = {"motifs": MotifsHead, "vctree": VCTreeHead, "transformer": TransformerHead, "causal": CausalHead}
+    heads = {
+        "motifs": MotifsHead,
+        "vctree": VCTreeHead,
+        "transformer": TransformerHead,
+        "causal": CausalHead,
+    }
     heads |= {"squat": SquatHead}
     if name not in heads:
-        raise BadInput(f"relation head is {name!r}; expected one of {', '.join(HEADS)}")
+        raise BadInput(f"relation head is {name!r}; expected one of {', '.join(RELATION_HEADS)}")
     return heads[name](mode, sizes, log_frequency, **options)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toolkit.base.errors import BadInput
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, predicate_loss
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
-from toolkit.detectors.scene_graphs.geometry import pair_numbers, scaled_box_numbers
+from toolkit.detectors.scene_graphs.geometry import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.heads.layers import (
     POSITION_DIM,
     HeadSizes,
@@ -29,7 +29,6 @@ from toolkit.detectors.scene_graphs.heads.motifs import MotifsContext
 from toolkit.detectors.scene_graphs.heads.vctree import VCTreeContext
 
 EFFECTS = ("none", "TDE", "NIE", "TE")
-PAIR_NUMBERS = 32
 
 
 class VTransEContext(ObjectContext):
@@ -93,7 +92,9 @@ class CausalHead(nn.Module):
         self.fusion = fusion
         self.effect = effect
         self.translates = context == "vtranse"
-        hidden, pooling, num_predicates = sizes.hidden_dim, sizes.pooling_dim, sizes.num_predicates
+        hidden = sizes.hidden_dim
+        pooling = sizes.pooling_dim
+        num_predicates = sizes.num_predicates
         if context == "motifs":
             self.context = MotifsContext(mode, sizes, dropout, nms_threshold, keep_averages=True)
         elif context == "vctree":
@@ -113,9 +114,9 @@ class CausalHead(nn.Module):
         self.mean_spatial = RunningMean(pooling) if separate_spatial else None
         self.positions = self.mean_positions = None
         if use_positions:
-            layers = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
+            layers = xavier_linear(PAIR_GEOMETRY_DIM, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
             self.positions = nn.Sequential(*layers)
-            self.mean_positions = RunningMean(PAIR_NUMBERS)
+            self.mean_positions = RunningMean(PAIR_GEOMETRY_DIM)
         self.of_labels = () if self.translates else ("context.decoder",)
         self.loss_names = ("loss_rel", "loss_refine_obj", "auxiliary_ctx")
         self.loss_names += ("auxiliary_vis", "auxiliary_frq") if fusion == "sum" else ()
@@ -151,7 +152,8 @@ class CausalHead(nn.Module):
         return subject - obj if self.translates else self.join(torch.cat([subject, obj], 1)).relu()
 
     def _fuse(self, visual: Tensor, pair_context: Tensor, frequency: Tensor) -> Tensor:
-        from_context, from_vision = self.context_out(pair_context), self.visual_out(visual)
+        from_context = self.context_out(pair_context)
+        from_vision = self.visual_out(visual)
         if self.gate is None:
             return from_vision + from_context + frequency
         return from_context * (from_vision + frequency + self.gate(pair_context)).sigmoid()
@@ -161,7 +163,10 @@ class CausalHead(nn.Module):
         nothing."""
         branches = {"auxiliary_ctx": self.context_out(pair_context)}
         if self.fusion == "sum":
-            branches |= {"auxiliary_vis": self.visual_out(batch.union_features), "auxiliary_frq": frequency}
+            branches |= {
+                "auxiliary_vis": self.visual_out(batch.union_features),
+                "auxiliary_frq": frequency,
+            }
         labels = batch.relation_labels, batch.num_pairs
         losses = {name: predicate_loss(logits.float(), *labels) for name, logits in branches.items()}
         return losses | tree_losses(related, batch)

@@ -27,12 +27,17 @@ class IMPHead(nn.Module):
         self.rounds = rounds
         hidden = sizes.hidden_dim
         self.union = union_projection(sizes)
-        self.object_in, self.pair_in = fc(sizes.roi_dim, hidden), fc(sizes.pooling_dim, hidden)
-        self.object_gru, self.pair_gru = nn.GRUCell(hidden, hidden), nn.GRUCell(hidden, hidden)
+        self.object_in = fc(sizes.roi_dim, hidden)
+        self.pair_in = fc(sizes.pooling_dim, hidden)
+        self.object_gru = nn.GRUCell(hidden, hidden)
+        self.pair_gru = nn.GRUCell(hidden, hidden)
         # How much of a message passes: from subject and object to the pair, and from the pair to each of them.
-        self.from_subject, self.from_object = nn.Linear(2 * hidden, 1), nn.Linear(2 * hidden, 1)
-        self.to_subject, self.to_object = nn.Linear(2 * hidden, 1), nn.Linear(2 * hidden, 1)
-        self.object_out, self.pair_out = fc(hidden, sizes.num_classes), fc(hidden, sizes.num_predicates)
+        self.from_subject = nn.Linear(2 * hidden, 1)
+        self.from_object = nn.Linear(2 * hidden, 1)
+        self.to_subject = nn.Linear(2 * hidden, 1)
+        self.to_object = nn.Linear(2 * hidden, 1)
+        self.object_out = fc(hidden, sizes.num_classes)
+        self.pair_out = fc(hidden, sizes.num_predicates)
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
@@ -41,13 +46,24 @@ class IMPHead(nn.Module):
         nodes = self.object_gru(self.object_in(batch.roi_features))
         edges = self.pair_gru(self.pair_in(self.union(batch.union_features)).relu())
         for _ in range(self.rounds):
-            subject, obj = nodes[subjects], nodes[objects]
-            with_subject, with_object = torch.cat([subject, edges], 1), torch.cat([obj, edges], 1)
+            subject = nodes[subjects]
+            obj = nodes[objects]
+            with_subject = torch.cat([subject, edges], 1)
+            with_object = torch.cat([obj, edges], 1)
             to_edge = _gate(self.from_subject, with_subject) * subject + _gate(self.from_object, with_object) * obj
             to_nodes = torch.zeros_like(nodes)
-            to_nodes = to_nodes.index_add(0, subjects, _gate(self.to_subject, with_subject).to(edges) * edges)
-            to_nodes = to_nodes.index_add(0, objects, _gate(self.to_object, with_object).to(edges) * edges)
-            edges, nodes = self.pair_gru(to_edge, edges), self.object_gru(to_nodes, nodes)
+            to_nodes = to_nodes.index_add(
+                0,
+                subjects,
+                _gate(self.to_subject, with_subject).to(edges) * edges,
+            )
+            to_nodes = to_nodes.index_add(
+                0,
+                objects,
+                _gate(self.to_object, with_object).to(edges) * edges,
+            )
+            edges = self.pair_gru(to_edge, edges)
+            nodes = self.object_gru(to_nodes, nodes)
         if self.mode == "predcls":
             logits, labels = given_labels(batch, self.sizes.num_classes)
         else:

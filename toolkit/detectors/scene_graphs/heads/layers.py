@@ -54,14 +54,26 @@ class ObjectBatchNorm(nn.BatchNorm1d):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and len(input) < 2:
-            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            return F.batch_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                eps=self.eps,
+            )
         return super().forward(input)
 
 
 def position_embedding() -> nn.Sequential:
     """Build the embedding of `box_numbers` (N, 9) -> (N, 128)."""
     norm = ObjectBatchNorm(32, momentum=0.001)
-    return nn.Sequential(nn.Linear(9, 32), norm, nn.Linear(32, POSITION_DIM), nn.ReLU())
+    return nn.Sequential(
+        nn.Linear(9, 32),
+        norm,
+        nn.Linear(32, POSITION_DIM),
+        nn.ReLU(),
+    )
 
 
 def batch_box_numbers(batch: RelationBatch) -> Tensor:
@@ -78,7 +90,8 @@ class ObjectContext(nn.Module):
         super().__init__()
         self.mode = check_mode(mode)
         self.sizes = sizes
-        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        self.embed_in = class_embedding(sizes)
+        self.embed_out = class_embedding(sizes)
         self.position = position_embedding()
 
 
@@ -175,9 +188,7 @@ class RunningMean(nn.Module):
         return self.value.expand(count, -1)
 
 
-def averaged(
-    mean: RunningMean | None, rows: Tensor, from_averages: bool, counts: list[int] | None = None
-) -> Tensor:
+def averaged(mean: RunningMean | None, rows: Tensor, from_averages: bool, counts: list[int] | None = None) -> Tensor:
     """Apply the `RunningMean` of a context that may have none."""
     return rows if mean is None else mean(rows, from_averages, counts)
 

@@ -42,17 +42,26 @@ class LabelDecoder(nn.Module):
         None: the best guess above background is always the input. The labels returned are these inputs.
         """
         # The input layer's part for the features is known for all steps, and its part for a label for all labels.
-        from_features = F.linear(features, self.input.weight[:, : self.in_dim], self.input.bias)
+        from_features = F.linear(
+            features,
+            self.input.weight[:, : self.in_dim],
+            self.input.bias,
+        )
         from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])
         teacher = None if labels is None else (labels - 1).split(batch_sizes.tolist())
         state = memory = features.new_zeros(int(batch_sizes[0]), self.hidden_dim)
         # One mask for all steps (Gal and Ghahramani, 2016).
         kept = F.dropout(torch.ones_like(state), self.dropout, self.training)
         before = from_label[torch.zeros(len(state), dtype=torch.int64, device=features.device)]  # of the start token
-        all_logits, all_labels = [], []
+        all_logits = []
+        all_labels = []
         for step, projected in enumerate(from_features.split(batch_sizes.tolist())):
             count = len(projected)  # the images still running come first
-            state, memory = self._step(projected + before[:count], state[:count], memory[:count])
+            state, memory = self._step(
+                projected + before[:count],
+                state[:count],
+                memory[:count],
+            )
             if self.training:
                 state = state * kept[:count]
             logits = self.out(state)
@@ -77,7 +86,12 @@ class MotifsContext(ObjectContext):
     """The context of Neural Motifs, which labels the objects and gives each a context feature."""
 
     def __init__(
-        self, mode: str, sizes: HeadSizes, dropout: float = 0.2, nms_threshold: float = 0.5, keep_averages: bool = False
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        dropout: float = 0.2,
+        nms_threshold: float = 0.5,
+        keep_averages: bool = False,
     ):
         """Build the context. keep_averages: for causal effects, see `causal`."""
         super().__init__(mode, sizes)
@@ -99,7 +113,11 @@ class MotifsContext(ObjectContext):
         from_averages: the result of decoder and edge LSTM for objects without evidence of their own.
         """
         boxes = batch.boxes_xyxy if batch.on_host is None else batch.on_host[0]
-        order, inverse, batch_sizes = reading_order(boxes, batch.num_objects, batch.boxes_xyxy.device)
+        order, inverse, batch_sizes = reading_order(
+            boxes,
+            batch.num_objects,
+            batch.boxes_xyxy.device,
+        )
         features = object_features(batch, self.embed_in, self.position, self.mode)[order]
         context = self.object_out(_run(self.object_lstm, features, batch_sizes))
         decoder_input = torch.cat([features, context], 1)
@@ -133,6 +151,11 @@ class MotifsHead(ContextHead):
     """Neural Motifs."""
 
     def __init__(
-        self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2, nms_threshold: float = 0.5
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        log_frequency: Tensor,
+        dropout: float = 0.2,
+        nms_threshold: float = 0.5,
     ):
         super().__init__(MotifsContext(mode, sizes, dropout, nms_threshold), sizes, log_frequency)

@@ -24,7 +24,8 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     position_embedding,
 )
 
-APART, MARGIN = 7.0, 1.0  # squared distances: between prototypes (gamma 2), of the right to the wrong ones (gamma 1)
+# Squared distances: least one between prototypes (gamma 2), and how much nearer the right one is (gamma 1).
+PROTOTYPE_DISTANCE, MARGIN = 7.0, 1.0
 NEAREST = 10  # wrong prototypes that a pair is held away from
 
 
@@ -32,7 +33,11 @@ class MLP(nn.Sequential):
     """An MLP of two linear layers with a ReLU between."""
 
     def __init__(self, in_dim: int, inner_dim: int, out_dim: int):
-        super().__init__(nn.Linear(in_dim, inner_dim), nn.ReLU(), nn.Linear(inner_dim, out_dim))
+        super().__init__(
+            nn.Linear(in_dim, inner_dim),
+            nn.ReLU(),
+            nn.Linear(inner_dim, out_dim),
+        )
 
 
 class Residual(nn.Module):
@@ -78,7 +83,12 @@ class PrototypeHead(nn.Module):
             MLP(sizes.embed_dim, dim // 2, dim) for _ in range(3)
         )
         self.subject_gate, self.object_gate, self.predicate_gate = (nn.Linear(2 * dim, dim) for _ in range(3))
-        self.seen = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Dropout(dropout), nn.Linear(2 * dim, dim))
+        self.seen = nn.Sequential(
+            nn.Linear(dim, 2 * dim),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(2 * dim, dim),
+        )
         self.subject_mix, self.object_mix, self.pair_mix = (Residual(dim, dropout) for _ in range(3))
         self.join = nn.Linear(2 * dim, dim) if join == "linear" else None
         same = join == "linear" and sizes.union_dim == dim
@@ -104,7 +114,14 @@ class PrototypeHead(nn.Module):
         cosine = _unit(pairs) @ _unit(prototypes).T
         losses = self._losses(batch, pairs, prototypes) if self.training else {}
         stay = self.object_out is None and batch.found_labels is not None
-        return RelationOutput(logits, cosine * self.logit_scale.exp(), labels, pairs.new_zeros(0), losses, stay)
+        return RelationOutput(
+            logits,
+            cosine * self.logit_scale.exp(),
+            labels,
+            pairs.new_zeros(0),
+            losses,
+            stay,
+        )
 
     def _labels(self, batch: RelationBatch) -> tuple[Tensor, Tensor]:
         if self.object_out is None:
@@ -119,7 +136,11 @@ class PrototypeHead(nn.Module):
         """Return (R, 2 dim) of the pairs, in the space of the projected prototypes."""
         as_object, as_subject = self.split(batch.roi_features).chunk(2, 1)
         words = self.embed_out(labels)
-        subjects = self._corrected(self.subject_word(words), self.seen(as_subject), self.subject_gate)
+        subjects = self._corrected(
+            self.subject_word(words),
+            self.seen(as_subject),
+            self.subject_gate,
+        )
         objects = self._corrected(self.object_word(words), self.seen(as_object), self.object_gate)
         subject = self.subject_mix(subjects)[batch.pairs[:, 0]]
         other = self.object_mix(objects)[batch.pairs[:, 1]]
@@ -139,12 +160,13 @@ class PrototypeHead(nn.Module):
         """Return (sums, denominators) of the images by name; losses of the prototypes count once for each image with
         objects."""
         with torch.autocast(pairs.device.type, enabled=False):
-            pairs, prototypes = pairs.float(), prototypes.float()
+            pairs = pairs.float()
+            prototypes = prototypes.float()
             unit = _unit(prototypes)
             count = len(prototypes)
             alike = (unit @ unit.detach().T).norm(dim=1).sum() / count**2
             between = squared_distances(prototypes, prototypes.detach()).sort(1).values
-            close = (APART - between[:, :2].sum(1)).clamp(min=0).mean()
+            close = (PROTOTYPE_DISTANCE - between[:, :2].sum(1)).clamp(min=0).mean()
             missed = (farther_than_wrong(pairs, prototypes, batch.relation_labels) + MARGIN).clamp(min=0)
         return prototype_losses(batch, alike, close, missed)
 

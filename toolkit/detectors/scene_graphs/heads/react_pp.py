@@ -20,11 +20,11 @@ from toolkit.detectors.scene_graphs.heads.prototypes import (
     squared_distances,
 )
 
-APART, MARGIN = 1.5, 0.4  # of unit vectors: as APART and MARGIN of prototypes.py
-KEPT = 0.999  # of a prototype when it moves to the mean of a batch's pairs
-MOST_SCALE = 100.0
+PROTOTYPE_DISTANCE, MARGIN = 1.5, 0.4  # of unit vectors: as PROTOTYPE_DISTANCE and MARGIN of prototypes.py
+PROTOTYPE_MOMENTUM = 0.999  # of a prototype when it moves to the mean of a batch's pairs
+MAX_LOGIT_SCALE = 100.0
 EPSILON = 1e-6
-HEADS = 4  # of attention
+ATTENTION_HEADS = 4
 
 
 def linear(in_dim: int, out_dim: int) -> nn.Linear:
@@ -49,7 +49,9 @@ class GatedLayers(nn.Module):
     def __init__(self, in_dim: int, out_dim: int, expansion: float, dropout: float):
         super().__init__()
         width = -(-int(in_dim * expansion) // 8) * 8
-        self.gate, self.value, self.out = linear(in_dim, width), linear(in_dim, width), linear(width, out_dim)
+        self.gate = linear(in_dim, width)
+        self.value = linear(in_dim, width)
+        self.out = linear(width, out_dim)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -81,8 +83,11 @@ class WordAttention(nn.Module):
 
     def forward(self, rows: Tensor, words: Tensor) -> Tensor:
         layers = zip((self.query, self.key, self.value), (rows, words, words), strict=True)
-        parts = (layer(given).unflatten(1, (HEADS, -1)).transpose(0, 1)[None] for layer, given in layers)
-        found = F.scaled_dot_product_attention(*parts, dropout_p=self.dropout if self.training else 0.0)
+        parts = (layer(given).unflatten(1, (ATTENTION_HEADS, -1)).transpose(0, 1)[None] for layer, given in layers)
+        found = F.scaled_dot_product_attention(
+            *parts,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
         return self.out(found[0].transpose(0, 1).flatten(1))
 
 
@@ -100,7 +105,11 @@ class MovingPrototypes(nn.Module):
         self.register_buffer("counts", torch.zeros(num_predicates))
 
     def forward(self) -> Tensor:
-        return torch.where(self.counts[:, None] > 0, self.means, F.normalize(self.weight.float(), dim=1))
+        return torch.where(
+            self.counts[:, None] > 0,
+            self.means,
+            F.normalize(self.weight.float(), dim=1),
+        )
 
     @torch.no_grad()
     def follow(self, pairs: Tensor, labels: Tensor) -> None:
@@ -108,8 +117,18 @@ class MovingPrototypes(nn.Module):
         found = torch.zeros_like(self.counts).index_add_(0, labels, (labels > 0).to(self.counts))
         sums = torch.zeros_like(self.means).index_add_(0, labels, pairs.to(self.means))
         means = sums / found.clamp(min=1)[:, None]
-        moved = torch.where(self.counts[:, None] > 0, KEPT * self.means + (1 - KEPT) * means, means)
-        self.means.copy_(torch.where(found[:, None] > 0, F.normalize(moved, dim=1), self.means))
+        moved = torch.where(
+            self.counts[:, None] > 0,
+            PROTOTYPE_MOMENTUM * self.means + (1 - PROTOTYPE_MOMENTUM) * means,
+            means,
+        )
+        self.means.copy_(
+            torch.where(
+                found[:, None] > 0,
+                F.normalize(moved, dim=1),
+                self.means,
+            )
+        )
         self.counts += found > 0
 
 
@@ -126,8 +145,8 @@ class ReactPlusPlusHead(nn.Module):
         """Build the head. dim: width of the prototype space, a multiple of 4. Vectors of classes and predicates are not
         trained."""
         super().__init__()
-        if dim % HEADS:
-            raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {HEADS}")
+        if dim % ATTENTION_HEADS:
+            raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {ATTENTION_HEADS}")
         self.mode = check_mode(mode)
         self.sizes = sizes
         self.nms_threshold = nms_threshold
@@ -138,11 +157,17 @@ class ReactPlusPlusHead(nn.Module):
         self.subject_attention, self.object_attention, self.union_attention = (
             WordAttention(dim, dropout) for _ in range(3)
         )
-        self.seen_norm, self.union_norm = RMSNorm(dim), RMSNorm(dim)
+        self.seen_norm = RMSNorm(dim)
+        self.union_norm = RMSNorm(dim)
         self.subject_mix, self.object_mix, self.pair_mix = (GatedResidual(dim, dropout) for _ in range(3))
         self.union = linear(sizes.union_dim, dim)
         self.union_gate = linear(dim, dim)
-        self.project = nn.Sequential(linear(dim, 2 * dim), RMSNorm(2 * dim), nn.SiLU(), linear(2 * dim, dim))
+        self.project = nn.Sequential(
+            linear(dim, 2 * dim),
+            RMSNorm(2 * dim),
+            nn.SiLU(),
+            linear(2 * dim, dim),
+        )
         self.prototypes = MovingPrototypes(sizes.num_predicates, dim)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
@@ -153,7 +178,7 @@ class ReactPlusPlusHead(nn.Module):
         pairs = F.normalize(self.project(self._pairs(batch, labels)).float(), dim=1)
         prototypes = F.normalize(self.project(self.prototypes()).float(), dim=1)
         with torch.autocast(pairs.device.type, enabled=False):
-            relation_logits = pairs @ prototypes.T * self.logit_scale.exp().clamp(max=MOST_SCALE)
+            relation_logits = pairs @ prototypes.T * self.logit_scale.exp().clamp(max=MAX_LOGIT_SCALE)
             losses = self._losses(batch, pairs, prototypes) if self.training else {}
         if self.training and self.prototypes.moves:
             self.prototypes.follow(pairs.detach(), batch.relation_labels)
@@ -181,6 +206,6 @@ class ReactPlusPlusHead(nn.Module):
         between = squared_distances(prototypes, prototypes.detach())
         itself = torch.eye(len(prototypes), dtype=torch.bool, device=between.device)
         between = between.masked_fill(itself, math.inf).sort(1).values
-        close = F.softplus(APART - between[:, :2].sum(1)).mean()
+        close = F.softplus(PROTOTYPE_DISTANCE - between[:, :2].sum(1)).mean()
         missed = F.softplus(farther_than_wrong(pairs, prototypes.detach(), batch.relation_labels) + MARGIN)
         return prototype_losses(batch, alike, close, missed)

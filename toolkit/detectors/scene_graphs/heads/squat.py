@@ -3,6 +3,7 @@
 Three small networks score every pair. The best of the first score are updated, and read the best of the second.
 """
 
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -13,7 +14,7 @@ from toolkit.base.batch import pad_rows, rows_of, send, unpad_rows
 from toolkit.base.errors import BadInput
 from toolkit.detectors.scene_graphs.batch import RelationBatch, RelationOutput, object_mask, of_images
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
-from toolkit.detectors.scene_graphs.geometry import pair_numbers, scaled_box_numbers
+from toolkit.detectors.scene_graphs.geometry import PAIR_GEOMETRY_DIM, pair_numbers, scaled_box_numbers
 from toolkit.detectors.scene_graphs.heads.layers import (
     HeadSizes,
     check_mode,
@@ -27,9 +28,22 @@ from toolkit.detectors.scene_graphs.heads.layers import (
 )
 from toolkit.detectors.scene_graphs.heads.prototypes import detector_labels
 
-HEADS = 8  # of attention
-PAIR_NUMBERS = 32
-SCORES = ("query", "e2e", "n2e")  # the names of their losses; nothing is chosen by the last
+ATTENTION_HEADS = 8
+# The published names of the three scores, in those of their losses. "query" chooses the pairs that are updated, "e2e"
+# (edge to edge) those that they read. "n2e" (node to edge) is learned with them, but nothing is chosen by it.
+SCORE_NAMES = ("query", "e2e", "n2e")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Pairs that a score chose in each image.
+
+    rows: (B, K) int64, numbers of the pairs in their image, best first. real: (B, K) bool, false for the padding of an
+    image of which fewer than K are chosen.
+    """
+
+    rows: Tensor
+    real: Tensor
 
 
 class PairScore(nn.Module):
@@ -37,14 +51,27 @@ class PairScore(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.first = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, hidden_dim), nn.GELU())
-        layers = nn.Linear(hidden_dim, hidden_dim // 2), nn.GELU(), nn.Linear(hidden_dim // 2, hidden_dim // 4)
-        self.last = nn.Sequential(*layers, nn.GELU(), nn.Linear(hidden_dim // 4, 1))
+        self.first = nn.Sequential(
+            nn.LayerNorm(dim),
+            nn.Linear(dim, hidden_dim),
+            nn.GELU(),
+        )
+        self.last = nn.Sequential(
+            nn.Linear(hidden_dim, hidden_dim // 2),
+            nn.GELU(),
+            nn.Linear(hidden_dim // 2, hidden_dim // 4),
+            nn.GELU(),
+            nn.Linear(hidden_dim // 4, 1),
+        )
 
     def forward(self, pairs: Tensor, real: Tensor) -> Tensor:
-        own, shared = self.first(pairs).float().chunk(2, -1)
-        shared = (shared * real[..., None]).sum(1) / real.sum(1).clamp(min=1)[:, None]
-        return self.last(torch.cat([own, shared[:, None].expand_as(own)], -1))[..., 0].float()
+        hidden = self.first(pairs).float()
+        own, shared = hidden.chunk(2, -1)  # (B, R, hidden_dim / 2) each
+        total = (shared * real[..., None]).sum(1)
+        count = real.sum(1).clamp(min=1)[:, None]
+        mean = total / count  # (B, hidden_dim / 2)
+        both = torch.cat([own, mean[:, None].expand_as(own)], -1)
+        return self.last(both)[..., 0].float()
 
 
 class SelectiveLayer(nn.Module):
@@ -52,53 +79,83 @@ class SelectiveLayer(nn.Module):
 
     def __init__(self, dim: int, inner_dim: int, dropout: float):
         super().__init__()
-        self.among_pairs, self.among_objects, self.to_pairs, self.to_objects = (
-            nn.MultiheadAttention(dim, HEADS, dropout, batch_first=True) for _ in range(4)
+        self.among_pairs = self._attention(dim, dropout)
+        self.among_objects = self._attention(dim, dropout)
+        self.to_pairs = self._attention(dim, dropout)
+        self.to_objects = self._attention(dim, dropout)
+        self.pair_norm = nn.LayerNorm(dim)
+        self.object_norm = nn.LayerNorm(dim)
+        self.seen_norm = nn.LayerNorm(dim)
+        self.out_norm = nn.LayerNorm(dim)
+        self.inner = nn.Sequential(
+            nn.Linear(dim, inner_dim),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(inner_dim, dim),
         )
-        self.pair_norm, self.object_norm, self.seen_norm, self.out_norm = (nn.LayerNorm(dim) for _ in range(4))
-        inner = nn.Linear(dim, inner_dim), nn.ReLU(), nn.Dropout(dropout), nn.Linear(inner_dim, dim)
-        self.inner = nn.Sequential(*inner)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, chosen: Tensor, objects: Tensor, pairs: Tensor, rows: dict, real: dict) -> Tensor:
-        """Return the updated pairs.
+    @staticmethod
+    def _attention(dim: int, dropout: float) -> nn.MultiheadAttention:
+        return nn.MultiheadAttention(dim, ATTENTION_HEADS, dropout, batch_first=True)
 
-        chosen: (B, Q, D), the pairs at `rows["query"]` (B, Q). objects: (B, M, D). pairs: (B, R, D), all of them before
-        any layer; those at `rows["e2e"]` (B, K) are read. real: masks that are false for padding, by name.
+    def forward(
+        self,
+        queries: Tensor,
+        objects: Tensor,
+        pairs: Tensor,
+        updated: Chosen,
+        read: Chosen,
+        real_objects: Tensor,
+    ) -> Tensor:
+        """Return the updated pairs (B, Q, D).
+
+        queries: (B, Q, D), the pairs `updated`. objects: (B, M, D); real_objects: (B, M), false for padding.
+        pairs: (B, R, D), all of them before any layer; the pairs `read` (B, K) are read.
         """
-        attended = self._attend(self.among_pairs, chosen, chosen, real["query"])
-        chosen = self.pair_norm(chosen + attended)
-        objects = self.object_norm(objects + self._attend(self.among_objects, objects, objects, real["objects"]))
-        read = rows_of(with_rows(pairs, chosen, rows["query"], real["query"]), rows["e2e"])
-        attended = self._attend(self.to_pairs, chosen, read, real["e2e"])
-        attended = attended + self._attend(self.to_objects, chosen, objects, real["objects"])
-        chosen = self.seen_norm(chosen + attended)
-        return self.out_norm(chosen + self.dropout(self.inner(chosen)))
+        attended = self._attend(self.among_pairs, queries, queries, updated.real)
+        queries = self.pair_norm(queries + attended)
+        attended = self._attend(self.among_objects, objects, objects, real_objects)
+        objects = self.object_norm(objects + attended)
+
+        current = with_rows(pairs, queries, updated)  # (B, R, D)
+        keys = rows_of(current, read.rows)  # (B, K, D)
+        from_pairs = self._attend(self.to_pairs, queries, keys, read.real)
+        from_objects = self._attend(self.to_objects, queries, objects, real_objects)
+        queries = self.seen_norm(queries + (from_pairs + from_objects))
+        return self.out_norm(queries + self.dropout(self.inner(queries)))
 
     def _attend(self, attention: nn.Module, queries: Tensor, values: Tensor, real: Tensor) -> Tensor:
         first = torch.arange(real.shape[1], device=real.device) == 0  # attention to nothing would be NaN
-        return self.dropout(attention(queries, values, values, ~(real | first), need_weights=False)[0])
+        is_ignored = ~(real | first)
+        attended, _ = attention(queries, values, values, is_ignored, need_weights=False)
+        return self.dropout(attended)
 
 
-def with_rows(pairs: Tensor, chosen: Tensor, rows: Tensor, real: Tensor) -> Tensor:
-    """Return (B, R, D) with the real ones of `chosen` (B, Q, D) at `rows` (B, Q)."""
-    chosen = torch.where(real[..., None], chosen, rows_of(pairs, rows))
-    return pairs.scatter(1, rows[..., None].expand_as(chosen), chosen)
+def with_rows(pairs: Tensor, values: Tensor, chosen: Chosen) -> Tensor:
+    """Return the pairs (B, R, D) with `values` (B, Q, D) in the place of the chosen ones (B, Q)."""
+    values = torch.where(chosen.real[..., None], values, rows_of(pairs, chosen.rows))  # padding keeps what is there
+    places = chosen.rows[..., None].expand_as(values)
+    return pairs.scatter(1, places, values)
 
 
-def best_rows(scores: Tensor, real: Tensor, counts: list[int], share: float) -> tuple[Tensor, Tensor]:
-    """Return the (B, K) rows of the best `share` of each image's pairs, at least one, and a mask that is false for
-    padding."""
+def best_rows(scores: Tensor, real: Tensor, counts: list[int], share: float) -> Chosen:
+    """Choose the best `share` of each image's pairs, and at least one.
+
+    scores, real: (B, R), the latter false for padding. counts: pairs of each image. Of 3, 0 and 10 pairs with a share
+    of 0.7, K is 7: the first image has 2 real ones, the second none, the third 7.
+    """
     kept = [max(1, int(count * share)) if count else 0 for count in counts]
-    rows = scores.masked_fill(~real, -torch.inf).topk(max(kept), 1).indices
-    return rows, object_mask(kept, scores.device)
+    of_real = scores.masked_fill(~real, -torch.inf)
+    rows = of_real.topk(max(kept), 1).indices
+    return Chosen(rows, object_mask(kept, scores.device))
 
 
 class SquatHead(nn.Module):
     """The SQUAT head, which keeps the detector's labels. Its losses beside the cross entropy say which pairs have a
     relation, in either direction: a third of the binary cross entropy of each score."""
 
-    loss_names = ("loss_rel", "loss_refine_obj", *(f"loss_mask_{name}" for name in SCORES))
+    loss_names = ("loss_rel", "loss_refine_obj", *(f"loss_mask_{name}" for name in SCORE_NAMES))
 
     def __init__(
         self,
@@ -125,19 +182,25 @@ class SquatHead(nn.Module):
         self.sizes = sizes
         self.nms_threshold = nms_threshold
         self.reads_union = use_union
-        self.shares = {"query": query_share, "e2e": key_share}
+        self.query_share = query_share
+        self.key_share = key_share
         hidden = sizes.hidden_dim
         object_dim = sizes.embed_dim + sizes.roi_dim + hidden
-        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        self.embed_in = class_embedding(sizes)
+        self.embed_out = class_embedding(sizes)
         self.position = position_embedding()
         self.object_in = fc(sizes.object_dim, hidden)
         self.split = fc(object_dim, 2 * hidden)
-        place = xavier_linear(PAIR_NUMBERS, hidden), nn.ReLU(), xavier_linear(hidden, 2 * hidden), nn.ReLU()
-        self.positions = nn.Sequential(*place)
+        self.positions = nn.Sequential(
+            xavier_linear(PAIR_GEOMETRY_DIM, hidden),
+            nn.ReLU(),
+            xavier_linear(hidden, 2 * hidden),
+            nn.ReLU(),
+        )
         self.join = fc(2 * hidden, dim)
         self.objects = fc(object_dim, dim)
         self.union = xavier_linear(sizes.union_dim, dim) if use_union else None
-        self.scores = nn.ModuleDict({name: PairScore(dim, hidden) for name in SCORES})
+        self.scores = nn.ModuleDict({name: PairScore(dim, hidden) for name in SCORE_NAMES})
         self.layers = nn.ModuleList(SelectiveLayer(dim, 2 * hidden, dropout) for _ in range(layers))
         self.out = nn.Linear(dim, sizes.num_predicates)
         self.frequency = FrequencyBias(log_frequency)
@@ -147,59 +210,87 @@ class SquatHead(nn.Module):
             return empty_output(self.sizes, self.out.weight)
         logits, labels = detector_labels(self, batch)
         context = self.object_in(object_features(batch, self.embed_in, self.position, self.mode))
-        features = torch.cat([self.embed_out(labels), batch.roi_features, context], 1)
-        pairs = pad_rows(self._pairs(batch, features).float(), batch.num_pairs)
+        features = torch.cat([self.embed_out(labels), batch.roi_features, context], 1)  # (N, object_dim)
+        flat_pairs = self._pairs(batch, features).float()  # (R, dim)
+        pairs = pad_rows(flat_pairs, batch.num_pairs)  # (B, R_max, dim)
         real = object_mask(batch.num_pairs, pairs.device)
         scores = {name: score(pairs, real) for name, score in self.scores.items()}
         if len(batch.pairs):
-            pairs = self._updated(batch, pairs, real, scores, self.objects(features).relu().float())
-        frequency = self.frequency(*labels[batch.pairs].unbind(1))
+            objects = self.objects(features).relu().float()  # (N, dim)
+            pairs = self._updated(batch, pairs, real, scores, objects)
+        subject_labels, object_labels = labels[batch.pairs].unbind(1)
+        frequency = self.frequency(subject_labels, object_labels)
         relation_logits = self.out(unpad_rows(pairs, batch.num_pairs)) + frequency
-        losses = self._losses(batch, scores) if self.training else {}
-        stay = batch.found_labels is not None
-        return RelationOutput(logits, relation_logits, labels, pairs.new_zeros(0), losses, stay)
+        return RelationOutput(
+            logits,
+            relation_logits,
+            labels,
+            context=pairs.new_zeros(0),
+            extra_losses=self._losses(batch, scores) if self.training else {},
+            labels_stay=batch.found_labels is not None,
+        )
 
     def _pairs(self, batch: RelationBatch, features: Tensor) -> Tensor:
+        """Return the features (R, dim) of all pairs, from those of the objects (N, object_dim)."""
         numbers = scaled_box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
-        places = self.positions(pair_numbers(numbers[batch.pairs[:, 0]], numbers[batch.pairs[:, 1]]))
-        pairs = self.join(torch.cat(paired(self.split(features), batch.pairs), 1) * places).relu()
-        return pairs if self.union is None else pairs + self.union(batch.union_features)
+        subjects, objects = batch.pairs.unbind(1)
+        places = self.positions(pair_numbers(numbers[subjects], numbers[objects]))
+        both = torch.cat(paired(self.split(features), batch.pairs), 1)
+        pairs = self.join(both * places).relu()
+        if self.union is None:
+            return pairs
+        return pairs + self.union(batch.union_features)
 
-    def _updated(self, batch: RelationBatch, pairs: Tensor, real: Tensor, scores: dict, objects: Tensor) -> Tensor:
-        best = {name: best_rows(scores[name], real, batch.num_pairs, share) for name, share in self.shares.items()}
-        rows, kept = ({name: part[i] for name, part in best.items()} for i in range(2))
-        kept["objects"] = object_mask(batch.num_objects, pairs.device)
+    def _updated(
+        self,
+        batch: RelationBatch,
+        pairs: Tensor,
+        real: Tensor,
+        scores: dict[str, Tensor],
+        objects: Tensor,
+    ) -> Tensor:
+        """Return all pairs (B, R, dim), the best of them updated by the layers.
+
+        pairs: (B, R, dim), real: (B, R), false for padding. scores: (B, R) by name. objects: (N, dim).
+        """
+        updated = best_rows(scores["query"], real, batch.num_pairs, self.query_share)
+        read = best_rows(scores["e2e"], real, batch.num_pairs, self.key_share)
+        real_objects = object_mask(batch.num_objects, pairs.device)
         objects = pad_rows(objects, batch.num_objects)
-        chosen = rows_of(pairs, rows["query"])
+        queries = rows_of(pairs, updated.rows)
         for layer in self.layers:
-            chosen = layer(chosen, objects, pairs, rows, kept)
-        return with_rows(pairs, chosen, rows["query"], kept["query"])
+            queries = layer(queries, objects, pairs, updated, read, real_objects)
+        return with_rows(pairs, queries, updated)
 
     @staticmethod
     def _losses(batch: RelationBatch, scores: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (sums, denominators) of the images by name: an image counts once if it has objects."""
+        # `related` counts the other object of a pair within its image. Images of 3 and 2 objects start at 0 and 3, so
+        # the pair (3, 4) is entry [3, 4 - 3] of it.
         starts = send(torch.tensor([0, *accumulate(batch.num_objects)]), batch.pairs.device)
         subjects, others = batch.pairs.unbind(1)
-        related = batch.related[subjects, others - starts[batch.image[subjects]]].float()
-        pairs, objects = send(torch.tensor([batch.num_pairs, batch.num_objects]), batch.pairs.device)
+        in_image = others - starts[batch.image[subjects]]
+        related = batch.related[subjects, in_image].float()  # (R,)
+        counts = torch.tensor([batch.num_pairs, batch.num_objects])
+        num_pairs, num_objects = send(counts, batch.pairs.device)  # (B,) each
         losses = {}
-        for name, each in scores.items():
-            loss = F.binary_cross_entropy_with_logits(unpad_rows(each, batch.num_pairs), related, reduction="none")
-            loss = of_images(loss, batch.num_pairs) / pairs.clamp(min=1) / len(SCORES)
-            losses[f"loss_mask_{name}"] = loss, (objects > 0).to(loss)
+        for name, padded in scores.items():
+            logits = unpad_rows(padded, batch.num_pairs)  # (R,)
+            loss = F.binary_cross_entropy_with_logits(logits, related, reduction="none")
+            mean = of_images(loss, batch.num_pairs) / num_pairs.clamp(min=1)
+            third = mean / len(SCORE_NAMES)
+            losses[f"loss_mask_{name}"] = third, (num_objects > 0).to(third)
         return losses
 
 
 def _check(sizes: HeadSizes, dim: int, query_share: float, key_share: float) -> None:
-    faults = [
-        f"{key} is {value}; squat takes multiples of {of}"
-        for key, value, of in (("model.head_options.dim", dim, HEADS), ("model.hidden_dim", sizes.hidden_dim, 4))
-        if value % of
-    ]
-    faults += [
-        f"model.head_options.{key} is {value}; expected above 0 to 1"
-        for key, value in (("query_share", query_share), ("key_share", key_share))
-        if not 0 < value <= 1
-    ]
+    faults = []
+    if dim % ATTENTION_HEADS:
+        faults.append(f"model.head_options.dim is {dim}; squat takes multiples of {ATTENTION_HEADS}")
+    if sizes.hidden_dim % 4:
+        faults.append(f"model.hidden_dim is {sizes.hidden_dim}; squat takes multiples of 4")
+    for key, value in (("query_share", query_share), ("key_share", key_share)):
+        if not 0 < value <= 1:
+            faults.append(f"model.head_options.{key} is {value}; expected above 0 to 1")
     if faults:
         raise BadInput(faults)

@@ -29,13 +29,17 @@ class EncoderLayer(nn.Module):
     def __init__(self, dim: int, heads: int, key_dim: int, value_dim: int, inner_dim: int, dropout: float):
         super().__init__()
         self.heads = heads
-        self.query, self.key = nn.Linear(dim, heads * key_dim), nn.Linear(dim, heads * key_dim)
-        self.value, self.out = nn.Linear(dim, heads * value_dim), nn.Linear(heads * value_dim, dim)
+        self.query = nn.Linear(dim, heads * key_dim)
+        self.key = nn.Linear(dim, heads * key_dim)
+        self.value = nn.Linear(dim, heads * value_dim)
+        self.out = nn.Linear(heads * value_dim, dim)
         for layer, size in ((self.query, key_dim), (self.key, key_dim), (self.value, value_dim)):
             nn.init.normal_(layer.weight, std=(2.0 / (dim + size)) ** 0.5)
         nn.init.xavier_normal_(self.out.weight)
-        self.attention_norm, self.inner_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.inner_in, self.inner_out = nn.Linear(dim, inner_dim), nn.Linear(inner_dim, dim)
+        self.attention_norm = nn.LayerNorm(dim)
+        self.inner_norm = nn.LayerNorm(dim)
+        self.inner_in = nn.Linear(dim, inner_dim)
+        self.inner_out = nn.Linear(inner_dim, dim)
         self.dropout = nn.Dropout(dropout)
         self.attention_dropout = dropout
 
@@ -90,7 +94,8 @@ class TransformerHead(nn.Module):
         self.sizes = sizes
         self.nms_threshold = nms_threshold
         hidden = sizes.hidden_dim
-        self.embed_in, self.embed_out = class_embedding(sizes), class_embedding(sizes)
+        self.embed_in = class_embedding(sizes)
+        self.embed_out = class_embedding(sizes)
         layers = nn.Linear(9, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, POSITION_DIM), nn.ReLU()
         self.position = nn.Sequential(*layers, nn.Dropout(dropout))
         self.object_in = nn.Linear(sizes.object_dim, hidden)

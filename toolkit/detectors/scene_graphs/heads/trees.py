@@ -49,7 +49,12 @@ def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
     real = np.arange(size) < counts[:, None]
     start = (np.cumsum(counts) - counts)[:, None]
     flat = {key: np.where(value >= 0, value + start, -1)[real] for key, value in local.items()}
-    return _schedule(flat, depth[real], int(np.append(0, np.flatnonzero(counts) + 1)[-1]), device)
+    return _schedule(
+        flat,
+        depth[real],
+        int(np.append(0, np.flatnonzero(counts) + 1)[-1]),
+        device,
+    )
 
 
 def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], depth: np.ndarray) -> None:
@@ -59,7 +64,8 @@ def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], 
     means = np.where(real[:, None], scores, 0).sum(2) / np.maximum(counts, 1)[:, None]
     node = np.where(real, means, -np.inf).argmax(1) if size else images
     best = np.full((num_images, size), -np.inf)
-    via, via_step = np.zeros((num_images, size), np.int64), np.zeros((num_images, size), np.int64)
+    via = np.zeros((num_images, size), np.int64)
+    via_step = np.zeros((num_images, size), np.int64)
     youngest = np.full((num_images, size), -1)  # the child that was added last
     free = real.copy()
     for step in range(size):
@@ -82,7 +88,8 @@ def _attach(image, child, parent, local: dict[str, np.ndarray], youngest: np.nda
     sibling = youngest[image, parent]
     eldest = sibling < 0
     up = np.where(eldest, parent, sibling)
-    local["parent"][image, child], local["up"][image, child] = parent, up
+    local["parent"][image, child] = parent
+    local["up"][image, child] = up
     local["left"][image[eldest], parent[eldest]] = child[eldest]
     local["right"][image[~eldest], sibling[~eldest]] = child[~eldest]
     youngest[image, parent] = child
@@ -102,13 +109,23 @@ def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, d
 
     inverse = np.argsort(order)
     single = {key: flat[key] for key in ("parent", "left", "right")} | {"order": order, "inverse": inverse}
-    of_levels = {"levels": levels, "up_place": [position[flat["up"][level]] for level in levels]}
+    of_levels = {
+        "levels": levels,
+        "up_place": [position[flat["up"][level]] for level in levels],
+    }
     of_levels |= {"left_place": child_places("left"), "right_place": child_places("right")}
     every = [*single.values(), *(array for several in of_levels.values() for array in several)]
-    (sent,) = send_dicts([{str(i): torch.from_numpy(array) for i, array in enumerate(every)}], device)  # in one copy
+    (sent,) = send_dicts(
+        [{str(i): torch.from_numpy(array) for i, array in enumerate(every)}],
+        device,
+    )  # in one copy
     moved = iter(sent.values())
     of_nodes = {name: next(moved) for name in single}
-    return Forest(**of_nodes, **{n: [next(moved) for _ in levels] for n in of_levels}, num_images=num_images)
+    return Forest(
+        **of_nodes,
+        **{n: [next(moved) for _ in levels] for n in of_levels},
+        num_images=num_images,
+    )
 
 
 def _orthogonal_gates(layer: nn.Linear, dim: int, forget: slice = slice(0), bias: float = 0.0) -> nn.Linear:
@@ -135,7 +152,8 @@ class UpwardLSTM(nn.Module):
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
         """Encode (N, in_dim) -> (N, dim)."""
-        direct, projected = self.direct(features), self.input(features)
+        direct = self.direct(features)
+        projected = self.input(features)
         state = memory = direct.new_zeros(1, self.dim)  # the last row stands for a missing child
         outputs = []
         steps = list(zip(forest.levels, forest.left_place, forest.right_place, strict=True))
@@ -147,7 +165,8 @@ class UpwardLSTM(nn.Module):
             highway = highway.sigmoid()
             level_state = highway * out.sigmoid() * level_memory.tanh() + (1 - highway) * direct[level]
             outputs.append(level_state)
-            state, memory = F.pad(level_state, (0, 0, 0, 1)), F.pad(level_memory, (0, 0, 0, 1))
+            state = F.pad(level_state, (0, 0, 0, 1))
+            memory = F.pad(level_memory, (0, 0, 0, 1))
         return torch.cat(outputs[::-1])[forest.inverse]
 
 
@@ -159,7 +178,12 @@ class DownwardLSTM(nn.Module):
         self.dim = dim
         self.direct = _orthogonal_gates(nn.Linear(in_dim, dim), dim)
         self.input = _orthogonal_gates(nn.Linear(in_dim, 5 * dim), dim)
-        self.state = _orthogonal_gates(nn.Linear(dim, 5 * dim), dim, slice(2 * dim, 3 * dim), 1.0)
+        self.state = _orthogonal_gates(
+            nn.Linear(dim, 5 * dim),
+            dim,
+            slice(2 * dim, 3 * dim),
+            1.0,
+        )
 
     def cell(self, direct: Tensor, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         into, out, forget, new, highway = (projected + self.state(state)).chunk(5, 1)
@@ -169,14 +193,20 @@ class DownwardLSTM(nn.Module):
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
         """Encode (N, in_dim) -> (N, dim)."""
-        direct, projected = self.direct(features), self.input(features)
+        direct = self.direct(features)
+        projected = self.input(features)
         outputs = []
         state = direct.new_zeros(len(features), self.dim)
         memory = state
         for depth, (level, up) in enumerate(zip(forest.levels, forest.up_place, strict=True)):
             if depth == 0:
                 up = torch.arange(len(level), device=level.device)  # zeros
-            state, memory = self.cell(direct[level], projected[level], state[up], memory[up])
+            state, memory = self.cell(
+                direct[level],
+                projected[level],
+                state[up],
+                memory[up],
+            )
             outputs.append(state)
         return torch.cat(outputs)[forest.inverse]
 
@@ -186,7 +216,8 @@ class TreeLSTM(nn.Module):
 
     def __init__(self, in_dim: int, dim: int):
         super().__init__()
-        self.up, self.down = UpwardLSTM(in_dim, dim // 2), DownwardLSTM(in_dim, dim // 2)
+        self.up = UpwardLSTM(in_dim, dim // 2)
+        self.down = DownwardLSTM(in_dim, dim // 2)
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
         return torch.cat([self.up(features, forest), self.down(features, forest)], 1)

@@ -29,7 +29,8 @@ class PairScores(nn.Module):
 
     def __init__(self, sizes: HeadSizes, log_frequency: Tensor):
         super().__init__()
-        hidden, num_classes = sizes.hidden_dim, sizes.num_classes
+        hidden = sizes.hidden_dim
+        num_classes = sizes.num_classes
         self.prior = nn.Linear(num_classes**2, 1, bias=False)
         self.start_from(log_frequency)
         self.overlap = self._numbers(6)
@@ -37,7 +38,8 @@ class PairScores(nn.Module):
         self.roi = xavier_linear(sizes.roi_dim, SCORE_DIM)
         self.word = xavier_linear(sizes.embed_dim, SCORE_DIM)
         self.joined = xavier_linear(4 * SCORE_DIM, hidden)
-        self.subject, self.object = xavier_linear(hidden, hidden), xavier_linear(hidden, hidden)
+        self.subject = xavier_linear(hidden, hidden)
+        self.object = xavier_linear(hidden, hidden)
         self.vision = nn.Linear(3 * hidden + 1, 1)
 
     @torch.no_grad()
@@ -48,7 +50,11 @@ class PairScores(nn.Module):
 
     @staticmethod
     def _numbers(count: int) -> nn.Sequential:
-        return nn.Sequential(nn.Linear(count, SCORE_DIM), ObjectBatchNorm(SCORE_DIM, momentum=0.001), nn.ReLU())
+        return nn.Sequential(
+            nn.Linear(count, SCORE_DIM),
+            ObjectBatchNorm(SCORE_DIM, momentum=0.001),
+            nn.ReLU(),
+        )
 
     def forward(self, batch: RelationBatch, embedded: Tensor, logits: Tensor) -> Tensor:
         """Return (B, N_max, N_max) logits of object row (as object) and column (as subject), padded.
@@ -60,7 +66,10 @@ class PairScores(nn.Module):
         overlaps = unpad_rows(overlaps, batch.num_objects)
         words = self.word(embedded.detach())
         rois = self.roi(batch.roi_features.detach())
-        joined = torch.cat([rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)], 1)
+        joined = torch.cat(
+            [rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)],
+            1,
+        )
         joined = self.joined(joined).relu()
         with torch.autocast(embedded.device.type, enabled=False):  # trees hang on small differences
             return self._bilinear(joined.float(), logits.detach().float(), batch.num_objects)
@@ -92,7 +101,11 @@ class TreeDecoder(nn.Module):
         self.out = nn.Linear(sizes.hidden_dim, sizes.num_classes)
 
     def forward(
-        self, features: Tensor, forest: Forest, image: Tensor, clocks: Tensor | None = None
+        self,
+        features: Tensor,
+        forest: Forest,
+        image: Tensor,
+        clocks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits (N, C) and the best labels above background (N,). With the `clocks` (N, C - 1) of
         `drawn_columns`, given in training, the label passed on by a parent is drawn."""
@@ -102,7 +115,8 @@ class TreeDecoder(nn.Module):
         kept = F.dropout(features.new_ones(forest.num_images, self.lstm.dim), self.dropout, self.training)[image]
         state = memory = features.new_zeros(len(features), self.lstm.dim)
         parent_label = torch.zeros(len(features), dtype=torch.int64, device=features.device)
-        all_logits, all_labels = [], []
+        all_logits = []
+        all_labels = []
         for depth, (level, up) in enumerate(zip(forest.levels, forest.up_place, strict=True)):
             if depth == 0:
                 up = torch.arange(len(level), device=level.device)  # zeros and the start token
@@ -120,7 +134,8 @@ class TreeDecoder(nn.Module):
 
     def _project(self, layer: nn.Linear, features: Tensor) -> tuple[Tensor, Tensor]:
         """Apply a layer to [features, parent's label]: return its part for all objects and its part for all labels."""
-        weight, label_weight = layer.weight[:, : self.in_dim], layer.weight[:, self.in_dim :]
+        weight = layer.weight[:, : self.in_dim]
+        label_weight = layer.weight[:, self.in_dim :]
         return F.linear(features, weight, layer.bias), F.linear(self.embed.weight, label_weight)
 
 
@@ -143,7 +158,12 @@ class VCTreeContext(ObjectContext):
     """The context of VCTree, which labels the objects and gives each a context feature; it builds the trees as well."""
 
     def __init__(
-        self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2, keep_averages: bool = False
+        self,
+        mode: str,
+        sizes: HeadSizes,
+        log_frequency: Tensor,
+        dropout: float = 0.2,
+        keep_averages: bool = False,
     ):
         super().__init__(mode, sizes)
         self.scores = PairScores(sizes, log_frequency)
@@ -164,10 +184,18 @@ class VCTreeContext(ObjectContext):
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return object logits (N, C), labels (N,), context (N, hidden), relatedness logits (B, N_max, N_max)."""
         embedded = label_embedding(self.embed_in, batch, self.mode)
-        features = torch.cat([batch.roi_features, embedded, self.position(batch_box_numbers(batch))], 1)
+        features = torch.cat(
+            [batch.roi_features, embedded, self.position(batch_box_numbers(batch))],
+            1,
+        )
         forest, related = self.plant(batch, embedded)
         context = self.object_lstm(features, forest)
-        logits, labels = self._labels(batch, torch.cat([features, context], 1), forest, from_averages)
+        logits, labels = self._labels(
+            batch,
+            torch.cat([features, context], 1),
+            forest,
+            from_averages,
+        )
         edge_input = torch.cat([self.embed_out(labels), batch.roi_features], 1)
         edge_input = averaged(self.mean_edge_input, edge_input, from_averages)
         return logits, labels, self.edge_lstm(torch.cat([edge_input, context], 1), forest), related
@@ -175,7 +203,12 @@ class VCTreeContext(ObjectContext):
     def _labels(self, batch, decoder_input, forest, from_averages: bool) -> tuple[Tensor, Tensor]:
         if self.mode == "predcls":
             return given_labels(batch, self.sizes.num_classes)
-        decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages, batch.num_objects)
+        decoder_input = averaged(
+            self.mean_decoder_input,
+            decoder_input,
+            from_averages,
+            batch.num_objects,
+        )
         clocks = clocks_of(batch, self.sizes.num_classes - 1) if self.training else None
         return self.decoder(decoder_input, forest, batch.image, clocks)
 

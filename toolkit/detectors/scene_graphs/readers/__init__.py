@@ -33,7 +33,13 @@ def open_graphs(source: str, reading: Reading) -> DetectionTable:
     num_val = int(count) if count and module.NUM_VAL_IMAGES else module.NUM_VAL_IMAGES
     if format == "visual_genome":
         kept = "train" if reading.keep_images_without_relations else False
-        return module.read_visual_genome(path, split, reading, num_val, keep_images_without_relations=kept)
+        return module.read_visual_genome(
+            path,
+            split,
+            reading,
+            num_val,
+            keep_images_without_relations=kept,
+        )
     files = module.files_of(path, split)
     read = partial(module.annotations_of, files, split=split, num_val=num_val)
     what = f"{format} {split}" if num_val is None else f"{format} {split} {num_val}"

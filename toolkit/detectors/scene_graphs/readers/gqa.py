@@ -11,8 +11,8 @@ from toolkit.data.image_sources import ImageSources
 from toolkit.detectors.scene_graphs.readers.graphs import add_graph, empty_graphs, noting_faults
 
 NUM_VAL_IMAGES = 5000
-EXPECTED = "width, height and objects, each with name, x, y, w, h and relations to an object, with a name"
-CLASSES, PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
+EXPECTED_ENTRY = "width, height and objects, each with name, x, y, w, h and relations to an object, with a name"
+NUM_CLASSES, NUM_PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
@@ -34,7 +34,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     labels, kinds = ({name: number for number, name in enumerate(names)} for names in (classes, predicates))
     annotations = empty_graphs(classes, predicates)
     for name in chosen:
-        with noting_faults(problems, f"{files[-1]}, image {name}", EXPECTED):
+        with noting_faults(problems, f"{files[-1]}, image {name}", EXPECTED_ENTRY):
             graph = graphs[name]
             kept = {key: box for key, box in graph["objects"].items() if box["name"] in labels}
             number_of = {key: number for number, key in enumerate(kept)}
@@ -46,7 +46,12 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
             ]
             if relations:
                 boxes = [(labels[box["name"]], [box[side] for side in "xywh"]) for box in kept.values()]
-                image = {"id": name, "file_name": f"{name}.jpg", "width": graph["width"], "height": graph["height"]}
+                image = {
+                    "id": name,
+                    "file_name": f"{name}.jpg",
+                    "width": graph["width"],
+                    "height": graph["height"],
+                }
                 add_graph(annotations, image, boxes, relations)
     if problems:
         raise BadInput(dict.fromkeys(problems))
@@ -58,11 +63,11 @@ def _vocabulary(training: dict, file: Path, problems: list[str]) -> tuple[list[s
     objects: Counter = Counter()
     relations: Counter = Counter()
     for name, graph in training.items():
-        with noting_faults(problems, f"{file}, image {name}", EXPECTED):
+        with noting_faults(problems, f"{file}, image {name}", EXPECTED_ENTRY):
             for box in graph["objects"].values():
                 objects[box["name"]] += 1
                 relations.update(relation["name"] for relation in box["relations"])
-    most = ((objects, CLASSES), (relations, PREDICATES))
+    most = ((objects, NUM_CLASSES), (relations, NUM_PREDICATES))
     classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda item: (-item[1], str(item[0])))[:count]]
                            for c, count in most)  # fmt: skip
     return classes, predicates

@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Annotations, Reading
 from toolkit.data.check_files import with_good_files
-from toolkit.data.checks import Checked, check
+from toolkit.data.checks import CheckedAnnotations, check
 from toolkit.data.image_sources import ImageSources, open_sources
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cached_table, file_digest, write_table
@@ -15,7 +15,7 @@ from toolkit.data.table_cache import cached_table, file_digest, write_table
 
 def read_graphs(
     files: Sequence[Path],
-    read: Callable[[Path | ImageSources], Annotations | Checked],
+    read: Callable[[Path | ImageSources], Annotations | CheckedAnnotations],
     reading: Reading,
     what: str,
     *,
@@ -42,13 +42,18 @@ def read_graphs(
 
     def make(cache_file: Path) -> DetectionTable:
         annotations = read(sources)
-        is_checked = isinstance(annotations, Checked)
+        is_checked = isinstance(annotations, CheckedAnnotations)
         checked = annotations if is_checked else check(annotations, str(files[0]), max_image_pixels)
         good, digests = with_good_files(checked, sources, check_images, max_image_pixels)
         location = {"cache_file": cache_file, "image_root": sources.resolve()}
         return write_table(**good.columns(), **location, name=name, checked=digests)
 
-    parts = [*(key or [what]), check_images, sources.resolve(), *map(file_digest, files)]
+    parts = [
+        *(key or [what]),
+        check_images,
+        sources.resolve(),
+        *map(file_digest, files),
+    ]
     return cached_table(parts, make, reading, name=name)
 
 
@@ -79,7 +84,14 @@ def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: S
     count = len(boxes)
     to.add_image(image)
     for number, (label, xywh) in enumerate(boxes):
-        to.add({"id": first + number, "image_id": image["id"], "category_id": label, "bbox": xywh})
+        to.add(
+            {
+                "id": first + number,
+                "image_id": image["id"],
+                "category_id": label,
+                "bbox": xywh,
+            }
+        )
     for *positions, predicate in relations:
         ends = [  # an invalid position becomes an unknown id, which the check then quotes
             first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"

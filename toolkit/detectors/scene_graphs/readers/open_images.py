@@ -31,7 +31,12 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
             width, height = entry["img_size"]
             boxes = [(label, [x1, y1, x2 - x1, y2 - y1])
                      for label, (x1, y1, x2, y2) in zip(entry["det_labels"], entry["bbox"], strict=True)]  # fmt: skip
-            image = {"id": entry["img_fn"], "file_name": f"{entry['img_fn']}.jpg", "width": width, "height": height}
+            image = {
+                "id": entry["img_fn"],
+                "file_name": f"{entry['img_fn']}.jpg",
+                "width": width,
+                "height": height,
+            }
             add_graph(annotations, image, boxes, entry["rel"])
     if problems:
         raise BadInput(problems)

@@ -78,5 +78,10 @@ def _is_class(number: object) -> bool:
 def _xywh(box: object) -> object:
     """Convert corners to width and height; an invalid box stays as it is, for validation to report."""
     if isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box):
-        return [box[0], box[1], box[2] - box[0], box[3] - box[1]]
+        return [
+            box[0],
+            box[1],
+            box[2] - box[0],
+            box[3] - box[1],
+        ]
     return box

@@ -16,7 +16,7 @@ import numpy as np
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
 from toolkit.data.annotations import Reading
-from toolkit.data.checks import Checked
+from toolkit.data.checks import CheckedAnnotations
 from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import Category, DetectionTable, Problem
 from toolkit.data.table_cache import columns_of_rows
@@ -25,11 +25,11 @@ from toolkit.detectors.scene_graphs.readers.visual_genome_files import find_file
 
 BOX_SCALE = 1024  # pixels of the longer image side that the boxes of the file refer to
 CORRUPTED_IMAGES = (1592, 1722, 4616, 4617)  # listed in Visual Genome's image_data.json, left out of its graphs
-SUFFIXES = (".jpg", ".png", ".jpeg", ".tif")  # of image files, which are called by their ids
+VG_IMAGE_SUFFIXES = (".jpg", ".png", ".jpeg", ".tif")  # of image files, which are called by their ids
 NUM_ATTRIBUTE_COLUMNS = 10
 NUM_VAL_IMAGES = 5000
-PER_IMAGE = ("split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last")))
-WIDTHS = {"boxes_1024": 4, "labels": 1, "relationships": 2, "predicates": 1}  # columns of the other arrays
+PER_IMAGE_ARRAYS = ("split", *(f"img_to_{end}_{kind}" for kind in ("box", "rel") for end in ("first", "last")))
+ARRAY_COLUMNS = {"boxes_1024": 4, "labels": 1, "relationships": 2, "predicates": 1}  # columns of the other arrays
 
 
 @dataclass
@@ -146,10 +146,10 @@ def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources,
 
 def _suffix(entries: list[dict], image_dir: Path | ImageSources) -> str:
     """Return the suffix of the image files, judged by those of the first entries."""
-    for suffix in SUFFIXES:
+    for suffix in VG_IMAGE_SUFFIXES:
         if any(is_there(image_dir / f"{entry['image_id']}{suffix}") for entry in entries[:20]):
             return suffix
-    return SUFFIXES[0]
+    return VG_IMAGE_SUFFIXES[0]
 
 
 def _is_image(entry: object) -> bool:
@@ -193,13 +193,13 @@ def read_visual_genome(
     files = find_files(Path(folder))
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]
 
-    def read(images: Path | ImageSources) -> Checked:
+    def read(images: Path | ImageSources) -> CheckedAnnotations:
         return _checked(load_graphs(files[0], *options), files, images, split)
 
     return read_graphs(files, read, reading, split, key=["visual_genome", *options])
 
 
-def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSources, split: str) -> Checked:
+def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSources, split: str) -> CheckedAnnotations:
     classes, predicates, attributes = load_names(files[1])
     with h5py.File(files[0], "r") as h5:
         images = load_image_list(files[2], image_dir, len(h5["split"]))
@@ -210,16 +210,29 @@ def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSourc
         image_id = images[image]["image_id"]
         problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
         if not any(severity == "error" for severity, _ in faults):
-            rows.append(_row(graphs, position, images[image], drop=split == "train", attributes=bool(attributes)))
+            rows.append(
+                _row(
+                    graphs,
+                    position,
+                    images[image],
+                    drop=split == "train",
+                    attributes=bool(attributes),
+                )
+            )
     listed = {entry["file_name"] for entry in images}
     categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
-    return Checked(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
+    return CheckedAnnotations(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
 
 
 def _faults(
-    graphs: Graphs, position: int, num_classes: int, num_predicates: int, num_attributes: int
+    graphs: Graphs,
+    position: int,
+    num_classes: int,
+    num_predicates: int,
+    num_attributes: int,
 ) -> list[tuple[str, str]]:
-    labels, relations = graphs.labels[position], graphs.relations[position]
+    labels = graphs.labels[position]
+    relations = graphs.relations[position]
     faults = []
     wrong = np.setdiff1d(labels, np.arange(1, num_classes + 1))
     if len(wrong):
@@ -238,10 +251,14 @@ def _faults(
 def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: bool) -> dict:
     size_wh = entry["width"], entry["height"]
     boxes = clip_boxes(scale_boxes(graphs.boxes[position], size_wh), size_wh)
-    labels, relations, of_objects = graphs.labels[position], graphs.relations[position], graphs.attributes[position]
+    labels = graphs.labels[position]
+    relations = graphs.relations[position]
+    of_objects = graphs.attributes[position]
     if drop:
         keep, relations = drop_empty(boxes, relations)
-        boxes, labels, of_objects = boxes[keep], labels[keep], of_objects[keep]
+        boxes = boxes[keep]
+        labels = labels[keep]
+        of_objects = of_objects[keep]
     objects = {
         "id": list(range(1, len(boxes) + 1)),
         "bbox": boxes.tolist(),
@@ -257,16 +274,17 @@ def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: boo
 
 
 def _read_h5(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of the file: those with a row for each image (I,), the others with as many columns as `WIDTHS`
-    says. They are integers, except boxes, which may be fractions."""
+    """Read the arrays of the file: those with a row for each image (I,), the others with as many columns as
+    `ARRAY_COLUMNS` says. They are integers, except boxes, which may be fractions."""
     if not path.is_file():
         raise BadInput(f"{path}: no such file; expected the HDF5 file with the graphs")
     try:
         with h5py.File(path, "r") as file:
-            missing = [key for key in (*PER_IMAGE, *WIDTHS) if not isinstance(file.get(key), h5py.Dataset)]
+            keys = (*PER_IMAGE_ARRAYS, *ARRAY_COLUMNS)
+            missing = [key for key in keys if not isinstance(file.get(key), h5py.Dataset)]
             if missing:
                 raise BadInput([f"{path}: data set `{key}` missing" for key in missing])
-            data = {key: file[key][:] for key in (*PER_IMAGE, *WIDTHS)}
+            data = {key: file[key][:] for key in keys}
             attributes = file["attributes"][:] if "attributes" in file else None
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # raised by h5py for damaged files
         raise BadInput(f"{path}: not a readable HDF5 file: {error}") from error
@@ -276,14 +294,14 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
     images = len(data["split"])
     faults = []
     for key, values in data.items():
-        width = 1 if key in PER_IMAGE else WIDTHS.get(key, values.shape[-1])
+        width = 1 if key in PER_IMAGE_ARRAYS else ARRAY_COLUMNS.get(key, values.shape[-1])
         rows = values.reshape(len(values), np.prod(values.shape[1:], dtype=int))
-        fits = rows.shape[1] == width and values.ndim <= 2 and (key not in PER_IMAGE or len(values) == images)
+        fits = rows.shape[1] == width and values.ndim <= 2 and (key not in PER_IMAGE_ARRAYS or len(values) == images)
         if not fits or values.dtype.kind not in ("iuf" if key == "boxes_1024" else "iu"):
-            expected = f"({images},)" if key in PER_IMAGE else f"(N, {width})" + " or (N,)" * (width == 1)
+            expected = f"({images},)" if key in PER_IMAGE_ARRAYS else f"(N, {width})" + " or (N,)" * (width == 1)
             kind = "numbers" if key == "boxes_1024" else "integers"
             faults.append(f"{path}: data set `{key}` is {values.dtype} {values.shape}; expected {kind} {expected}")
-        data[key] = rows[:, 0] if key in PER_IMAGE else rows
+        data[key] = rows[:, 0] if key in PER_IMAGE_ARRAYS else rows
     if faults:
         raise BadInput(faults)
     return data
@@ -307,7 +325,8 @@ def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> Non
     if faults:
         raise BadInput(faults)
     for image in index:
-        first, last = data["img_to_first_box"][image], data["img_to_last_box"][image]
+        first = data["img_to_first_box"][image]
+        last = data["img_to_last_box"][image]
         relations = _relations_of(data, image, first)
         if len(relations) and not (0 <= relations[:, :2].min() and relations[:, :2].max() <= last - first):
             faults.append(f"{path}: image row {image}: a relation names a box outside rows {first} .. {last}")
@@ -335,6 +354,7 @@ def _corners(centre_wh: np.ndarray) -> np.ndarray:
 
 
 def _overlapping(boxes: np.ndarray, relations: np.ndarray) -> np.ndarray:
-    subjects, objects = boxes[relations[:, 0]], boxes[relations[:, 1]]
+    subjects = boxes[relations[:, 0]]
+    objects = boxes[relations[:, 1]]
     wide = np.minimum(subjects[:, 2:], objects[:, 2:]) - np.maximum(subjects[:, :2], objects[:, :2]) + 1
     return (wide > 0).all(1)

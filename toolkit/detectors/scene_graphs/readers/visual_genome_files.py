@@ -7,11 +7,11 @@ import h5py
 
 from toolkit.base.errors import BadInput
 
-LARGEST_NAMES_FILE = 64_000_000  # bytes; objects.json of Visual Genome beside it is much larger
-HEAD = 4096  # bytes of a list that show its content
-NAMES = (rb'"label_to_idx"', rb'"predicate_to_idx"')
-SIZES = (rb'"image_id"\s*:', rb'"width"\s*:', rb'"height"\s*:')
-WANTED = {
+MAX_NAMES_FILE_BYTES = 64_000_000  # bytes; objects.json of Visual Genome beside it is much larger
+PROBED_BYTES = 4096  # bytes of a list that show its content
+NAME_LIST_KEYS = (rb'"label_to_idx"', rb'"predicate_to_idx"')
+IMAGE_SIZE_KEYS = (rb'"image_id"\s*:', rb'"width"\s*:', rb'"height"\s*:')
+REQUIRED_FILES = {
     "graphs": "HDF5 file with `boxes_1024` and `relationships`",
     "names": "JSON file with `label_to_idx` and `predicate_to_idx`",
     "images": "JSON list of images with `image_id`, `width` and `height`",
@@ -26,20 +26,24 @@ def find_files(place: Path) -> tuple[Path, Path, Path]:
     """
     folder = place if place.is_dir() else place.parent
     if not place.exists() or not folder.is_dir():
-        raise BadInput(f"{place}: no such folder; expected {', '.join(WANTED.values())} in it (--data.name)")
+        raise BadInput(f"{place}: no such folder; expected {', '.join(REQUIRED_FILES.values())} in it (--data.name)")
     documents = sorted(folder.glob("*.json"))
     graphs = [place] if place.is_file() else _only_graphs(sorted([*folder.glob("*.h5"), *folder.glob("*.hdf5")]))
     names = [file for file in documents if _holds_names(file)]
     if len(graphs) == 1 and len(names) > 1:
         names = _of_graphs(names, graphs[0])
-    found = {"graphs": graphs, "names": names, "images": [file for file in documents if _lists_images(file)]}
+    found = {
+        "graphs": graphs,
+        "names": names,
+        "images": [file for file in documents if _lists_images(file)],
+    }
     faults = []
     for kind, files in found.items():
         if not files:
-            faults.append(f"{folder}: no {WANTED[kind]}")
+            faults.append(f"{folder}: no {REQUIRED_FILES[kind]}")
         elif len(files) > 1:
             remedy = "choose one: --data.name FILE" if kind == "graphs" else "leave one of them in the folder"
-            faults.append(f"{folder}: {len(files)} files are a {WANTED[kind]} ({_listed(files)}); {remedy}")
+            faults.append(f"{folder}: {len(files)} files are a {REQUIRED_FILES[kind]} ({_listed(files)}); {remedy}")
     if faults:
         raise BadInput(faults)
     return graphs[0], names[0], found["images"][0]
@@ -70,12 +74,12 @@ def _of_graphs(files: list[Path], graphs: Path) -> list[Path]:
 
 def _holds_names(file: Path) -> bool:
     try:
-        if file.stat().st_size > LARGEST_NAMES_FILE or not _head(file).startswith(b"{"):
+        if file.stat().st_size > MAX_NAMES_FILE_BYTES or not _head(file).startswith(b"{"):
             return False
         content = file.read_bytes()
     except OSError:
         return False
-    return all(name in content for name in NAMES)
+    return all(name in content for name in NAME_LIST_KEYS)
 
 
 def _lists_images(file: Path) -> bool:
@@ -83,9 +87,9 @@ def _lists_images(file: Path) -> bool:
         first = re.match(rb"\[\s*\{[^{}]*", _head(file))
     except OSError:
         return False
-    return first is not None and all(re.search(key, first[0]) for key in SIZES)
+    return first is not None and all(re.search(key, first[0]) for key in IMAGE_SIZE_KEYS)
 
 
 def _head(file: Path) -> bytes:
     with open(file, "rb") as opened:
-        return opened.read(HEAD).lstrip(b"\xef\xbb\xbf").lstrip()
+        return opened.read(PROBED_BYTES).lstrip(b"\xef\xbb\xbf").lstrip()

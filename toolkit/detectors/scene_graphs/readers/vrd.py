@@ -13,7 +13,7 @@ from toolkit.data.image_sources import ImageSources
 from toolkit.detectors.scene_graphs.readers.graphs import add_graph, empty_graphs, noting_faults
 
 NUM_VAL_IMAGES = 500
-EXPECTED = "relations with predicate, subject and object, both with category and bbox [ymin, ymax, xmin, xmax]"
+EXPECTED_ENTRY = "relations with predicate, subject and object, both with category and bbox [ymin, ymax, xmin, xmax]"
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
@@ -41,7 +41,7 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     for number, name in enumerate(chosen):
         objects: dict[tuple, int] = {}
         relations = []
-        with noting_faults(problems, f"{files[0]}, image {name}", EXPECTED):
+        with noting_faults(problems, f"{files[0]}, image {name}", EXPECTED_ENTRY):
             for row in annotated[name]:
                 ends = [_object(row[end]) for end in ("subject", "object")]
                 ends[1] += ("again",) * (ends[0] == ends[1])
