@@ -77,12 +77,7 @@ class AnnotationIndex:
 
 
 def check_boxes(
-    annotations: Annotations,
-    file: str,
-    rows: Mapping,
-    labels: Mapping,
-    attributes: Mapping,
-    problems: list[Problem],
+    annotations: Annotations, file: str, rows: Mapping, labels: Mapping, attributes: Mapping, problems: list[Problem]
 ) -> tuple[Boxes, AnnotationIndex]:
     """Return the boxes of all images in `rows` (by id), in their order, and the index of the annotations.
 
@@ -96,11 +91,8 @@ def check_boxes(
     xywh = np.frombuffer(a.xywh).reshape(-1, 4)  # a view, since it is by far the largest
     ids = np.array(a.id, np.int64)
     xyxy, suspicious = _clip_inside(xywh, image, list(rows.values()))
-    odd = np.zeros(len(a), bool)
-    odd[list(a.odd)] = True
-    times = _times(ids[~odd], a.odd)
-    repeated = np.array([id_ for id_ in times if fits_int64(id_)], np.int64)
-    suspicious |= odd | (image < 0) | (label < 0) | np.isin(ids, repeated)
+    times, repeated_or_odd = _repeated_or_odd(a, ids)
+    suspicious |= repeated_or_odd | (image < 0) | (label < 0)
     for number, of_box in a.attribute_ids.items():
         if _attribute_faults({"attribute_ids": of_box}, attributes):
             suspicious[number] = True
@@ -135,23 +127,32 @@ def check_boxes(
             ids[number] = id_
             image[number] = position[image_id]
             crowd[number] = entry.get("iscrowd", 0)
-    filled = np.bincount(image[kept], minlength=len(images))  # boxes of each image
+    order, offsets = _by_image(image, kept, len(images))
+    counts = np.diff(offsets)
     for image_id, count in dropped_per_image.items():
-        if not filled[position[image_id]]:
+        if not counts[position[image_id]]:
             problems.append(_emptied_image(rows[image_id], image_id, count))
-    by_image = np.argsort(image[kept], kind="stable")
-    order = np.flatnonzero(kept)[by_image]
-    boxes = Boxes(
-        offsets_of(filled),
-        xyxy[order],
-        label[order],
-        scores=None,
-        area=area[order],
-        iscrowd=crowd[order],
-        ids=ids[order],
-        extra={"attributes": _attributes(a, order, attributes)} if attributes else {},
-    )
+    extra = {"attributes": _attributes(a, order, attributes)} if attributes else {}
+    boxes = Boxes(offsets, xyxy[order], label[order], None, area[order], crowd[order], ids[order], extra)
     return boxes, AnnotationIndex(images, boxes, dropped)
+
+
+def _by_image(image: np.ndarray, kept: np.ndarray, num_images: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kept rows sorted by their image, in their order within it, and the offsets of the images."""
+    of_kept = image[kept]
+    order = np.flatnonzero(kept)[np.argsort(of_kept, kind="stable")]
+    counts = np.bincount(of_kept, minlength=num_images)
+    return order, offsets_of(counts)
+
+
+def _repeated_or_odd(annotations: Annotations, ids: np.ndarray) -> tuple[dict[int, int], np.ndarray]:
+    """Return the number of uses of the ids that are used more than once, and a mask (N,) of these and of odd entries.
+    """
+    odd = np.zeros(len(annotations), bool)
+    odd[list(annotations.odd)] = True
+    times = _times(ids[~odd], annotations.odd)
+    repeated = np.array([id_ for id_ in times if fits_int64(id_)], np.int64)
+    return times, odd | np.isin(ids, repeated)
 
 
 def _clip_inside(xywh: np.ndarray, image: np.ndarray, rows: list[ImageRow]) -> tuple[np.ndarray, np.ndarray]:
@@ -409,12 +410,9 @@ def check_relations(
         image[:, number], row[:, number] = index.at(triplet[:2])
         label[number] = predicates[triplet[2]]
         seen.add(triplet)
-    image_of = image[0]  # also of the object
+    order, offsets = _by_image(image[0], kept, count)
     subject, object_ = row
-    by_image = np.argsort(image_of[kept], kind="stable")
-    order = np.flatnonzero(kept)[by_image]
-    counts = np.bincount(image_of[order], minlength=count)
-    return Relations(offsets_of(counts), subject[order], object_[order], label[order])
+    return Relations(offsets, subject[order], object_[order], label[order])
 
 
 def _relation_faults(

@@ -164,7 +164,7 @@ class MixedDataset(DetectionDataset):
 
     @property
     def has_plain_epochs(self) -> bool:
-        """True if the last epochs differ from the others, so that `plan` must be called."""
+        """Whether the last epochs differ from the others, so that `plan` must be called."""
         mixes = (self.mixup, self.mosaic, self.batch_mixup, self.copy_blend)
         return any((*mixes, self.plain, self.plain_hw))
 

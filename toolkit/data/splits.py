@@ -65,7 +65,11 @@ def open_split(
 
 
 def check_splits(
-    *sources: str | float | None, path: str | list | None = None, format: str = "auto", name: str | None = None, **_
+    *sources: str | float | None,
+    path: str | list | None = None,
+    format: str = "auto",
+    name: str | None = None,
+    **_,
 ) -> None:
     """Check that these splits exist, before any annotation or image is read.
 
@@ -225,7 +229,10 @@ def what_was_wrong(table: DetectionTable) -> str:
         if not found:
             continue
         first = shown(f"{Path(found[0].file).name}: {found[0].message}", MAX_PROBLEM_COLUMNS)
-        parts.append(f"1 {one} ({first})" if len(found) == 1 else f"{len(found)} {several} (first {first})")
+        if len(found) == 1:
+            parts.append(f"1 {one} ({first})")
+        else:
+            parts.append(f"{len(found)} {several} (first {first})")
     return "; ".join(parts)
 
 

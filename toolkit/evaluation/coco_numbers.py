@@ -225,31 +225,41 @@ def _loaded(boxes: Boxes, m: Matches):
 
 
 def _row(precision: np.ndarray, recall: np.ndarray, params, m: Matches) -> dict[str, float | None]:
-    """Compute the numbers of COCOeval.summarize(), and those of each class; changes `precision` (T, R, K, A, M)."""
+    """Compute the numbers of COCOeval.summarize(), and those of each class; changes `precision`.
+
+    precision: (T, R, K, A, M) by IoU, recall, class, area and largest number of detections. recall: (T, K, A, M).
+    """
     # It adds an epsilon to its denominators, so that one detection out of one is 1 - 2e-16, not 1.
     precision[precision > 1 - 1e-15] = 1
     half = int(np.argmin(abs(params.iouThrs - 0.5)))
     three_quarters = int(np.argmin(abs(params.iouThrs - 0.75)))
     areas = {"s": 1, "m": 2, "l": 3}  # small, medium, large; 0 is all
+    # Of the most detections that count: (T, R, K, A) and (T, K, A); of boxes of any area: (T, R, K) and (T, K).
+    precision_by_area = precision[..., -1]
+    recall_by_area = recall[..., -1]
+    precision_of_all = precision_by_area[..., 0]
+    recall_of_all = recall_by_area[..., 0]
     row = {
-        "bbox_AP": _mean_of_defined(precision[:, :, :, 0, -1]),
-        "bbox_AP50": _mean_of_defined(precision[half, :, :, 0, -1]),
-        "bbox_AP75": _mean_of_defined(precision[three_quarters, :, :, 0, -1]),
+        "bbox_AP": _mean_of_defined(precision_of_all),
+        "bbox_AP50": _mean_of_defined(precision_of_all[half]),
+        "bbox_AP75": _mean_of_defined(precision_of_all[three_quarters]),
     }
     for name, area in areas.items():
-        row[f"bbox_AP{name}"] = _mean_of_defined(precision[:, :, :, area, -1])
+        row[f"bbox_AP{name}"] = _mean_of_defined(precision_by_area[..., area])
     for i, most in enumerate(m.max_detections):
         row[f"bbox_AR{most}"] = _mean_of_defined(recall[:, :, 0, i])
     for name, area in areas.items():
-        row[f"bbox_AR{name}"] = _mean_of_defined(recall[:, :, area, -1])
+        row[f"bbox_AR{name}"] = _mean_of_defined(recall_by_area[..., area])
     most = m.max_detections[-1]
     for k, name in enumerate(m.class_names):
-        row[f"AP/{name}"] = _mean_of_defined(precision[:, :, k, 0, -1])
-        row[f"AP50/{name}"] = _mean_of_defined(precision[half, :, k, 0, -1])
-        row[f"AR{most}/{name}"] = _mean_of_defined(recall[:, k, 0, -1])
+        row[f"AP/{name}"] = _mean_of_defined(precision_of_all[:, :, k])
+        row[f"AP50/{name}"] = _mean_of_defined(precision_of_all[half, :, k])
+        row[f"AR{most}/{name}"] = _mean_of_defined(recall_of_all[:, k])
     return row
 
 
 def _mean_of_defined(values: np.ndarray) -> float | None:
     defined = values[values > -1]
-    return float(defined.mean()) if defined.size else None
+    if not defined.size:
+        return None
+    return float(defined.mean())

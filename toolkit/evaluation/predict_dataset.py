@@ -89,22 +89,23 @@ def predict_dataset(
                 times.append(batch_ms / len(batch.targets))
                 if is_first and say is not None:
                     images = len(loader) * len(batch.targets) * world()[1]
-                    warning = memory_needed(items, images)
-                    if warning:
-                        say(f"{description}: {warning}")
+                    _warn_of_memory(say, description, items, images)
                 if loss_weights is not None:
-                    denominators = detector.denominators(batch.targets)
-                    sums.add(outputs, moved.targets, denominators)
+                    sums.add(outputs, moved.targets, detector.denominators(batch.targets))
             interrupted = agree_max(stop())
             if interrupted:
                 return Predictions({}, {}, interrupted)
-    losses = {}
-    if loss_weights is not None:
-        losses = _weighted(sums.over_all_ranks(), loss_weights, step)
+    losses = {} if loss_weights is None else _weighted(sums.over_all_ranks(), loss_weights, step)
     handed_over = (items.popleft() for _ in range(len(items)))  # so that no prediction is held twice
     by_image = gather_by_image(handed_over)
     image_ms = statistics.median(times) if times else math.nan
     return Predictions(by_image, losses, 0, image_ms)
+
+
+def _warn_of_memory(say: Callable[[str], object], description: str, items: Sequence, images: int) -> None:
+    warning = memory_needed(items, images)
+    if warning:
+        say(f"{description}: {warning}")
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:

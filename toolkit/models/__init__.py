@@ -56,7 +56,8 @@ class DetectorOptions:
     @property
     def given(self) -> dict:
         """The settings that were given, by name, in the order of the dataclass."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in self._given}
+        names = [field.name for field in fields(self) if field.name in self._given]
+        return {name: getattr(self, name) for name in names}
 
     def only_given(self, names) -> "DetectorOptions":
         """Mark these settings, and no others, as given (a parser passes all of them). Returns self."""

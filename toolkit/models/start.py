@@ -59,7 +59,8 @@ def start_detector(
     if stored is not None or known:
         stored = {**(stored or {}), **(known or {})}
         if is_main:
-            write_json(folder / PRETRAINED_CONFIG, {"source": name or "", "options": stored, "given": list(given)})
+            content = {"source": name or "", "options": stored, "given": list(given)}
+            write_json(folder / PRETRAINED_CONFIG, content)
     settings = {**(stored or {}), **given, **(known or {}), "architecture": architecture}
     if source is not None or resumed_from is not None and stored is not None:
         settings["pretrained_backbone"] = False
@@ -81,12 +82,22 @@ def check_weights(options: DetectorOptions) -> None:
 
     Raises BadInput as `start_detector`.
     """
-    is_graph = hasattr(options, "detector_options")
-    if is_graph and (options.pretrained or options.detector) or not (options.pretrained or options.pretrained_backbone):
+    if not (options.pretrained or options.pretrained_backbone):
         return
+    known = None
+    if hasattr(options, "detector_options"):  # a scene graph
+        if options.pretrained or options.detector:
+            return
+        known = {"predicates": ["relation"], "attributes": []}
     with TemporaryDirectory() as folder:
-        extra = {"predicates": ["relation"], "attributes": []} if is_graph else None
-        start_detector(options, ["object"], Path(folder), resumed_from=None, say=lambda text: None, known=extra)
+        start_detector(
+            options,
+            ["object"],
+            Path(folder),
+            resumed_from=None,
+            say=lambda text: None,
+            known=known,
+        )
 
 
 def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> None:

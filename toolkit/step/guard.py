@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from toolkit.base.batch import Batch, HostTarget, Target
 from toolkit.base.distributed import reduce_dict
 from toolkit.base.errors import BadInput, StoppedByGuard
-from toolkit.step.optim import gradient_norm
+from toolkit.step.optim import gradient_norm, parameters_of
 
 POLICIES = ("stop", "skip", "rollback")
 STATE_PARTS = 8  # of the state, of which each step checks one
@@ -129,14 +129,8 @@ class NanGuard:
         scaler = getattr(accelerator, "scaler", None)
         if scaler is not None:
             accelerator.unscale_gradients(optimizer)
-        parameters = []
-        for group in optimizer.param_groups:
-            parameters += group["params"]
-        own = {
-            "norm": gradient_norm(parameters),
-            "buffers": self.buffers_finite(),
-        }
-        state = reduce_dict(own, ["norm", "buffers"])
+        norm = gradient_norm(parameters_of(optimizer.param_groups))
+        state = reduce_dict({"norm": norm, "buffers": self.buffers_finite()}, ["norm", "buffers"])
         scale = None if scaler is None else scaler.get_scale()
         action = self.decide(self.checked, losses, state["norm"], scale, state["buffers"])
         self.checked += 1

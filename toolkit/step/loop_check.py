@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolkit.base.errors import BadInput
+from toolkit.step.optim import parameters_of
 
 # An action on a window -> its line, and the effect of leaving it out.
 BEFORE = {
@@ -170,10 +171,8 @@ class LoopCheck:
             )
 
     def _has_gradients(self) -> bool:
-        for group in self._optimizer.param_groups:
-            if any(parameter.grad is not None for parameter in group["params"]):
-                return True
-        return False
+        parameters = parameters_of(self._optimizer.param_groups)
+        return any(parameter.grad is not None for parameter in parameters)
 
     def refused(self) -> None:
         """End a window that the guard refused, which needs none of the calls of an update."""

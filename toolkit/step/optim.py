@@ -54,14 +54,7 @@ def parameter_groups(
     given = dict(multipliers or {})
     slow = dict.fromkeys(slow_prefixes, slow_factor)
     _check_prefixes(model, trained, given, slow, backbone_lr)
-    kinds = _parameter_kinds(
-        model,
-        trained,
-        weight_decay,
-        no_decay_on_norm_and_bias,
-        bias_lr_factor,
-        bias_weight_decay,
-    )
+    kinds = _parameter_kinds(model, trained, weight_decay, no_decay_on_norm_and_bias, bias_lr_factor, bias_weight_decay)
     depths = layer_depths(model) if layer_decay != 1.0 else {}
     groups: dict[str, dict] = {}
     for name, parameter in trained:
@@ -71,23 +64,24 @@ def parameter_groups(
         kind, kind_factor, decay = kinds[name]
         traits = [(kind, kind_factor), _of_longest_prefix(name, given, slow)]
         if name in depths:
-            depth = depths[name]
-            traits.append((f"/layer-{depth}", layer_decay**depth))
+            traits.append((f"/layer-{depths[name]}", layer_decay ** depths[name]))
         for suffix, factor in traits:
             group_name = group_name + suffix
             group_lr = group_lr * factor
-        if group_name not in groups:
-            groups[group_name] = {
-                "name": group_name,
-                "params": [],
-                "param_names": [],
-                "lr": group_lr,
-                "weight_decay": decay,
-            }
-        group = groups[group_name]
+        group = groups.setdefault(group_name, _empty_group(group_name, group_lr, decay))
         group["params"].append(parameter)
         group["param_names"].append(name)
     return list(groups.values())
+
+
+def _empty_group(name: str, lr: float, weight_decay: float) -> dict:
+    return {
+        "name": name,
+        "params": [],
+        "param_names": [],
+        "lr": lr,
+        "weight_decay": weight_decay,
+    }
 
 
 def layer_depths(model: nn.Module) -> dict[str, int]:
@@ -166,7 +160,7 @@ def build_optimizer(
     groups = list(groups)
     betas = tuple(betas)
     if fused is None:
-        devices = {parameter.device.type for parameter in _parameters_of(groups)}
+        devices = {parameter.device.type for parameter in parameters_of(groups)}
         fused = devices <= {"cpu", "cuda"} or None
     if name == "adamw":
         return torch.optim.AdamW(groups, betas=betas, fused=fused)
@@ -175,17 +169,23 @@ def build_optimizer(
     if name == "adam":
         return torch.optim.Adam(groups, betas=betas, fused=fused)
     if name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=groups[0]["lr"], momentum=momentum, nesterov=nesterov, fused=fused)
+        sgd = torch.optim.SGD(
+            groups,
+            lr=groups[0]["lr"],
+            momentum=momentum,
+            nesterov=nesterov,
+            fused=fused,
+        )
         # The fused update allocates these without content, and fills them in its first step: if the scaler of float16
         # skips that step, it continues with arbitrary content of the memory.
         if momentum:
-            for parameter in _parameters_of(sgd.param_groups):
+            for parameter in parameters_of(sgd.param_groups):
                 sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
     raise BadInput(f"optim.name is {name!r}; expected adamw, adam, sgd or muon")
 
 
-def _parameters_of(groups: Iterable[dict]) -> Iterator[nn.Parameter]:
+def parameters_of(groups: Iterable[dict]) -> Iterator[nn.Parameter]:
     """Yield the parameters of all groups, in order."""
     for group in groups:
         yield from group["params"]

@@ -4,6 +4,7 @@ import csv
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +102,8 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     coordinates are at most 1 and not all are whole numbers, they are fractions of the image. Classes are the names of
     all splits in alphabetical order.
     """
-    return open_annotated("csv", folder, split, lambda: _listing(folder, split, reading.image_dir), reading)
+    listing = partial(_listing, folder, split, reading.image_dir)
+    return open_annotated("csv", folder, split, listing, reading)
 
 
 def _as_meant(word: str) -> str:
@@ -218,7 +220,10 @@ def _read_rows(path: Path) -> list[_Row]:
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file, _dialect(file))
         try:
-            lines = [(reader.line_num, words) for words in reader if any(word.strip() for word in words)]
+            lines = []
+            for words in reader:
+                if any(map(str.strip, words)):
+                    lines.append((reader.line_num, words))
         except csv.Error as error:
             raise BadInput(f"{path}, line {reader.line_num}: cannot be read as CSV: {error}") from error
     loaded = []

@@ -113,7 +113,7 @@ class _Text:
         self.read = 0
 
     def is_empty(self) -> bool:
-        """Consume white space; True at the end of the file."""
+        """Consume white space; return True at the end of the file."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()
             if self.at < len(self.text) or not self.more():
@@ -158,7 +158,7 @@ class _Text:
             grow *= 2
 
     def more(self, times: int = 1) -> bool:
-        """Read more text and drop what was consumed; False at the end of the file."""
+        """Read more text and drop what was consumed; return False at the end of the file."""
         if self.ended:
             return False
         self.lines, self.column = self._position()

@@ -3,6 +3,7 @@
 import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +111,8 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     """
     data_sets = _data_sets(folder)
     root = data_sets[0] if len(data_sets) == 1 else folder
-    return open_annotated("voc", root, split, lambda: _listing(root, data_sets, split, reading.image_dir), reading)
+    listing = partial(_listing, root, data_sets, split, reading.image_dir)
+    return open_annotated("voc", root, split, listing, reading)
 
 
 def _data_sets(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -103,7 +104,8 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     images are those of `image_dir`, with the same names. An image without a text file has no objects. `Rows` decides
     what the numbers of a line are. Classes keep their numbers from 0.
     """
-    return open_annotated("yolo", folder, split, lambda: _listing(folder, split, reading.image_dir), reading)
+    listing = partial(_listing, folder, split, reading.image_dir)
+    return open_annotated("yolo", folder, split, listing, reading)
 
 
 def settings_of(folder: Path) -> tuple[Path | None, dict]:

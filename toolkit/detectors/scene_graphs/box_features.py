@@ -17,9 +17,10 @@ def box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
     """
     wh, centre = _wh_centre(boxes_xyxy)
     size_wh = sizes_hw.flip(-1).to(boxes_xyxy)
-    relative = [value / size_wh for value in (wh, centre, boxes_xyxy[:, :2], boxes_xyxy[:, 2:])]
     area = wh.prod(-1, keepdim=True) / size_wh.prod(-1, keepdim=True)
-    return torch.cat([*relative, area], -1)
+    left_top = boxes_xyxy[:, :2] / size_wh
+    right_bottom = boxes_xyxy[:, 2:] / size_wh
+    return torch.cat([wh / size_wh, centre / size_wh, left_top, right_bottom, area], -1)
 
 
 def corner_centre_numbers(boxes_xyxy: Tensor) -> Tensor:
@@ -50,7 +51,8 @@ def pair_numbers(subjects: Tensor, objects: Tensor) -> Tensor:
 def union_boxes(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """Return the (..., 4) smallest box around both."""
     left_top = torch.minimum(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
-    return torch.cat([left_top, torch.maximum(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])], -1)
+    right_bottom = torch.maximum(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
+    return torch.cat([left_top, right_bottom], -1)
 
 
 def intersection_areas(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
@@ -63,8 +65,9 @@ def intersection_areas(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 def iou_plus_one(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """Return the IoU with +1 widths, broadcast over (..., 4): pairwise with `boxes1[:, None], boxes2[None]`."""
     common = intersection_areas(boxes1_xyxy, boxes2_xyxy)
-    areas = [(boxes[..., 2:] - boxes[..., :2] + 1).prod(-1) for boxes in (boxes1_xyxy, boxes2_xyxy)]
-    return common / (areas[0] + areas[1] - common)
+    area1 = (boxes1_xyxy[..., 2:] - boxes1_xyxy[..., :2] + 1).prod(-1)
+    area2 = (boxes2_xyxy[..., 2:] - boxes2_xyxy[..., :2] + 1).prod(-1)
+    return common / (area1 + area2 - common)
 
 
 def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
@@ -74,20 +77,17 @@ def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
     included), sum of intersections, sum of IoUs, both divided by the count, and the area.
     """
     both = mask[:, :, None] & mask[:, None, :]
-    common = intersection_areas(boxes_xyxy[:, :, None], boxes_xyxy[:, None]) * both
-    ious = torch.where(
-        both,
-        iou_plus_one(boxes_xyxy[:, :, None], boxes_xyxy[:, None]),
-        0.0,
-    )
+    first = boxes_xyxy[:, :, None]
+    second = boxes_xyxy[:, None]
+    common = intersection_areas(first, second) * both  # (B, N_max, N_max)
+    ious = torch.where(both, iou_plus_one(first, second), 0.0)
     count = (common > 0).sum(-1).to(boxes_xyxy)
     shared = common.sum(-1) / OVERLAP_SCALE
     iou = ious.sum(-1)
+    mean_shared = shared / (count + 1e-9)
+    mean_iou = iou / (count + 1e-9)
     area = (boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]).prod(-1) / OVERLAP_SCALE
-    return torch.stack(
-        [count, shared, iou, shared / (count + 1e-9), iou / (count + 1e-9), area],
-        -1,
-    )
+    return torch.stack([count, shared, iou, mean_shared, mean_iou, area], -1)
 
 
 def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) -> Tensor:
@@ -100,7 +100,8 @@ def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) 
     last = (boxes_xyxy[..., 2:] * scale).ceil()
     cells = torch.arange(resolution, device=boxes_xyxy.device)
     inside = (cells >= first[..., None]) & (cells <= last[..., None])  # (..., 2, resolution)
-    return (inside[..., 1, :, None] & inside[..., 0, None, :]).float()
+    columns, rows = inside.unbind(-2)
+    return (rows[..., :, None] & columns[..., None, :]).float()
 
 
 def reading_order(
@@ -121,11 +122,16 @@ def reading_order(
     for image, count in enumerate(num_objects):
         ordered[image] = sorted(range(start, start + count), key=lambda n: -centre_x[n])
         start += count
-    steps = range(max(num_objects, default=0))
-    running = [[ordered[image][step] for image in images if num_objects[image] > step] for step in steps]
-    order = torch.as_tensor([n for step in running for n in step], dtype=torch.int64)
+    # Images with the objects 0 1 and 2 3 4, already from right to left: the steps are 2 0, then 3 1, then 4.
+    objects = []
+    sizes = []
+    for step in range(max(num_objects, default=0)):
+        running = [ordered[image][step] for image in images if num_objects[image] > step]
+        objects += running
+        sizes.append(len(running))
+    order = torch.as_tensor(objects, dtype=torch.int64)
     inverse = order.argsort()
-    sizes = torch.as_tensor([len(step) for step in running], dtype=torch.int64)
+    sizes = torch.as_tensor(sizes, dtype=torch.int64)
     device = boxes_xyxy.device if device is None else device
     return send(order, device), send(inverse, device), sizes
 

@@ -65,7 +65,9 @@ class DetectorBelow(nn.Module):
         self.nms_threshold = nms_threshold
         self.passes_targets = passes_targets
         channels = _channels(inner)
-        self.laterals = nn.ModuleDict({str(s): nn.Conv2d(channels[s], map_channels, 1) for s in sorted(channels)})
+        self.laterals = nn.ModuleDict()
+        for stride in sorted(channels):
+            self.laterals[str(stride)] = nn.Conv2d(channels[stride], map_channels, 1)
         self.box_pool = level_pool(sorted(channels))
         for name in ("mean", "std", "stride", "fixed_size", "loss_names", "default_weights", "divided_by"):
             setattr(self, name, getattr(inner, name))
@@ -83,7 +85,9 @@ class DetectorBelow(nn.Module):
         """Return maps and sizes, see `FasterRCNN.features`; the maps also carry the detector's outputs."""
         with kept_maps(self.inner.map_taps()) as tapped:
             outputs = self.inner(images, sizes, targets if self.passes_targets else None)
-        maps = SeenMaps((name, lateral(tapped[int(name)])) for name, lateral in self.laterals.items())
+        maps = SeenMaps()
+        for name, lateral in self.laterals.items():
+            maps[name] = lateral(tapped[int(name)])
         maps.outputs = outputs
         with torch.no_grad():
             maps.boxes, maps.scores = self.inner.all_predictions(outputs, sizes)
@@ -96,8 +100,10 @@ class DetectorBelow(nn.Module):
     @torch.no_grad()
     def class_logits(self, maps: SeenMaps, boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
         """Return class logits (R, 1 + C), background first, of the boxes (R_i, 4) of each image; see `scores_of`."""
-        images = zip(maps.boxes, maps.scores, boxes, strict=True)
-        return distribution_logits(torch.cat([scores_of(*predicted, given) for *predicted, given in images]))
+        scores = []
+        for predicted, predicted_scores, given in zip(maps.boxes, maps.scores, boxes, strict=True):
+            scores.append(scores_of(predicted, predicted_scores, given))
+        return distribution_logits(torch.cat(scores))
 
     @torch.no_grad()
     def detect_with_logits(
@@ -112,12 +118,19 @@ class DetectorBelow(nn.Module):
         """Return detections, see `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes`
         only those that no detection overlaps are added; `outputs` are those of the maps."""
         boxes = clip(maps.boxes, limits_whwh(images_hw, maps.boxes.device)[:, None])
-        rows = maps.scores.amax(2).topk(min(MAX_CANDIDATES, maps.scores.shape[1]), dim=1).indices
+        count = min(MAX_CANDIDATES, maps.scores.shape[1])
+        rows = maps.scores.amax(2).topk(count, dim=1).indices  # (B, count)
         logits = distribution_logits(rows_of(maps.scores, rows).flatten(0, 1))
-        per_class = rows_of(boxes, rows).flatten(0, 1)[:, None].expand(-1, logits.shape[1], -1)
-        counts = [rows.shape[1]] * len(rows)
-        options = (self.score_threshold, self.nms_threshold, top_k)
-        detections = of_one_class_each(logits, per_class, counts, images_hw, *options)
+        candidates = rows_of(boxes, rows).flatten(0, 1)  # (B * count, 4)
+        detections = of_one_class_each(
+            logits,
+            candidates[:, None].expand(-1, logits.shape[1], -1),
+            [count] * len(rows),
+            images_hw,
+            self.score_threshold,
+            self.nms_threshold,
+            top_k,
+        )
         if further_boxes is None:
             return detections
         return _with_missed(detections, further_boxes, boxes, maps.scores, top_k)
@@ -136,12 +149,14 @@ def _channels(inner: Detector) -> dict[int, int]:
     """Return the channels of the detector's maps by their stride."""
     name = inner.options["architecture"]
     taps = inner.map_taps()
-    channels = {s: c for tap in taps for s, c in zip(tap.strides, tap.channels, strict=True)}
+    channels = {}
+    for tap in taps:
+        channels |= zip(tap.strides, tap.channels, strict=True)
     if not channels:
         cause = "its class has no map_taps(), see toolkit.models.detector.Detector"
         raise BadInput(f"{name} has no feature maps for a relation head: {cause}")
     strides = sorted(channels)
-    if any(fine * 2 != coarse for fine, coarse in zip(strides, strides[1:], strict=False)):
+    if strides[1:] != [stride * 2 for stride in strides[:-1]]:
         needed = "strides that double, such as 8, 16, 32"
         raise BadInput(f"{name} has feature maps of strides {strides}; a relation head needs {needed}")
     return channels
@@ -152,8 +167,14 @@ def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
     do."""
     pool = LevelPool([str(stride) for stride in strides], size, 2)
     pool.scales = [1 / stride for stride in strides]
-    first, last = (int(stride).bit_length() - 1 for stride in (strides[0], strides[-1]))
-    pool.map_levels = LevelMapper(first, last, pool.canonical_scale, pool.canonical_level)
+    first_level = int(strides[0]).bit_length() - 1  # 3 for a stride of 8
+    last_level = int(strides[-1]).bit_length() - 1
+    pool.map_levels = LevelMapper(
+        first_level,
+        last_level,
+        pool.canonical_scale,
+        pool.canonical_level,
+    )
     return pool
 
 
@@ -168,17 +189,25 @@ def _with_missed(
 
     boxes: (B, N, 4) of all predictions. scores: (B, N, C).
     """
-    images = zip(given, detections, strict=True)
-    overlapped = [(pairwise_iou(further, image["boxes"]) >= FOUND_IOU).any(1) for further, image in images]
+    overlapped = []
+    for further, image in zip(given, detections, strict=True):
+        iou = pairwise_iou(further, image["boxes"])
+        overlapped.append((iou >= FOUND_IOU).any(1))
     missed = [(~mask).nonzero()[:top_k, 0] for mask in to_host(overlapped)]
     together = []
-    for further, rows, image, *predicted in zip(given, missed, detections, boxes, scores, strict=True):
+    images = zip(given, missed, detections, boxes, scores, strict=True)
+    for further, rows, image, image_boxes, image_scores in images:
         further = further[send(rows, further.device)]
-        logits = distribution_logits(scores_of(*predicted, further))
+        logits = distribution_logits(scores_of(image_boxes, image_scores, further))
         best, label = logits.softmax(1)[:, 1:].max(1)
         order = best.sort(descending=True, stable=True).indices
-        more = {"boxes": further, "labels": label, "scores": best, "logits": logits}
-        more["boxes_per_class"] = further[:, None].expand(-1, logits.shape[1], -1)
+        more = {
+            "boxes": further,
+            "labels": label,
+            "scores": best,
+            "logits": logits,
+            "boxes_per_class": further[:, None].expand(-1, logits.shape[1], -1),
+        }
         room = top_k - len(further)
         together.append({name: torch.cat([image[name][:room], more[name][order]]) for name in more})
     return with_boxes_on_host(together)
@@ -190,9 +219,11 @@ def distribution_logits(scores: Tensor) -> Tensor:
 
     Scores that sum to more than 1, as sigmoids may, are divided by their sum.
     """
-    scores = scores.float() / scores.float().sum(1, keepdim=True).clamp(min=1)
+    scores = scores.float()
+    scores = scores / scores.sum(1, keepdim=True).clamp(min=1)
     left = 1 - scores.sum(1, keepdim=True)
-    return torch.cat([left, scores], 1).clamp(min=MIN_PROBABILITY).log()
+    probabilities = torch.cat([left, scores], 1)
+    return probabilities.clamp(min=MIN_PROBABILITY).log()
 
 
 def scores_of(boxes: Tensor, scores: Tensor, given: Tensor) -> Tensor:

@@ -112,9 +112,9 @@ def relation_losses(
     batch_size, num_queries, _, num_predicates = predicates.shape
     device = predicates.device
     most = max((len(target["labels"]) for target in targets), default=0)
-    query_of = torch.full((batch_size, most), -1, device=device)
+    query_of = torch.full((batch_size, most), -1, device=device)  # of each object; -1: none
     query_of[matches.image, matches.target] = matches.query
-    of_query = torch.zeros(batch_size, num_queries, device=device)
+    of_query = torch.zeros(batch_size, num_queries, device=device)  # quality
     of_query[matches.image, matches.query] = quality.to(of_query)
     matched = torch.zeros(batch_size, num_queries, dtype=torch.bool, device=device)
     matched[matches.image, matches.query] = True
@@ -136,16 +136,9 @@ def relation_losses(
         wanted = torch.zeros_like(predicates[i], dtype=torch.bool, requires_grad=False)
         wanted[entries] = True
         if len(relations):
-            loss = loss + _image_loss(
-                predicates[i],
-                wanted,
-                entries,
-                of_query[i],
-                matched[i],
-                counts,
-                sampling,
-                image_generator(target, "entries", device),
-            )
+            draw = image_generator(target, "entries", device)
+            about = (entries, of_query[i], matched[i])
+            loss = loss + _image_loss(predicates[i], wanted, *about, counts, sampling, draw)
         best = predicates[i].detach()[subject, object_].argmax(1)
         wrong = wrong + (~wanted[subject, object_, best]).sum()
         annotated = annotated + len(relations)

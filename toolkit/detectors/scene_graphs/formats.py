@@ -26,8 +26,13 @@ def without_graph_constraint(graph: Detections, count: int = MAX_RELATIONS) -> D
     num_predicates = graph["predicate_scores"].shape[1]
     rows = best // num_predicates
     predicates = best % num_predicates
-    of_pairs = {"pairs": graph["pairs"][rows], "predicate_scores": graph["predicate_scores"][rows]}
-    return graph | of_pairs | {"predicates": predicates, "triplet_scores": scores[best]}
+    return {
+        **graph,
+        "pairs": graph["pairs"][rows],
+        "predicate_scores": graph["predicate_scores"][rows],
+        "predicates": predicates,
+        "triplet_scores": scores[best],
+    }
 
 
 def relations_as_json(graph: Detections, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
@@ -35,21 +40,31 @@ def relations_as_json(graph: Detections, predicates: Sequence[str], all_scores: 
 
     all_scores: add `predicate_scores`, the probability of every predicate of the pair by name, best first.
     """
-    columns = (graph[key][:MAX_RELATIONS].tolist() for key in ("pairs", "predicates", "triplet_scores"))
-    relations = [
-        {"subject": subject, "object": other, "predicate": predicates[predicate], "score": round(score, 6)}
-        for (subject, other), predicate, score in zip(*columns, strict=True)
-    ]
+    pairs = graph["pairs"][:MAX_RELATIONS].tolist()
+    best = graph["predicates"][:MAX_RELATIONS].tolist()
+    triplet_scores = graph["triplet_scores"][:MAX_RELATIONS].tolist()
+    relations = []
+    for (subject, other), predicate, score in zip(pairs, best, triplet_scores, strict=True):
+        relation = {
+            "subject": subject,
+            "object": other,
+            "predicate": predicates[predicate],
+            "score": round(score, 6),
+        }
+        relations.append(relation)
     if all_scores:
         for relation, scores in zip(relations, graph["predicate_scores"].tolist(), strict=False):
-            ranked = sorted(zip(predicates, scores, strict=True), key=lambda pair: -pair[1])
+            by_name = zip(predicates, scores, strict=True)
+            ranked = sorted(by_name, key=lambda pair: -pair[1])
             relation["predicate_scores"] = {name: round(score, 6) for name, score in ranked}
     return relations
 
 
 def graph_text(graph: Mapping, format: str) -> str:
     """Return the text of a file in the format dot or networkx."""
-    return as_dot(graph) if format == "dot" else json.dumps(as_node_link(graph), indent=1) + "\n"
+    if format == "dot":
+        return as_dot(graph)
+    return json.dumps(as_node_link(graph), indent=1) + "\n"
 
 
 def as_dot(graph: Mapping) -> str:
@@ -66,17 +81,30 @@ def as_dot(graph: Mapping) -> str:
 
 def as_node_link(graph: Mapping) -> dict:
     """Return NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
-    objects = [{key: detection[key] for key in OBJECT_KEYS} for detection in graph["detections"]]
-    nodes = [{"id": number, **entries} for number, entries in enumerate(objects)]
+    nodes = []
+    for number, detection in enumerate(graph["detections"]):
+        entries = {key: detection[key] for key in OBJECT_KEYS}
+        nodes.append({"id": number, **entries})
     counts: dict[tuple, int] = {}
     edges = []
     for relation in graph["relations"]:
         ends = relation["subject"], relation["object"]
-        key = counts[ends] = counts.get(ends, -1) + 1  # several predicates between the same two
-        edge = {"source": ends[0], "target": ends[1], "key": key}
-        edges.append(edge | {name: relation[name] for name in ("predicate", "score")})
-    about = {"file_name": str(graph["file_name"])}
-    return {"directed": True, "multigraph": True, "graph": about, "nodes": nodes, "edges": edges}
+        counts[ends] = counts.get(ends, -1) + 1  # several predicates between the same two
+        edge = {
+            "source": relation["subject"],
+            "target": relation["object"],
+            "key": counts[ends],
+            "predicate": relation["predicate"],
+            "score": relation["score"],
+        }
+        edges.append(edge)
+    return {
+        "directed": True,
+        "multigraph": True,
+        "graph": {"file_name": str(graph["file_name"])},
+        "nodes": nodes,
+        "edges": edges,
+    }
 
 
 def _quoted(text: str) -> str:

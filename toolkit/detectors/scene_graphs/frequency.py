@@ -19,7 +19,8 @@ PAIRS_PER_CHUNK = 1024  # 1,024 x 151^2 joint probabilities are 93 MB
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
     """Return (K, 2) ordered pairs of one image whose boxes share area; all ordered pairs if none does."""
     other = ~np.eye(len(boxes_xyxy), dtype=bool)
-    pairs = np.argwhere((intersection_area(boxes_xyxy[:, None], boxes_xyxy[None]) > 0) & other)
+    overlap = intersection_area(boxes_xyxy[:, None], boxes_xyxy[None]) > 0
+    pairs = np.argwhere(overlap & other)
     return pairs if len(pairs) else np.argwhere(other)
 
 
@@ -38,17 +39,10 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
     for image in images:
         labels = np.asarray(image["labels"])
         rows = np.asarray(image["relations"]).reshape(-1, 3)
-        np.add.at(
-            relations,
-            (labels[rows[:, 0]], labels[rows[:, 1]], rows[:, 2]),
-            1,
-        )
-        pairs = candidate_pairs(np.asarray(image["boxes"]))
-        np.add.at(
-            candidates,
-            (labels[pairs[:, 0]], labels[pairs[:, 1]]),
-            1,
-        )
+        subjects, objects, predicates = rows.T
+        np.add.at(relations, (labels[subjects], labels[objects], predicates), 1)
+        subjects, objects = candidate_pairs(np.asarray(image["boxes"])).T
+        np.add.at(candidates, (labels[subjects], labels[objects]), 1)
     return relations, candidates
 
 
@@ -57,19 +51,26 @@ def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[d
     widths) are left out unless `pairs_apart`, and so are images without any other relation."""
     for row in map(table.row, range(len(table))):
         boxes = row["objects"]["bbox"]
-        relations = np.stack([row["relations"][key] for key in ("subject", "object", "predicate")], 1) + [0, 0, 1]
+        columns = row["relations"]
+        relations = np.stack([columns["subject"], columns["object"], columns["predicate"] + 1], 1)
         if not pairs_apart:
             ends = boxes[relations[:, :2]]
-            relations = relations[intersection_area(ends[:, 0], ends[:, 1], pixel=1) > 0]
+            overlap = intersection_area(ends[:, 0], ends[:, 1], pixel=1) > 0
+            relations = relations[overlap]
         if len(relations):
-            yield {"boxes": boxes, "labels": row["objects"]["category"] + 1, "relations": relations}
+            yield {
+                "boxes": boxes,
+                "labels": row["objects"]["category"] + 1,
+                "relations": relations,
+            }
 
 
 def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
     """Return (C, C, P) float32 log(share + 1e-3); predicate 0 is counted by the candidate pairs + 1."""
     counts = relations.copy()
     counts[:, :, 0] = candidates + 1
-    return torch.from_numpy(np.log(counts / counts.sum(2, keepdims=True) + 1e-3)).float()
+    shares = counts / counts.sum(2, keepdims=True)
+    return torch.from_numpy(np.log(shares + 1e-3)).float()
 
 
 def predicate_weights(relations: np.ndarray, power: float = 0.5) -> Tensor:
@@ -94,7 +95,8 @@ def _scaled_weights(relations: np.ndarray, weight_of: Callable[[np.ndarray], np.
     weights = np.ones(len(counts))
     if seen.any():
         weights[seen] = weight_of(counts[seen])
-        weights[seen] *= counts.sum() / (weights * counts)[seen].sum()
+        weighted = (weights * counts)[seen].sum()
+        weights[seen] *= counts.sum() / weighted
     return torch.from_numpy(weights).float()
 
 
@@ -103,7 +105,8 @@ def log_prior(relation_counts: Tensor) -> Tensor:
     one."""
     counts = relation_counts.sum((0, 1)).double().clamp(min=1)
     counts[0] = 0
-    return F.pad((counts[1:] / counts.sum()).log(), (1, 0)).float()
+    shares = counts[1:] / counts.sum()
+    return F.pad(shares.log(), (1, 0)).float()
 
 
 class FrequencyBias(nn.Module):
@@ -130,8 +133,12 @@ class FrequencyBias(nn.Module):
 
     def expected(self, subjects: Tensor, objects: Tensor) -> Tensor:
         """Average the table over class probabilities (R, C) of both sides -> (R, P)."""
-        parts = zip(subjects.split(PAIRS_PER_CHUNK), objects.split(PAIRS_PER_CHUNK), strict=True)
-        return torch.cat([(s[:, :, None] * o[:, None, :]).flatten(1) @ self.table.weight for s, o in parts])
+        parts = []
+        chunks = zip(subjects.split(PAIRS_PER_CHUNK), objects.split(PAIRS_PER_CHUNK), strict=True)
+        for of_subjects, of_objects in chunks:
+            joint = of_subjects[:, :, None] * of_objects[:, None, :]  # (R, C, C)
+            parts.append(joint.flatten(1) @ self.table.weight)
+        return torch.cat(parts)
 
 
 class FrequencyHead(nn.Module):
@@ -153,4 +160,5 @@ class FrequencyHead(nn.Module):
         else:
             logits = batch.logits
             labels = batch.logits[:, 1:].argmax(1) + 1
-        return RelationOutput(logits, self.frequency(*labels[batch.pairs].unbind(1)), labels)
+        subjects, objects = labels[batch.pairs].unbind(1)
+        return RelationOutput(logits, self.frequency(subjects, objects), labels)

@@ -76,15 +76,19 @@ class GraphDetector(Detector):
                 accepted), or the file is not a list of triplets.
         """
         _check_same_names(self, table)
-        seen = self.seen_triplets.cpu().numpy()
+        if zero_shot:
+            triplets = load_triplets(zero_shot)
+        else:
+            triplets = zero_shot_triplets(self.seen_triplets.cpu().numpy(), table)
+        by_predicate = self.relation_counts.sum((0, 1))[1:]  # without background
         return SceneGraphEvaluator(
             table,
             self.mode,
-            zero_shot=load_triplets(zero_shot) if zero_shot else zero_shot_triplets(seen, table),
+            zero_shot=triplets,
             protocol=protocol,
             backend=backend,
             phrase_detection=phrase_detection,
-            trained_relations=self.relation_counts.sum((0, 1))[1:].cpu().numpy(),
+            trained_relations=by_predicate.cpu().numpy(),
         )
 
     def graph_obstacle(self) -> str | None:
@@ -101,7 +105,8 @@ class GraphDetector(Detector):
     def to_keep(self, prediction: Mapping) -> dict:
         """Return a graph without the scores of all predicates of all pairs: for VG150's test images these are 530
         MB."""
-        return {name: torch.as_tensor(value) for name, value in compact_graph(prediction, RECALL_AT[-1]).items()}
+        compact = compact_graph(prediction, RECALL_AT[-1])
+        return {name: torch.as_tensor(value) for name, value in compact.items()}
 
     def _load_below(self, weights: Mapping[str, Tensor], below: str, prefixes: Mapping[str, str]) -> WeightTable:
         """Load a detector's weights into the modules below the prefix `below`, and into more of them by `prefixes`."""
@@ -132,7 +137,8 @@ class GraphDetector(Detector):
         about_starting = {option.name for option in fields(DetectorOptions)} - {"architecture"}
         return {
             **super().resolved_options(),
-            **{kind: list(self.options.get(kind, ())) for kind in ("predicates", "attributes")},
+            "predicates": list(self.options.get("predicates", ())),
+            "attributes": list(self.options.get("attributes", ())),
             "detector_options": {key: value for key, value in inner.items() if key not in about_starting},
             "backbone": inner.get("backbone"),
         }

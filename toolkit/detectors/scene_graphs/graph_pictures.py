@@ -68,11 +68,10 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
     Returns:
         `path`.
     """
-    rows = map(table.row, choose_images(table, count))
-    return save_picture(
-        montage([graph_tile(table, row, predictions[row["image_id"]]) for row in rows], 1, gap=0),
-        path,
-    )
+    tiles = []
+    for row in map(table.row, choose_images(table, count)):
+        tiles.append(graph_tile(table, row, predictions[row["image_id"]]))
+    return save_picture(montage(tiles, 1, gap=0), path)
 
 
 def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
@@ -83,37 +82,49 @@ def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray
     common, union = common_and_union(boxes[:, None], truth["boxes"][None])
     same = common >= 0.5 * union
     same &= labels[:, None] == truth["labels"][None]
-    matched = same[triplets[:, 0]][:, ends[:, 0]] & same[triplets[:, 1]][:, ends[:, 1]]
-    return (matched & (triplets[:, 2:] == predicates[None])).any(1)
+    subjects_match = same[triplets[:, 0]][:, ends[:, 0]]  # (T, R)
+    objects_match = same[triplets[:, 1]][:, ends[:, 1]]
+    predicates_match = triplets[:, 2:] == predicates[None]
+    return (subjects_match & objects_match & predicates_match).any(1)
 
 
 def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
     """Draw the annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
     truth = true_graph(row)
-    boxes, labels = (np.asarray(prediction[key]) for key in ("boxes", "labels"))
-    shown = min(max(5, len(truth["relations"])), MAX_ARROWS)
-    triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
-    right = correct_triplets(triplets, boxes, labels, truth)
     picture = fitted(picture_of(table.decode_image(row)), PANEL_SIDE_PX)
     scale = PANEL_SIDE_PX / max(row["width"], row["height"])
-    names, predicates = (list(map(drawable, group)) for group in (table.class_names, table.predicates))
+    names = list(map(drawable, table.class_names))
+    predicates = list(map(drawable, table.predicates))
     annotated = truth["relations"][:MAX_ARROWS]
-    black = [TEXT_COLOUR] * len(annotated)
-    counts = len(truth["relations"]), len(prediction["pairs"])
     left = _panel(
         picture,
         truth["boxes"] * scale,
         truth["labels"],
         annotated,
-        black,
+        [TEXT_COLOUR] * len(annotated),
         names,
         predicates,
-        counts[0],
+        count=len(truth["relations"]),
     )
-    colours = [CORRECT_COLOUR if good else WRONG_COLOUR for good in right]
-    scores = [f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]]
-    shown = picture, boxes * scale, labels, triplets, colours, names, predicates
-    return montage([left, _panel(*shown, counts[1], scores)], 2)
+    boxes = np.asarray(prediction["boxes"])
+    labels = np.asarray(prediction["labels"])
+    shown = min(max(5, len(truth["relations"])), MAX_ARROWS)
+    triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
+    colours = []
+    for is_right in correct_triplets(triplets, boxes, labels, truth):
+        colours.append(CORRECT_COLOUR if is_right else WRONG_COLOUR)
+    right = _panel(
+        picture,
+        boxes * scale,
+        labels,
+        triplets,
+        colours,
+        names,
+        predicates,
+        count=len(prediction["pairs"]),
+        scores=[f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]],
+    )
+    return montage([left, right], 2)
 
 
 def _panel(
@@ -132,19 +143,19 @@ def _panel(
     count: number of triplets, drawn or not. scores: of the triplets, if these are predicted: then boxes without a
     triplet are left out, as they would only cover the picture.
     """
-    named = [f"{i} {names[label] if label >= 0 else 'no class'}" for i, label in enumerate(labels.tolist())]
+    named = []
+    for i, label in enumerate(labels.tolist()):
+        named.append(f"{i} {names[label] if label >= 0 else 'no class'}")
     used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
     left_out = count > len(triplets)
-    panel = Image.new(
-        "RGB",
-        (PANEL_SIDE_PX, picture.height + LINE_HEIGHT_PX * (len(triplets) + left_out) + 4),
-        BACKGROUND_COLOUR,
-    )
+    height = picture.height + LINE_HEIGHT_PX * (len(triplets) + left_out) + 4
+    panel = Image.new("RGB", (PANEL_SIDE_PX, height), BACKGROUND_COLOUR)
     picture = picture.copy()
     centres = ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
     for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
         draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
-    draw_marks(picture, [Mark(boxes[i], CLASS_COLOURS[i % len(CLASS_COLOURS)], named[i]) for i in used])
+    marks = [Mark(boxes[i], CLASS_COLOURS[i % len(CLASS_COLOURS)], named[i]) for i in used]
+    draw_marks(picture, marks)
     panel.paste(picture, (0, 0))
     draw = ImageDraw.Draw(panel)
     for line, (subject, object_, predicate) in enumerate(triplets.tolist()):
@@ -184,22 +195,19 @@ def draw_found(
     if "pairs" not in graph:
         return draw_detections(image, graph, class_names, path)
     count = min(len(graph["pairs"]), MAX_RELATIONS)
-    kept = (graph["triplet_scores"][:count] >= relation_score).nonzero().flatten()[:relations]
+    has_score = graph["triplet_scores"][:count] >= relation_score
+    kept = has_score.nonzero().flatten()[:relations]
     pairs = graph["pairs"][kept].tolist()
     scores = graph["triplet_scores"][kept].tolist()
     kinds = graph["predicates"][kept].tolist()
     labels = graph["labels"].tolist()
     colours = [CLASS_COLOURS[p % len(CLASS_COLOURS)] for p in kinds]
-    arrows = [
-        (*pair, drawable(predicates[p]), colour) for pair, p, colour in zip(pairs, kinds, colours, strict=True)
-    ]
+    arrows = [(*pair, drawable(predicates[p]), colour) for pair, p, colour in zip(pairs, kinds, colours, strict=True)]
     numbered = {"boxes": graph["boxes"], "labels": torch.arange(len(labels))}
-    picture = picture_with_boxes(
-        image,
-        numbered,
-        [f"{i} {class_names[label]}" for i, label in enumerate(labels)],
-    )
-    centres = (graph["boxes"][:, :2] + graph["boxes"][:, 2:]) / 2 * (picture.width / image.shape[-1])
+    names = [f"{i} {class_names[label]}" for i, label in enumerate(labels)]
+    picture = picture_with_boxes(image, numbered, names)
+    scale = picture.width / image.shape[-1]
+    centres = (graph["boxes"][:, :2] + graph["boxes"][:, 2:]) / 2 * scale
     draw = ImageDraw.Draw(picture)
     size = max(12, round(max(picture.size) / 60))
     for subject, object_, words, colour in arrows:
@@ -211,13 +219,15 @@ def draw_found(
             size,
             words,
         )
-    scored = [(*ends, f"{words} {s:.2f}", colour) for (*ends, words, colour), s in zip(arrows, scores, strict=True)]
-    nodes = {i: f"{i} {drawable(class_names[labels[i]])}" for i in sorted({end for pair in pairs for end in pair})}
+    scored = []
+    for (subject, object_, words, colour), score in zip(arrows, scores, strict=True):
+        scored.append((subject, object_, f"{words} {score:.2f}", colour))
+    nodes = {}
+    for i in sorted({end for pair in pairs for end in pair}):
+        nodes[i] = f"{i} {drawable(class_names[labels[i]])}"
     left_out = left_out_in_words(len(kept), count, relations, relation_score)
-    return save_picture(
-        montage([picture, _draw_graph(nodes, scored, centres, picture.height, left_out)], 2, gap=0),
-        path,
-    )
+    beside = _draw_graph(nodes, scored, centres, picture.height, left_out)
+    return save_picture(montage([picture, beside], 2, gap=0), path)
 
 
 def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> str:
@@ -248,10 +258,17 @@ def _draw_graph(
         return panel
     middle = centres[list(nodes)].mean(0)
     radius = CIRCLE_RADIUS_SHARE * side
+
+    def angle_in_image(number: int) -> float:
+        x, y = (centres[number] - middle).tolist()
+        return math.atan2(y, x)
+
     positions = {}
-    for index, number in enumerate(sorted(nodes, key=lambda i: math.atan2(*(centres[i] - middle).flip(0).tolist()))):
+    for index, number in enumerate(sorted(nodes, key=angle_in_image)):
         angle = 2 * math.pi * index / len(nodes) - math.pi
-        positions[number] = (side / 2 + radius * math.cos(angle), side / 2 + radius * math.sin(angle))
+        x = side / 2 + radius * math.cos(angle)
+        y = side / 2 + radius * math.sin(angle)
+        positions[number] = (x, y)
     for subject, object_, words, colour in arrows:
         draw_arrow(
             draw,
@@ -299,30 +316,31 @@ def draw_arrow(
 
     It is moved to its right, so that the arrow of the way back is visible too.
     """
-    along = (end[0] - start[0], end[1] - start[1])
-    length = math.hypot(*along)
+    start_x, start_y = start
+    end_x, end_y = end
+    along_x, along_y = end_x - start_x, end_y - start_y
+    length = math.hypot(along_x, along_y)
     if length < 1:  # an object with itself, or two with the same centre
-        draw.ellipse(
-            (start[0] - size, start[1] - size, start[0] + size, start[1] + size),
-            outline=colour,
-            width=2,
-        )
-        along = (1.0, 0.0)
+        circle = (start_x - size, start_y - size, start_x + size, start_y + size)
+        draw.ellipse(circle, outline=colour, width=2)
+        along_x, along_y = 1.0, 0.0
         length = 1.0
-    x, y = along[0] / length, along[1] / length
-    aside = (-y * size / 4, x * size / 4)
-    tip = (end[0] + aside[0] - gap * x, end[1] + aside[1] - gap * y)
-    begin = (start[0] + aside[0], start[1] + aside[1])
-    for fill, width in (("#000000", 4), (colour, 2)):
-        draw.line((*begin, *tip), fill=fill, width=width)
+    x, y = along_x / length, along_y / length  # the direction, of length 1
+    aside_x, aside_y = -y * size / 4, x * size / 4
+    begin = (start_x + aside_x, start_y + aside_y)
+    tip_x = end_x + aside_x - gap * x
+    tip_y = end_y + aside_y - gap * y
+    tip = (tip_x, tip_y)
+    draw.line((*begin, *tip), fill="#000000", width=4)
+    draw.line((*begin, *tip), fill=colour, width=2)
     back = 0.8 * size
     half = 0.35 * size
-    corners = [(tip[0] - back * x + sign * half * y, tip[1] - back * y - sign * half * x) for sign in (-1, 1)]
+    corners = []
+    for sign in (-1, 1):
+        corners.append((tip_x - back * x + sign * half * y, tip_y - back * y - sign * half * x))
     draw.polygon([tip, *corners], fill=colour, outline="#000000")
     if words:
         middle = [a + 0.36 * (b - a) for a, b in zip(begin, tip, strict=True)]  # off the words of the way back
-        draw.rectangle(
-            draw.textbbox(middle, words, font=text_font(size), anchor="mm"),
-            fill="#FFFFFF",
-        )
+        around = draw.textbbox(middle, words, font=text_font(size), anchor="mm")
+        draw.rectangle(around, fill="#FFFFFF")
         draw.text(middle, words, fill=TEXT_COLOUR, font=text_font(size), anchor="mm")

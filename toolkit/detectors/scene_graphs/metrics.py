@@ -45,11 +45,16 @@ class SceneGraphMetrics:
 
     def as_row(self, predicate_names: Sequence[str] = ()) -> dict[str, float | None]:
         """Return {"R@20": ..., "mR@50": ..., "mR@100/on": ...}; None if a metric is undefined (JSON has no NaN)."""
-        row = {f"{name}@{k}": v for name, values in self.values.items() for k, v in zip(self.top, values, strict=True)}
-        row |= {f"{name}@relative": value for name, value in self.relative.items()}
+        row = {}
+        for name, values in self.values.items():
+            for k, value in zip(self.top, values, strict=True):
+                row[f"{name}@{k}"] = value
+        for name, value in self.relative.items():
+            row[f"{name}@relative"] = value
         if predicate_names:
-            last = self.per_predicate["mR"][-1]
-            row |= {f"mR@{self.top[-1]}/{name}": v for name, v in zip(predicate_names, last, strict=True)}
+            recalls = self.per_predicate["mR"][-1]
+            for name, value in zip(predicate_names, recalls, strict=True):
+                row[f"mR@{self.top[-1]}/{name}"] = value
         return {key: None if np.isnan(value) else float(value) for key, value in row.items()}
 
 
@@ -94,10 +99,8 @@ def evaluate_scene_graphs(
     counts = np.bincount(matches.image, minlength=len(truths))
     evaluated = counts > 0
     if protocol == "original":
-        evaluated &= np.asarray(
-            [len(prediction["pairs"]) > 0 for prediction in predictions],
-            dtype=bool,
-        )
+        has_pairs = [len(prediction["pairs"]) > 0 for prediction in predictions]
+        evaluated &= np.asarray(has_pairs, dtype=bool)
     return _measure(matches, evaluated, num_predicates, zero_shot, tuple(top), mode, protocol)
 
 
@@ -111,7 +114,8 @@ def _check_graphs(truths, predictions, mode: str, protocol: str, num_predicates:
         raise BadInput([*problems, f"{len(predictions)} predictions for {len(truths)} images; expected one per image"])
     for index, (truth, prediction) in enumerate(zip(truths, predictions, strict=True)):
         pairs = prediction["pairs"]
-        num_boxes = len((truth if mode == "predcls" else prediction)["boxes"])
+        with_boxes = truth if mode == "predcls" else prediction
+        num_boxes = len(with_boxes["boxes"])
         if len(pairs) and not 0 <= int(pairs.min()) <= int(pairs.max()) < num_boxes:
             problems.append(f"image {index}: pairs name box {int(pairs.max())}, but there are {num_boxes} boxes")
         problems += [f"image {index}: {fault}" for fault in _wrong_scores(prediction, num_predicates)]
@@ -127,7 +131,10 @@ def _wrong_scores(prediction: Mapping, num_predicates: int) -> list[str]:
         return [] if shape == expected else [f"predicate_scores is {shape}; expected {expected}"]
     rows = prediction["combinations"]
     predicates = prediction["predicates"]
-    inside = not len(rows) or (rows.min() >= 0 and rows[:, 0].max() < pairs and rows[:, 1].max() < num_predicates)
+    inside = True
+    if len(rows):
+        last_pair, last_predicate = rows.max(axis=0)
+        inside = rows.min() >= 0 and last_pair < pairs and last_predicate < num_predicates
     if inside and len(predicates) == pairs:
         return []
     return [f"combinations and predicates do not fit {pairs} pairs and {num_predicates} predicates"]
@@ -154,6 +161,7 @@ def _measure(
     per_image = {}
     per_predicate = {}
     tops = (*top, counts[matches.image])  # the last is relative: the number of the image's relations
+    undefined = np.full(len(tops), np.nan)
     for prefix, rank in first.items():
         hits = [rank < k for k in tops]
         everything = np.ones(len(rank), dtype=bool)
@@ -162,34 +170,24 @@ def _measure(
         recalls = [_predicate_recall(matches, hit, evaluated, num_predicates) for hit in hits]
         per_predicate[f"{prefix}mR"] = np.stack(recalls)
     for name, recalls in per_image.items():
-        values[name] = recalls.mean(1) if recalls.shape[1] else np.full(len(tops), np.nan)
+        values[name] = recalls.mean(1) if recalls.shape[1] else undefined
     images_per_predicate = _images_per_predicate(matches, evaluated, num_predicates)
     present = images_per_predicate > 0 if protocol == "strict" else np.ones(num_predicates, dtype=bool)
     for name, recalls in per_predicate.items():
-        values[name] = recalls[:, present].mean(1) if present.any() else np.full(len(tops), np.nan)
+        values[name] = recalls[:, present].mean(1) if present.any() else undefined
     relative = {name: values[name][-1] for name in ("R", "mR")}
-    values, per_image, per_predicate = (
-        {name: results[:-1] for name, results in group.items()} for group in (values, per_image, per_predicate)
-    )
+    values = _of_fixed_tops(values)
     values["F1"] = _harmonic_mean(values["R"], values["mR"])
     accuracy = {}
     if mode in ("predcls", "sgcls"):
-        rank = matches.first_rank(matches.given_pairs)
-        hits = np.stack([np.bincount(matches.image[rank < k], minlength=len(evaluated))[images] for k in top])
-        counts = np.broadcast_to(
-            np.bincount(matches.image, minlength=len(evaluated))[images],
-            hits.shape,
-        )
-        accuracy = {
-            "accuracy_hits": hits.astype(np.float64),
-            "accuracy_counts": counts.astype(np.float64),
-        }
-        values["A"] = hits.sum(1) / counts.sum(1) if len(images) else np.full(len(top), np.nan)
+        hits, of_images = _accuracy(matches, images, counts[images], top)
+        accuracy = {"accuracy_hits": hits, "accuracy_counts": of_images}
+        values["A"] = hits.sum(1) / of_images.sum(1) if len(images) else undefined[:-1]
     return SceneGraphMetrics(
         top=top,
         values=_renamed(values),
-        per_image=_renamed(per_image),
-        per_predicate=per_predicate,
+        per_image=_renamed(_of_fixed_tops(per_image)),
+        per_predicate=_of_fixed_tops(per_predicate),
         relative=relative,
         images_per_predicate=images_per_predicate,
         evaluated_images=images,
@@ -198,6 +196,28 @@ def _measure(
         unconstrained_matches=matches.rows(matches.unconstrained),
         **accuracy,
     )
+
+
+def _of_fixed_tops(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the metrics without their last row, which is that of the relative K."""
+    return {name: results[:-1] for name, results in metrics.items()}
+
+
+def _accuracy(
+    matches: TripletMatches,
+    images: np.ndarray,
+    counts: np.ndarray,
+    top: tuple[int, ...],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (K, images) float64 hits and numbers of relations behind A@K. counts: relations of the `images`."""
+    rank = matches.first_rank(matches.given_pairs)
+    hits = []
+    for k in top:
+        of_all = np.bincount(matches.image[rank < k], minlength=len(matches.counts))
+        hits.append(of_all[images])
+    hits = np.stack(hits)
+    of_images = np.broadcast_to(counts, hits.shape)
+    return hits.astype(np.float64), of_images.astype(np.float64)
 
 
 def _renamed(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -245,9 +265,5 @@ def _in_triplets(matches: TripletMatches, triplets: np.ndarray | None) -> np.nda
 
 def _harmonic_mean(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     total = a + b
-    return np.divide(
-        2 * a * b,
-        total,
-        out=np.where(np.isnan(total), np.nan, 0.0),
-        where=total > 0,
-    )
+    undefined_or_0 = np.where(np.isnan(total), np.nan, 0.0)
+    return np.divide(2 * a * b, total, out=undefined_or_0, where=total > 0)

@@ -115,10 +115,14 @@ def _predictions(predictions: Sequence[Mapping]) -> _Ranked:
 
 def _columns(graphs: Sequence[Mapping], ends: list[np.ndarray], predicates: list[np.ndarray]) -> _Relations:
     """Join the relations of all images, from the box numbers (R_i, 2) of their ends and their predicates (R_i,)."""
-    boxes = [np.asarray(graph["boxes"], np.float32)[rows] for graph, rows in zip(graphs, ends, strict=True)]
-    labels = [np.asarray(graph["labels"], np.int64)[rows] for graph, rows in zip(graphs, ends, strict=True)]
+    boxes = []
+    labels = []
+    for graph, rows in zip(graphs, ends, strict=True):
+        boxes.append(np.asarray(graph["boxes"], np.float32)[rows])
+        labels.append(np.asarray(graph["labels"], np.int64)[rows])
+    counts = [len(rows) for rows in ends]
     return _Relations(
-        image=np.repeat(np.arange(len(ends)), [len(rows) for rows in ends]),
+        image=np.repeat(np.arange(len(ends)), counts),
         boxes=np.concatenate(boxes),
         labels=np.concatenate(labels),
         predicate=np.concatenate(predicates),

@@ -141,9 +141,11 @@ def without_detector(options: GraphOptions, data_path: str | None) -> str:
         return ""
     lacks = "begins with a detector of random weights"
     data = f"--data.path {data_path}"
-    first, second = "faster_rcnn.py --config configs/faster_rcnn/own_data.yaml", "own_data.yaml --model.mode sgdet"
+    first = "faster_rcnn.py --config configs/faster_rcnn/own_data.yaml"
+    second = "own_data.yaml --model.mode sgdet"
     if isinstance(options, EgtrOptions):
-        first, second = "detr.py --config configs/detr/shapes.yaml", "shapes_egtr.yaml"
+        first = "detr.py --config configs/detr/shapes.yaml"
+        second = "shapes_egtr.yaml"
     elif options.mode == "predcls":
         lacks = "describes boxes that are given and finds none"
     first = f"`accelerate launch scripts/train_{first} {data} --run.name detector`"

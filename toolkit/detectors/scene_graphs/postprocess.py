@@ -30,28 +30,37 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | i
     if not most:
         return torch.zeros(0, dtype=torch.int64, device=logits.device)
     scores = F.pad(logits.float().softmax(1)[:, 1:], (1, 0))
-    boxes = boxes_per_class
-    scores, boxes = (
-        column.unflatten(0, (-1, most)) if alike else pad_rows(column, num_objects) for column in (scores, boxes)
-    )
+    if alike:
+        scores = scores.unflatten(0, (-1, most))
+        boxes = boxes_per_class.unflatten(0, (-1, most))
+    else:
+        scores = pad_rows(scores, num_objects)
+        boxes = pad_rows(boxes_per_class, num_objects)
     scores = scores.flatten(1)  # (B, N_max x C) cells; 0 is out of the question
+
+    # With 2 objects of 3 classes, the cells are 0 1 2 and 3 4 5. The rivals of cell 4 are those of its class, 1 and 4,
+    # which it strikes where the boxes overlap, and those of its object, 3 4 5, which it strikes in any case.
     cells = torch.arange(most * num_classes, device=logits.device).view(most, num_classes)
-    rivals = torch.cat([cells.T.repeat(most, 1), cells.repeat_interleave(num_classes, 0)], 1)  # its class, its object
+    of_its_class = cells.T.repeat(most, 1)
+    of_its_object = cells.repeat_interleave(num_classes, 0)
+    rivals = torch.cat([of_its_class, of_its_object], 1)  # (N_max x C, N_max + C)
     overlaps = _overlaps(boxes, threshold)
-    struck = F.pad(overlaps, (0, num_classes), value=True)  # (B, N_max x C, N_max + C) of the rivals
+    struck = F.pad(overlaps, (0, num_classes), value=True)  # (B, N_max x C, N_max + C)
+
     image = torch.arange(scores.shape[0], device=logits.device)
+    values = []
     winners = []
     for _ in range(most):
-        winners.append(scores.max(1))
-        best = winners[-1].indices
-        scores = scores.scatter(
-            1,
-            torch.where(struck[image, best], rivals[best], best[:, None]),
-            0.0,
-        )
-    values, best = (torch.stack(column, 1) for column in zip(*winners, strict=True))
-    labels = best.new_zeros(scores.shape[0], most + 1)  # the last column is for results after all objects were done
-    labels = labels.scatter(1, torch.where(values > 0, best // num_classes, most), best % num_classes)[:, :most]
+        value, winner = scores.max(1)
+        values.append(value)
+        winners.append(winner)
+        out = torch.where(struck[image, winner], rivals[winner], winner[:, None])
+        scores = scores.scatter(1, out, 0.0)
+    values = torch.stack(values, 1)
+    winners = torch.stack(winners, 1)
+    objects = torch.where(values > 0, winners // num_classes, most)
+    labels = winners.new_zeros(scores.shape[0], most + 1)  # the last column is for results after all objects were done
+    labels = labels.scatter(1, objects, winners % num_classes)[:, :most]
     return labels.flatten() if alike else unpad_rows(labels, num_objects)
 
 
@@ -70,18 +79,22 @@ def _overlaps(boxes_per_class: Tensor, threshold: float) -> Tensor:
     parts = []
     boxes_per_class = boxes_per_class.transpose(1, 2)
     at_once = max(1, PAIRS_PER_CHUNK // (count**2 * classes))
-    for boxes in [boxes_per_class] if torch.compiler.is_exporting() else boxes_per_class.split(at_once):
+    chunks = [boxes_per_class] if torch.compiler.is_exporting() else boxes_per_class.split(at_once)
+    for boxes in chunks:
         # As `iou_plus_one`, one coordinate at a time, which is several times faster on so many pairs.
         left, top, right, bottom = boxes.unbind(-1)  # (B, C, N)
         common = _common_length(left, right).mul_(_common_length(top, bottom))
         area = (right - left + 1) * (bottom - top + 1)
-        parts.append(common / (area[..., None] + area[..., None, :] - common) >= threshold)
+        iou = common / (area[..., None] + area[..., None, :] - common)
+        parts.append(iou >= threshold)
     return torch.cat(parts).transpose(1, 2).flatten(1, 2)
 
 
 def _common_length(first: Tensor, last: Tensor) -> Tensor:
     """Count the pixels that two ranges share: (..., N) first and last pixels along an axis -> (..., N, N)."""
-    shared = torch.minimum(last[..., None], last[..., None, :]) - torch.maximum(first[..., None], first[..., None, :])
+    begin = torch.maximum(first[..., None], first[..., None, :])
+    end = torch.minimum(last[..., None], last[..., None, :])
+    shared = end - begin
     return shared.add_(1).clamp_(min=0)
 
 
@@ -111,19 +124,22 @@ def rank_triplets(
         labels = output.object_labels
         if not output.labels_stay:
             labels = late_labels(batch, output.object_logits, nms_threshold)
-        boxes = batch.boxes_per_class.gather(1, labels[:, None, None].expand(-1, 1, 4))[:, 0]
+        of_label = labels[:, None, None].expand(-1, 1, 4)
+        boxes = batch.boxes_per_class.gather(1, of_label)[:, 0]
     scores = probability.gather(1, labels[:, None])[:, 0]
     predicate_scores = output.relation_logits.float().softmax(1)[:, 1:]
     best, predicates = predicate_scores.max(1)
-    triplet_scores = best * scores[batch.pairs[:, 0]] * scores[batch.pairs[:, 1]]
+    subjects, others = batch.pairs.unbind(1)
+    triplet_scores = best * scores[subjects] * scores[others]
     order = triplet_scores.sort(descending=True, stable=True).indices
-    order = order[image_of_each(batch.num_pairs, order.device)[order].sort(stable=True).indices]
+    image = image_of_each(batch.num_pairs, order.device)
+    order = order[image[order].sort(stable=True).indices]  # by image, then by score
     triplets = {
         "pairs": batch.pairs,
         "predicate_scores": predicate_scores,
         "predicates": predicates,
+        "triplet_scores": triplet_scores,
     }
-    triplets["triplet_scores"] = triplet_scores
     if given_boxes and batch.relation_labels is not None:
         triplets["annotated"] = batch.relation_labels > 0
     objects = {"boxes": boxes, "labels": labels - 1, "scores": scores}
@@ -143,21 +159,23 @@ def shortlist(
     num_annotated: at most, of each image. Returns the columns, and how many of their rows each image has.
     """
     counts = [min(top_k + more, pairs) for pairs, more in zip(num_pairs, num_annotated, strict=True)]
-    device = triplets["pairs"].device
     starts = accumulate([0, *num_pairs])
+    first_rows = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]
     columns = {
         "image": image_of_each(num_pairs, "cpu"),
         "best": torch.cat([torch.arange(pairs) < top_k for pairs in num_pairs]),
-        "rows": torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]),
+        "rows": torch.cat(first_rows),
     }
-    (columns,) = send_dicts([columns], device)
+    (columns,) = send_dicts([columns], triplets["pairs"].device)
     rows = columns["rows"]
-    more = {}
-    if "annotated" in triplets:
-        keep = columns["best"] | triplets["annotated"]
-        rows = (2 * columns["image"] + ~keep).sort(stable=True).indices[rows]
-        more = {"keep": keep[rows]}
-    return {name: triplets[name][rows] for name in TRIPLET_FIELDS} | more, counts
+    if "annotated" not in triplets:
+        return {name: triplets[name][rows] for name in TRIPLET_FIELDS}, counts
+    keep = columns["best"] | triplets["annotated"]
+    kept_first = (2 * columns["image"] + ~keep).sort(stable=True).indices  # in each image
+    rows = kept_first[rows]
+    short = {name: triplets[name][rows] for name in TRIPLET_FIELDS}
+    short["keep"] = keep[rows]
+    return short, counts
 
 
 def graphs_on_host(
@@ -168,17 +186,21 @@ def graphs_on_host(
 ) -> list[dict[str, Tensor]]:
     """Return the graph of each image on the CPU with one wait: its rows of the columns of `rank_triplets`, without
     triplets that are not to be kept; `pairs` are rows of the image's own objects."""
-    columns = dict(zip([*objects, *triplets], to_host([*objects.values(), *triplets.values()]), strict=True))
-    of_objects = zip(*(columns[name].split(list(num_objects)) for name in objects), strict=True)
-    of_triplets = zip(*(columns[name].split(list(num_triplets)) for name in triplets), strict=True)
+    on_host = to_host([*objects.values(), *triplets.values()])
+    columns = dict(zip([*objects, *triplets], on_host, strict=True))
+    by_image = {}
+    for name, column in columns.items():
+        by_image[name] = column.split(list(num_objects if name in objects else num_triplets))
     graphs = []
     starts = accumulate([0, *num_objects])
-    for of_image, rows, start in zip(of_objects, of_triplets, starts, strict=False):
-        graph = {name: value.clone() for name, value in zip(objects, of_image, strict=True)}  # frees the batch's memory
-        rows = dict(zip(triplets, rows, strict=True))
-        keep = rows.pop("keep", slice(None))
-        graph |= {name: value[keep] for name, value in rows.items()}
-        graphs.append(graph | {"pairs": graph["pairs"] - start})
+    for i, start in zip(range(len(num_objects)), starts, strict=False):
+        graph = {name: by_image[name][i].clone() for name in objects}  # a copy, which frees the batch's memory
+        keep = by_image["keep"][i] if "keep" in triplets else slice(None)
+        for name in triplets:
+            if name != "keep":
+                graph[name] = by_image[name][i][keep]
+        graph["pairs"] = graph["pairs"] - start
+        graphs.append(graph)
     return graphs
 
 
@@ -188,6 +210,9 @@ def strong_only(graph: dict[str, Tensor], score_threshold: float) -> dict[str, T
         return graph
     strong = graph["scores"] > score_threshold
     rows = strong[graph["pairs"]].all(1)
-    kept = {name: graph[name][strong] for name in OBJECT_FIELDS if name in graph}
+    kept = dict(graph)
+    kept |= {name: graph[name][strong] for name in OBJECT_FIELDS if name in graph}
     kept |= {name: graph[name][rows] for name in TRIPLET_FIELDS}
-    return graph | kept | {"pairs": (strong.cumsum(0) - 1)[kept["pairs"]]}
+    row_of = strong.cumsum(0) - 1  # of an object among the strong ones
+    kept["pairs"] = row_of[kept["pairs"]]
+    return kept

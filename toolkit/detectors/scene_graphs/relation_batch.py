@@ -108,7 +108,8 @@ def predicate_loss(
         reduction="none",
         label_smoothing=smoothing,
     )
-    return of_images(loss, counts), of_images(torch.ones_like(loss) if weights is None else weights[labels], counts)
+    weight_of_pairs = torch.ones_like(loss) if weights is None else weights[labels]
+    return of_images(loss, counts), of_images(weight_of_pairs, counts)
 
 
 def head_losses(
@@ -140,8 +141,9 @@ def relatedness_loss(logits: Tensor, related: Tensor, num_objects: list[int]) ->
     counts = send(torch.as_tensor(num_objects), logits.device)
     mask = object_mask(num_objects, logits.device)
     loss = F.binary_cross_entropy_with_logits(logits.float(), related.float(), reduction="none")
-    loss = (loss * (mask[:, :, None] & mask[:, None])).sum((1, 2)) / counts.clamp(min=1) ** 2
-    return loss, (counts > 0).to(loss)
+    both = mask[:, :, None] & mask[:, None]
+    mean = (loss * both).sum((1, 2)) / counts.clamp(min=1) ** 2
+    return mean, (counts > 0).to(mean)
 
 
 def attribute_loss(
@@ -156,10 +158,12 @@ def attribute_loss(
     logits: (N, num_attributes), attributes: (N, A), counts: objects of each image. The published weight is
     num_attributes / `scale`.
     """
-    targets, has_any = attribute_targets(attributes, logits.shape[1])
+    num_attributes = logits.shape[1]
+    targets, has_any = attribute_targets(attributes, num_attributes)
     loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(1)
-    sums = of_images(loss * has_any, counts) * (logits.shape[1] / scale)
-    return sums, of_images(has_any.to(loss), counts) * logits.shape[1]
+    sums = of_images(loss * has_any, counts) * (num_attributes / scale)
+    entries = of_images(has_any.to(loss), counts) * num_attributes
+    return sums, entries
 
 
 def mean(total: Tensor, count: Tensor) -> Tensor:

@@ -70,21 +70,27 @@ def start_scene_graph(
         differ = f"{table.name} has the attributes {table_names}, the run so far {run_names}"
         raise BadInput(f"{differ}: resume it on its own data")
     if checkpoint is not None:
-        model.learn_counts(*(checkpoint.tensors["model"][name].numpy() for name in COUNT_BUFFERS))
-    elif not options.pretrained or not model.seen_triplets.any():  # published weights come without counts
-        counts = run_on_main(lambda: count_table(table, model.counts_pairs_apart))
-        if options.pretrained:
-            GraphDetector.learn_counts(model, *counts)  # and keep the frequencies that were learnt with the weights
-        else:
-            model.learn_counts(*counts)
-        if not options.pretrained and getattr(options, "word_vectors", None):  # EGTR has no class vectors
-            _start_from_words(model, options, table, say)
+        saved = checkpoint.tensors["model"]
+        model.learn_counts(*(saved[name].numpy() for name in COUNT_BUFFERS))
+    else:
+        _start_counts(model, options, table, say)
     if source is not None:
         loaded = model.load_detector_weights(source.tensors)
         say(f"weights of the detector {source.name}:\n{loaded.summary()}")
         if world()[0] == 0:
             (folder / "detector_weights.txt").write_text(loaded.table() + "\n", encoding="utf-8")
     return model
+
+
+def _start_counts(model: GraphDetector, options: GraphOptions, table: DetectionTable, say: Callable) -> None:
+    """Give a fresh model the counts of the training data, and the word vectors of the settings."""
+    if not options.pretrained:
+        model.learn_counts(*run_on_main(lambda: count_table(table, model.counts_pairs_apart)))
+        if getattr(options, "word_vectors", None):  # EGTR has no class vectors
+            _start_from_words(model, options, table, say)
+    elif not model.seen_triplets.any():  # published weights come without counts, but with the frequencies they learnt
+        counts = run_on_main(lambda: count_table(table, model.counts_pairs_apart))
+        GraphDetector.learn_counts(model, *counts)
 
 
 def _facts_of_fresh_run(options: GraphOptions, table: DetectionTable) -> tuple[Pretrained | None, dict]:
@@ -105,8 +111,12 @@ def _facts_of_fresh_run(options: GraphOptions, table: DetectionTable) -> tuple[P
     if not options.detector:
         return None, known
     source = _open_detector(options, table)
-    free = {key: value for key, value in _given_settings(options, source).items() if _is_free(key, source)}
-    known["detector_options"] = {"architecture": source.architecture, **source.options, **free}
+    given = _given_settings(options, source)
+    known["detector_options"] = {
+        "architecture": source.architecture,
+        **source.options,
+        **{name: value for name, value in given.items() if _is_free(name, source)},
+    }
     known["pretrained_backbone"] = False  # its weights are among the detector's
     return source, known
 
@@ -145,24 +155,27 @@ def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) ->
         )
     vectors = torch.randn(len(names), dim)
     for row, name in enumerate(names):
-        word = next(
-            (w for w in (name, *sorted(name.split(), key=len, reverse=True)) if w in of_word),
-            None,
-        )
-        if word is not None:
-            vectors[row] = of_word[word]
+        longest_first = sorted(name.split(), key=len, reverse=True)
+        for word in (name, *longest_first):
+            if word in of_word:
+                vectors[row] = of_word[word]
+                break
     return vectors
 
 
 @torch.no_grad()
 def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
     """Set the class embeddings of a head and return their names. Those of label decoders have "nothing before" too."""
-    rows = {"embed_in": vectors[1:], "embed_out": vectors[1:], "embed": vectors}
+    rows = {
+        "embed_in": vectors[1:],
+        "embed_out": vectors[1:],
+        "embed": vectors,
+    }
     changed = []
     for name, module in head.named_modules():
-        vector_rows = rows.get(name.rpartition(".")[2]) if isinstance(module, nn.Embedding) else None
-        if vector_rows is not None:
-            module.weight.copy_(vector_rows)
+        own_name = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and own_name in rows:
+            module.weight.copy_(rows[own_name])
             changed.append(name)
     return changed
 
@@ -175,11 +188,8 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
     """
     classes = len(table.categories)
     predicates = len(table.predicates)
-    relations, candidates = count_predicates(
-        table_graphs(table, pairs_apart),
-        classes + 1,
-        predicates + 1,
-    )
+    graphs = table_graphs(table, pairs_apart)
+    relations, candidates = count_predicates(graphs, classes + 1, predicates + 1)
     seen = np.zeros((classes, classes, predicates), bool)
     for row in map(table.row, range(len(table))):
         ends = row["relations"]
@@ -190,12 +200,13 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
 
 def lacking_relations(table: DetectionTable, val_table: DetectionTable) -> list[str]:
     """Return warnings about relations that training or validation data lack; both have the same predicates."""
-    tables = (table, val_table)
-    trained, validated = (np.bincount(t.relations().predicate, minlength=len(t.predicates)) for t in tables)
+    trained = np.bincount(table.relations().predicate, minlength=len(table.predicates))
+    validated = np.bincount(val_table.relations().predicate, minlength=len(val_table.predicates))
     if not validated.any():
         what = f"there is not a single relation between the boxes of its {len(val_table)} images: R@K is not measured"
         return [f"warning: {val_table.name}: {what}"]
-    unseen = [f"{table.predicates[i]} ({validated[i]})" for i in np.flatnonzero((trained == 0) & (validated > 0))]
+    is_unseen = (trained == 0) & (validated > 0)
+    unseen = [f"{table.predicates[i]} ({validated[i]})" for i in np.flatnonzero(is_unseen)]
     if not unseen:
         return []
     listed = ", ".join(unseen[:10]) + f" and {len(unseen) - 10} more" * (len(unseen) > 10)

@@ -41,47 +41,59 @@ def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, po
     real = found > 0
     count = boxes.shape[1]
     pairs = torch.tensor([*permutations(range(count), 2)], device=boxes.device).reshape(-1, 2)
-    ends = boxes[:, pairs]  # (B, R, 2, 4)
-    both = real[:, pairs].all(2)
-    of_pairs = sizes[:, None].expand(-1, pairs.shape[0], -1).flatten(0, 1)
-    rectangles = model.union.rectangles(*ends.flatten(0, 1).unbind(1), of_pairs)
-    pooled = pool(model.union.pool, maps, union_boxes(*ends.unbind(2)), both)
+    subjects, others = boxes[:, pairs].unbind(2)  # (B, R, 4) each
+    both_real = real[:, pairs].all(2)
+    sizes_of_pairs = sizes[:, None].expand(-1, pairs.shape[0], -1).flatten(0, 1)
+    rectangles = model.union.rectangles(subjects.flatten(0, 1), others.flatten(0, 1), sizes_of_pairs)
+    pooled = pool(model.union.pool, maps, union_boxes(subjects, others), both_real)
     apart = boxes.where(real[..., None], -1e6)  # missing objects take no class from found ones in late NMS
+    apart = apart.flatten(0, 1)  # (B * K, 4)
     first = torch.arange(images.shape[0], device=boxes.device)
+    pairs_of_batch = pairs + count * first[:, None, None]  # (B, R, 2) rows of all objects
     batch = _EqualImages(
         boxes_xyxy=boxes.flatten(0, 1),
         sizes_hw=sizes,
         num_objects=count,
-        pairs=(pairs + count * first[:, None, None]).flatten(0, 1),
+        pairs=pairs_of_batch.flatten(0, 1),
         num_pairs=[],
         roi_features=model.box_features(pool(below.box_pool, maps, boxes, real)),
         union_features=model.union.head(pooled + rectangles),
         found_labels=labels.flatten() + 1,
         logits=logits.flatten(0, 1),
-        boxes_per_class=apart.flatten(0, 1)[:, None].expand(-1, logits.shape[2], -1),
+        boxes_per_class=apart[:, None].expand(-1, logits.shape[2], -1),
         rows_of_images=first[:, None].expand(-1, count).flatten(),
     )
     output = model.head(batch)
     labels = output.object_labels
     if not output.labels_stay:
         labels = late_labels(batch, output.object_logits, model.nms_threshold)
-    scores = output.object_logits.softmax(1).gather(1, labels[:, None]).unflatten(0, (-1, count))[..., 0]
+    scores = output.object_logits.softmax(1).gather(1, labels[:, None])
+    scores = scores.unflatten(0, (-1, count))[..., 0]  # (B, K)
     labels = labels.unflatten(0, (-1, count)) - 1
     scores = scores.where(real & (labels >= 0), 0)
     relation_logits = output.relation_logits
     if model.prior_adjustment:
         relation_logits = relation_logits - model.prior_adjustment * log_prior(model.relation_counts)
-    of_predicates = relation_logits.softmax(1)[:, 1:].unflatten(0, (-1, pairs.shape[0]))
-    triplets = of_predicates.amax(2) * scores[:, pairs[:, 0]] * scores[:, pairs[:, 1]]
+    predicate_scores = relation_logits.softmax(1)[:, 1:]
+    predicate_scores = predicate_scores.unflatten(0, (-1, pairs.shape[0]))  # (B, R, P)
+    triplets = predicate_scores.amax(2) * scores[:, pairs[:, 0]] * scores[:, pairs[:, 1]]
     best, order = triplets.topk(min(top_k, pairs.shape[0]), dim=1)
-    return boxes, scores, labels.where(scores > 0, -1), pairs[order], rows_of(of_predicates, order), best
+    return (
+        boxes,
+        scores,
+        labels.where(scores > 0, -1),
+        pairs[order],
+        rows_of(predicate_scores, order),
+        best,
+    )
 
 
 def _objects(below: nn.Module, outputs: dict, sizes: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return boxes (B, K, 4), labels from 0 and scores (B, K), 0 for none, and logits (B, K, 1 + C), as in
     `DetectorBelow.detect_with_logits`."""
     boxes, scores = below.inner.all_predictions(outputs, sizes)
-    boxes = boxes.clamp(min=0).minimum(sizes.flip(1).repeat(1, 2)[:, None].to(boxes))
+    limits_whwh = sizes.flip(1).repeat(1, 2)[:, None].to(boxes)
+    boxes = boxes.clamp(min=0).minimum(limits_whwh)
     count = min(MAX_CANDIDATES, scores.shape[1])
     rows = scores.amax(2).topk(count, dim=1).indices
     boxes = rows_of(boxes, rows)
@@ -89,11 +101,8 @@ def _objects(below: nn.Module, outputs: dict, sizes: Tensor, most: int) -> tuple
     logits = logits.unflatten(0, (-1, count))
     scores = logits.softmax(-1)[..., 1:].transpose(1, 2)  # (B, C, N)
     scores = scores.where(scores > below.score_threshold, 0)
-    turns = class_wise_nms(
-        boxes[:, None].expand(-1, scores.shape[1], -1, -1),
-        scores,
-        below.nms_threshold,
-    )
+    of_classes = boxes[:, None].expand(-1, scores.shape[1], -1, -1)
+    turns = class_wise_nms(of_classes, scores, below.nms_threshold)
     found, labels = scores.where(turns > 0, 0).max(1)
     found, rows = found.topk(min(most, count), dim=1)
     return rows_of(boxes, rows), labels.gather(1, rows), found, rows_of(logits, rows)

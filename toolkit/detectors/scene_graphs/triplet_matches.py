@@ -67,8 +67,10 @@ def match_relations(
         chunk = _Chunk(truths[lo:hi], predictions[lo:hi], mode, iou_threshold, one_box_each)
         chunks.append(chunk.match(keep, first_image=lo, first_relation=start))
         start += len(chunks[-1].image)
-    names = TripletMatches.__annotations__
-    return TripletMatches(*(_concatenate_field([getattr(chunk, name) for chunk in chunks], name) for name in names))
+    columns = {}
+    for name in TripletMatches.__annotations__:
+        columns[name] = _concatenate_field([getattr(chunk, name) for chunk in chunks], name)
+    return TripletMatches(**columns)
 
 
 def _concatenate_field(parts: list[np.ndarray], name: str) -> np.ndarray:
@@ -90,13 +92,15 @@ def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
     scores = np.asarray(prediction["predicate_scores"])
     pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
     two, two_scores = best_two(prediction)
-    compact = {
+    combinations = best_combinations(scores, pair_scores, keep)
+    compact = {name: value for name, value in prediction.items() if name != "predicate_scores"}
+    compact |= {
         "two_predicates": two.astype(np.int32),
         "two_scores": two_scores,
         "predicates": scores.argmax(1) if len(scores) else np.zeros(0, np.int64),
-        "combinations": best_combinations(scores, pair_scores, keep).astype(np.int32),
+        "combinations": combinations.astype(np.int32),
     }
-    return {name: value for name, value in prediction.items() if name != "predicate_scores"} | compact
+    return compact
 
 
 def best_predicates(prediction: Mapping, rows: np.ndarray | slice) -> np.ndarray:
@@ -153,12 +157,16 @@ def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float =
     it overlaps most, by `iou_threshold` or more, among those that no box has yet.
     """
     found = np.full(len(prediction["boxes"]), -1)
-    box, object_ = (np.asarray(prediction["labels"])[:, None] == np.asarray(truth["labels"])).nonzero()
-    predicted, true = (np.asarray(graph["boxes"], np.float32) for graph in (prediction, truth))
-    ious = array_iou_plus_one(predicted[box], true[object_])
-    order = np.lexsort((object_, -ious, box, -np.asarray(prediction["scores"])[box]))
+    same_class = np.asarray(prediction["labels"])[:, None] == np.asarray(truth["labels"])
+    box, object_ = same_class.nonzero()
+    boxes = np.asarray(prediction["boxes"], np.float32)
+    objects = np.asarray(truth["boxes"], np.float32)
+    ious = array_iou_plus_one(boxes[box], objects[object_])
+    scores = np.asarray(prediction["scores"])[box]
+    order = np.lexsort((object_, -ious, box, -scores))  # the best box first, and of it the largest overlap
+    enough = ious[order] >= np.float32(iou_threshold)
     taken = set()
-    for i in order[ious[order] >= np.float32(iou_threshold)].tolist():
+    for i in order[enough].tolist():
         if found[box[i]] < 0 and object_[i] not in taken:
             found[box[i]] = object_[i]
             taken.add(object_[i])
@@ -199,16 +207,18 @@ class _Chunk:
         if mode == "predcls":
             self.pair_scores = np.ones(len(self.pairs), np.float32)
         else:
-            self.pair_scores = _flat([np.asarray(p["scores"]) for p in predictions], (0,))[self.pairs].prod(1)
+            scores = _flat([np.asarray(p["scores"]) for p in predictions], (0,))
+            self.pair_scores = scores[self.pairs].prod(1)
         self.stands_for = None
         if one_box_each and not self.union:
-            given = [{**truth, "scores": np.ones(len(truth["boxes"]))} for truth in truths if mode == "predcls"]
-            graphs = zip(truths, given or predictions, strict=True)
-            self.stands_for = _flat(
-                [boxes_of_objects(*both, iou_threshold) for both in graphs],
-                (0,),
-            )
-        self.candidates = self._box_matches(0), self._box_matches(1)
+            graphs = predictions
+            if mode == "predcls":
+                graphs = [{**truth, "scores": np.ones(len(truth["boxes"]))} for truth in truths]
+            found = []
+            for truth, graph in zip(truths, graphs, strict=True):
+                found.append(boxes_of_objects(truth, graph, iou_threshold))
+            self.stands_for = _flat(found, (0,))
+        self.candidates = (self._box_matches(0), self._box_matches(1))
 
     def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
         """Return padded (images, slots, ...) arrays; a padded slot has class -2, which equals no class."""
@@ -220,9 +230,12 @@ class _Chunk:
         for i, (truth, rows) in enumerate(zip(truths, relations, strict=True)):
             if not len(rows):
                 continue
-            self.ends[i, : len(rows)] = rows[:, :2]
-            self.end_boxes[i, : len(rows)] = np.asarray(truth["boxes"], np.float32)[rows[:, :2]]
-            self.end_labels[i, : len(rows)] = np.asarray(truth["labels"])[rows[:, :2]]
+            ends = rows[:, :2]
+            boxes = np.asarray(truth["boxes"], np.float32)
+            labels = np.asarray(truth["labels"])
+            self.ends[i, : len(rows)] = ends
+            self.end_boxes[i, : len(rows)] = boxes[ends]
+            self.end_labels[i, : len(rows)] = labels[ends]
             self.predicates[i, : len(rows)] = rows[:, 2]
 
     def _box_matches(self, end: int) -> np.ndarray:
@@ -242,9 +255,11 @@ class _Chunk:
 
     def _candidates(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the row of `pairs` (n, 2) and slot of a relation, wherever both boxes may be its ends; rows ascend."""
-        hit = self.candidates[0][pairs[:, 0]] & self.candidates[1][pairs[:, 1]]
-        rows = hit.any(1).nonzero()[0]
-        row, slot = np.unpackbits(hit[rows].view(np.uint8), axis=1).nonzero()
+        subjects, objects = self.candidates
+        hit = subjects[pairs[:, 0]] & objects[pairs[:, 1]]  # (n, words), a bit for each slot
+        (rows,) = hit.any(1).nonzero()
+        bits = np.unpackbits(hit[rows].view(np.uint8), axis=1)
+        row, slot = bits.nonzero()
         return rows[row], slot
 
     def match(self, keep: int, first_image: int, first_relation: int) -> TripletMatches:
@@ -257,6 +272,8 @@ class _Chunk:
         relation = self.starts[self.pair_image[pair]] + slot + first_relation
         constrained = np.stack([relation, self.rank[pair]], 1)
         given, given_rank = self._annotated_pairs()
+        of_given = np.stack([relation, given_rank[pair]], 1)[given[pair]]
+        unconstrained = self._match_unconstrained(keep)
         labels = self.end_labels[self.image, self.slot]
         predicate = self.predicates[self.image, self.slot]
         return TripletMatches(
@@ -266,8 +283,8 @@ class _Chunk:
             triplets=np.column_stack([labels, predicate]),
             counts=self.counts,
             constrained=constrained,
-            unconstrained=self._match_unconstrained(keep) + np.asarray([[first_relation, 0]]),
-            given_pairs=np.stack([relation, given_rank[pair]], 1)[given[pair]],
+            unconstrained=unconstrained + np.asarray([[first_relation, 0]]),
+            given_pairs=of_given,
         )
 
     def _match_unconstrained(self, keep: int) -> np.ndarray:
@@ -278,15 +295,18 @@ class _Chunk:
         right[right] = self._unions_match(pair[row[right]], slot[right])
         row = row[right]
         slot = slot[right]
-        return np.stack([self.starts[self.pair_image[pair[row]]] + slot, rank[row]], 1)
+        image = self.pair_image[pair[row]]
+        return np.stack([self.starts[image] + slot, rank[row]], 1)
 
     def _combinations(self, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return pair, predicate and rank of the `keep` best combinations of every image."""
-        best = [
-            prediction["combinations"][:keep] if "combinations" in prediction
-            else best_combinations(prediction["predicate_scores"], self.pair_scores[start : start + count], keep)
-            for prediction, start, count in zip(self.predictions, self.pair_start, self.num_pairs, strict=True)
-        ]  # fmt: skip
+        best = []
+        for prediction, start, count in zip(self.predictions, self.pair_start, self.num_pairs, strict=True):
+            if "combinations" in prediction:
+                best.append(prediction["combinations"][:keep])
+            else:
+                pair_scores = self.pair_scores[start : start + count]
+                best.append(best_combinations(prediction["predicate_scores"], pair_scores, keep))
         image, rank = _positions(np.asarray([len(rows) for rows in best], np.int64))
         pair, predicate = _flat([np.asarray(rows, np.int64) for rows in best], (0, 2)).T
         return pair + self.pair_start[image], predicate, rank
@@ -294,10 +314,12 @@ class _Chunk:
     def _best_predicates(self, pair: np.ndarray) -> np.ndarray:
         """Return the (n,) best predicates of ascending rows of all pairs."""
         cuts = np.searchsorted(pair, np.append(self.pair_start, len(self.pairs)))
-        images = zip(self.predictions, self.pair_start, cuts[:-1], cuts[1:], strict=True)
-        chosen = ((image, pair[first:last] - start) for image, start, first, last in images if first < last)
-        parts = (best_predicates(image, rows) for image, rows in chosen)
-        return np.concatenate([np.zeros(0, np.int64), *parts])
+        parts = [np.zeros(0, np.int64)]
+        for prediction, start, first, last in zip(self.predictions, self.pair_start, cuts[:-1], cuts[1:], strict=True):
+            if first < last:
+                rows = pair[first:last] - start
+                parts.append(best_predicates(prediction, rows))
+        return np.concatenate(parts)
 
     def _annotated_pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """Return, for each predicted pair (P,), whether it is annotated, and its rank among the annotated pairs of its
@@ -306,8 +328,11 @@ class _Chunk:
             return np.zeros(0, bool), np.zeros(0, np.int64)
         size = 1 + int(max(self.local_pairs.max(initial=0), self.ends.max(initial=0)))
         table = np.zeros((len(self.counts), size, size), bool)
-        table[self.image, self.ends[self.image, self.slot, 0], self.ends[self.image, self.slot, 1]] = True
+        ends = self.ends[self.image, self.slot]  # (R, 2)
+        table[self.image, ends[:, 0], ends[:, 1]] = True
         given = table[self.pair_image, self.local_pairs[:, 0], self.local_pairs[:, 1]]
+        # Given 1 0 1 and, in the next image, 1 1: the totals 1 1 2 3 4, of which 0 and 2 came before, and the ranks
+        # 0 - 1 and 0 1.
         total = np.cumsum(given)
         before = np.concatenate([[0], total])[self.pair_start]
         return given, total - before[self.pair_image] - 1
@@ -316,20 +341,25 @@ class _Chunk:
         """Return (n,) bool: does the union box of the pair match that of the relation? Always true except in phrdet."""
         if not self.union:
             return np.ones(len(pair), bool)
-        predicted = array_union_boxes(self.boxes[self.pairs[pair, 0]], self.boxes[self.pairs[pair, 1]])
+        subjects, objects = self.pairs[pair].T
+        predicted = array_union_boxes(self.boxes[subjects], self.boxes[objects])
         true = self.end_boxes[self.pair_image[pair], slot]
-        return array_iou_plus_one(predicted, array_union_boxes(true[:, 0], true[:, 1])) >= self.threshold
+        annotated = array_union_boxes(true[:, 0], true[:, 1])
+        return array_iou_plus_one(predicted, annotated) >= self.threshold
 
 
 def _positions(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the (sum,) group of every element and its place in the group."""
     group = np.repeat(np.arange(len(counts)), counts)
-    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
+    starts = np.cumsum(counts) - counts
+    return group, np.arange(len(group)) - starts[group]
 
 
 def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
     full = [part for part in parts if len(part)]
-    return np.concatenate(full) if full else np.zeros(empty_shape, parts[0].dtype if parts else np.float32)
+    if full:
+        return np.concatenate(full)
+    return np.zeros(empty_shape, parts[0].dtype if parts else np.float32)
 
 
 def array_iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:

@@ -84,9 +84,50 @@ class SceneGraph(GraphDetector):
     ):
         super().__init__()
         o = options
-        freeze = self._freeze = o.freeze or ("none" if o.detector is None else "detector")
+        freeze = o.freeze or ("none" if o.detector is None else "detector")
         _check_options(o, freeze, predicates)
+        self._freeze = freeze
         self.predicates = tuple(predicates)
+        self._take_settings(o)
+        holds_detector = freeze in ("detector", "detector_and_norms")
+        self.joint = not holds_detector and o.mode != "predcls"
+        below = _build_below(class_names, o, self.joint)
+        self._build_on(below)
+        self._build_features(below, o)
+        if holds_detector:
+            freeze_module(_detector_of(below))
+        elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # they are not used and must not be trained
+            freeze_module(below.rpn)
+            freeze_module(below.roi_heads)
+        width = below.representation_size
+        sizes = HeadSizes(
+            num_classes=len(class_names) + 1,
+            num_predicates=len(predicates) + 1,
+            roi_dim=width,
+            union_dim=width,
+            hidden_dim=o.hidden_dim,
+            pooling_dim=width,
+            embed_dim=o.embed_dim,
+        )
+        self.head = _build_head(o, sizes)
+        self.reads_union = getattr(self.head, "reads_union", True)
+        if not self.reads_union:
+            freeze_module(self.union)
+        if o.norm_momentum is not None:
+            set_bn_momentum(nn.ModuleList([self.head, self.union]), o.norm_momentum)
+        self.attributes = () if o.head == "frequency" else tuple(attributes)
+        self.attribute_predictor = _attribute_predictor(width, len(self.attributes)) if self.attributes else None
+        self._make_counts(len(class_names), len(predicates))
+        self.register_buffer("predicate_weights", torch.ones(sizes.num_predicates))
+        self._announce(o.head)
+        if freeze in ("norms", "detector_and_norms"):
+            hold_batch_norms(self)
+            if isinstance(self.head, ReactPlusPlusHead):
+                self.head.prototypes.moves = False
+        if "loss_refine_obj" not in self.loss_names:  # nothing else would train them
+            freeze_prefixes(self.head, getattr(self.head, "of_labels", ()))
+
+    def _take_settings(self, o: SceneGraphOptions) -> None:
         self.mode = o.mode
         self.given_boxes = o.mode != "sgdet"
         self.pairs_per_image = o.pairs_per_image
@@ -102,50 +143,22 @@ class SceneGraph(GraphDetector):
         self.class_balanced_beta = o.class_balanced_beta
         self.prior_adjustment = o.prior_adjustment
         self.embed_dim = o.embed_dim
-        holds_detector = freeze in ("detector", "detector_and_norms")
-        self.joint = not holds_detector and o.mode != "predcls"
-        below = _build_below(class_names, o, self.joint)
-        self._build_on(below)
-        channels = below.map_channels
-        width = below.representation_size
+        self.last_pixel = float(o.whole_pixels)
+
+    def _build_features(self, below: nn.Module, o: SceneGraphOptions) -> None:
+        """Build the features of objects and of union boxes, which start as copies of the detector's box head."""
         box_head = below.make_box_head() if isinstance(below, DetectorBelow) else below.box_head
         self.box_features = copy.deepcopy(box_head)
         pool = copy.deepcopy(below.box_pool)
-        box_head = copy.deepcopy(box_head)
-        pool = AllLevelsPool(pool, channels) if o.union_levels == "all" else pool
-        self.last_pixel = float(o.whole_pixels)
-        spatial = {
-            "separate_spatial": width if o.separate_spatial else 0,
-            "last_pixel": self.last_pixel,
-        }
-        self.union = UnionFeatures(pool, box_head, channels, **spatial)
-        if holds_detector:
-            freeze_module(_detector_of(below))
-        elif o.mode == "predcls" and not isinstance(below, DetectorBelow):  # they are not used and must not be trained
-            freeze_module(below.rpn)
-            freeze_module(below.roi_heads)
-        classes = len(class_names) + 1
-        size = len(predicates) + 1
-        self.head = _build_head(
-            o,
-            HeadSizes(classes, size, width, width, o.hidden_dim, width, o.embed_dim),
+        if o.union_levels == "all":
+            pool = AllLevelsPool(pool, below.map_channels)
+        self.union = UnionFeatures(
+            pool,
+            copy.deepcopy(box_head),
+            below.map_channels,
+            separate_spatial=below.representation_size if o.separate_spatial else 0,
+            last_pixel=self.last_pixel,
         )
-        self.reads_union = getattr(self.head, "reads_union", True)
-        if not self.reads_union:
-            freeze_module(self.union)
-        if o.norm_momentum is not None:
-            set_bn_momentum(nn.ModuleList([self.head, self.union]), o.norm_momentum)
-        self.attributes = () if o.head == "frequency" else tuple(attributes)
-        self.attribute_predictor = _attribute_predictor(width, len(self.attributes)) if self.attributes else None
-        self._make_counts(len(class_names), len(predicates))
-        self.register_buffer("predicate_weights", torch.ones(size))
-        self._announce(o.head)
-        if freeze in ("norms", "detector_and_norms"):
-            hold_batch_norms(self)
-            if isinstance(self.head, ReactPlusPlusHead):
-                self.head.prototypes.moves = False
-        if "loss_refine_obj" not in self.loss_names:  # nothing else would train them
-            freeze_prefixes(self.head, getattr(self.head, "of_labels", ()))
 
     def _announce(self, head: str) -> None:
         self.loss_names = self.head.loss_names or ("loss_rel",)
@@ -155,7 +168,9 @@ class SceneGraph(GraphDetector):
         if self.attributes:
             self.loss_names += ("loss_refine_att",)
         self.relation_losses = self.loss_names
-        self.divided_by = {name: _divisor(name) if self.given_boxes else "images" for name in self.relation_losses}
+        self.divided_by = dict.fromkeys(self.relation_losses, "images")
+        if self.given_boxes:
+            self.divided_by = {name: _divisor(name) for name in self.relation_losses}
         self.metric_names = ("relation_error",) if self.mode == "predcls" else ("relation_error", "object_error")
         self.default_weights = dict.fromkeys(self.relation_losses, 1.0)
         if self.joint:
@@ -177,12 +192,7 @@ class SceneGraph(GraphDetector):
         if self.rare_predicate_power:
             self.predicate_weights.copy_(predicate_weights(relations, self.rare_predicate_power))
         elif self.class_balanced_beta:
-            self.predicate_weights.copy_(
-                class_balanced_weights(
-                    relations,
-                    self.class_balanced_beta,
-                )
-            )
+            self.predicate_weights.copy_(class_balanced_weights(relations, self.class_balanced_beta))
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
         """Load the weights of a detector: its own, and those of a Faster R-CNN's box head for objects and union boxes.
@@ -227,27 +237,18 @@ class SceneGraph(GraphDetector):
             boxes = [graph["boxes"] for graph in graphs]
             learned = {}
         else:
-            objects, boxes, learned = detected_objects(
-                self,
-                maps,
-                images_hw,
-                truths,
-                graphs,
-                detector_outputs,
-            )
-        draws = [image_generator(target, "pairs") for target in targets or ()]
-        pairs = sampled_pairs(self, boxes, graphs, learned.get("labels"), draws)
-        objects["on_host"] = torch.cat(boxes), pairs["pairs"]
-        objects["draws"] = [image_generator(target, "labels", images.device) for target in targets or ()]
-        batch = RelationBatch(
-            sizes_hw=sizes,
-            **objects,
-            **send_dicts([pairs | learned], images.device)[0],
-        )
-        asked = batch.boxes_xyxy, batch.pairs, batch.num_pairs
+            objects, boxes, learned = detected_objects(self, maps, images_hw, truths, graphs, detector_outputs)
+        batch = self._batch(objects, boxes, learned, graphs, sizes, targets or ())
         if self.reads_union:
-            features = self.union(maps, *asked, sizes, images_hw, batch.on_host)
-            batch.union_features, batch.spatial_features = features
+            batch.union_features, batch.spatial_features = self.union(
+                maps,
+                batch.boxes_xyxy,
+                batch.pairs,
+                batch.num_pairs,
+                sizes,
+                images_hw,
+                batch.on_host,
+            )
         output = self.head(batch)
         outputs = {"output": output, "batch": batch, "truths": graphs}
         if self.attribute_predictor is not None:
@@ -258,6 +259,31 @@ class SceneGraph(GraphDetector):
         if learns:
             outputs["detector"] = detector_outputs or self.detector.from_features(maps, images_hw, targets)
         return outputs
+
+    def _batch(
+        self,
+        objects: dict,
+        boxes: list[Tensor],
+        learned: dict[str, Tensor],
+        graphs: list[dict] | None,
+        sizes: Tensor,
+        targets: Sequence[Mapping],
+    ) -> RelationBatch:
+        """Sample the pairs of the objects and return the head's input, without the features of unions.
+
+        objects, boxes, learned: of `detected_objects`. graphs: annotated, on the host.
+        """
+        device = objects["boxes_xyxy"].device
+        draws = [image_generator(target, "pairs") for target in targets]
+        pairs = sampled_pairs(self, boxes, graphs, learned.get("labels"), draws)
+        (sent,) = send_dicts([pairs | learned], device)
+        return RelationBatch(
+            sizes_hw=sizes,
+            **objects,
+            **sent,
+            on_host=(torch.cat(boxes), pairs["pairs"]),
+            draws=[image_generator(target, "labels", device) for target in targets],
+        )
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
@@ -288,31 +314,36 @@ class SceneGraph(GraphDetector):
         losses = {}
         for name in self.relation_losses:
             if name in sums:  # others are of training only, or the batch has no objects
-                total = sums[name][0] if self.given_boxes else mean(*sums[name])
+                of_images, counts = sums[name]
+                total = of_images if self.given_boxes else mean(of_images, counts)
                 losses[name] = total.sum() / denominators[self.divided_by[name]]
         if "detector" in outputs:
-            losses |= self.detector.criterion(outputs["detector"], targets, denominators)[0]
+            of_detector, _ = self.detector.criterion(outputs["detector"], targets, denominators)
+            losses |= of_detector
         return losses, self._metrics(output, batch)
 
     def _metrics(self, output: RelationOutput, batch: RelationBatch) -> dict[str, tuple[Tensor, Tensor]]:
         related = batch.relation_labels > 0
         labelled = batch.labels > 0
-        wrong = related & (output.relation_logits[:, 1:].argmax(1) + 1 != batch.relation_labels)
+        best_predicate = output.relation_logits[:, 1:].argmax(1) + 1
+        wrong = related & (best_predicate != batch.relation_labels)
         metrics = {"relation_error": (100.0 * wrong.sum(), related.sum())}
         if self.mode != "predcls":
-            wrong = labelled & (output.object_logits[:, 1:].argmax(1) + 1 != batch.labels)
+            best_class = output.object_logits[:, 1:].argmax(1) + 1
+            wrong = labelled & (best_class != batch.labels)
             metrics["object_error"] = (100.0 * wrong.sum(), labelled.sum())
         return metrics
 
     def graph_obstacle(self) -> str | None:
-        obstacles = {
-            f"in {self.mode} the boxes are given": self.given_boxes,
-            f"of the heads only {', '.join(TRACEABLE_HEADS)} can be traced": self.options["head"]
-            not in TRACEABLE_HEADS,
-            "its detector has two stages, whose proposals vary": not isinstance(self.detector, DetectorBelow),
-            "union features of all levels cannot be traced": self.options["union_levels"] == "all",
-        }
-        return next((words for words, is_one in obstacles.items() if is_one), None)
+        if self.given_boxes:
+            return f"in {self.mode} the boxes are given"
+        if self.options["head"] not in TRACEABLE_HEADS:
+            return f"of the heads only {', '.join(TRACEABLE_HEADS)} can be traced"
+        if not isinstance(self.detector, DetectorBelow):
+            return "its detector has two stages, whose proposals vary"
+        if self.options["union_levels"] == "all":
+            return "union features of all levels cannot be traced"
+        return None
 
     def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
         return decode_graph(self, images, sizes, top_k, pool)
@@ -345,27 +376,39 @@ class SceneGraph(GraphDetector):
         batch = outputs["batch"]
         truths = outputs["truths"]
         objects, triplets = rank_triplets(output, batch, self.given_boxes, self.nms_threshold)
-        objects["boxes"] = objects["boxes"] * (orig_sizes / sizes).float().flip(1).repeat(1, 2)[batch.image]
+        scale_hw = (orig_sizes / sizes).float()
+        scale_xyxy = scale_hw.flip(1).repeat(1, 2)  # (B, 4)
+        objects["boxes"] = objects["boxes"] * scale_xyxy[batch.image]
         if "attribute_logits" in outputs and (self.given_boxes or truths is None):
-            objects["attribute_scores"] = outputs["attribute_logits"].float().sigmoid()[:, 1:]
-        annotated = [len(truth["relations"]) if self.given_boxes else 0 for truth in truths or batch.num_pairs]
+            scores = outputs["attribute_logits"].float().sigmoid()
+            objects["attribute_scores"] = scores[:, 1:]
+        annotated = [0] * len(batch.num_pairs)
+        if self.given_boxes:
+            annotated = [len(truth["relations"]) for truth in truths]
         short, counts = shortlist(triplets, batch.num_pairs, top_k, annotated)
         graphs = graphs_on_host(objects, short, batch.num_objects, counts)
         if not self.given_boxes:
             return [strong_only(graph, score_threshold) for graph in graphs]
         for graph, truth in zip(graphs, truths, strict=True):
-            graph.update(
-                {f"true_{name}": truth[name] for name in ("labels", "relations", "attributes") if name in truth}
-            )
+            for name in ("labels", "relations", "attributes"):
+                if name in truth:
+                    graph[f"true_{name}"] = truth[name]
         return graphs
 
 
 def _divisor(loss: str) -> str:
     """Return the denominator of a loss of a head on given boxes."""
-    of_others = {"loss_refine_obj": "relation_objects"}
-    of_images = ("binary_loss", "l21_loss", "dist_loss2", "loss_mask_query", "loss_mask_e2e", "loss_mask_n2e")
-    of_others |= dict.fromkeys(of_images, "relation_images")
-    return (of_others | {"loss_refine_att": "attribute_entries"}).get(loss, "relation_pairs")
+    divisors = {
+        "loss_refine_obj": "relation_objects",
+        "loss_refine_att": "attribute_entries",
+        "binary_loss": "relation_images",
+        "l21_loss": "relation_images",
+        "dist_loss2": "relation_images",
+        "loss_mask_query": "relation_images",
+        "loss_mask_e2e": "relation_images",
+        "loss_mask_n2e": "relation_images",
+    }
+    return divisors.get(loss, "relation_pairs")
 
 
 def _attribute_predictor(width: int, count: int) -> nn.Linear:
@@ -386,12 +429,14 @@ def _build_below(class_names: Sequence[str], o: SceneGraphOptions, joint: bool) 
         inner = build_below(o, {}, class_names)
         if isinstance(inner, FasterRCNN):
             return inner
-        wanted = {
-            "score_threshold": o.score_threshold,
-            "nms_threshold": o.nms_threshold,
-            "passes_targets": joint,
-        }
-        return DetectorBelow(inner, o.map_channels, o.representation_size, **wanted)
+        return DetectorBelow(
+            inner,
+            o.map_channels,
+            o.representation_size,
+            score_threshold=o.score_threshold,
+            nms_threshold=o.nms_threshold,
+            passes_targets=joint,
+        )
 
 
 def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
@@ -410,9 +455,16 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
 
 
 def _check_options(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
-    options = ("mode", o.mode, MODES), ("head", o.head, RELATION_HEADS), ("freeze", freeze, GRAPH_FREEZE_CHOICES)
-    options += (("union_levels", o.union_levels, ("one", "all")),)
-    faults = [f"model.{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]
+    options = (
+        ("mode", o.mode, MODES),
+        ("head", o.head, RELATION_HEADS),
+        ("freeze", freeze, GRAPH_FREEZE_CHOICES),
+        ("union_levels", o.union_levels, ("one", "all")),
+    )
+    faults = []
+    for key, value, choices in options:
+        if value not in choices:
+            faults.append(f"model.{key} is {value!r}; expected {', '.join(choices)}")
     if not 0 <= o.class_balanced_beta < 1 or o.class_balanced_beta and o.rare_predicate_power:
         expected = "0 to below 1, and 0 where model.rare_predicate_power is set"
         faults.append(f"model.class_balanced_beta is {o.class_balanced_beta}; expected {expected}")

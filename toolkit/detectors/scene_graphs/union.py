@@ -34,14 +34,12 @@ class RectangleFeatures(nn.Module):
     def forward(self, subjects_xyxy: Tensor, objects_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
         """Convolve (R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms
         unchanged."""
-        masks = rectangle_masks(
-            torch.stack([subjects_xyxy, objects_xyxy], 1),
-            sizes_hw[:, None],
-            self.mask_size,
-        )
+        both = torch.stack([subjects_xyxy, objects_xyxy], 1)  # (R, 2, 4)
+        masks = rectangle_masks(both, sizes_hw[:, None], self.mask_size)
         if not len(masks):
             resolution = (self.mask_size + 1) // 4
-            return masks.new_zeros(0, self.conv[4].out_channels, resolution, resolution) + 0 * self.conv[0].bias.sum()
+            nothing = masks.new_zeros(0, self.conv[4].out_channels, resolution, resolution)
+            return nothing + 0 * self.conv[0].bias.sum()  # with a gradient
         return self.conv(masks)
 
 
@@ -67,8 +65,9 @@ class AllLevelsPool(nn.Module):
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *on_host) -> Tensor:
         """Return (R, channels, resolution, resolution); arguments as of `LevelPool`."""
         ends = [moved_ends(image_boxes, -self.last_pixel) for image_boxes in boxes]
-        levels = zip(self.names, self.scales, strict=True)
-        pooled = [roi_align(maps[name], ends, self.size, scale, self.ratio) for name, scale in levels]
+        pooled = []
+        for name, scale in zip(self.names, self.scales, strict=True):
+            pooled.append(roi_align(maps[name], ends, self.size, scale, self.ratio))
         return self.reduce(torch.cat(pooled, 1)).relu()
 
 
@@ -81,9 +80,14 @@ class UnionFeatures(nn.Module):
     """
 
     def __init__(
-        self, pool: nn.Module, head: nn.Module, channels: int, resolution: int = 7, separate_spatial: int = 0,
+        self,
+        pool: nn.Module,
+        head: nn.Module,
+        channels: int,
+        resolution: int = 7,
+        separate_spatial: int = 0,
         last_pixel: float = 0.0,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.pool = pool
         self.head = head
@@ -91,9 +95,8 @@ class UnionFeatures(nn.Module):
         self.last_pixel = last_pixel
         self.spatial = None
         if separate_spatial:
-            inner = fc(channels * resolution**2, separate_spatial // 2)
             self.spatial = nn.Sequential(
-                inner,
+                fc(channels * resolution**2, separate_spatial // 2),
                 nn.ReLU(),
                 fc(separate_spatial // 2, separate_spatial),
                 nn.ReLU(),
@@ -116,39 +119,46 @@ class UnionFeatures(nn.Module):
         pairs, if known there. Evaluation computes `PAIRS_PER_CHUNK`, so that an image of hundreds of objects fits the
         memory.
         """
-        about = feature_maps, boxes_xyxy, sizes_hw, images_hw or list(map(tuple, sizes_hw.tolist()))
+        shapes = images_hw or list(map(tuple, sizes_hw.tolist()))
+        about = (feature_maps, boxes_xyxy, sizes_hw, shapes)
         if self.training or len(pairs) <= PAIRS_PER_CHUNK:
             return self._of_pairs(*about, pairs, list(num_pairs), on_host)
-        parts = []
+        features = []
+        spatial = []
         for first in range(0, len(pairs), PAIRS_PER_CHUNK):
-            rows = slice(first, first + PAIRS_PER_CHUNK)
-            ends = zip(accumulate(num_pairs), num_pairs, strict=True)
-            counts = [max(0, min(end, rows.stop) - max(end - count, first)) for end, count in ends]
-            parts.append(
-                self._of_pairs(
-                    *about,
-                    pairs[rows],
-                    counts,
-                    on_host and (on_host[0], on_host[1][rows]),
-                )
-            )
-        features, spatial = zip(*parts, strict=True)
+            last = first + PAIRS_PER_CHUNK
+            # Of images of 3 and 4 pairs, the chunk from 2 to 6 has 1 and 3.
+            counts = []
+            for end, count in zip(accumulate(num_pairs), num_pairs, strict=True):
+                counts.append(max(0, min(end, last) - max(end - count, first)))
+            chunk_on_host = on_host and (on_host[0], on_host[1][first:last])
+            of_pairs, places = self._of_pairs(*about, pairs[first:last], counts, chunk_on_host)
+            features.append(of_pairs)
+            spatial.append(places)
         return torch.cat(features), None if self.spatial is None else torch.cat(spatial)
 
     def _of_pairs(
-        self, feature_maps: Mapping[str, Tensor], boxes_xyxy: Tensor, sizes_hw: Tensor, shapes: Sequence,
-        pairs: Tensor, num_pairs: list[int], on_host: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        feature_maps: Mapping[str, Tensor],
+        boxes_xyxy: Tensor,
+        sizes_hw: Tensor,
+        shapes: Sequence,
+        pairs: Tensor,
+        num_pairs: list[int],
+        on_host: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
         subjects = boxes_xyxy[pairs[:, 0]]
         objects = boxes_xyxy[pairs[:, 1]]
-        pair_sizes = sizes_hw.to(boxes_xyxy)[image_of_each(num_pairs, boxes_xyxy.device)]
+        image = image_of_each(num_pairs, boxes_xyxy.device)
+        pair_sizes = sizes_hw.to(boxes_xyxy)[image]
         rectangles = self.rectangles(subjects, objects, pair_sizes)
         unions = [union_boxes(subjects, objects)]
         if on_host is not None:
-            unions.append(union_boxes(*(on_host[0][rows] for rows in on_host[1].unbind(1))))
-        unions = [moved_ends(boxes, self.last_pixel) for boxes in unions]
-        unions, *unions_on_host = ([*boxes.split(num_pairs)] for boxes in unions)
-        pooled = self.pool(dict(feature_maps), unions, shapes, *unions_on_host)
+            boxes, rows = on_host
+            unions.append(union_boxes(boxes[rows[:, 0]], boxes[rows[:, 1]]))
+        unions = [moved_ends(of_pairs, self.last_pixel) for of_pairs in unions]
+        by_image, *by_image_on_host = [list(of_pairs.split(num_pairs)) for of_pairs in unions]
+        pooled = self.pool(dict(feature_maps), by_image, shapes, *by_image_on_host)
         if self.spatial is not None:
             return self.head(pooled), self.spatial(rectangles.flatten(1))
         return self.head(pooled + rectangles.to(pooled)), None

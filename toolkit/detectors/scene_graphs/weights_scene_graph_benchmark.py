@@ -205,10 +205,12 @@ class _SceneGraphs:
         detector = MASKRCNN_BENCHMARK.described(state, file)
         union = f"{RELATION}union_feature_extractor."
         outputs = [f"{name}.weight" for name in ("ctx_compress", "rel_compress", "context_layer.rel_fc")]
-        num_predicates = len(next(predictor[name] for name in outputs if name in predictor)) - 1
+        output = next(predictor[name] for name in outputs if name in predictor)
+        num_predicates = len(output) - 1
         words = predictor.get("context_layer.obj_embed1.weight")
         width_of = predictor.get("post_emb.weight")
-        hidden = predictor["context_layer.obj_unary.weight"].shape[0] if width_of is None else width_of.shape[1]
+        unary = predictor.get("context_layer.obj_unary.weight")
+        hidden = len(unary) if width_of is None else width_of.shape[1]
         options = {
             "mode": "sgdet",
             "head": {"motif": "motifs"}.get(head, head.split("_")[0]),
@@ -234,10 +236,16 @@ class _SceneGraphs:
         """Return the publisher's tensors under our names; those without a counterpart keep their own names."""
         predictor = below(state, PREDICTOR)
         head = head_of(predictor)[0]
-        detector = MASKRCNN_BENCHMARK.ours_from({k: v for k, v in state.items() if not k.startswith(RELATION)})
+        of_detector = {}
+        of_features = {}
+        for name, value in state.items():
+            if not name.startswith(RELATION):
+                of_detector[name] = value
+            elif not name.startswith(PREDICTOR):
+                of_features[name] = value
+        detector = MASKRCNN_BENCHMARK.ours_from(of_detector)
         ours = {f"detector.{name}": value for name, value in detector.items()}
-        features = {k: v for k, v in state.items() if k.startswith(RELATION) and not k.startswith(PREDICTOR)}
-        ours |= renamed(features, FEATURES)
+        ours |= renamed(of_features, FEATURES)
         for name, value in predictor.items():
             flat = value[..., 0] if re.search(r"pos_ffn\.w_\d\.weight$", name) else value  # a convolution of width 1
             apart = name == CONV_POSITIONS and SPATIAL in state

@@ -127,9 +127,7 @@ def match_anchors(anchors_cxcywh: Tensor, objects: PaddedObjects, iou_threshold:
     x0, y0, x1, y1 = objects.boxes[..., None].unbind(-2)  # (B, T, 1)
     # (B, T, A); in place where it can be: on a CPU, memory that is new costs more than the arithmetic
     common = torch.minimum(x1, right).sub_(torch.maximum(x0, left)).clamp_(min=0)
-    common_height = torch.minimum(y1, bottom).sub_(torch.maximum(y0, top)).clamp_(min=0)
-    common.mul_(common_height)
-    del common_height
+    common.mul_(torch.minimum(y1, bottom).sub_(torch.maximum(y0, top)).clamp_(min=0))
     anchor_area = (right - left) * (bottom - top)  # (A,)
     box_area = (x1 - x0) * (y1 - y0)  # (B, T, 1)
     union = (box_area + anchor_area).sub_(common).add_(1e-5)  # the 1e-5 is CVNets'

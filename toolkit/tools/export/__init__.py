@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from toolkit.base.errors import BadInput
 from toolkit.base.public import without_machine
@@ -79,17 +80,29 @@ def export_detector(
         score_threshold,
         top_k,
         without_machine(source),
+        max_detections=kept,
     )
-    about.max_detections = kept
-    folder = Path(folder)
+    return _write(program, Path(folder), formats, about, say), graph
+
+
+def _write(
+    program: ExportedProgram,
+    folder: Path,
+    formats: Sequence[str],
+    about: ExportMetadata,
+    say: Callable[[str], None],
+) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
-    for name, file, write in (("torch", "model.pt2", write_program), ("onnx", "model.onnx", write_onnx)):
-        if name in formats:  # the program first: writing ONNX changes it
-            written[name] = folder / file
-            say(f"writing {folder / file}")
-            write(program, folder / file, about)
-    return written, graph
+    if "torch" in formats:  # first: writing ONNX changes the program
+        written["torch"] = folder / "model.pt2"
+        say(f"writing {written['torch']}")
+        write_program(program, written["torch"], about)
+    if "onnx" in formats:
+        written["onnx"] = folder / "model.onnx"
+        say(f"writing {written['onnx']}")
+        write_onnx(program, written["onnx"], about)
+    return written
 
 
 def export_final(
@@ -106,13 +119,16 @@ def export_final(
     images: uint8 (B, 3, H, W), real images on which the files are compared with PyTorch. Raises BadInput as
     `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
     """
-    about = {
-        "categories": categories,
-        "size": size,
-        "source": str(folder),
-        "max_detections": max_detections,
-    }
-    written, graph = export_detector(detector, folder, ("torch", "onnx"), **about, say=say)
+    written, graph = export_detector(
+        detector,
+        folder,
+        ("torch", "onnx"),
+        categories=categories,
+        size=size,
+        source=str(folder),
+        max_detections=max_detections,
+        say=say,
+    )
     images = images.cpu().contiguous()
     differences = [f"  {path.name}: {check_against_pytorch(graph, path, images)}" for path in written.values()]
     of_graph = ": the detector alone, scripts/export.py writes relations" if getattr(detector, "predicates", ()) else ""

@@ -58,15 +58,19 @@ def compare_outputs(expected, outputs, side: int) -> OutputDifference:
     """
     boxes, scores, labels = expected
     unit = boxes.abs().amax(-1).clamp(min=side)  # a box far outside is compared in its own size
-    apart = (boxes[:, :, None] - outputs[0][:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
-    of_score = (scores[:, :, None] - outputs[1][:, None]).abs()
-    near = (labels[:, :, None] == outputs[2][:, None]) & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)
+    other_boxes, other_scores, other_labels = outputs
+    apart = (boxes[:, :, None] - other_boxes[:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
+    of_score = (scores[:, :, None] - other_scores[:, None]).abs()
+    same_label = labels[:, :, None] == other_labels[:, None]
+    near = same_label & (of_score <= SCORE_TOLERANCE) & (apart <= BOX_TOLERANCE)
     nearest = (apart + of_score).masked_fill(~near, torch.inf).min(dim=2)
     real = scores > 0
     matched = real & nearest.values.isfinite()
     if not matched.any():
         return OutputDifference(float(not real.any()), 0.0, 0.0)
-    apart, of_score = (d.gather(2, nearest.indices[..., None])[..., 0][matched] for d in (apart, of_score))
+    partner = nearest.indices[..., None]
+    apart = apart.gather(2, partner)[..., 0][matched]
+    of_score = of_score.gather(2, partner)[..., 0][matched]
     return OutputDifference(
         (matched.sum() / real.sum()).item(),
         of_score.max().item(),

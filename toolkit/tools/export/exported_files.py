@@ -196,12 +196,15 @@ def _check_relations(path: Path, relations: Sequence[np.ndarray], rows: tuple[in
         (rows[0], count, len(about.predicates)),
         (rows[0], count),
     ]
-    if shapes != expected or not 0 <= np.min(relations[0], initial=0) <= np.max(relations[0], initial=0) < rows[1]:
+    lowest = np.min(relations[0], initial=0)
+    highest = np.max(relations[0], initial=0)
+    if shapes != expected or not 0 <= lowest <= highest < rows[1]:
         raise BadInput(f"{path}: its relations {shapes} are not {expected} of its {rows[1]} boxes")
 
 
 def _first_line(error: Exception) -> str:
-    return escaped(str(error).strip().partition("\n")[0], 300) or type(error).__name__
+    first, _, _ = str(error).strip().partition("\n")
+    return escaped(first, 300) or type(error).__name__
 
 
 def _open_onnx(path: Path) -> tuple[Runner, ExportMetadata]:

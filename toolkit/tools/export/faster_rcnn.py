@@ -30,8 +30,10 @@ class FasterRcnnGraph(PixelsToBoxes):
         count = proposals.shape[1]
         weights = detector.roi_heads.box_coder.weights
         deltas = deltas.float().unflatten(1, (-1, 4))[:, 1:]
-        boxes = apply_deltas(deltas, proposals.flatten(0, 1)[:, None], weights).unflatten(0, (-1, count))
-        scores = logits.float().softmax(-1)[:, 1:].unflatten(0, (-1, count))
+        boxes = apply_deltas(deltas, proposals.flatten(0, 1)[:, None], weights)
+        boxes = boxes.unflatten(0, (-1, count))  # (B, P, C, 4)
+        scores = logits.float().softmax(-1)[:, 1:]
+        scores = scores.unflatten(0, (-1, count))
         return detector.best_detections(
             boxes,
             scores.where((objectness > 0)[..., None], 0),
@@ -60,7 +62,8 @@ class FasterRcnnGraph(PixelsToBoxes):
             boxes = clip_boxes(boxes.reshape(-1, limit, 4), sizes)
             scores = scores.sigmoid().where(_large(boxes, rpn.min_size), 0)
             scores = scores.where(scores >= rpn.score_thresh, 0)
-            kept.append((boxes, scores.where(nms_keep(boxes, scores, rpn.nms_thresh), 0)))
+            keep = nms_keep(boxes, scores, rpn.nms_thresh)
+            kept.append((boxes, scores.where(keep, 0)))
         boxes, scores = (torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))
         count = min(rpn.post_nms_top_n(), scores.shape[1])
         boxes, scores, _ = best(
@@ -89,4 +92,5 @@ def pool_where(pool: MultiScaleRoIAlign, features, boxes: Tensor, real: Tensor) 
 
 
 def _large(boxes: Tensor, side: float) -> Tensor:
-    return ((boxes[..., 2] - boxes[..., 0]) >= side) & ((boxes[..., 3] - boxes[..., 1]) >= side)
+    left, top, right, bottom = boxes.unbind(-1)
+    return (right - left >= side) & (bottom - top >= side)

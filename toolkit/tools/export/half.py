@@ -46,12 +46,17 @@ def write_half(onnx: Path, path: Path) -> None:
 def _in_half(graph) -> dict:
     """Return the nodes that compute in float16, in their order: all products, and each node that has only such nodes
     or constants before it and at least one such node after it."""
-    half = {node: None for node in graph if node.op_type in PRODUCTS | BETWEEN and _is_float(node.outputs[0])}
+    half = {}  # a dict, which keeps the order
+    for node in graph:
+        if node.op_type in PRODUCTS | BETWEEN and _is_float(node.outputs[0]):
+            half[node] = None
 
     def stays(node) -> bool:
-        made = [value.producer() for value in node.inputs if _is_float(value) and value.const_value is None]
+        if node.op_type in PRODUCTS:
+            return True
+        before = [value.producer() for value in node.inputs if _is_float(value) and value.const_value is None]
         behind = [user for value in node.outputs for user in value.consumers()]
-        return node.op_type in PRODUCTS or all(p in half for p in made) and any(user in half for user in behind)
+        return all(producer in half for producer in before) and any(user in half for user in behind)
 
     while doubtful := [node for node in half if not stays(node)]:
         for node in doubtful:

@@ -111,10 +111,14 @@ def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> P
 
 def _is_image_file(path: Path, leave_out: Path | None) -> bool:
     # not `resolve`, which raises for a link to itself
-    if leave_out is not None and Path(os.path.realpath(leave_out)) in Path(os.path.realpath(path)).parents:
+    if leave_out is not None:
+        real = Path(os.path.realpath(path))
+        if Path(os.path.realpath(leave_out)) in real.parents:
+            return False
+    if path.suffix.lower() not in IMAGE_SUFFIXES:
         return False
     # A broken link is taken too, so that it is reported among the errors.
-    return path.suffix.lower() in IMAGE_SUFFIXES and (path.is_file() or path.is_symlink() and not path.is_dir())
+    return path.is_file() or (path.is_symlink() and not path.is_dir())
 
 
 # ---- ids and boxes from a COCO file ----------------------------------------------------------------------------------
@@ -141,7 +145,10 @@ def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
     for parts, image_id in entries:
         by_name.setdefault(parts[-1], []).append((parts, image_id))
     for name in names:
-        matches = [image_id for parts, image_id in by_name.get(name.name, ()) if name.parts[-len(parts) :] == parts]
+        matches = []
+        for parts, image_id in by_name.get(name.name, ()):
+            if name.parts[-len(parts) :] == parts:
+                matches.append(image_id)
         ids.append(matches[0] if matches else None)
         if len(matches) != 1:
             problems.append(f"{name}: {annotations} names {len(matches)} such images; expected 1")
@@ -199,8 +206,12 @@ def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[st
 
 
 def _is_box(box: object) -> bool:
-    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
-    return numbers and all(map(math.isfinite, box)) and box[2] > 0 and box[3] > 0
+    if not isinstance(box, list) or len(box) != 4:
+        return False
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in box):
+        return False
+    _, _, width, height = box
+    return width > 0 and height > 0
 
 
 # ---- image files -> detections ---------------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def names_of_outputs(files: Mapping[Path, Path], fetched: Set[Path], formats: Se
     """
     here = {path: Path(os.path.abspath(path)) for path in files if path not in fetched}
     names = {path: name.as_posix() for path, name in files.items()}
-    if len({absolute.parents[len(files[path].parts) - 1] for path, absolute in here.items()}) > 1:
+    folders = {absolute.parents[len(files[path].parts) - 1] for path, absolute in here.items()}
+    if len(folders) > 1:
         common = os.path.commonpath([absolute.parent for absolute in here.values()])
         names |= {path: absolute.relative_to(common).as_posix() for path, absolute in here.items()}
     if "yolo" in formats:
@@ -153,7 +154,11 @@ def check_output_folder(folder: Path, inputs: Sequence[Path], overwrite: bool) -
     """
     old = _earlier(folder)
     real = {Path(os.path.realpath(path)) for path in old}  # `resolve` raises for a link to itself
-    lost = [path for path in inputs if real & {Path(os.path.realpath(path)), *Path(os.path.realpath(path)).parents}]
+    lost = []
+    for path in inputs:
+        real_path = Path(os.path.realpath(path))
+        if real & {real_path, *real_path.parents}:
+            lost.append(path)
     if lost:
         raise BadInput([f"{path}: a new prediction would overwrite it; choose another --out" for path in lost])
     if old and not overwrite:

@@ -152,8 +152,11 @@ def smallest_threshold(predictor: Predictor) -> float:
 def _filtered(predictor: Predictor, wanted: Callable[[Detections], Tensor]) -> Predictor:
     def predict(images: Sequence[Tensor], score_threshold: float, *given) -> list[Detections]:
         predictions = predictor.predict(images, score_threshold, *given)
-        labels = [detections["labels"].where(wanted(detections), -1) for detections in predictions]
-        return [best_first(detections | {"labels": kept}) for detections, kept in zip(predictions, labels, strict=True)]
+        result = []
+        for detections in predictions:
+            labels = detections["labels"].where(wanted(detections), -1)
+            result.append(best_first(detections | {"labels": labels}))
+        return result
 
     return replace(predictor, predict=predict)
 
@@ -257,8 +260,11 @@ def transformers_predict(model: nn.Module, processor, top_k: int = MIN_TOP_K):
             score_threshold,
             target_sizes=sizes_hw,
         )
-        order = (detections["scores"].argsort(descending=True, stable=True)[:top_k] for detections in found)
-        return [{key: d[key][rows] for key in d} for d, rows in zip(found, order, strict=True)]
+        result = []
+        for detections in found:
+            order = detections["scores"].argsort(descending=True, stable=True)[:top_k]
+            result.append({key: column[order] for key, column in detections.items()})
+        return result
 
     return _loop(prepare, find)
 
@@ -343,4 +349,8 @@ def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Dete
     """Return the best `max_detections` of an image in the labels of a table, without classes that the table lacks."""
     table_labels = labels[torch.as_tensor(detections["labels"]).long()]
     keep = (table_labels >= 0).nonzero().flatten()[:max_detections]
-    return {key: torch.as_tensor(detections[key])[keep] for key in ("boxes", "scores")} | {"labels": table_labels[keep]}
+    return {
+        "boxes": torch.as_tensor(detections["boxes"])[keep],
+        "scores": torch.as_tensor(detections["scores"])[keep],
+        "labels": table_labels[keep],
+    }

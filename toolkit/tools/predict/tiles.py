@@ -90,8 +90,10 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
 
 def tile_hw(tile: int, size: Mapping[str, int] | None) -> tuple[int, int]:
     """Return the (h, w) of tiles with a longer side of `tile` pixels and the aspect ratio of `size`, if it has one."""
-    height, width = (size or {}).get("height", 1), (size or {}).get("width", 1)
-    return tuple(max(1, round(tile * side / max(height, width))) for side in (height, width))
+    size = size or {}
+    height, width = size.get("height", 1), size.get("width", 1)
+    longer = max(height, width)
+    return tuple(max(1, round(tile * side / longer)) for side in (height, width))
 
 
 def starts(length: int, tile: int, overlap: float) -> list[int]:
@@ -129,10 +131,13 @@ def _inside_another(detections: Detections, cut: Tensor) -> Tensor:
         parts = (of_class & cut).nonzero()[:, 0]
         others = of_class.nonzero()[:, 0]
         low = torch.maximum(boxes[parts, None, :2], boxes[None, others, :2])
-        shared = (torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:]) - low).clamp(min=0).prod(-1)
-        better = ~cut[None, others] | (area[None, others] > area[parts, None])
-        better &= (scores[None, others] >= MIN_SCORE_RATIO * scores[parts, None]) & (parts[:, None] != others)
-        inside[parts] = ((shared >= MIN_CONTAINED_SHARE * area[parts, None]) & better).any(1)
+        high = torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:])
+        shared = (high - low).clamp(min=0).prod(-1)  # (parts, others)
+        is_contained = shared >= MIN_CONTAINED_SHARE * area[parts, None]
+        is_whole = ~cut[None, others] | (area[None, others] > area[parts, None])
+        is_as_sure = scores[None, others] >= MIN_SCORE_RATIO * scores[parts, None]
+        is_another = parts[:, None] != others
+        inside[parts] = (is_contained & is_whole & is_as_sure & is_another).any(1)
     return inside
 
 

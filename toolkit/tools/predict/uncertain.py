@@ -55,7 +55,8 @@ def most_uncertain(
         if prediction.error is None:
             found[prediction.path] = prediction.found["uncertainty"]
             look = thumbnail_of(prediction.image).astype(np.float64).ravel()
-            looks[prediction.path] = (look - look.mean()) / max(np.linalg.norm(look - look.mean()), 1e-9)
+            centred = look - look.mean()
+            looks[prediction.path] = centred / max(np.linalg.norm(centred), 1e-9)
     ranked = sorted(found, key=lambda path: -sum(found[path]))[: CANDIDATES_PER_IMAGE * count]
     chosen = farthest_first(np.array([looks[path] for path in ranked]), count) if ranked else []
     return {ranked[index]: found[ranked[index]] for index in chosen}
@@ -71,12 +72,15 @@ def uncertainty(found: Detections, mirrored: Detections, width: int) -> tuple[fl
     scores = found["scores"].double().clamp(1e-9, 1 - 1e-9)
     entropy = -(scores * scores.log2() + (1 - scores) * (1 - scores).log2())
     left, top, right, bottom = mirrored["boxes"].unbind(1)
-    iou = box_iou(found["boxes"], torch.stack([width - right, top, width - left, bottom], 1)).double()
+    mirrored_back = torch.stack([width - right, top, width - left, bottom], 1)
+    iou = box_iou(found["boxes"], mirrored_back).double()
     pairs = iou * torch.minimum(found["scores"][:, None], mirrored["scores"])
     pairs = pairs * (found["labels"][:, None] == mirrored["labels"])
     matched = pairs[linear_sum_assignment(pairs, maximize=True)].sum() if pairs.numel() else 0.0
     total = float(found["scores"].sum() + mirrored["scores"].sum())
-    return float(entropy.mean()) if len(scores) else 0.0, 1 - 2 * float(matched) / total if total else 0.0
+    mean_entropy = float(entropy.mean()) if len(scores) else 0.0
+    disagreement = 1 - 2 * float(matched) / total if total else 0.0
+    return mean_entropy, disagreement
 
 
 def farthest_first(looks: np.ndarray, count: int) -> list[int]:

@@ -134,7 +134,8 @@ def _has_levelled_off(run: RunFacts) -> bool:
 
 
 def _best_before_the_last_quarter(steps: np.ndarray, ap: np.ndarray) -> int:
-    early = np.flatnonzero(steps <= steps[0] + 0.75 * (steps[-1] - steps[0]))
+    last_quarter_from = steps[0] + 0.75 * (steps[-1] - steps[0])
+    early = np.flatnonzero(steps <= last_quarter_from)
     return int(early[ap[early].argmax()])
 
 
@@ -146,9 +147,13 @@ def _over_fitting(rows) -> Advice | None:
         return None
     best = int(loss.argmin())
     quarter = max(2, len(trained) // 4)
-    falls = np.median(trained[-quarter:]) < 0.95 * np.median(trained[-2 * quarter : -quarter])
+    last_quarter = np.median(trained[-quarter:])
+    quarter_before = np.median(trained[-2 * quarter : -quarter])
+    falls = last_quarter < 0.95 * quarter_before
     worse_ap = ap.max() - ap[-1] > 0.005
-    if best > 0.7 * len(loss) or loss[-1] < 1.1 * loss[best] or not (falls and worse_ap):
+    is_late = best > 0.7 * len(loss)
+    is_flat = loss[-1] < 1.1 * loss[best]
+    if is_late or is_flat or not falls or not worse_ap:
         return None
     return Advice(
         "Over-fitting",
@@ -164,7 +169,8 @@ def _small_objects(judged, data) -> Advice | None:
     numbers = judged.numbers
     rows = np.flatnonzero(~m.crowd)
     small = rows[m.truth.area[rows] < 32**2]
-    if None in (numbers["APs"], numbers["APl"] or numbers["APm"]) or len(small) < SMALL_SHARE * len(rows):
+    larger_ap = numbers["APl"] or numbers["APm"]
+    if numbers["APs"] is None or larger_ap is None or len(small) < SMALL_SHARE * len(rows):
         return None
     larger = max(numbers["APm"] or 0, numbers["APl"] or 0)
     if numbers["APs"] > 0.6 * larger or larger < 0.05:
@@ -193,7 +199,8 @@ def _resize_factors(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
             data["scales"][-1] / shorter,
             data.get("max_size", 1333) / sizes_hw.max(axis=1),
         )
-    return np.sqrt(np.prod(np.broadcast_to(data["image_size"], 2)) / sizes_hw.prod(axis=1))
+    area = np.prod(np.broadcast_to(data["image_size"], 2))  # of the model's input
+    return np.sqrt(area / sizes_hw.prod(axis=1))
 
 
 def _duplicates(judged, model) -> Advice | None:

@@ -24,7 +24,9 @@ def resample(matches: Matches, draws: int = NUM_DRAWS, seed: int = 0) -> CocoNum
     images."""
     images = matches.num_images
     random = np.random.default_rng(seed)
-    counts = random.multinomial(images, np.full(images, 1 / images), size=draws) if images else np.zeros((draws, 0))
+    counts = np.zeros((draws, 0))
+    if images:
+        counts = random.multinomial(images, np.full(images, 1 / images), size=draws)
     return weighted_numbers(matches, counts.astype(np.float32).T)
 
 
@@ -50,7 +52,8 @@ def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[floa
     draws = draws[np.isfinite(draws)]
     if not len(draws) or not np.isfinite(value):
         return None
-    low, high = np.quantile(draws - draws.mean() + value, [(1 - share) / 2, (1 + share) / 2])
+    centred = draws - draws.mean() + value
+    low, high = np.quantile(centred, [(1 - share) / 2, (1 + share) / 2])
     return float(low), float(high)
 
 
@@ -67,7 +70,8 @@ def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.nda
         wanted = shared.required[a] & (m.truth.labels == label)
         if not wanted.any():
             continue
-        total = np.bincount(m.truth.image_index[wanted], minlength=m.num_images).astype(np.float32) @ weights  # (B,)
+        of_images = np.bincount(m.truth.image_index[wanted], minlength=m.num_images)
+        total = of_images.astype(np.float32) @ weights  # (B,)
         inside = shared.inside(label, area)
         so_far = _so_far(m.found.image_index[rows], inside, near, weights)
         for t in range(len(IOU_THRESHOLDS)):
@@ -107,7 +111,8 @@ def _average_precision(true_positives: np.ndarray, wrong: np.ndarray, total: np.
     if not len(true_positives):
         return np.where(total > 0, 0.0, np.nan)
     wrong += true_positives
-    precision = np.divide(true_positives, np.maximum(wrong, 1e-12, out=wrong), out=wrong)[::-1]
+    predicted = np.maximum(wrong, 1e-12, out=wrong)
+    precision = np.divide(true_positives, predicted, out=wrong)[::-1]
     precision = np.maximum.accumulate(precision, axis=0, out=precision)[::-1]
     steps = true_positives * (100 / np.maximum(total, 1e-12)).astype(np.float32)
     steps += np.float32(1e-4)

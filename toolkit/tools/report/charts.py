@@ -48,8 +48,12 @@ class ChartLine:
     def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the points that can be drawn, thinned evenly to MAX_POINTS; log: only the positive ones."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
-        keep = np.flatnonzero(np.isfinite(x) & np.isfinite(y) & (y > 0 if log else True))
-        keep = keep[np.unique(np.linspace(0, len(keep) - 1, min(len(keep), MAX_POINTS)).astype(int))]
+        can_be_drawn = np.isfinite(x) & np.isfinite(y)
+        if log:
+            can_be_drawn &= y > 0
+        keep = np.flatnonzero(can_be_drawn)
+        evenly = np.linspace(0, len(keep) - 1, min(len(keep), MAX_POINTS))
+        keep = keep[np.unique(evenly.astype(int))]
         return x[keep], y[keep]
 
 
@@ -124,7 +128,9 @@ class LineChart:
         return [line.name for line in self.lines if line.name and len(line.points(self.log)[0])]
 
     def _columns(self) -> int:
-        return max(1, min(4, 64 // (8 + max(map(len, self._in_legend()), default=0))))
+        longest_name = max(map(len, self._in_legend()), default=0)
+        fitting = 64 // (8 + longest_name)
+        return max(1, min(4, fitting))
 
 
 @dataclass
@@ -219,7 +225,10 @@ def figure(charts: Sequence[Chart], titles: bool = True):
     from matplotlib.figure import Figure  # half a second that would delay the start of a run
 
     columns = min(2, len(charts))
-    heights = [max(chart.size[1] for chart in charts[i : i + columns]) for i in range(0, len(charts), columns)]
+    heights = []
+    for i in range(0, len(charts), columns):
+        of_row = charts[i : i + columns]
+        heights.append(max(chart.size[1] for chart in of_row))
     whole = Figure(
         (columns * max(chart.size[0] for chart in charts), sum(heights)),
         layout="constrained",

@@ -42,7 +42,10 @@ class MetricDifference:
         """Return a phrase such as "better by 0.8 AP (95 %: 0.1 to 1.5); not explained by chance", in percent points."""
         if self.value == self.low == self.high == 0:
             return f"the same {self.metric}"
-        low, high = sorted((self.low, self.high)) if self.value >= 0 else sorted((-self.low, -self.high))
+        low, high = self.low, self.high
+        if self.value < 0:
+            low, high = -self.low, -self.high
+        low, high = sorted((low, high))
         which = "better" if self.value >= 0 else "worse"
         ending = "may be chance" if self.chance else "not explained by chance"
         value = abs(self.value) * 100
@@ -114,9 +117,11 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
     result = {}
     for some in groups.values():
         if len(some) > 1:
-            columns = {metric: [judgement.numbers[metric] for judgement in some] for metric in some[0].numbers}
-            defined = {metric: values for metric, values in columns.items() if None not in values}
-            numbers = {metric: (float(np.mean(v)), float(np.std(v, ddof=1))) for metric, v in defined.items()}
+            numbers = {}
+            for metric in some[0].numbers:
+                values = [judgement.numbers[metric] for judgement in some]
+                if None not in values:
+                    numbers[metric] = (float(np.mean(values)), float(np.std(values, ddof=1)))
             result[", ".join(judgement.name for judgement in some)] = numbers
     return result
 
@@ -143,16 +148,18 @@ def _precisions_apart(c: Comparison) -> str:
 
 
 def numbers_side_by_side(c: Comparison) -> str:
-    rows = [(name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)) for name in COCO_METRICS]
-    rows += [(f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)) for year in ("07", "12")]
+    rows = []
+    for name in COCO_METRICS:
+        rows.append((name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)))
+    for year in ("07", "12"):
+        rows.append((f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)))
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
     rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))
     precisions = [j.about.get("precision") for j in c.judged]
     if any(precisions):
         rows.append(("trained in", *(PRECISIONS.get(kind, kind or "?") for kind in precisions)))
-    rows += [
-        (f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)) for kind in ERROR_KINDS
-    ]
+    for kind in ERROR_KINDS:
+        rows.append((f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)))
     if any(j.graphs for j in c.judged):
         for name in ("R@50", "R@100", "mR@50", "mR@100"):
             rows.append((name, *(number(j.graphs and j.graphs.row.get(name)) for j in c.judged)))
@@ -195,7 +202,8 @@ def classes(c: Comparison) -> str:
         low_high = interval(last.draws.of_class[:, label] - first.draws.of_class[:, label], value)
         points = [f"{v * 100:+.1f}" for v in (value, *(low_high or ()))]
         shown = ("–", "") if low_high is None else (points[0], f"{points[1]} to {points[2]}")
-        rows.append((name, first.matches.num_truth[label], *(number(j.class_ap[label]) for j in c.judged), *shown))
+        aps = [number(j.class_ap[label]) for j in c.judged]
+        rows.append((name, first.matches.num_truth[label], *aps, *shown))
     changes = np.nan_to_num(last.class_ap - first.class_ap)
     rows = [rows[label] for label in np.argsort(-abs(changes), kind="stable")[:MAX_TABLE_CLASSES]]
     head = [

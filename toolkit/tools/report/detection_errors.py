@@ -189,9 +189,12 @@ def _strata_rows(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray
     boxes = m.truth.xyxy[rows]
     image = m.truth.image_index[rows]
     height, width = m.sizes_hw[image].T
-    cut = (boxes[:, :2] <= EDGE_PX).any(axis=1) | (boxes[:, 2] >= width - EDGE_PX) | (boxes[:, 3] >= height - EDGE_PX)
-    x, y = (boxes[:, 0] + boxes[:, 2]) / 2 / width, (boxes[:, 1] + boxes[:, 3]) / 2 / height
-    column, line = (np.clip((centre * 3).astype(int), 0, 2) for centre in (x, y))
+    left, top, right, bottom = boxes.T
+    cut = (left <= EDGE_PX) | (top <= EDGE_PX) | (right >= width - EDGE_PX) | (bottom >= height - EDGE_PX)
+    x = (left + right) / 2 / width
+    y = (top + bottom) / 2 / height
+    column = np.clip((x * 3).astype(int), 0, 2)  # of three
+    line = np.clip((y * 3).astype(int), 0, 2)
     topics = {
         "size in pixels": (m.truth.area[rows], SIZE_BINS),
         "boxes that overlap it": (neighbours(m)[rows], NEIGHBOUR_BINS),
@@ -199,10 +202,15 @@ def _strata_rows(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray
     }
     groups = {}
     for topic, (values, ranges) in topics.items():
-        groups[topic] = {name: (values >= low) & (values < end) for name, (low, end) in ranges.items()}
-    places = [(f"{v} {h}", i, j) for j, v in enumerate(VERTICAL) for i, h in enumerate(HORIZONTAL)]
+        groups[topic] = {}
+        for name, (low, end) in ranges.items():
+            groups[topic][name] = (values >= low) & (values < end)
     groups["edge of the image"] = {"cut off": cut, "not cut off": ~cut}
-    groups["place in the image"] = {name: (line == j) & (column == i) for name, i, j in places}
+    places = {}
+    for j, vertical in enumerate(VERTICAL):
+        for i, horizontal in enumerate(HORIZONTAL):
+            places[f"{vertical} {horizontal}"] = (line == j) & (column == i)
+    groups["place in the image"] = places
     return groups
 
 

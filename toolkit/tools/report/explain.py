@@ -49,7 +49,8 @@ def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None
     if not len(detections):
         return ["no image has a single prediction: score threshold too high, or post-processing keeps nothing"]
     causes = _about_numbers(detections, len(table.categories))
-    usable = detections[np.isfinite(detections.xyxy).all(axis=1) & np.isfinite(detections.scores)]
+    is_finite = np.isfinite(detections.xyxy).all(axis=1) & np.isfinite(detections.scores)
+    usable = detections[is_finite]
     too_early = _too_early(usable, truth, step)
     if too_early:
         return [*causes, f"too early to tell: {too_early}"]
@@ -83,7 +84,8 @@ def _best(detections: Boxes, truth: Boxes) -> Boxes:
 def _about_numbers(detections: Boxes, num_classes: int) -> list[str]:
     """Return mistakes that the numbers show by themselves, however few."""
     causes = []
-    unfinite = ~(np.isfinite(detections.xyxy).all(axis=1) & np.isfinite(detections.scores))
+    is_finite = np.isfinite(detections.xyxy).all(axis=1) & np.isfinite(detections.scores)
+    unfinite = ~is_finite
     if unfinite.any():
         causes.append(f"{unfinite.sum()} of {len(detections)} predictions have a box or score that is not finite")
     detections = detections[~unfinite]
@@ -231,7 +233,10 @@ def _nothing_wrong(detections: Boxes, truth: Boxes, chosen: np.ndarray) -> str:
 def _with_both(detections: Boxes, truth: Boxes) -> np.ndarray:
     """Return positions of at most MAX_IMAGES images, evenly spread, that have objects and predictions."""
     both = np.intersect1d(detections.image_index, truth.image_index)
-    return both[np.linspace(0, len(both) - 1, min(len(both), MAX_IMAGES)).astype(int)] if len(both) else both
+    if not len(both):
+        return both
+    evenly = np.linspace(0, len(both) - 1, min(len(both), MAX_IMAGES))
+    return both[evenly.astype(int)]
 
 
 def _recall(detections: Boxes, truth: Boxes, images: np.ndarray, labels: bool = False) -> float:
@@ -240,9 +245,12 @@ def _recall(detections: Boxes, truth: Boxes, images: np.ndarray, labels: bool = 
     for image in images.tolist():
         f = detections.of_image(image)
         t = truth.of_image(image)
-        iou = box_iou(torch.from_numpy(truth.xyxy[t]), torch.from_numpy(detections.xyxy[f])).nan_to_num(0)
+        annotated = torch.from_numpy(truth.xyxy[t])
+        predicted = torch.from_numpy(detections.xyxy[f])
+        iou = box_iou(annotated, predicted).nan_to_num(0)
         if labels:
-            iou = iou * torch.from_numpy(truth.labels[t, None] == detections.labels[None, f])
+            same_label = truth.labels[t, None] == detections.labels[None, f]
+            iou = iou * torch.from_numpy(same_label)
         hits += int((iou.amax(dim=1) >= 0.5).sum())
         total += len(iou)
     return hits / total

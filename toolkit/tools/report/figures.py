@@ -24,7 +24,11 @@ TOPICS = (
 
 def series(rows: Sequence[Mapping], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (steps, values) of the rows that have a finite number for `key`."""
-    pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])]
+    pairs = []
+    for row in rows:
+        value = row.get(key)
+        if isinstance(value, int | float) and isfinite(value):
+            pairs.append((row["step"], value))
     steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
     return steps, values
 
@@ -126,7 +130,9 @@ def _terms(rows, title: str, names: Sequence[str]) -> LineChart:
 def _rates(rows, names: Sequence[str]) -> LineChart:
     curves = {name.removeprefix("train/lr/"): series(rows, name) for name in names}
     # Every other one is dashed: groups often share a curve.
-    lines = [ChartLine(name, *curve, i, dashed=i % 2 == 1) for i, (name, curve) in enumerate(curves.items())]
+    lines = []
+    for i, (name, (steps, rates)) in enumerate(curves.items()):
+        lines.append(ChartLine(name, steps, rates, i, dashed=i % 2 == 1))
     return LineChart("Learning rates", lines, STEP_AXIS, y_range=(0, None))
 
 

@@ -114,8 +114,11 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
     half = max(abs(x2 - x1), abs(y2 - y1), 32.0)
     cx = min(max((x1 + x2) / 2, 0), size[0])
     cy = min(max((y1 + y2) / 2, 0), size[1])
-    left, top = max(0, int(cx - half)), max(0, int(cy - half))
-    return left, top, max(left + 1, min(size[0], int(cx + half))), max(top + 1, min(size[1], int(cy + half)))
+    left = max(0, int(cx - half))
+    top = max(0, int(cy - half))
+    right = min(size[0], int(cx + half))
+    bottom = min(size[1], int(cy + half))
+    return left, top, max(left + 1, right), max(top + 1, bottom)
 
 
 def images(judged: Judgement, maker: PictureMaker) -> str:
@@ -141,7 +144,8 @@ def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = 
     """Return an image with everything above the threshold. name: of the detector, put before the caption."""
     m = judged.matches
     truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
-    predicted = np.flatnonzero((m.found.image_index == image) & (m.found.scores > judged.threshold) & m.counts)
+    is_confident = m.found.scores > judged.threshold
+    predicted = np.flatnonzero((m.found.image_index == image) & is_confident & m.counts)
     right, wrong, missed = judged.image_counts[image].tolist()
     marks = [Mark(m.truth.xyxy[row], TRUTH_COLOUR, dashed=True) for row in truth]
     marks += [_predicted(m, row, CORRECT_COLOUR if m.right[row] else WRONG_COLOUR) for row in predicted[::-1]]
@@ -211,7 +215,9 @@ def annotation_mistakes(judged: Judgement, maker: PictureMaker) -> str:
 
 def _marks(m: Matches, s: Suspect) -> tuple[list[Mark], list[Mark]]:
     """Return marks of the prediction and of the annotated box, each an empty list if there is none."""
-    return [_predicted(m, s.det, CORRECT_COLOUR)] if s.det >= 0 else [], [_annotated(m, s.gt)] if s.gt >= 0 else []
+    predicted = [_predicted(m, s.det, CORRECT_COLOUR)] if s.det >= 0 else []
+    annotated = [_annotated(m, s.gt)] if s.gt >= 0 else []
+    return predicted, annotated
 
 
 def _what(m: Matches, s: Suspect) -> tuple[str, str]:

@@ -56,7 +56,9 @@ class Judgement:
         self.class_ap = exact.of_class[0]
         self.class_recall = exact.recall_of_class[0]
         self.ap_by_iou = exact.by_iou[:, 0]
-        self.numbers = {key: float(v[0]) if np.isfinite(v[0]) else None for key, v in exact.numbers.items()}
+        self.numbers = {}
+        for key, values in exact.numbers.items():
+            self.numbers[key] = float(values[0]) if np.isfinite(values[0]) else None
         self.intervals = {key: self._interval(key) for key in self.numbers}
         self.overall = sweep(m)
         self.sweeps = [sweep(m, label) for label in range(m.num_classes)]

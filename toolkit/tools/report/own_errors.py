@@ -55,8 +55,11 @@ def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
     if not len(rows):
         return nothing
     log_odds, is_wrong = _evidence(matches, rows)
-    bins, which = np.unique(np.round(log_odds / BIN_WIDTH).astype(np.int64), return_inverse=True)
-    counts = np.stack([np.bincount(which, minlength=len(bins), weights=kind) for kind in (~is_wrong, is_wrong)])
+    bin_numbers = np.round(log_odds / BIN_WIDTH).astype(np.int64)
+    bins, which = np.unique(bin_numbers, return_inverse=True)
+    right = np.bincount(which, minlength=len(bins), weights=~is_wrong)
+    wrong = np.bincount(which, minlength=len(bins), weights=is_wrong)
+    counts = np.stack([right, wrong])
     centres = bins * BIN_WIDTH
     own_alone = _fit(centres, counts, with_share=False)
     both = _fit(centres, counts, with_share=True)
@@ -132,7 +135,10 @@ def _fit(log_odds: np.ndarray, counts: np.ndarray, with_share: bool) -> _Fit:
             -float((counts * np.log([1 - wrong, wrong])).sum()),
         )
 
-    starts = [[0.0, offset, -4.0] if with_share else [0.0, offset] for offset in (-1.0, 0.0, 1.0)]
     options = {"maxiter": 2000, "xatol": 1e-4, "fatol": 1e-4}
-    found = [minimize(lambda v: fit_of(v).loss, start, method="Nelder-Mead", options=options).x for start in starts]
-    return min(map(fit_of, found), key=lambda fit: fit.loss)
+    fits = []
+    for offset in (-1.0, 0.0, 1.0):
+        start = [0.0, offset, -4.0] if with_share else [0.0, offset]
+        found = minimize(lambda values: fit_of(values).loss, start, method="Nelder-Mead", options=options)
+        fits.append(fit_of(found.x))
+    return min(fits, key=lambda fit: fit.loss)

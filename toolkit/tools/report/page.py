@@ -34,7 +34,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence], text: Sequence[int] = (
         shown = str(value) if isinstance(value, Html) else escape(str(value))
         return f"<{tag}{' class=text' if i in text else ''}>{shown}</{tag}>"
 
-    lines = "".join("<tr>" + "".join(cell("td", i, v) for i, v in enumerate(row)) + "</tr>" for row in rows)
+    lines = ""
+    for row in rows:
+        cells = "".join(cell("td", i, value) for i, value in enumerate(row))
+        lines += f"<tr>{cells}</tr>"
     first = "".join(cell("th", i, name) for i, name in enumerate(head))
     return f"<div class=scroll><table><thead><tr>{first}</tr></thead><tbody>{lines}</tbody></table></div>"
 

@@ -25,17 +25,26 @@ class ThresholdSweep:
     @property
     def best(self) -> "Point | None":
         """Return the point of the highest F1; among several, the one with the highest score."""
-        return self.point(int(np.argmax(self.f1))) if len(self.f1) and self.f1.max() > 0 else None
+        if not len(self.f1) or not self.f1.max() > 0:
+            return None
+        return self.point(int(np.argmax(self.f1)))
 
     def at_precision(self, wanted: float) -> "Point | None":
         """Return the point of the highest recall with at least this precision; None: no threshold reaches it."""
         rows = np.flatnonzero(self.precision >= wanted - 1e-12)
-        return self.point(int(rows[np.argmax(self.recall[rows])])) if len(rows) else None
+        if not len(rows):
+            return None
+        best = rows[np.argmax(self.recall[rows])]
+        return self.point(int(best))
 
     def point(self, row: int) -> "Point":
         low = float(self.score[row + 1]) if row + 1 < len(self.score) else 0.0
-        numbers = (float(values[row]) for values in (self.precision, self.recall, self.f1))
-        return Point(_between(low, float(self.score[row])), *numbers)
+        return Point(
+            _between(low, float(self.score[row])),
+            float(self.precision[row]),
+            float(self.recall[row]),
+            float(self.f1[row]),
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,9 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
     paired = np.where(kept & m.right, m.at_half, -1)
     matched = np.zeros(len(m.truth), bool)
     matched[paired[paired >= 0]] = True
-    left = kept[m.det] & (paired[m.det] < 0) & ~matched[m.gt] & ~m.crowd[m.gt] & ~m.same_class & (m.iou >= 0.5)
+    det_is_left = kept[m.det] & (paired[m.det] < 0)
+    gt_is_left = ~matched[m.gt] & ~m.crowd[m.gt]
+    left = det_is_left & gt_is_left & ~m.same_class & (m.iou >= 0.5)
     rows = np.flatnonzero(left)
     for row in rows[np.argsort(-m.iou[rows], kind="stable")].tolist():
         det = m.det[row]

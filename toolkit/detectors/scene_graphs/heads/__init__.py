@@ -46,8 +46,8 @@ def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: T
         "vctree": VCTreeHead,
         "transformer": TransformerHead,
         "causal": CausalHead,
+        "squat": SquatHead,
     }
-    heads |= {"squat": SquatHead}
     if name not in heads:
         raise BadInput(f"relation head is {name!r}; expected one of {', '.join(RELATION_HEADS)}")
     return heads[name](mode, sizes, log_frequency, **options)

@@ -55,7 +55,8 @@ class VTransEContext(ObjectContext):
         logits = self.object_out(object_input)
         labels = logits.argmax(1)
         words = logits.softmax(1) @ self.embed_out.weight if from_averages else self.embed_out(labels)
-        return logits, labels, self.edge_out(torch.cat([edge_input, words], 1)).relu(), None
+        edges = self.edge_out(torch.cat([edge_input, words], 1)).relu()
+        return logits, labels, edges, None
 
 
 class CausalHead(nn.Module):
@@ -86,7 +87,8 @@ class CausalHead(nn.Module):
         multiply it by the batch's `spatial_features`. effect: upper or lower case.
         """
         super().__init__()
-        effect = {name.lower(): name for name in EFFECTS}.get(effect.lower(), effect)
+        spelled = {name.lower(): name for name in EFFECTS}
+        effect = spelled.get(effect.lower(), effect)
         _check_head_options(context, fusion, effect, sizes)
         self.sizes = sizes
         self.fusion = fusion
@@ -101,6 +103,7 @@ class CausalHead(nn.Module):
             self.context = VCTreeContext(mode, sizes, log_frequency, dropout, keep_averages=True)
         else:
             self.context = VTransEContext(mode, sizes)
+        self.of_labels = () if self.translates else ("context.decoder",)
         if self.translates:
             self.split = split_layer(hidden, 2 * pooling)
             self.context_out = nn.Linear(pooling, num_predicates, bias=False)
@@ -114,13 +117,21 @@ class CausalHead(nn.Module):
         self.mean_spatial = RunningMean(pooling) if separate_spatial else None
         self.positions = self.mean_positions = None
         if use_positions:
-            layers = xavier_linear(PAIR_GEOMETRY_DIM, hidden), nn.ReLU(), xavier_linear(hidden, pooling), nn.ReLU()
-            self.positions = nn.Sequential(*layers)
+            self.positions = nn.Sequential(
+                xavier_linear(PAIR_GEOMETRY_DIM, hidden),
+                nn.ReLU(),
+                xavier_linear(hidden, pooling),
+                nn.ReLU(),
+            )
             self.mean_positions = RunningMean(PAIR_GEOMETRY_DIM)
-        self.of_labels = () if self.translates else ("context.decoder",)
+        self._announce(context)
+
+    def _announce(self, context: str) -> None:
         self.loss_names = ("loss_rel", "loss_refine_obj", "auxiliary_ctx")
-        self.loss_names += ("auxiliary_vis", "auxiliary_frq") if fusion == "sum" else ()
-        self.loss_names += ("binary_loss",) if context == "vctree" else ()
+        if self.fusion == "sum":
+            self.loss_names += ("auxiliary_vis", "auxiliary_frq")
+        if context == "vctree":
+            self.loss_names += ("binary_loss",)
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
         if not len(batch.boxes_xyxy):
@@ -130,10 +141,12 @@ class CausalHead(nn.Module):
         if batch.spatial_features is not None:
             pair_context = pair_context * batch.spatial_features
         if self.positions is not None:
-            numbers = scaled_box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
-            numbers = pair_numbers(numbers[batch.pairs[:, 0]], numbers[batch.pairs[:, 1]])
+            of_boxes = scaled_box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
+            subjects, objects = batch.pairs.unbind(1)
+            numbers = pair_numbers(of_boxes[subjects], of_boxes[objects])
             pair_context = pair_context * self.positions(numbers)
-        frequency = self.frequency(*labels[batch.pairs].unbind(1))
+        subject_labels, object_labels = labels[batch.pairs].unbind(1)
+        frequency = self.frequency(subject_labels, object_labels)
         losses = {}
         if self.training:
             losses = self._branch_losses(batch, pair_context, frequency, related)
@@ -149,7 +162,9 @@ class CausalHead(nn.Module):
 
     def _pair_context(self, context: Tensor, batch: RelationBatch) -> Tensor:
         subject, obj = subject_object_features(self.split(context), batch.pairs)
-        return subject - obj if self.translates else self.join(torch.cat([subject, obj], 1)).relu()
+        if self.translates:
+            return subject - obj
+        return self.join(torch.cat([subject, obj], 1)).relu()
 
     def _fuse(self, visual: Tensor, pair_context: Tensor, frequency: Tensor) -> Tensor:
         from_context = self.context_out(pair_context)
@@ -167,8 +182,9 @@ class CausalHead(nn.Module):
                 "auxiliary_vis": self.visual_out(batch.union_features),
                 "auxiliary_frq": frequency,
             }
-        labels = batch.relation_labels, batch.num_pairs
-        losses = {name: predicate_loss(logits.float(), *labels) for name, logits in branches.items()}
+        losses = {}
+        for name, logits in branches.items():
+            losses[name] = predicate_loss(logits.float(), batch.relation_labels, batch.num_pairs)
         return losses | tree_losses(related, batch)
 
     def _effect(self, batch: RelationBatch, pair_context: Tensor, logits: Tensor) -> Tensor:
@@ -183,21 +199,30 @@ class CausalHead(nn.Module):
             visual = batch.union_features.float()
             context = pair_context.float()
             without = without.float()
-            seen = self._expected_frequency(logits, batch.pairs)
+            frequency = self._expected_frequency(logits, batch.pairs)
             if self.effect == "TDE":
-                return self._fuse(visual, context, seen) - self._fuse(visual, without, seen)
-            unseen = self._fuse(visual, without, self._expected_frequency(mean_logits, batch.pairs))
-            return self._fuse(visual, without if self.effect == "NIE" else context, seen) - unseen
+                return self._fuse(visual, context, frequency) - self._fuse(visual, without, frequency)
+            mean_frequency = self._expected_frequency(mean_logits, batch.pairs)
+            reference = self._fuse(visual, without, mean_frequency)
+            kept_context = without if self.effect == "NIE" else context
+            return self._fuse(visual, kept_context, frequency) - reference
 
     def _expected_frequency(self, object_logits: Tensor, pairs: Tensor) -> Tensor:
-        subject, obj = object_logits.float().softmax(1)[pairs].unbind(1)
+        probabilities = object_logits.float().softmax(1)
+        subject, obj = probabilities[pairs].unbind(1)
         return self.frequency.expected(subject, obj)
 
 
 def _check_head_options(context: str, fusion: str, effect: str, sizes: HeadSizes) -> None:
-    options = ("context", context, ("motifs", "vctree", "vtranse")), ("fusion", fusion, ("sum", "gate"))
-    options += (("effect", effect, EFFECTS),)
-    faults = [f"{key} is {value!r}; expected {', '.join(of)}" for key, value, of in options if value not in of]
+    options = (
+        ("context", context, ("motifs", "vctree", "vtranse")),
+        ("fusion", fusion, ("sum", "gate")),
+        ("effect", effect, EFFECTS),
+    )
+    faults = []
+    for key, value, choices in options:
+        if value not in choices:
+            faults.append(f"{key} is {value!r}; expected {', '.join(choices)}")
     if sizes.union_dim != sizes.pooling_dim:
         faults.append(f"union features of {sizes.union_dim} for a pooled size of {sizes.pooling_dim}; must be equal")
     if faults:

@@ -44,24 +44,20 @@ class IMPHead(nn.Module):
             return empty_output(self.sizes, self.pair_out.weight)
         subjects, objects = batch.pairs.unbind(1)
         nodes = self.object_gru(self.object_in(batch.roi_features))
-        edges = self.pair_gru(self.pair_in(self.union(batch.union_features)).relu())
+        unions = self.union(batch.union_features)
+        edges = self.pair_gru(self.pair_in(unions).relu())
         for _ in range(self.rounds):
             subject = nodes[subjects]
             obj = nodes[objects]
             with_subject = torch.cat([subject, edges], 1)
             with_object = torch.cat([obj, edges], 1)
-            to_edge = _gate(self.from_subject, with_subject) * subject + _gate(self.from_object, with_object) * obj
-            to_nodes = torch.zeros_like(nodes)
-            to_nodes = to_nodes.index_add(
-                0,
-                subjects,
-                _gate(self.to_subject, with_subject).to(edges) * edges,
-            )
-            to_nodes = to_nodes.index_add(
-                0,
-                objects,
-                _gate(self.to_object, with_object).to(edges) * edges,
-            )
+            from_subject = _gate(self.from_subject, with_subject) * subject
+            from_object = _gate(self.from_object, with_object) * obj
+            to_edge = from_subject + from_object
+            to_subject = _gate(self.to_subject, with_subject).to(edges) * edges
+            to_nodes = torch.zeros_like(nodes).index_add(0, subjects, to_subject)
+            to_object = _gate(self.to_object, with_object).to(edges) * edges
+            to_nodes = to_nodes.index_add(0, objects, to_object)
             edges = self.pair_gru(to_edge, edges)
             nodes = self.object_gru(to_nodes, nodes)
         if self.mode == "predcls":

@@ -67,10 +67,9 @@ class ObjectBatchNorm(nn.BatchNorm1d):
 
 def position_embedding() -> nn.Sequential:
     """Build the embedding of `box_numbers` (N, 9) -> (N, 128)."""
-    norm = ObjectBatchNorm(32, momentum=0.001)
     return nn.Sequential(
         nn.Linear(9, 32),
-        norm,
+        ObjectBatchNorm(32, momentum=0.001),
         nn.Linear(32, POSITION_DIM),
         nn.ReLU(),
     )
@@ -105,7 +104,8 @@ def label_embedding(embedding: nn.Embedding, batch: RelationBatch, mode: str) ->
 def object_features(batch: RelationBatch, embedding: nn.Embedding, position: nn.Module, mode: str) -> Tensor:
     """Return (N, RoI + E + 128): each object's RoI feature, its `label_embedding`, and its position."""
     embedded = label_embedding(embedding, batch, mode)
-    return torch.cat([batch.roi_features, embedded, position(batch_box_numbers(batch))], 1)
+    place = position(batch_box_numbers(batch))
+    return torch.cat([batch.roi_features, embedded, place], 1)
 
 
 def given_labels(batch: RelationBatch, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -123,9 +123,13 @@ def best_labels(head: nn.Module, batch: RelationBatch, logits: Tensor) -> Tensor
 def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
     """Return the output of a head for a batch without objects: empty, but part of the graph, so that backward works."""
     zero = parameter.sum() * 0.0
-    logits = [torch.zeros(0, width, device=zero.device) + zero for width in (sizes.num_classes, sizes.num_predicates)]
-    labels = torch.zeros(0, dtype=torch.int64, device=zero.device)
-    return RelationOutput(*logits, labels, torch.zeros(0, sizes.hidden_dim, device=zero.device))
+    device = zero.device
+    return RelationOutput(
+        object_logits=torch.zeros(0, sizes.num_classes, device=device) + zero,
+        relation_logits=torch.zeros(0, sizes.num_predicates, device=device) + zero,
+        object_labels=torch.zeros(0, dtype=torch.int64, device=device),
+        context=torch.zeros(0, sizes.hidden_dim, device=device),
+    )
 
 
 def subject_object_features(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,10 +181,14 @@ class RunningMean(nn.Module):
         """
         if self.training and len(rows):
             counts = [count for count in counts or [len(rows)] if count]
-            sums = pad_rows(rows.detach().float(), counts).sum(1)
-            kept = (1 - AVERAGE_RATIO) ** torch.arange(len(counts) - 1, -1, -1)  # of each mean, after those behind it
+            sums = pad_rows(rows.detach().float(), counts).sum(1)  # (images, dim)
+            # The mean m moves to r m + (1 - r) x for each image in turn; after two it is r^2 m + r (1 - r) x1 +
+            # (1 - r) x2.
+            moves_after = torch.arange(len(counts) - 1, -1, -1)
+            kept = (1 - AVERAGE_RATIO) ** moves_after
             weights = send(AVERAGE_RATIO * kept / torch.tensor(counts), rows.device)
-            self.value.mul_((1 - AVERAGE_RATIO) ** len(counts)).add_((sums * weights[:, None]).sum(0))
+            added = (sums * weights[:, None]).sum(0)
+            self.value.mul_((1 - AVERAGE_RATIO) ** len(counts)).add_(added)
         return self.expanded(len(rows)) if from_averages else rows
 
     def expanded(self, count: int) -> Tensor:
@@ -219,9 +227,11 @@ class ContextHead(nn.Module):
         if not len(batch.boxes_xyxy):
             return empty_output(self.sizes, self.out.weight)
         logits, labels, context, related = self.context(batch)
-        joined = self.join(torch.cat(subject_object_features(self.roles(context), batch.pairs), 1))
+        both = torch.cat(subject_object_features(self.roles(context), batch.pairs), 1)
+        joined = self.join(both)
         relation_logits = self.out(joined * self.union(batch.union_features))
-        relation_logits = relation_logits + self.frequency(*labels[batch.pairs].unbind(1))
+        subject_labels, object_labels = labels[batch.pairs].unbind(1)
+        relation_logits = relation_logits + self.frequency(subject_labels, object_labels)
         losses = tree_losses(related, batch) if self.training else {}
         return RelationOutput(logits, relation_logits, labels, context, losses)
 

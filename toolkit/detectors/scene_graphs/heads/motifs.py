@@ -47,21 +47,20 @@ class LabelDecoder(nn.Module):
             self.input.weight[:, : self.in_dim],
             self.input.bias,
         )
-        from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])
-        teacher = None if labels is None else (labels - 1).split(batch_sizes.tolist())
+        from_label = F.linear(self.embed.weight, self.input.weight[:, self.in_dim :])  # (1 + C, 6 hidden)
+        counts = batch_sizes.tolist()  # images that still run, of each step
+        teacher = None if labels is None else (labels - 1).split(counts)
         state = memory = features.new_zeros(int(batch_sizes[0]), self.hidden_dim)
         # One mask for all steps (Gal and Ghahramani, 2016).
         kept = F.dropout(torch.ones_like(state), self.dropout, self.training)
-        before = from_label[torch.zeros(len(state), dtype=torch.int64, device=features.device)]  # of the start token
+        start_token = torch.zeros(len(state), dtype=torch.int64, device=features.device)
+        before = from_label[start_token]
         all_logits = []
         all_labels = []
-        for step, projected in enumerate(from_features.split(batch_sizes.tolist())):
+        for step, projected in enumerate(from_features.split(counts)):
             count = len(projected)  # the images still running come first
-            state, memory = self._step(
-                projected + before[:count],
-                state[:count],
-                memory[:count],
-            )
+            known = projected + before[:count]
+            state, memory = self._step(known, state[:count], memory[:count])
             if self.training:
                 state = state * kept[:count]
             logits = self.out(state)
@@ -76,10 +75,13 @@ class LabelDecoder(nn.Module):
     def _step(self, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         width = self.hidden_dim
         gates = projected[:, : 5 * width] + self.state(state)
+        direct = projected[:, 5 * width :]
         into, forget = gates[:, : 2 * width].sigmoid().chunk(2, 1)
         out, highway = gates[:, 3 * width :].sigmoid().chunk(2, 1)
-        memory = into * gates[:, 2 * width : 3 * width].tanh() + forget * memory
-        return highway * out * memory.tanh() + (1 - highway) * projected[:, 5 * width :], memory
+        new = gates[:, 2 * width : 3 * width].tanh()
+        memory = into * new + forget * memory
+        state = highway * out * memory.tanh() + (1 - highway) * direct
+        return state, memory
 
 
 class MotifsContext(ObjectContext):
@@ -118,7 +120,8 @@ class MotifsContext(ObjectContext):
             batch.num_objects,
             batch.boxes_xyxy.device,
         )
-        features = object_features(batch, self.embed_in, self.position, self.mode)[order]
+        features = object_features(batch, self.embed_in, self.position, self.mode)
+        features = features[order]
         context = self.object_out(_run(self.object_lstm, features, batch_sizes))
         decoder_input = torch.cat([features, context], 1)
         decoder_input = averaged(self.mean_decoder_input, decoder_input, from_averages)

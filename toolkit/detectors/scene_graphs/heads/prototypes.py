@@ -50,7 +50,8 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, values: Tensor) -> Tensor:
-        return self.norm(self.dropout(self.linear(values).relu()) + values)
+        change = self.dropout(self.linear(values).relu())
+        return self.norm(change + values)
 
 
 class PrototypeHead(nn.Module):
@@ -79,17 +80,21 @@ class PrototypeHead(nn.Module):
         self.embed_out = class_embedding(sizes)
         self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim)
         self.split = nn.Linear(sizes.roi_dim, 2 * dim)
-        self.subject_word, self.object_word, self.predicate_word = (
-            MLP(sizes.embed_dim, dim // 2, dim) for _ in range(3)
-        )
-        self.subject_gate, self.object_gate, self.predicate_gate = (nn.Linear(2 * dim, dim) for _ in range(3))
+        self.subject_word = MLP(sizes.embed_dim, dim // 2, dim)
+        self.object_word = MLP(sizes.embed_dim, dim // 2, dim)
+        self.predicate_word = MLP(sizes.embed_dim, dim // 2, dim)
+        self.subject_gate = nn.Linear(2 * dim, dim)
+        self.object_gate = nn.Linear(2 * dim, dim)
+        self.predicate_gate = nn.Linear(2 * dim, dim)
         self.seen = nn.Sequential(
             nn.Linear(dim, 2 * dim),
             nn.ReLU(),
             nn.Dropout(dropout),
             nn.Linear(2 * dim, dim),
         )
-        self.subject_mix, self.object_mix, self.pair_mix = (Residual(dim, dropout) for _ in range(3))
+        self.subject_mix = Residual(dim, dropout)
+        self.object_mix = Residual(dim, dropout)
+        self.pair_mix = Residual(dim, dropout)
         self.join = nn.Linear(2 * dim, dim) if join == "linear" else None
         same = join == "linear" and sizes.union_dim == dim
         self.union = nn.Identity() if same else MLP(sizes.union_dim, dim, dim)
@@ -110,17 +115,17 @@ class PrototypeHead(nn.Module):
             return empty_output(self.sizes, self.logit_scale)
         logits, labels = self._labels(batch)
         pairs = self._pairs(batch, labels)
-        prototypes = self.project(self.dropout(self.predicate_word(self.predicate_embed.weight).relu()))
+        words = self.predicate_word(self.predicate_embed.weight)
+        prototypes = self.project(self.dropout(words.relu()))  # (P, 2 dim)
         cosine = _unit(pairs) @ _unit(prototypes).T
         losses = self._losses(batch, pairs, prototypes) if self.training else {}
-        stay = self.object_out is None and batch.found_labels is not None
         return RelationOutput(
             logits,
             cosine * self.logit_scale.exp(),
             labels,
-            pairs.new_zeros(0),
-            losses,
-            stay,
+            context=pairs.new_zeros(0),
+            extra_losses=losses,
+            labels_stay=self.object_out is None and batch.found_labels is not None,
         )
 
     def _labels(self, batch: RelationBatch) -> tuple[Tensor, Tensor]:
@@ -149,7 +154,8 @@ class PrototypeHead(nn.Module):
         else:
             both = self.join(torch.cat([subject, other], 1)).relu()
         seen = self.seen(self.union(batch.union_features))
-        pairs = self.pair_mix(both - seen * self.predicate_gate(torch.cat([both, seen], 1)).sigmoid())
+        gate = self.predicate_gate(torch.cat([both, seen], 1)).sigmoid()
+        pairs = self.pair_mix(both - seen * gate)
         return self.project(self.dropout(pairs.relu()))
 
     @staticmethod
@@ -164,10 +170,13 @@ class PrototypeHead(nn.Module):
             prototypes = prototypes.float()
             unit = _unit(prototypes)
             count = len(prototypes)
-            alike = (unit @ unit.detach().T).norm(dim=1).sum() / count**2
+            cosines = unit @ unit.detach().T  # (P, P)
+            alike = cosines.norm(dim=1).sum() / count**2
             between = squared_distances(prototypes, prototypes.detach()).sort(1).values
-            close = (PROTOTYPE_DISTANCE - between[:, :2].sum(1)).clamp(min=0).mean()
-            missed = (farther_than_wrong(pairs, prototypes, batch.relation_labels) + MARGIN).clamp(min=0)
+            to_nearest = between[:, :2].sum(1)  # the first distance is 0, to itself
+            close = (PROTOTYPE_DISTANCE - to_nearest).clamp(min=0).mean()
+            farther = farther_than_wrong(pairs, prototypes, batch.relation_labels)
+            missed = (farther + MARGIN).clamp(min=0)
         return prototype_losses(batch, alike, close, missed)
 
 
@@ -176,7 +185,9 @@ def detector_labels(head: nn.Module, batch: RelationBatch) -> tuple[Tensor, Tens
     if head.mode == "predcls":
         return given_labels(batch, head.sizes.num_classes)
     logits = batch.logits.detach()
-    return logits, best_labels(head, batch, logits) if batch.found_labels is None else batch.found_labels
+    if batch.found_labels is None:
+        return logits, best_labels(head, batch, logits)
+    return logits, batch.found_labels
 
 
 def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
@@ -184,18 +195,22 @@ def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Ten
     distances = squared_distances(pairs, prototypes)
     right = distances.gather(1, labels[:, None])[:, 0]
     wrong = distances.scatter(1, labels[:, None], math.inf).sort(1).values
-    return right - wrong[:, : min(NEAREST, len(prototypes) - 1)].mean(1)
+    count = min(NEAREST, len(prototypes) - 1)
+    return right - wrong[:, :count].mean(1)
 
 
 def prototype_losses(
     batch: RelationBatch, alike: Tensor, close: Tensor, missed: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return (sums, denominators) of the images by name: two of the prototypes, and `missed` (R,) of the pairs."""
-    images = send(torch.tensor([float(number > 0) for number in batch.num_objects]), missed.device).to(missed)
+    has_objects = torch.tensor([float(number > 0) for number in batch.num_objects])
+    images = send(has_objects, missed.device).to(missed)
+    sums = of_images(missed, batch.num_pairs)
+    counts = of_images(torch.ones_like(missed), batch.num_pairs)
     return {
         "l21_loss": (alike * images, images),
         "dist_loss2": (close * images, images),
-        "loss_dis": (of_images(missed, batch.num_pairs), of_images(torch.ones_like(missed), batch.num_pairs)),
+        "loss_dis": (sums, counts),
     }
 
 
@@ -205,5 +220,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
     """Return (N, M) of (N, D) and (M, D), without the (N, M, D) differences."""
+    # |a - b|^2 = |a|^2 + |b|^2 - 2 a b
     squares = rows.square().sum(1)[:, None] + others.square().sum(1)[None]
-    return (squares - 2 * rows @ others.T).clamp(min=0)
+    distances = squares - 2 * rows @ others.T
+    return distances.clamp(min=0)

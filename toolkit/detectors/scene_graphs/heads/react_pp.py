@@ -40,7 +40,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         rows = rows.float()
-        return rows * (rows.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * self.weight
+        mean_square = rows.square().mean(-1, keepdim=True)
+        return rows * (mean_square + EPSILON).rsqrt() * self.weight
 
 
 class GatedLayers(nn.Module):
@@ -55,7 +56,8 @@ class GatedLayers(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.out(self.dropout(F.silu(self.gate(rows)) * self.value(rows)))
+        inner = F.silu(self.gate(rows)) * self.value(rows)
+        return self.out(self.dropout(inner))
 
 
 class GatedResidual(nn.Module):
@@ -78,17 +80,26 @@ class WordAttention(nn.Module):
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
-        self.query, self.key, self.value, self.out = (linear(dim, dim) for _ in range(4))
+        self.query = linear(dim, dim)
+        self.key = linear(dim, dim)
+        self.value = linear(dim, dim)
+        self.out = linear(dim, dim)
         self.dropout = dropout
 
     def forward(self, rows: Tensor, words: Tensor) -> Tensor:
-        layers = zip((self.query, self.key, self.value), (rows, words, words), strict=True)
-        parts = (layer(given).unflatten(1, (ATTENTION_HEADS, -1)).transpose(0, 1)[None] for layer, given in layers)
         found = F.scaled_dot_product_attention(
-            *parts,
+            self._heads(self.query(rows)),
+            self._heads(self.key(words)),
+            self._heads(self.value(words)),
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.out(found[0].transpose(0, 1).flatten(1))
+        joined = found[0].transpose(0, 1).flatten(1)  # (N, D)
+        return self.out(joined)
+
+    @staticmethod
+    def _heads(values: Tensor) -> Tensor:
+        """Reshape (N, D) to (1, heads, N, D / heads)."""
+        return values.unflatten(1, (ATTENTION_HEADS, -1)).transpose(0, 1)[None]
 
 
 class MovingPrototypes(nn.Module):
@@ -100,7 +111,8 @@ class MovingPrototypes(nn.Module):
     def __init__(self, num_predicates: int, dim: int):
         super().__init__()
         self.moves = True
-        self.weight = nn.Parameter(torch.randn(num_predicates, dim) * dim**-0.5)
+        drawn = torch.randn(num_predicates, dim)
+        self.weight = nn.Parameter(drawn * dim**-0.5)
         self.register_buffer("means", torch.zeros(num_predicates, dim))
         self.register_buffer("counts", torch.zeros(num_predicates))
 
@@ -114,21 +126,14 @@ class MovingPrototypes(nn.Module):
     @torch.no_grad()
     def follow(self, pairs: Tensor, labels: Tensor) -> None:
         """Move the means. pairs: (R, D) unit vectors. labels: (R,) predicates; "no relation" has no mean."""
-        found = torch.zeros_like(self.counts).index_add_(0, labels, (labels > 0).to(self.counts))
+        has_predicate = (labels > 0).to(self.counts)
+        found = torch.zeros_like(self.counts).index_add_(0, labels, has_predicate)
         sums = torch.zeros_like(self.means).index_add_(0, labels, pairs.to(self.means))
         means = sums / found.clamp(min=1)[:, None]
-        moved = torch.where(
-            self.counts[:, None] > 0,
-            PROTOTYPE_MOMENTUM * self.means + (1 - PROTOTYPE_MOMENTUM) * means,
-            means,
-        )
-        self.means.copy_(
-            torch.where(
-                found[:, None] > 0,
-                F.normalize(moved, dim=1),
-                self.means,
-            )
-        )
+        slowly = PROTOTYPE_MOMENTUM * self.means + (1 - PROTOTYPE_MOMENTUM) * means
+        moved = torch.where(self.counts[:, None] > 0, slowly, means)  # at first to the mean itself
+        moved = F.normalize(moved, dim=1)
+        self.means.copy_(torch.where(found[:, None] > 0, moved, self.means))
         self.counts += found > 0
 
 
@@ -153,13 +158,16 @@ class ReactPlusPlusHead(nn.Module):
         self.embed_out = class_embedding(sizes).requires_grad_(False)
         self.predicate_embed = nn.Embedding(sizes.num_predicates, sizes.embed_dim).requires_grad_(False)
         self.split = nn.Sequential(linear(sizes.roi_dim, 2 * dim), RMSNorm(2 * dim))
-        self.class_word, self.predicate_word = (GatedLayers(sizes.embed_dim, dim, 2, dropout) for _ in range(2))
-        self.subject_attention, self.object_attention, self.union_attention = (
-            WordAttention(dim, dropout) for _ in range(3)
-        )
+        self.class_word = GatedLayers(sizes.embed_dim, dim, 2, dropout)
+        self.predicate_word = GatedLayers(sizes.embed_dim, dim, 2, dropout)
+        self.subject_attention = WordAttention(dim, dropout)
+        self.object_attention = WordAttention(dim, dropout)
+        self.union_attention = WordAttention(dim, dropout)
         self.seen_norm = RMSNorm(dim)
         self.union_norm = RMSNorm(dim)
-        self.subject_mix, self.object_mix, self.pair_mix = (GatedResidual(dim, dropout) for _ in range(3))
+        self.subject_mix = GatedResidual(dim, dropout)
+        self.object_mix = GatedResidual(dim, dropout)
+        self.pair_mix = GatedResidual(dim, dropout)
         self.union = linear(sizes.union_dim, dim)
         self.union_gate = linear(dim, dim)
         self.project = nn.Sequential(
@@ -175,15 +183,24 @@ class ReactPlusPlusHead(nn.Module):
         if not len(batch.boxes_xyxy):
             return empty_output(self.sizes, self.logit_scale)
         logits, labels = detector_labels(self, batch)
-        pairs = F.normalize(self.project(self._pairs(batch, labels)).float(), dim=1)
-        prototypes = F.normalize(self.project(self.prototypes()).float(), dim=1)
+        pairs = self.project(self._pairs(batch, labels))
+        pairs = F.normalize(pairs.float(), dim=1)  # (R, dim)
+        prototypes = self.project(self.prototypes())
+        prototypes = F.normalize(prototypes.float(), dim=1)  # (P, dim)
         with torch.autocast(pairs.device.type, enabled=False):
-            relation_logits = pairs @ prototypes.T * self.logit_scale.exp().clamp(max=MAX_LOGIT_SCALE)
+            scale = self.logit_scale.exp().clamp(max=MAX_LOGIT_SCALE)
+            relation_logits = pairs @ prototypes.T * scale
             losses = self._losses(batch, pairs, prototypes) if self.training else {}
         if self.training and self.prototypes.moves:
             self.prototypes.follow(pairs.detach(), batch.relation_labels)
-        stay = batch.found_labels is not None
-        return RelationOutput(logits, relation_logits, labels, pairs.new_zeros(0), losses, stay)
+        return RelationOutput(
+            logits,
+            relation_logits,
+            labels,
+            context=pairs.new_zeros(0),
+            extra_losses=losses,
+            labels_stay=batch.found_labels is not None,
+        )
 
     def _pairs(self, batch: RelationBatch, labels: Tensor) -> Tensor:
         """Return (R, dim) of the pairs."""
@@ -196,16 +213,21 @@ class ReactPlusPlusHead(nn.Module):
         other = (self.object_mix(objects) + words)[batch.pairs[:, 1]]
         pairs = self.pair_mix(subject * other + subject - other)
         seen = self.union(batch.union_features)
-        seen = self.union_norm(seen + self.union_attention(seen, self.predicate_word(self.predicate_embed.weight)))
-        return pairs + self.union_gate(pairs + seen).sigmoid() * seen
+        predicates = self.predicate_word(self.predicate_embed.weight)
+        seen = self.union_norm(seen + self.union_attention(seen, predicates))
+        gate = self.union_gate(pairs + seen).sigmoid()
+        return pairs + gate * seen
 
     @staticmethod
     def _losses(batch: RelationBatch, pairs: Tensor, prototypes: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the losses of `PrototypeHead` for unit vectors, with a soft hinge."""
-        alike = (prototypes @ prototypes.T).norm(dim=1).sum() / len(prototypes) ** 2
+        cosines = prototypes @ prototypes.T  # (P, P)
+        alike = cosines.norm(dim=1).sum() / len(prototypes) ** 2
         between = squared_distances(prototypes, prototypes.detach())
         itself = torch.eye(len(prototypes), dtype=torch.bool, device=between.device)
         between = between.masked_fill(itself, math.inf).sort(1).values
-        close = F.softplus(PROTOTYPE_DISTANCE - between[:, :2].sum(1)).mean()
-        missed = F.softplus(farther_than_wrong(pairs, prototypes.detach(), batch.relation_labels) + MARGIN)
+        to_nearest = between[:, :2].sum(1)
+        close = F.softplus(PROTOTYPE_DISTANCE - to_nearest).mean()
+        farther = farther_than_wrong(pairs, prototypes.detach(), batch.relation_labels)
+        missed = F.softplus(farther + MARGIN)
         return prototype_losses(batch, alike, close, missed)

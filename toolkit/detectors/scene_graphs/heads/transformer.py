@@ -45,10 +45,13 @@ class EncoderLayer(nn.Module):
 
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
         """Encode features (B, n, dim); mask: (B, n) bool of real objects, at least one per image."""
-        query, key, value = (self._heads(layer(features)) for layer in (self.query, self.key, self.value))
+        query = self._heads(self.query(features))
+        key = self._heads(self.key(features))
+        value = self._heads(self.value(features))
         dropout = self.attention_dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, mask[:, None, None], dropout)
-        features = self.attention_norm(features + self.dropout(self.out(mixed.transpose(1, 2).flatten(2))))
+        joined = mixed.transpose(1, 2).flatten(2)  # (B, n, heads * value_dim)
+        features = self.attention_norm(features + self.dropout(self.out(joined)))
         inner = self.inner_out(self.inner_in(features).relu())
         return self.inner_norm(features + self.dropout(inner))
 
@@ -96,8 +99,14 @@ class TransformerHead(nn.Module):
         hidden = sizes.hidden_dim
         self.embed_in = class_embedding(sizes)
         self.embed_out = class_embedding(sizes)
-        layers = nn.Linear(9, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, POSITION_DIM), nn.ReLU()
-        self.position = nn.Sequential(*layers, nn.Dropout(dropout))
+        self.position = nn.Sequential(
+            nn.Linear(9, 32),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(32, POSITION_DIM),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+        )
         self.object_in = nn.Linear(sizes.object_dim, hidden)
         self.edge_in = nn.Linear(sizes.embed_dim + hidden + sizes.roi_dim, hidden)
         self.object_out = nn.Linear(hidden, sizes.num_classes)
@@ -121,7 +130,8 @@ class TransformerHead(nn.Module):
         context = self.edge_encoder(self.edge_in(edge_features), batch.num_objects)
         both = torch.cat(subject_object_features(self.split(context), batch.pairs), 1)
         visual = self.join(both) * self.union(batch.union_features)
-        frequency = self.frequency(*labels[batch.pairs].unbind(1))
+        subject_labels, object_labels = labels[batch.pairs].unbind(1)
+        frequency = self.frequency(subject_labels, object_labels)
         relation_logits = self.visual_out(visual) + self.context_out(both) + frequency
         return RelationOutput(logits, relation_logits, labels, context)
 

@@ -40,7 +40,8 @@ def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
     lower object. Runs on the host.
     """
     device = scores.device
-    values = np.nan_to_num(scores.detach().cpu().double().numpy())  # a diverged model must not break the walk
+    values = scores.detach().cpu().double().numpy()
+    values = np.nan_to_num(values)  # a diverged model must not break the walk
     num_images, size = values.shape[:2]
     counts = np.asarray(num_objects)
     local = {key: np.full((num_images, size), -1) for key in ("parent", "left", "right", "up")}
@@ -48,21 +49,24 @@ def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
     _grow(values, counts, local, depth)
     real = np.arange(size) < counts[:, None]
     start = (np.cumsum(counts) - counts)[:, None]
-    flat = {key: np.where(value >= 0, value + start, -1)[real] for key, value in local.items()}
-    return _schedule(
-        flat,
-        depth[real],
-        int(np.append(0, np.flatnonzero(counts) + 1)[-1]),
-        device,
-    )
+    flat = {}
+    for key, numbers in local.items():  # from numbers in the image to rows of all objects
+        rows = np.where(numbers >= 0, numbers + start, -1)
+        flat[key] = rows[real]
+    with_objects = np.flatnonzero(counts)
+    last_image = int(with_objects[-1]) + 1 if len(with_objects) else 0
+    return _schedule(flat, depth[real], last_image, device)
 
 
 def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], depth: np.ndarray) -> None:
+    """Run Prim's algorithm on all images at once, one object of each per step; `local` and `depth` (B, N_max) are
+    filled."""
     num_images, size = scores.shape[:2]
     images = np.arange(num_images)
     real = np.arange(size) < counts[:, None]
     means = np.where(real[:, None], scores, 0).sum(2) / np.maximum(counts, 1)[:, None]
     node = np.where(real, means, -np.inf).argmax(1) if size else images
+    # Of each free object: its best score with a node of the tree, that node, and the step at which it was added.
     best = np.full((num_images, size), -np.inf)
     via = np.zeros((num_images, size), np.int64)
     via_step = np.zeros((num_images, size), np.int64)
@@ -74,13 +78,15 @@ def _grow(scores: np.ndarray, counts: np.ndarray, local: dict[str, np.ndarray], 
         if step:
             _attach(alive, child, via[alive, child], local, youngest, depth)
         free[alive, child] = False
-        better = free[alive] & (scores[alive, child] > best[alive])
-        best[alive] = np.where(better, scores[alive, child], best[alive])
+        from_child = scores[alive, child]
+        better = free[alive] & (from_child > best[alive])
+        best[alive] = np.where(better, from_child, best[alive])
         via[alive] = np.where(better, child[:, None], via[alive])
         via_step[alive] = np.where(better, step, via_step[alive])
         open_best = np.where(free, best, -np.inf)
         ties = free & (open_best == open_best.max(1, keepdims=True))
-        node = np.where(ties, via_step * size + np.arange(size), size**2).argmin(1)
+        precedence = via_step * size + np.arange(size)  # the earlier node first, then the lower object
+        node = np.where(ties, precedence, size**2).argmin(1)
 
 
 def _attach(image, child, parent, local: dict[str, np.ndarray], youngest: np.ndarray, depth: np.ndarray) -> None:
@@ -98,32 +104,44 @@ def _attach(image, child, parent, local: dict[str, np.ndarray], youngest: np.nda
 
 def _schedule(flat: dict[str, np.ndarray], depth: np.ndarray, num_images: int, device: torch.device) -> Forest:
     order = np.argsort(depth, kind="stable")
-    levels = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []
-    position = np.zeros(len(depth), np.int64)
+    levels = []
+    if len(order):
+        cuts = np.flatnonzero(np.diff(depth[order])) + 1
+        levels = np.split(order, cuts)
+    position = np.zeros(len(depth), np.int64)  # of each object in its level
     for level in levels:
         position[level] = np.arange(len(level))
 
     def child_places(key: str) -> list[np.ndarray]:
-        below = [*map(len, levels[1:]), 0][: len(levels)]
-        return [np.where(flat[key][lv] >= 0, position[flat[key][lv]], n) for lv, n in zip(levels, below, strict=True)]
+        places = []
+        for i, level in enumerate(levels):
+            next_length = len(levels[i + 1]) if i + 1 < len(levels) else 0
+            children = flat[key][level]
+            places.append(np.where(children >= 0, position[children], next_length))
+        return places
 
-    inverse = np.argsort(order)
-    single = {key: flat[key] for key in ("parent", "left", "right")} | {"order": order, "inverse": inverse}
+    of_nodes = {
+        "parent": flat["parent"],
+        "left": flat["left"],
+        "right": flat["right"],
+        "order": order,
+        "inverse": np.argsort(order),
+    }
     of_levels = {
         "levels": levels,
         "up_place": [position[flat["up"][level]] for level in levels],
+        "left_place": child_places("left"),
+        "right_place": child_places("right"),
     }
-    of_levels |= {"left_place": child_places("left"), "right_place": child_places("right")}
-    every = [*single.values(), *(array for several in of_levels.values() for array in several)]
-    (sent,) = send_dicts(
-        [{str(i): torch.from_numpy(array) for i, array in enumerate(every)}],
-        device,
-    )  # in one copy
-    moved = iter(sent.values())
-    of_nodes = {name: next(moved) for name in single}
+    # All arrays go in one copy.
+    arrays = dict(of_nodes)
+    for name, several in of_levels.items():
+        for i, array in enumerate(several):
+            arrays[f"{name}_{i}"] = array
+    (sent,) = send_dicts([{name: torch.from_numpy(array) for name, array in arrays.items()}], device)
     return Forest(
-        **of_nodes,
-        **{n: [next(moved) for _ in levels] for n in of_levels},
+        **{name: sent[name] for name in of_nodes},
+        **{name: [sent[f"{name}_{i}"] for i in range(len(levels))] for name in of_levels},
         num_images=num_images,
     )
 
@@ -161,9 +179,11 @@ class UpwardLSTM(nn.Module):
             sums = projected[level] + self.left(state[left]) + self.right(state[right])
             into, out, forget_left, forget_right, new, highway = sums.chunk(6, 1)
             level_memory = into.sigmoid() * new.tanh()
-            level_memory = level_memory + forget_left.sigmoid() * memory[left] + forget_right.sigmoid() * memory[right]
+            level_memory = level_memory + forget_left.sigmoid() * memory[left]
+            level_memory = level_memory + forget_right.sigmoid() * memory[right]
             highway = highway.sigmoid()
-            level_state = highway * out.sigmoid() * level_memory.tanh() + (1 - highway) * direct[level]
+            level_state = highway * out.sigmoid() * level_memory.tanh()
+            level_state = level_state + (1 - highway) * direct[level]
             outputs.append(level_state)
             state = F.pad(level_state, (0, 0, 0, 1))
             memory = F.pad(level_memory, (0, 0, 0, 1))
@@ -178,18 +198,16 @@ class DownwardLSTM(nn.Module):
         self.dim = dim
         self.direct = _orthogonal_gates(nn.Linear(in_dim, dim), dim)
         self.input = _orthogonal_gates(nn.Linear(in_dim, 5 * dim), dim)
-        self.state = _orthogonal_gates(
-            nn.Linear(dim, 5 * dim),
-            dim,
-            slice(2 * dim, 3 * dim),
-            1.0,
-        )
+        forget = slice(2 * dim, 3 * dim)
+        self.state = _orthogonal_gates(nn.Linear(dim, 5 * dim), dim, forget, 1.0)
 
     def cell(self, direct: Tensor, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        into, out, forget, new, highway = (projected + self.state(state)).chunk(5, 1)
+        sums = projected + self.state(state)
+        into, out, forget, new, highway = sums.chunk(5, 1)
         memory = into.sigmoid() * new.tanh() + forget.sigmoid() * memory
         highway = highway.sigmoid()
-        return highway * out.sigmoid() * memory.tanh() + (1 - highway) * direct, memory
+        state = highway * out.sigmoid() * memory.tanh() + (1 - highway) * direct
+        return state, memory
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
         """Encode (N, in_dim) -> (N, dim)."""
@@ -220,4 +238,6 @@ class TreeLSTM(nn.Module):
         self.down = DownwardLSTM(in_dim, dim // 2)
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
-        return torch.cat([self.up(features, forest), self.down(features, forest)], 1)
+        upward = self.up(features, forest)
+        downward = self.down(features, forest)
+        return torch.cat([upward, downward], 1)

@@ -45,8 +45,9 @@ class PairScores(nn.Module):
     @torch.no_grad()
     def start_from(self, log_frequency: Tensor) -> None:
         """Set the prior of two classes being related, from (C, C, P)."""
-        together = log_frequency.sum(-1)
-        self.prior.weight.copy_((together + together.T).reshape(1, -1))
+        one_way = log_frequency.sum(-1)  # (C, C)
+        both_ways = one_way + one_way.T
+        self.prior.weight.copy_(both_ways.reshape(1, -1))
 
     @staticmethod
     def _numbers(count: int) -> nn.Sequential:
@@ -66,10 +67,8 @@ class PairScores(nn.Module):
         overlaps = unpad_rows(overlaps, batch.num_objects)
         words = self.word(embedded.detach())
         rois = self.roi(batch.roi_features.detach())
-        joined = torch.cat(
-            [rois, words, self.box(batch_box_numbers(batch)), self.overlap(overlaps)],
-            1,
-        )
+        boxes = self.box(batch_box_numbers(batch))
+        joined = torch.cat([rois, words, boxes, self.overlap(overlaps)], 1)
         joined = self.joined(joined).relu()
         with torch.autocast(embedded.device.type, enabled=False):  # trees hang on small differences
             return self._bilinear(joined.float(), logits.detach().float(), batch.num_objects)
@@ -81,10 +80,12 @@ class PairScores(nn.Module):
         obj = pad_rows(self.object(joined).relu(), num_objects)
         classes = pad_rows(logits.softmax(1), num_objects)
         num_classes = classes.shape[-1]
-        prior = classes @ self.prior.weight.view(num_classes, num_classes) @ classes.transpose(1, 2)
-        product, as_subject, as_object = self.vision.weight[0, :-1].chunk(3)
-        vision = (obj * product) @ subject.transpose(1, 2)
-        vision = vision + (subject @ as_subject)[:, None] + (obj @ as_object)[:, :, None]
+        prior_weight = self.prior.weight.view(num_classes, num_classes)
+        prior = classes @ prior_weight @ classes.transpose(1, 2)  # (B, N_max, N_max)
+        # Weights of the product of both, of the subject, of the object, and of the prior.
+        product_weight, subject_weight, object_weight = self.vision.weight[0, :-1].chunk(3)
+        vision = (obj * product_weight) @ subject.transpose(1, 2)
+        vision = vision + (subject @ subject_weight)[:, None] + (obj @ object_weight)[:, :, None]
         vision = vision + self.vision.weight[0, -1] * prior + self.vision.bias
         return vision.sigmoid() * prior
 
@@ -112,7 +113,8 @@ class TreeDecoder(nn.Module):
         direct, from_parent_direct = self._project(self.lstm.direct, features)
         projected, from_parent = self._project(self.lstm.input, features)
         # One mask for all objects of an image.
-        kept = F.dropout(features.new_ones(forest.num_images, self.lstm.dim), self.dropout, self.training)[image]
+        ones = features.new_ones(forest.num_images, self.lstm.dim)
+        kept = F.dropout(ones, self.dropout, self.training)[image]
         state = memory = features.new_zeros(len(features), self.lstm.dim)
         parent_label = torch.zeros(len(features), dtype=torch.int64, device=features.device)
         all_logits = []
@@ -121,22 +123,29 @@ class TreeDecoder(nn.Module):
             if depth == 0:
                 up = torch.arange(len(level), device=level.device)  # zeros and the start token
             parent_label = parent_label[up]
-            sums = direct[level] + from_parent_direct[parent_label], projected[level] + from_parent[parent_label]
-            state, memory = self.lstm.cell(*sums, state[up], memory[up])
+            all_direct = direct[level] + from_parent_direct[parent_label]
+            all_projected = projected[level] + from_parent[parent_label]
+            state, memory = self.lstm.cell(all_direct, all_projected, state[up], memory[up])
             state = state * kept[level]
             logits = self.out(state)
+            labels = logits[:, 1:].argmax(1) + 1
             all_logits.append(logits)
-            all_labels.append(logits[:, 1:].argmax(1) + 1)
-            parent_label = all_labels[-1] + 1
+            all_labels.append(labels)
+            parent_label = labels + 1
             if clocks is not None:
-                parent_label = drawn_columns(logits.float().softmax(1)[:, 1:], clocks[level]) + 2
-        return torch.cat(all_logits)[forest.inverse], torch.cat(all_labels)[forest.inverse]
+                probabilities = logits.float().softmax(1)[:, 1:]
+                parent_label = drawn_columns(probabilities, clocks[level]) + 2
+        logits = torch.cat(all_logits)
+        labels = torch.cat(all_labels)
+        return logits[forest.inverse], labels[forest.inverse]
 
     def _project(self, layer: nn.Linear, features: Tensor) -> tuple[Tensor, Tensor]:
         """Apply a layer to [features, parent's label]: return its part for all objects and its part for all labels."""
         weight = layer.weight[:, : self.in_dim]
         label_weight = layer.weight[:, self.in_dim :]
-        return F.linear(features, weight, layer.bias), F.linear(self.embed.weight, label_weight)
+        of_objects = F.linear(features, weight, layer.bias)
+        of_labels = F.linear(self.embed.weight, label_weight)
+        return of_objects, of_labels
 
 
 def drawn_columns(weights: Tensor, clocks: Tensor) -> Tensor:
@@ -177,28 +186,25 @@ class VCTreeContext(ObjectContext):
 
     def plant(self, batch: RelationBatch, embedded: Tensor) -> tuple[Forest, Tensor]:
         """Return the trees, and the (B, N_max, N_max) relatedness logits they were grown from."""
-        logits = batch.logits if self.mode != "predcls" else given_labels(batch, self.sizes.num_classes)[0]
+        logits = batch.logits
+        if self.mode == "predcls":
+            logits, _ = given_labels(batch, self.sizes.num_classes)
         related = self.scores(batch, embedded, logits)
         return grow_trees(related.sigmoid(), batch.num_objects), related
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return object logits (N, C), labels (N,), context (N, hidden), relatedness logits (B, N_max, N_max)."""
         embedded = label_embedding(self.embed_in, batch, self.mode)
-        features = torch.cat(
-            [batch.roi_features, embedded, self.position(batch_box_numbers(batch))],
-            1,
-        )
+        position = self.position(batch_box_numbers(batch))
+        features = torch.cat([batch.roi_features, embedded, position], 1)
         forest, related = self.plant(batch, embedded)
         context = self.object_lstm(features, forest)
-        logits, labels = self._labels(
-            batch,
-            torch.cat([features, context], 1),
-            forest,
-            from_averages,
-        )
+        decoder_input = torch.cat([features, context], 1)
+        logits, labels = self._labels(batch, decoder_input, forest, from_averages)
         edge_input = torch.cat([self.embed_out(labels), batch.roi_features], 1)
         edge_input = averaged(self.mean_edge_input, edge_input, from_averages)
-        return logits, labels, self.edge_lstm(torch.cat([edge_input, context], 1), forest), related
+        edges = self.edge_lstm(torch.cat([edge_input, context], 1), forest)
+        return logits, labels, edges, related
 
     def _labels(self, batch, decoder_input, forest, from_averages: bool) -> tuple[Tensor, Tensor]:
         if self.mode == "predcls":

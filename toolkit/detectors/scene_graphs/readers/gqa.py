@@ -16,7 +16,10 @@ NUM_CLASSES, NUM_PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
-    return [folder / "train_sceneGraphs.json", *([folder / "val_sceneGraphs.json"] if split == "test" else [])]
+    files = [folder / "train_sceneGraphs.json"]  # which decides about the names
+    if split == "test":
+        files.append(folder / "val_sceneGraphs.json")
+    return files
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
@@ -31,21 +34,25 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     graphs = read_json(files[1]) if split == "test" else training
     names = list(graphs)
     chosen = {"train": names[num_val:], "val": names[:num_val], "test": names}[split]
-    labels, kinds = ({name: number for number, name in enumerate(names)} for names in (classes, predicates))
+    labels = {name: number for number, name in enumerate(classes)}
+    kinds = {name: number for number, name in enumerate(predicates)}
     annotations = empty_graphs(classes, predicates)
     for name in chosen:
         with noting_faults(problems, f"{files[-1]}, image {name}", EXPECTED_ENTRY):
             graph = graphs[name]
             kept = {key: box for key, box in graph["objects"].items() if box["name"] in labels}
             number_of = {key: number for number, key in enumerate(kept)}
-            relations = [
-                (number_of[key], number_of[relation["object"]], kinds[relation["name"]])
-                for key, box in kept.items()
-                for relation in box["relations"]
-                if relation["object"] in number_of and relation["name"] in kinds
-            ]
+            relations = []
+            for key, box in kept.items():
+                for relation in box["relations"]:
+                    if relation["object"] in number_of and relation["name"] in kinds:
+                        other = number_of[relation["object"]]
+                        relations.append((number_of[key], other, kinds[relation["name"]]))
             if relations:
-                boxes = [(labels[box["name"]], [box[side] for side in "xywh"]) for box in kept.values()]
+                boxes = []
+                for box in kept.values():
+                    xywh = [box["x"], box["y"], box["w"], box["h"]]
+                    boxes.append((labels[box["name"]], xywh))
                 image = {
                     "id": name,
                     "file_name": f"{name}.jpg",
@@ -67,7 +74,9 @@ def _vocabulary(training: dict, file: Path, problems: list[str]) -> tuple[list[s
             for box in graph["objects"].values():
                 objects[box["name"]] += 1
                 relations.update(relation["name"] for relation in box["relations"])
-    most = ((objects, NUM_CLASSES), (relations, NUM_PREDICATES))
-    classes, predicates = ([name for name, _ in sorted(c.items(), key=lambda item: (-item[1], str(item[0])))[:count]]
-                           for c, count in most)  # fmt: skip
-    return classes, predicates
+    return _most_frequent(objects, NUM_CLASSES), _most_frequent(relations, NUM_PREDICATES)
+
+
+def _most_frequent(names: Counter, count: int) -> list[str]:
+    ranked = sorted(names.items(), key=lambda item: (-item[1], str(item[0])))
+    return [name for name, _ in ranked[:count]]

@@ -45,8 +45,13 @@ def read_graphs(
         is_checked = isinstance(annotations, CheckedAnnotations)
         checked = annotations if is_checked else check(annotations, str(files[0]), max_image_pixels)
         good, digests = with_good_files(checked, sources, check_images, max_image_pixels)
-        location = {"cache_file": cache_file, "image_root": sources.resolve()}
-        return write_table(**good.columns(), **location, name=name, checked=digests)
+        return write_table(
+            **good.columns(),
+            cache_file=cache_file,
+            image_root=sources.resolve(),
+            name=name,
+            checked=digests,
+        )
 
     parts = [
         *(key or [what]),
@@ -92,10 +97,19 @@ def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: S
                 "bbox": xywh,
             }
         )
+
+    def id_of(position: object) -> object:
+        if isinstance(position, int) and 0 <= position < count:
+            return first + position
+        return f"at position {position} of {count}"  # an unknown id, which the check then quotes
+
     for *positions, predicate in relations:
-        ends = [  # an invalid position becomes an unknown id, which the check then quotes
-            first + end if isinstance(end, int) and 0 <= end < count else f"at position {end} of {count}"
-            for end in positions
-        ]
-        to.relations.add({"image_id": image["id"], "subject_id": ends[0], "object_id": ends[1],
-                          "predicate_id": predicate})  # fmt: skip
+        ends = [id_of(position) for position in positions]
+        to.relations.add(
+            {
+                "image_id": image["id"],
+                "subject_id": ends[0],
+                "object_id": ends[1],
+                "predicate_id": predicate,
+            }
+        )

@@ -29,8 +29,9 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     for number, entry in enumerate(entries):
         with noting_faults(problems, f"{files[0]}, entry {number}", "img_fn, img_size, bbox, det_labels and rel"):
             width, height = entry["img_size"]
-            boxes = [(label, [x1, y1, x2 - x1, y2 - y1])
-                     for label, (x1, y1, x2, y2) in zip(entry["det_labels"], entry["bbox"], strict=True)]  # fmt: skip
+            boxes = []
+            for label, (x1, y1, x2, y2) in zip(entry["det_labels"], entry["bbox"], strict=True):
+                boxes.append((label, [x1, y1, x2 - x1, y2 - y1]))
             image = {
                 "id": entry["img_fn"],
                 "file_name": f"{entry['img_fn']}.jpg",

@@ -23,18 +23,25 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
     """
     document = _checked(files[0])
     test = {str(image_id) for image_id in document["test_image_ids"]}
-    others = [entry for entry in document["data"] if str(entry["image_id"]) not in test]
+    entries = document["data"]
     if split == "test":
-        chosen = [entry for entry in document["data"] if str(entry["image_id"]) in test]
+        chosen = [entry for entry in entries if str(entry["image_id"]) in test]
     else:
+        others = [entry for entry in entries if str(entry["image_id"]) not in test]
         chosen = others[num_val:] if split == "train" else others[:num_val]
     names = [*document.get("thing_classes", []), *document.get("stuff_classes", [])]
     if not names:  # some files name their classes elsewhere
-        ids = (box.get("category_id") for entry in document["data"] for box in entry["annotations"])
-        names = [f"class {number}" for number in range(max(filter(_is_class, ids), default=-1) + 1)]
+        ids = (box.get("category_id") for entry in entries for box in entry["annotations"])
+        largest = max(filter(_is_class, ids), default=-1)
+        names = [f"class {number}" for number in range(largest + 1)]
     annotations = empty_graphs(names, document["predicate_classes"])
     for entry in chosen:
-        image = {"id": entry["image_id"]} | {key: entry.get(key) for key in ("file_name", "width", "height")}
+        image = {
+            "id": entry["image_id"],
+            "file_name": entry.get("file_name"),
+            "width": entry.get("width"),
+            "height": entry.get("height"),
+        }
         boxes = [(box.get("category_id"), _xywh(box.get("bbox"))) for box in entry["annotations"]]
         add_graph(annotations, image, boxes, entry["relations"])
     return annotations
@@ -43,13 +50,15 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
 def _checked(file: Path) -> dict:
     document = read_json(file)
     lists = [key for key in ("thing_classes", "stuff_classes") if key in document]
-    faults = [
-        f"key `{key}` missing" if key not in document else f"key `{key}`: expected a list"
-        for key in ("data", "predicate_classes", "test_image_ids", *lists)
-        if not isinstance(document.get(key), list)
-    ]
+    faults = []
+    for key in ("data", "predicate_classes", "test_image_ids", *lists):
+        if key not in document:
+            faults.append(f"key `{key}` missing")
+        elif not isinstance(document[key], list):
+            faults.append(f"key `{key}`: expected a list")
     if not faults:
-        faults = [fault for number, entry in enumerate(document["data"]) for fault in _entry_faults(entry, number)]
+        for number, entry in enumerate(document["data"]):
+            faults += _entry_faults(entry, number)
     if faults:
         raise BadInput([f"{file}: {fault}" for fault in faults])
     return document
@@ -61,7 +70,11 @@ def _entry_faults(entry: object, number: int) -> list[str]:
         return [f"entry {number} of `data` is {str(entry)[:80]}; expected an object"]
     named = f"entry {number} of `data` (image {entry.get('image_id')})"
     faults = [f"{named}: key `{key}` missing" for key in ("image_id", "annotations", "relations") if key not in entry]
-    for key, kind, expected in (("annotations", dict, "objects"), ("relations", list, "[subject, object, predicate]")):
+    lists = (
+        ("annotations", dict, "objects"),
+        ("relations", list, "[subject, object, predicate]"),
+    )
+    for key, kind, expected in lists:
         rows = entry.get(key, [])
         if not isinstance(rows, list):
             faults.append(f"{named}: `{key}` is {str(rows)[:80]}; expected a list of {expected}")
@@ -77,11 +90,9 @@ def _is_class(number: object) -> bool:
 
 def _xywh(box: object) -> object:
     """Convert corners to width and height; an invalid box stays as it is, for validation to report."""
-    if isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box):
-        return [
-            box[0],
-            box[1],
-            box[2] - box[0],
-            box[3] - box[1],
-        ]
-    return box
+    if not isinstance(box, list) or len(box) != 4:
+        return box
+    if not all(isinstance(value, int | float) for value in box):
+        return box
+    left, top, right, bottom = box
+    return [left, top, right - left, bottom - top]

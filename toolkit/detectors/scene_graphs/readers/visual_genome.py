@@ -68,8 +68,11 @@ def load_graphs(
     if drop_non_overlapping and split != "train":
         raise BadInput("relations between boxes that do not overlap are dropped from the training split only")
     data = _read_h5(Path(h5_file))
-    chosen = (data["split"] == (2 if split == "test" else 0)) & (data["img_to_first_box"] >= 0)
-    counted = chosen if keep_images_without_relations is True else chosen & (data["img_to_first_rel"] >= 0)
+    number = 2 if split == "test" else 0  # of the split in the file, which has no val
+    chosen = (data["split"] == number) & (data["img_to_first_box"] >= 0)
+    counted = chosen
+    if keep_images_without_relations is not True:
+        counted = chosen & (data["img_to_first_rel"] >= 0)
     index = np.flatnonzero(counted)
     if split != "test":
         val = index[:num_val_images]
@@ -77,8 +80,10 @@ def load_graphs(
         index = val if split == "val" else np.setdiff1d(everything, val)
         if not len(index) and len(val):
             fewer = max(1, len(val) // 10)
-            raise BadInput(f"{h5_file}: all of its {len(val)} training images are among the first {num_val_images}, "
-                           f"which are val; take fewer for it: train:{fewer} and val:{fewer}, for example")  # fmt: skip
+            raise BadInput(
+                f"{h5_file}: all of its {len(val)} training images are among the first {num_val_images}, which are "
+                f"val; take fewer for it: train:{fewer} and val:{fewer}, for example"
+            )
     _check_h5(data, index, Path(h5_file))
     corners = _corners(data["boxes_1024"])
     graphs = Graphs(index, [], [], [], [])
@@ -108,7 +113,9 @@ def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]
         ids = info.get(key, {} if key == "attribute_to_idx" else None)
         if not isinstance(ids, dict):
             faults.append(f"{dicts_file}: key `{key}` missing; expected an object name -> id from 1")
-        elif {repr(number) for number in ids.values()} != {str(number) for number in range(1, len(ids) + 1)}:
+            continue
+        expected = {str(number) for number in range(1, len(ids) + 1)}
+        if {repr(number) for number in ids.values()} != expected:
             faults.append(f"{dicts_file}: ids of `{key}` are not 1 .. {len(ids)}")
         else:
             names.append(sorted(ids, key=ids.get))
@@ -153,9 +160,10 @@ def _suffix(entries: list[dict], image_dir: Path | ImageSources) -> str:
 
 
 def _is_image(entry: object) -> bool:
-    if not (isinstance(entry, dict) and isinstance(entry.get("image_id"), int | str)):
+    if not isinstance(entry, dict) or not isinstance(entry.get("image_id"), int | str):
         return False
-    return all(isinstance(entry.get(side), int) and 0 < entry[side] < 2**31 for side in ("width", "height"))
+    sides = (entry.get("width"), entry.get("height"))
+    return all(isinstance(side, int) and 0 < side < 2**31 for side in sides)
 
 
 def scale_boxes(boxes_1024: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
@@ -165,16 +173,18 @@ def scale_boxes(boxes_1024: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
 
 def clip_to_last_pixel(boxes_xyxy: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
     """Clip (n, 4) boxes to [0, width - 1] x [0, height - 1], float32, as the published numbers require."""
-    limit = np.asarray([size_wh[0], size_wh[1]] * 2) - 1
+    width, height = size_wh
+    limit = np.asarray([width, height, width, height]) - 1
     return np.clip(boxes_xyxy, 0, limit).astype(np.float32)
 
 
 def drop_empty(boxes_xyxy: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (n,) bool of boxes with width and height, and the relations between those, rows renumbered."""
     keep = (boxes_xyxy[:, 2:] > boxes_xyxy[:, :2]).all(1)
-    number = np.cumsum(keep) - 1
+    row_of = np.cumsum(keep) - 1  # boxes kept: yes, no, yes; rows of these: 0, -, 1
     relations = relations[keep[relations[:, :2]].all(1)]
-    return keep, np.column_stack([number[relations[:, :2]], relations[:, 2:]])
+    ends = row_of[relations[:, :2]]
+    return keep, np.column_stack([ends, relations[:, 2:]])
 
 
 def read_visual_genome(
@@ -200,25 +210,26 @@ def read_visual_genome(
 
 
 def _checked(graphs: Graphs, files: Sequence[Path], image_dir: Path | ImageSources, split: str) -> CheckedAnnotations:
-    classes, predicates, attributes = load_names(files[1])
-    with h5py.File(files[0], "r") as h5:
-        images = load_image_list(files[2], image_dir, len(h5["split"]))
+    h5_file, names_file, images_file = files
+    classes, predicates, attributes = load_names(names_file)
+    with h5py.File(h5_file, "r") as h5:
+        images = load_image_list(images_file, image_dir, len(h5["split"]))
     rows = []
     problems = []
     for position, image in enumerate(graphs.index):
         faults = _faults(graphs, position, len(classes), len(predicates), len(attributes))
         image_id = images[image]["image_id"]
-        problems += [Problem(severity, str(files[0]), image_id, None, message) for severity, message in faults]
+        for severity, message in faults:
+            problems.append(Problem(severity, str(h5_file), image_id, None, message))
         if not any(severity == "error" for severity, _ in faults):
-            rows.append(
-                _row(
-                    graphs,
-                    position,
-                    images[image],
-                    drop=split == "train",
-                    attributes=bool(attributes),
-                )
+            row = _row(
+                graphs,
+                position,
+                images[image],
+                drop=split == "train",
+                attributes=bool(attributes),
             )
+            rows.append(row)
     listed = {entry["file_name"] for entry in images}
     categories = tuple(Category(number + 1, class_name) for number, class_name in enumerate(classes))
     return CheckedAnnotations(*columns_of_rows(rows), categories, predicates, attributes, problems, listed)
@@ -268,9 +279,15 @@ def _row(graphs: Graphs, position: int, entry: dict, drop: bool, attributes: boo
     }
     if attributes:
         objects["attributes"] = of_objects.tolist()
-    ends = zip(("subject", "object", "predicate"), (relations - [0, 0, 1]).T.tolist(), strict=True)
-    row = {key: entry[key] for key in ("image_id", "file_name")}
-    return row | {"width": size_wh[0], "height": size_wh[1], "objects": objects, "relations": dict(ends)}
+    subjects, others, predicates = (relations - [0, 0, 1]).T.tolist()
+    return {
+        "image_id": entry["image_id"],
+        "file_name": entry["file_name"],
+        "width": entry["width"],
+        "height": entry["height"],
+        "objects": objects,
+        "relations": {"subject": subjects, "object": others, "predicate": predicates},
+    }
 
 
 def _read_h5(path: Path) -> dict[str, np.ndarray]:
@@ -294,14 +311,17 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
     images = len(data["split"])
     faults = []
     for key, values in data.items():
-        width = 1 if key in PER_IMAGE_ARRAYS else ARRAY_COLUMNS.get(key, values.shape[-1])
         rows = values.reshape(len(values), np.prod(values.shape[1:], dtype=int))
-        fits = rows.shape[1] == width and values.ndim <= 2 and (key not in PER_IMAGE_ARRAYS or len(values) == images)
-        if not fits or values.dtype.kind not in ("iuf" if key == "boxes_1024" else "iu"):
-            expected = f"({images},)" if key in PER_IMAGE_ARRAYS else f"(N, {width})" + " or (N,)" * (width == 1)
+        is_of_images = key in PER_IMAGE_ARRAYS
+        width = 1 if is_of_images else ARRAY_COLUMNS.get(key, values.shape[-1])
+        has_shape = rows.shape[1] == width and values.ndim <= 2
+        has_length = not is_of_images or len(values) == images
+        kinds = "iuf" if key == "boxes_1024" else "iu"
+        if not has_shape or not has_length or values.dtype.kind not in kinds:
+            expected = f"({images},)" if is_of_images else f"(N, {width})" + " or (N,)" * (width == 1)
             kind = "numbers" if key == "boxes_1024" else "integers"
             faults.append(f"{path}: data set `{key}` is {values.dtype} {values.shape}; expected {kind} {expected}")
-        data[key] = rows[:, 0] if key in PER_IMAGE_ARRAYS else rows
+        data[key] = rows[:, 0] if is_of_images else rows
     if faults:
         raise BadInput(faults)
     return data
@@ -311,16 +331,20 @@ def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> Non
     """Check that the arrays of the file are consistent; the original asserts the same."""
     faults = []
     centre_wh = data["boxes_1024"]
-    sound = np.isfinite(centre_wh).all(1) & (centre_wh[:, :2] >= 0).all(1) & (centre_wh[:, 2:] > 0).all(1)
+    centre_fits = (centre_wh[:, :2] >= 0).all(1)
+    size_fits = (centre_wh[:, 2:] > 0).all(1)
+    sound = np.isfinite(centre_wh).all(1) & centre_fits & size_fits
     for row in np.flatnonzero(~sound)[:20]:
         faults.append(f"{path}: box row {row} is centre x, y, w, h = {centre_wh[row].tolist()}; expected w, h > 0")
     for first, second in (("relationships", "predicates"), ("boxes_1024", "labels"), ("boxes_1024", "attributes")):
         if len(data[first]) != len(data[second]):
             faults.append(f"{path}: {len(data[first])} {first}, {len(data[second])} {second}")
     for kind, rows in (("box", len(centre_wh)), ("rel", len(data["relationships"]))):
-        first, last = (data[f"img_to_{end}_{kind}"][index].astype(np.int64) for end in ("first", "last"))
+        first = data[f"img_to_first_{kind}"][index].astype(np.int64)
+        last = data[f"img_to_last_{kind}"][index].astype(np.int64)
         there = (first >= 0) | (kind == "box")
-        for image in index[there & ((first < 0) | (last < first) | (last >= rows))][:20]:
+        outside = (first < 0) | (last < first) | (last >= rows)
+        for image in index[there & outside][:20]:
             faults.append(f"{path}: image row {image}: its {kind} rows are not among the {rows} of the file")
     if faults:
         raise BadInput(faults)
@@ -328,7 +352,8 @@ def _check_h5(data: dict[str, np.ndarray], index: np.ndarray, path: Path) -> Non
         first = data["img_to_first_box"][image]
         last = data["img_to_last_box"][image]
         relations = _relations_of(data, image, first)
-        if len(relations) and not (0 <= relations[:, :2].min() and relations[:, :2].max() <= last - first):
+        ends = relations[:, :2]
+        if len(ends) and not (0 <= ends.min() and ends.max() <= last - first):
             faults.append(f"{path}: image row {image}: a relation names a box outside rows {first} .. {last}")
     if faults:
         raise BadInput(faults)
@@ -341,14 +366,16 @@ def _relations_of(data: dict[str, np.ndarray], image: int, first_box: int) -> np
         return np.zeros((0, 3), np.int64)
     rows = slice(first, data["img_to_last_rel"][image] + 1)
     ends = data["relationships"][rows].astype(np.int64) - first_box
-    return np.column_stack([ends, data["predicates"][rows, 0].astype(np.int64)])
+    predicates = data["predicates"][rows, 0].astype(np.int64)
+    return np.column_stack([ends, predicates])
 
 
 def _corners(centre_wh: np.ndarray) -> np.ndarray:
     """Convert centre boxes to integer corners: the left top corner is truncated towards 0, then width and height
     added."""
     corners = centre_wh.copy()
-    corners[:, :2] = (centre_wh[:, :2] - centre_wh[:, 2:] / 2).astype(centre_wh.dtype)
+    left_top = centre_wh[:, :2] - centre_wh[:, 2:] / 2
+    corners[:, :2] = left_top.astype(centre_wh.dtype)
     corners[:, 2:] += corners[:, :2]
     return corners
 
@@ -356,5 +383,7 @@ def _corners(centre_wh: np.ndarray) -> np.ndarray:
 def _overlapping(boxes: np.ndarray, relations: np.ndarray) -> np.ndarray:
     subjects = boxes[relations[:, 0]]
     objects = boxes[relations[:, 1]]
-    wide = np.minimum(subjects[:, 2:], objects[:, 2:]) - np.maximum(subjects[:, :2], objects[:, :2]) + 1
-    return (wide > 0).all(1)
+    left_top = np.maximum(subjects[:, :2], objects[:, :2])
+    right_bottom = np.minimum(subjects[:, 2:], objects[:, 2:])
+    sides = right_bottom - left_top + 1
+    return (sides > 0).all(1)

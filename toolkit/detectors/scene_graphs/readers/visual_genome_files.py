@@ -28,7 +28,9 @@ def find_files(place: Path) -> tuple[Path, Path, Path]:
     if not place.exists() or not folder.is_dir():
         raise BadInput(f"{place}: no such folder; expected {', '.join(REQUIRED_FILES.values())} in it (--data.name)")
     documents = sorted(folder.glob("*.json"))
-    graphs = [place] if place.is_file() else _only_graphs(sorted([*folder.glob("*.h5"), *folder.glob("*.hdf5")]))
+    graphs = [place]
+    if not place.is_file():
+        graphs = _only_graphs(sorted([*folder.glob("*.h5"), *folder.glob("*.hdf5")]))
     names = [file for file in documents if _holds_names(file)]
     if len(graphs) == 1 and len(names) > 1:
         names = _of_graphs(names, graphs[0])
@@ -56,7 +58,9 @@ def _joined_names(files: list[Path]) -> str:
 
 def _only_graphs(files: list[Path]) -> list[Path]:
     """Return the files with graphs. A single file is returned whatever its content: reading it reports that."""
-    return files if len(files) == 1 else [file for file in files if _has(file, "boxes_1024", "relationships")]
+    if len(files) == 1:
+        return files
+    return [file for file in files if _has(file, "boxes_1024", "relationships")]
 
 
 def _has(file: Path, *keys: str) -> bool:
@@ -68,9 +72,15 @@ def _has(file: Path, *keys: str) -> bool:
 
 
 def _of_graphs(files: list[Path], graphs: Path) -> list[Path]:
-    attributes = _has(graphs, "attributes")
-    agreeing = [file for file in files if (b'"attribute_to_idx"' in file.read_bytes()) == attributes] or files
-    return [file for file in agreeing if file.stem.replace("-dicts", "") == graphs.stem] or agreeing
+    has_attributes = _has(graphs, "attributes")
+    agreeing = []
+    for file in files:
+        names_attributes = b'"attribute_to_idx"' in file.read_bytes()
+        if names_attributes == has_attributes:
+            agreeing.append(file)
+    agreeing = agreeing or files
+    namesakes = [file for file in agreeing if file.stem.replace("-dicts", "") == graphs.stem]
+    return namesakes or agreeing
 
 
 def _holds_names(file: Path) -> bool:

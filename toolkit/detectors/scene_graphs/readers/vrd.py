@@ -17,9 +17,10 @@ EXPECTED_ENTRY = "relations with predicate, subject and object, both with catego
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
-    annotations = f"annotations_{'test' if split == 'test' else 'train'}.json"
-    lists = ("objects.json", "predicates.json"), ("obj.txt", "rel.txt")
-    names = next((pair for pair in lists if (folder / pair[0]).is_file()), lists[0])
+    annotations = "annotations_test.json" if split == "test" else "annotations_train.json"
+    names = ("objects.json", "predicates.json")
+    if not (folder / "objects.json").is_file() and (folder / "obj.txt").is_file():
+        names = ("obj.txt", "rel.txt")
     return [folder / name for name in (annotations, *names)]
 
 
@@ -43,9 +44,13 @@ def annotations_of(files: list[Path], images: Path | ImageSources, split: str, n
         relations = []
         with noting_faults(problems, f"{files[0]}, image {name}", EXPECTED_ENTRY):
             for row in annotated[name]:
-                ends = [_object(row[end]) for end in ("subject", "object")]
-                ends[1] += ("again",) * (ends[0] == ends[1])
-                relations.append((*(objects.setdefault(end, len(objects)) for end in ends), row["predicate"]))
+                subject = _object(row["subject"])
+                other = _object(row["object"])
+                if other == subject:
+                    other += ("again",)
+                first = objects.setdefault(subject, len(objects))
+                second = objects.setdefault(other, len(objects))
+                relations.append((first, second, row["predicate"]))
             boxes = [(label, [x1, y1, x2 - x1, y2 - y1]) for label, y1, y2, x1, x2, *_ in objects]
             height, width = _size_hw(images, name)
             image = {"id": number + 1, "file_name": name, "width": width, "height": height}
@@ -59,7 +64,8 @@ def _read_names(file: Path) -> list:
     if file.suffix == ".json":
         return read_json(file, list)
     try:
-        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = file.read_text(encoding="utf-8").splitlines()
+        return [line.strip() for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise BadInput(f"{file}: cannot be read: {error}") from error
 
