@@ -21,6 +21,7 @@ from toolkit.base.text import (
     ISOLATE,
     as_code,
     columns,
+    did_you_mean,
     escaped,
     in_markdown,
     in_plot,
@@ -145,3 +146,12 @@ def test_the_usage_of_a_script_is_one_line():
         parser.add_argument(f"--flag-{number}")
     assert parser.format_usage() == "usage: predict.py --out OUT model [images ...] [options]\n"
     assert "--flag-29 FLAG_29" in parser.format_help()
+
+
+def test_the_nearest_names_of_a_wrong_one():
+    names = ["detr", "rt_detr_v2", "ssd"]
+    assert did_you_mean("dert", names) == "; did you mean detr?"
+    assert did_you_mean("dert", names, written=repr, otherwise="there are three") == "; did you mean 'detr'?"
+    assert did_you_mean("ss", ["ssd", "ssr"], most=2, written="a {}".format) == "; did you mean a ssr or a ssd?"
+    assert did_you_mean("wheels", names) == "" and did_you_mean("dert", names, cutoff=0.9) == ""
+    assert did_you_mean("wheels", names, otherwise="there are three") == "; there are three"

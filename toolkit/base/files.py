@@ -1,6 +1,5 @@
 """Files written whole or not at all, JSON that keeps every float, and the number of usable cores."""
 
-import difflib
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import numpy as np
 import yaml
 
 from toolkit.base.errors import BadInput
+from toolkit.base.text import did_you_mean
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel has scripts/ and configs/ inside the package; in a checkout they stand beside it.
@@ -38,14 +38,9 @@ def near_names(path: Path) -> str:
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:
         return ""
-    near = difflib.get_close_matches(name, names, n=3)
-    if near:
-        paths = [str(given / match) for match in near]
-        return f"; did you mean {' or '.join(paths)}?"
-    if not names:
-        return ""
     more = ", ..." if len(names) > 5 else ""
-    return f"; {given}{os.sep} has {', '.join(names[:5])}{more}"
+    listed = f"{given}{os.sep} has {', '.join(names[:5])}{more}" if names else ""
+    return did_you_mean(name, names, otherwise=listed, written=lambda near: str(given / near), most=3)
 
 
 def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str]:

@@ -4,11 +4,12 @@ It is escaped, so that it cannot act on a terminal or page, and printed on a con
 """
 
 import contextlib
+import difflib
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 JOINERS = "\u200c\u200d"  # invisible, and part of words and emoji
 RIGHT_TO_LEFT = ("R", "AL", "AN")
@@ -159,3 +160,25 @@ def size_text(size_hw: Sequence[int]) -> str:
 def metric_text(value: float | None, digits: int = 3) -> str:
     """Format a metric for a line or table of text, such as 0.573; "-" if it is not defined."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def did_you_mean(
+    word: str,
+    names: Iterable[str],
+    *,
+    otherwise: str = "",
+    written: Callable[[str], str] = str,
+    most: int = 1,
+    cutoff: float = 0.6,
+) -> str:
+    """Return the end of a message about a wrong name: "; did you mean detr?".
+
+    Args:
+        names: the right ones. otherwise: what follows the semicolon if none is near; "": nothing is returned then.
+        written: how a name is written. most: names at most, joined by "or".
+        cutoff: similarity from 0 to 1 that a name must have, as of `difflib.get_close_matches`.
+    """
+    near = difflib.get_close_matches(word, names, n=most, cutoff=cutoff)
+    if near:
+        return f"; did you mean {' or '.join(map(written, near))}?"
+    return f"; {otherwise}" if otherwise else ""

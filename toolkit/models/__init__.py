@@ -4,7 +4,6 @@ Each architecture has one dataclass of settings, beside the detector, with the p
 one place where training, evaluation and prediction build a model.
 """
 
-import difflib
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import import_without, importing, may_import
-from toolkit.base.text import escaped
+from toolkit.base.text import did_you_mean, escaped
 
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
@@ -77,8 +76,7 @@ def detector_class(architecture: str) -> type["Detector"]:
             import_without("timm", "wandb")  # timm imports it for its own training: a second of every start
             return index.load(index.DETECTORS[architecture][0])
     if ":" not in str(architecture):
-        similar = difflib.get_close_matches(str(architecture), index.DETECTORS, n=1)
-        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        hint = did_you_mean(str(architecture), index.DETECTORS, written=repr)
         expected = f"no `module:Class` of your own{hint}"
         raise BadInput(f"model.architecture: {architecture!r} is none of {', '.join(index.DETECTORS)}, and {expected}")
     if not may_import(architecture):
@@ -148,8 +146,7 @@ def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Ite
     names = [field.name for field in fields(options_type)]
     problems = []
     for key in [key for key in keys if key not in names]:
-        similar = difflib.get_close_matches(key, names, n=1)
-        hint = f"did you mean model.{similar[0]}?" if similar else f"it has {', '.join(names)}"
-        problems.append(f"{architecture} has no setting model.{key}; {hint}")
+        hint = did_you_mean(key, names, written="model.{}".format, otherwise=f"it has {', '.join(names)}")
+        problems.append(f"{architecture} has no setting model.{key}{hint}")
     if problems:
         raise BadInput(problems)

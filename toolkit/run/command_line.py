@@ -26,7 +26,7 @@ from toolkit.index import DETECTORS
 from toolkit.models import DetectorOptions, options_class
 from toolkit.run.help import asked_topics, collect_groups, help_text
 from toolkit.run.launcher import find_launch, refuse
-from toolkit.run.settings_check import did_you_mean, key_faults, nonfinite_settings, not_text, plain, type_faults
+from toolkit.run.settings_check import key_faults, nearest_or_all, nonfinite_settings, not_text, plain, type_faults
 
 Config = TypeVar("Config")
 
@@ -237,7 +237,7 @@ def _options_of_family(default: type[DetectorOptions], architecture: str) -> typ
     family = _family(default)
     if architecture in family:
         return options_class(architecture)
-    hint = "" if architecture in DETECTORS else did_you_mean(architecture, family)
+    hint = "" if architecture in DETECTORS else nearest_or_all(architecture, family)
     other = f"; another script trains {architecture}" if architecture in DETECTORS else ""
     raise BadInput(
         f"model.architecture: this script trains {', '.join(family)}, or a `module:Class` of your own, not "
@@ -348,7 +348,7 @@ def _check_keys(parser: ArgumentParser, groups: dict[str, type], argv: list[str]
     unknown = [flag for flag, _ in _flags(argv) if flag not in flags and not _is_entry_of(flag, groups)]
     problems = []
     for flag in unknown:
-        hint = _of_other_architecture(flag, model) or did_you_mean(flag, flags)
+        hint = _of_other_architecture(flag, model) or nearest_or_all(flag, flags)
         problems.append(f"{flag}: no such flag{hint}")
     for path, content in files.items():
         of_another = [] if model is None else _keys_of_another_detector(content, model)

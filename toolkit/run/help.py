@@ -19,7 +19,7 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import ROOT
-from toolkit.run.settings_check import describe_type, did_you_mean, field_types
+from toolkit.run.settings_check import describe_type, field_types, nearest_or_all
 
 # The settings on the first screen, which everybody sets first, by heading and each with one sentence: the dataclass has
 # the whole text. Those that the chosen detector does not have are left out.
@@ -202,7 +202,7 @@ def _choose_groups(groups: Sequence[Group], topics: Sequence[str]) -> list[Group
         names = [group.name for group in groups]
         keys = [setting.name for group in groups for setting in group.settings]
         short = [key.partition(".")[2] for key in keys]
-        hint = did_you_mean(unknown[0], [*names, *keys, *short])
+        hint = nearest_or_all(unknown[0], [*names, *keys, *short])
         problem = f"--help {unknown[0]}: no such group or setting{hint}"
         raise BadInput([problem, f"The groups are {', '.join(names)}. {EVERY_SETTING}"])
     return chosen

@@ -3,7 +3,6 @@
 The command line checks its settings files with it, and whatever opens a run those of its folder.
 """
 
-import difflib
 import json
 import math
 import types
@@ -14,6 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from toolkit.base.text import did_you_mean
 
 _WORDS = {
     bool: "true or false",
@@ -97,12 +98,10 @@ def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
     return made
 
 
-def did_you_mean(word: str, choices: list[str]) -> str:
-    """Return the end of a sentence: the nearest name to `word`, or else the choices."""
-    similar = difflib.get_close_matches(word, choices, n=1)
-    if similar:
-        return f"; did you mean {similar[0]}?"
-    return f"; there are {', '.join(choices)}" if len(choices) < 20 else ""
+def nearest_or_all(word: str, choices: list[str]) -> str:
+    """Return the end of a sentence: the nearest name to `word`, or else the choices, if they are fewer than 20."""
+    listed = f"there are {', '.join(choices)}" if len(choices) < 20 else ""
+    return did_you_mean(word, choices, otherwise=listed)
 
 
 def nonfinite_settings(key: str, value: object) -> list[str]:
@@ -189,7 +188,7 @@ def describe_type(hint: Any) -> str:
 
 def _hint(word: str, choices: list[str], missing: Iterable[str], strict: bool) -> str | None:
     """Return the name that was probably meant: one that is missing, else any; None if the word is right."""
-    typed_wrong = difflib.get_close_matches(word, missing, n=1, cutoff=0.8)
+    typed_wrong = did_you_mean(word, missing, cutoff=0.8)
     if typed_wrong:
-        return f"; did you mean {typed_wrong[0]}?"
-    return did_you_mean(word, choices) if strict else None
+        return typed_wrong
+    return nearest_or_all(word, choices) if strict else None

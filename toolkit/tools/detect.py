@@ -14,7 +14,6 @@ Nothing heavy is imported here: help and completion answer at once.
 """
 
 import ast
-import difflib
 import importlib.metadata
 import importlib.util
 import re
@@ -24,6 +23,7 @@ import tomllib
 from pathlib import Path
 
 from toolkit.base.files import PACKAGE, ROOT
+from toolkit.base.text import did_you_mean
 
 # Shorter names, and scripts that only serve developers.
 COMMAND_NAMES = {"check_data": "check"}
@@ -260,8 +260,7 @@ def flags(script: Path | None) -> list[str]:
 
 
 def _refuse(sentence: str, word: str, choices: list[str], show: bool = True) -> int:
-    similar = difflib.get_close_matches(word, choices, n=1)
-    hint = f"; did you mean {similar[0]}?" if similar else ""
+    hint = did_you_mean(word, choices)
     listed = f" {', '.join(choices)}" if show else ""
     print(f"error: {sentence}{listed}{f', not {word!r}' if word else ''}{hint}", file=sys.stderr)
     return 2

@@ -7,7 +7,6 @@ data:
     - RandomHorizontalFlip
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torchvision.transforms import v2
 from toolkit.base.batch import Target
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_yaml
+from toolkit.base.text import did_you_mean
 from toolkit.data.transforms.geometry import Sample, clip_to_size, keep_boxes
 
 # Transforms of whole batches, or away from uint8 images: the loader and the detector do that.
@@ -137,9 +137,8 @@ def _build(entry: Any) -> v2.Transform:
         if is_transform and member not in NOT_HERE:
             transforms[member] = kind
     if not isinstance(name, str) or name not in transforms:
-        near = difflib.get_close_matches(str(name), transforms, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(transforms)}"
-        raise BadInput(f"{name!r} is not a transform of torchvision.transforms.v2 that can be used here; {hint}")
+        hint = did_you_mean(str(name), transforms, otherwise=f"there are {', '.join(transforms)}")
+        raise BadInput(f"{name!r} is not a transform of torchvision.transforms.v2 that can be used here{hint}")
     if not isinstance(arguments, Mapping):
         raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
     if "transforms" in arguments:

@@ -1,7 +1,7 @@
 """Pretrained weights, opened by a hub name or a path, and loaded into a detector.
 
 The path is a transformers folder (a `final/` too), a `final/` folder of our own kind, a run folder or one of its
-checkpoints, or a file of one of the publishers in `toolkit.index.PUBLISHERS` (see `files.py`).
+checkpoints, or a file of one of the publishers in `toolkit.index.PUBLISHERS` (see `weight_files.py`).
 
 A detector must provide the following so that `start_detector` can load them:
 
