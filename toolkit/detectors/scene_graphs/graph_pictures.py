@@ -247,13 +247,8 @@ def _draw_graph(
     panel = Image.new("RGB", (side, side), BACKGROUND_COLOUR)
     draw = ImageDraw.Draw(panel)
     size = max(12, round(side / 45))
-    draw.text(
-        (side / 2, side - size if nodes else side / 2),
-        left_out,
-        fill=TEXT_COLOUR,
-        font=text_font(size),
-        anchor="mm",
-    )
+    words_at = (side / 2, side - size if nodes else side / 2)
+    draw.text(words_at, left_out, fill=TEXT_COLOUR, font=text_font(size), anchor="mm")
     if not nodes:
         return panel
     middle = centres[list(nodes)].mean(0)
