@@ -55,9 +55,9 @@ def export(arguments: argparse.Namespace) -> bool:
     if arguments.score_threshold is None:
         recommended = report_thresholds(Path(arguments.model).expanduser()) or {}
         arguments.score_threshold = recommended.get("", ExportRequest.score_threshold)
-    asked = ExportRequest(**{field.name: getattr(arguments, field.name) for field in fields(ExportRequest)})
-    lines, problems = write_and_check(trained, table, out, asked)
-    graphs = write_relations(trained, table, out, asked, problems)
+    request = ExportRequest(**{field.name: getattr(arguments, field.name) for field in fields(ExportRequest)})
+    lines, problems = write_and_check(trained, table, out, request)
+    graphs = write_relations(trained, table, out, request, problems)
     for file, problem in problems.items():
         print(f"{out / file}: {problem}; it is now {file}.wrong", file=sys.stderr)
     content = {"source": trained.source, "files": [asdict(line) for line in lines], "graphs": graphs}

@@ -16,7 +16,7 @@ from toolkit.base.distributed import all_reduce, world
 from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 from toolkit.run import watchdog as watchdog_module
 from toolkit.run.processes import start_accelerator, wait_at_most
-from toolkit.run.watchdog import PORT, watchdog
+from toolkit.run.watchdog import PORT_VARIABLE, watchdog
 
 SLOW_S = 600  # what a process does that never notices by itself
 
@@ -36,7 +36,7 @@ def rank_of(rank, size, port, failing, how, others, folder, grace_s, watchdog_po
     """One process of a run: the failing one fails, the others wait in a collective or are busy elsewhere."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-                   "OMP_NUM_THREADS": "1", PORT: watchdog_port}  # fmt: skip
+                   "OMP_NUM_THREADS": "1", PORT_VARIABLE: watchdog_port}  # fmt: skip
     torch.set_num_threads(1)
     accelerator = start_accelerator(None)
     if how == "hangs":
@@ -65,7 +65,8 @@ def rank_of(rank, size, port, failing, how, others, folder, grace_s, watchdog_po
 
 def ended(folder, failing, how, others, size=2, grace_s=2.0):
     """(exit codes, what each rank recorded)."""
-    port, watchdog_port = free_port(), os.environ.get(PORT, "")  # the fork server has the variables of its own start
+    port = free_port()
+    watchdog_port = os.environ.get(PORT_VARIABLE, "")  # the fork server has the variables of its own start
     told = (port, failing, how, others, folder, grace_s, watchdog_port)
     ranks = [FORK_SERVER.Process(target=rank_of, args=(rank, size, *told)) for rank in range(size)]
     for process in ranks:
@@ -112,18 +113,18 @@ def test_a_process_that_hangs_is_ended_and_shows_where(tmp_path, hanging):
 def test_the_port_is_the_one_that_is_given(tmp_path, monkeypatch):
     """Where a firewall lets through what it was told. One that is taken ends all processes with one sentence."""
     port = free_port()
-    monkeypatch.setenv(PORT, str(port))
+    monkeypatch.setenv(PORT_VARIABLE, str(port))
     server = watchdog_module._server(str(port), 1)
     assert server.getsockname()[1] == port
     codes, words = ended(tmp_path, None, "done", "waiting")
     server.close()
     assert codes == [2, 2] and {word[0] for word in words.values()} == {"BadInput"}
-    assert all(f"{PORT} is {port}" in word[1] and "already in use" in word[1] for word in words.values())
-    monkeypatch.delenv(PORT)
+    assert all(f"{PORT_VARIABLE} is {port}" in word[1] and "already in use" in word[1] for word in words.values())
+    monkeypatch.delenv(PORT_VARIABLE)
     codes, words = ended(tmp_path, None, "done", "waiting", size=3)
     assert codes == [0, 0, 0] and {word[0] for word in words.values()} == {"done"}, "they leave in peace"
     for wrong in ("http", "65536", "-1"):
-        with pytest.raises(BadInput, match=f"{PORT} is {wrong}.*from 1 to 65535"):
+        with pytest.raises(BadInput, match=f"{PORT_VARIABLE} is {wrong}.*from 1 to 65535"):
             watchdog_module._server(wrong, 1)
 
 

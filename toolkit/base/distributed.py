@@ -1,7 +1,7 @@
 """Collective operations between processes; they also work in a single process (torch.distributed not initialised).
 
-Every function here except `world`, `leave`, `asked_for_cpu` and `default_device` is a collective: all ranks call it, in
-the same order.
+Every function here except `world`, `leave`, `cpu_is_requested` and `default_device` is a collective: all ranks call it,
+in the same order.
 """
 
 import os
@@ -304,7 +304,7 @@ def agree_max(value: int) -> int:
     return int(all_reduce(torch.tensor(value), "max"))
 
 
-def asked_for_cpu() -> bool:
+def cpu_is_requested() -> bool:
     """Return whether ACCELERATE_USE_CPU disables accelerators."""
     return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
 
@@ -312,10 +312,10 @@ def asked_for_cpu() -> bool:
 def default_device() -> torch.device:
     """Return the default device of a model, as Accelerate chooses it.
 
-    CUDA, Apple's MPS or another accelerator; the CPU if there is none, or if `asked_for_cpu`.
+    CUDA, Apple's MPS or another accelerator; the CPU if there is none, or if `cpu_is_requested`.
     """
     cpu = torch.device("cpu")
-    if asked_for_cpu():
+    if cpu_is_requested():
         return cpu
     return torch.accelerator.current_accelerator(check_available=True) or cpu
 

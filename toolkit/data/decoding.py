@@ -31,8 +31,8 @@ EXTENSIONS = {
     "PPM": {".ppm", ".pgm", ".pbm", ".pnm"},
 }
 # Exceptions of Pillow's readers for broken files; OSError, which says more of the cause, is handled separately.
-BROKEN = (SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError)
-BROKEN += (struct.error, Image.DecompressionBombError)
+PILLOW_ERRORS = (SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError)
+PILLOW_ERRORS += (struct.error, Image.DecompressionBombError)
 IMAGE_SUFFIXES = frozenset().union(*EXTENSIONS.values())
 SPECIAL_FILE_TYPES = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe (FIFO)", stat.S_IFSOCK: "socket"}
 SPECIAL_FILE_TYPES |= dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "device")
@@ -112,7 +112,7 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
         raise ImageError(_no_image(data), path) from error
     except OSError as error:
         raise ImageError(_os_error(error), path) from error
-    except BROKEN as error:
+    except PILLOW_ERRORS as error:
         raise ImageError(f"image cannot be read: {error}", path) from error
 
 
@@ -249,7 +249,7 @@ def _as_image_errors(data: bytes | bytearray | None, path: Path | Stored | None)
     """
     try:
         yield
-    except (OSError, *BROKEN) as error:
+    except (OSError, *PILLOW_ERRORS) as error:
         if data is not None and isinstance(error, UnidentifiedImageError):
             raise ImageError(_no_image(data), path) from error
         # Pillow's words for a short file, in its formats: "image file is truncated", "unrecognized data stream" ...
@@ -293,7 +293,7 @@ def _notes(image: Image.Image) -> tuple[str, ...]:
 def _notes_on_frames(image: Image.Image) -> list[str]:
     try:
         frames = getattr(image, "n_frames", 1)
-    except (OSError, *BROKEN) as error:  # Pillow looks through the file for them; the first frame may be whole
+    except (OSError, *PILLOW_ERRORS) as error:  # Pillow looks through the file for them; the first frame may be whole
         return [f"first frame used; what follows it in the file is damaged: {error}"]
     return [f"first of {frames} frames used"] if frames > 1 else []
 

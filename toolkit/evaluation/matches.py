@@ -251,8 +251,8 @@ def _overlaps(detections: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, 
     """Return (det, gt, iou) of all pairs in one image that overlap by 0.1, computed as pycocotools does."""
     xywh_found = detections.xywh
     xywh_truth = truth.xywh
-    corners_found = _corners(xywh_found)
-    corners_truth = _corners(xywh_truth)
+    corners_found = _xywh_to_xyxy(xywh_found)
+    corners_truth = _xywh_to_xyxy(xywh_truth)
     area_found = xywh_found[:, 2] * xywh_found[:, 3]
     area_truth = xywh_truth[:, 2] * xywh_truth[:, 3]
     all_det = [np.zeros(0, np.int64)]
@@ -271,7 +271,7 @@ def _overlaps(detections: Boxes, truth: Boxes) -> tuple[np.ndarray, np.ndarray, 
     return np.concatenate(all_det), np.concatenate(all_gt), np.concatenate(all_iou)
 
 
-def _corners(xywh: np.ndarray) -> np.ndarray:
+def _xywh_to_xyxy(xywh: np.ndarray) -> np.ndarray:
     left_top = xywh[:, :2]
     right_bottom = left_top + xywh[:, 2:]
     return np.concatenate([left_top, right_bottom], axis=1)

@@ -23,7 +23,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import write_json, write_text_atomic
 from toolkit.data.table import Category, LabelledImages
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Detections = dict[str, Tensor]
 MIN_ATTRIBUTE_SCORE = 0.5
@@ -167,7 +167,7 @@ def usable(predictions: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
         if not kept.all():
             positions = np.unique(predictions.image_index[~kept])
             images = [image_ids[i] for i in positions]
-            log.warning("%d predictions have %s and are left out; images: %s", (~kept).sum(), what, _some(images))
+            logger.warning("%d predictions have %s and are left out; images: %s", (~kept).sum(), what, _some(images))
     keep = finite & labelled
     return predictions if keep.all() else predictions[keep]
 

@@ -23,11 +23,11 @@ from toolkit.step.freezing import freeze_batch_norms
 
 FREEZE_CHOICES = ("paper", "norms", "none")
 NORM_CHOICES = ("batch", "frozen", "group", "sync")
-PATCH = 16  # pixels; weights of other patches are resampled, as FlexiViT (Beyer et al., CVPR 2023) does
+PATCH_PX = 16  # pixels; weights of other patches are resampled, as FlexiViT (Beyer et al., CVPR 2023) does
 PYRAMID_STRIDES = (4, 8, 16, 32)
 _PLAIN_VIT = {  # keywords of such a model
     "features_only": True,
-    "patch_size": PATCH,
+    "patch_size": PATCH_PX,
     "dynamic_img_size": True,
 }
 
@@ -216,7 +216,7 @@ def is_plain_vit(name: str) -> bool:
         strides = model.feature_info.reduction()
     except (TypeError, RuntimeError, AttributeError, AssertionError):  # a model without these keywords, or without maps
         return False
-    return set(strides) == {PATCH}
+    return set(strides) == {PATCH_PX}
 
 
 class VitPyramid(nn.Module):

@@ -20,7 +20,7 @@ from torchvision.ops import nms
 from toolkit.base.batch import rows_of, to_host
 from toolkit.base.box_ops import intersection_and_union
 
-ROUNDS = 16  # before a check whether they were enough
+ROUNDS_BEFORE_CHECK = 16  # before a check whether they were enough
 USUAL_GROUP = 1024  # boxes, whose pairs fill 4 MB of float32
 MAX_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
 PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
@@ -170,7 +170,7 @@ def sorted_nms(
     keep = valid
     settled = False
     while not settled:
-        for _ in range(trust.rounds if trust else ROUNDS):
+        for _ in range(trust.rounds if trust else ROUNDS_BEFORE_CHECK):
             before = keep
             suppressed = (over & keep[:, :, None]).any(1)
             keep = valid > suppressed  # valid and not suppressed, in one kernel
@@ -190,7 +190,7 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
     Suppression inside assumes that few boxes and rounds suffice, and the copy shows whether they did. If not, `compute`
     runs again with more of both, and finally with a synchronisation after each round.
     """
-    for rounds, width in ((ROUNDS, USUAL_GROUP), (8 * ROUNDS, MAX_GROUP)):
+    for rounds, width in ((ROUNDS_BEFORE_CHECK, USUAL_GROUP), (8 * ROUNDS_BEFORE_CHECK, MAX_GROUP)):
         trust = SuppressionTrust(rounds, width, [])
         token = _trust.set(trust)
         try:

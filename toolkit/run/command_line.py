@@ -24,7 +24,7 @@ from toolkit.base.imports import trust_class
 from toolkit.base.text import lasting_console
 from toolkit.index import DETECTORS
 from toolkit.models import DetectorOptions, options_class
-from toolkit.run.help import asked_topics, collect_groups, help_text
+from toolkit.run.help import collect_groups, help_text, help_topics
 from toolkit.run.launcher import find_launch, refuse
 from toolkit.run.settings_check import key_faults, nearest_or_all, nonfinite_settings, not_text, plain, type_faults
 
@@ -102,7 +102,7 @@ def parse_config(
     kept = {}
     if bundled is not None:  # made for another model: what it says of data and run serves this one too
         kept = {group: entries for group, entries in bundled.items() if group not in ("model", "loss")}
-    topics = asked_topics(argv)
+    topics = help_topics(argv)
     if topics is not None:
         sources = [str(default_config)] * bool(kept) + list(files)
         _print_help(topics, cls, groups, [kept, *files.values()], sources, default_config)

@@ -87,7 +87,7 @@ class Group:
     settings: list[Setting]
 
 
-def asked_topics(argv: Sequence[str]) -> list[str] | None:
+def help_topics(argv: Sequence[str]) -> list[str] | None:
     """Return the words after `--help` or `-h`, up to the next flag; None if the arguments have neither."""
     for number, word in enumerate(argv):
         flag, _, topic = word.partition("=")

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.optim import Optimizer
 
-from toolkit.base.distributed import all_reduce, asked_for_cpu, default_device
+from toolkit.base.distributed import all_reduce, cpu_is_requested, default_device
 from toolkit.base.errors import BadInput
 from toolkit.run.launcher import find_launch, launcher_precision
 
@@ -88,7 +88,7 @@ def _refuse_absent_gpus() -> None:
     """Raise BadInput where Accelerate's launcher was told to use several GPUs and there is none, instead of training
     on the CPU without a word."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if launched and not asked_for_cpu() and not torch.accelerator.is_available():
+    if launched and not cpu_is_requested() and not torch.accelerator.is_available():
         raise BadInput(
             "the launcher was told to use several GPUs (--multi_gpu, or its settings file), and there is none here. "
             "Choose another `accelerate config`, or start processes on the CPU with ACCELERATE_USE_CPU=true torchrun "

@@ -26,7 +26,8 @@ from toolkit.base.distributed import run_on_main, world
 from toolkit.base.errors import BadInput, FailedElsewhere, Preempted, StoppedByGuard
 from toolkit.run.status import STATES, state_after
 
-PORT = "DETECTION_TOOLKIT_WATCHDOG_PORT"  # variable: of the main machine, where the others connect; else any free one
+# Of the environment: the port of the main machine where the others connect; without it any free one.
+PORT_VARIABLE = "DETECTION_TOOLKIT_WATCHDOG_PORT"
 GRACE_S = 20.0  # for a process to end by itself, before it is ended, once another one has failed
 CONNECT_S = 30.0
 LEAVE_S = 40.0
@@ -90,7 +91,7 @@ class _Watch:
 
         def listen() -> tuple[int, str]:
             nonlocal listener
-            listener = _server(os.environ.get(PORT) or "0", backlog=self.world_size)
+            listener = _server(os.environ.get(PORT_VARIABLE) or "0", backlog=self.world_size)
             return listener.getsockname()[1], secrets.token_hex(16)
 
         port, token = run_on_main(listen)
@@ -211,8 +212,8 @@ def _server(port: str, backlog: int) -> socket.socket:
         except OSError as error:
             why = error.strerror
     raise BadInput(
-        f"{PORT} is {port}: the main process cannot listen there ({why}). Choose another port, or unset it: a free one "
-        "is then taken."
+        f"{PORT_VARIABLE} is {port}: the main process cannot listen there ({why}). "
+        "Choose another port, or unset it: a free one is then taken."
     )
 
 

@@ -16,7 +16,7 @@ from toolkit.base.errors import BadInput
 from toolkit.step.optim import parameters_of
 
 # An action on a window -> its line, and the effect of leaving it out.
-BEFORE = {
+LINES_BEFORE_UPDATE = {
     "backward": (
         "window.backward(weighted, metrics)",
         "rows, averages and the guard would not know the losses",
@@ -24,12 +24,12 @@ BEFORE = {
     "reduce": ("reduced = window.reduce()", "a NaN in a gradient would reach the weights"),
     "accepts": ("if not t.guard.accepts(window, reduced): continue", "a NaN would reach the weights"),
 }
-AFTER = {
+LINES_AFTER_UPDATE = {
     "update": ("t.optimizer.step()", "nothing would be trained"),
     "ema": ("t.ema.update()", "the averaged weights would stay the initial ones"),
     "meters": ("t.meters.update(reduced)", "the console would show no losses"),
 }
-LOOP_LINES = BEFORE | AFTER
+LOOP_LINES = LINES_BEFORE_UPDATE | LINES_AFTER_UPDATE
 MAY_BE_LEFT_OUT = LOOP_LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()`, before the windows
 
 
@@ -106,7 +106,7 @@ class LoopCheck:
     def before_update(self) -> None:
         """Raise BadInput before an update that is not ready; outside of windows nothing is checked."""
         if self._start is not None:
-            self._compare(BEFORE, "the update comes too early")
+            self._compare(LINES_BEFORE_UPDATE, "the update comes too early")
 
     def _ask_of_update(self, closure: Callable | None) -> None:
         """Raise BadInput if the update uses gradients that were not checked, or has none."""
@@ -189,7 +189,7 @@ class LoopCheck:
         Raises BadInput if a part of an update was left out, or done twice.
         """
         now = self._now()
-        trained = any(now[name] != self._start[name] for name in AFTER if name in now)
+        trained = any(now[name] != self._start[name] for name in LINES_AFTER_UPDATE if name in now)
         if trained:
             self._compare(LOOP_LINES, "the window is over")
         self._start = None

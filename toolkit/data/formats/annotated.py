@@ -26,7 +26,7 @@ SPLIT_NAMES = {
     "val": ("val", "valid", "validation", "dev", "eval", "evaluation", "minival"),
     "test": ("test", "testing"),
 }
-WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a file's name: `testLabels` has two
+FILE_NAME_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a file's name: `testLabels` has two
 UNSPLIT = "all"  # the one split of a folder that has none
 UNKNOWN_SIZE = 2**31
 
@@ -118,7 +118,7 @@ def split_in_name(name: str) -> str | None:
     `custom_train.json` is of train, `test_labels.csv` and `testset` of test. A name with several of the words says
     nothing; but one that says test, and does not say train, is of test (`test-dev`), so that it never trains.
     """
-    words = [word.lower().removesuffix("set") for word in WORD.findall(Path(name).stem)]
+    words = [word.lower().removesuffix("set") for word in FILE_NAME_WORD.findall(Path(name).stem)]
     found = {split for split, names in SPLIT_NAMES.items() if not set(names).isdisjoint(words)}
     if "test" in found and "train" not in found:
         return "test"

@@ -14,8 +14,8 @@ from toolkit.data.annotations import Annotations, Reading, RelationColumns
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.formats.annotated import (
+    FILE_NAME_WORD,
     UNSPLIT,
-    WORD,
     called_first,
     folders_in,
     folders_of_splits,
@@ -176,7 +176,7 @@ def _other_folders(folder: Path) -> list[Path]:
 
 
 def _says_annotations(name: str) -> bool:
-    return any(word.lower() in ANNOTATION_WORDS for word in WORD.findall(name))
+    return any(word.lower() in ANNOTATION_WORDS for word in FILE_NAME_WORD.findall(name))
 
 
 def _files(folder: Path) -> dict[str, Path]:

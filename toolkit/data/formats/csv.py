@@ -28,7 +28,7 @@ from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "CSV"
-COLUMNS = {
+HEADER_NAMES = {
     "image": "image filename file_name image_path path file img image_name image_id imageid".split(),
     "x1": "x1 xmin x_min left bbox_x1".split(),
     "y1": "y1 ymin y_min top bbox_y1".split(),
@@ -47,7 +47,7 @@ COLUMNS = {
 HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # the order of keras-retinanet
 # Text that a spreadsheet would compute instead of showing it. An apostrophe is written before it, to make it text.
 FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
-WHOLE = re.compile(r"-?\d+(\.0+)?")
+WHOLE_NUMBER = re.compile(r"-?\d+(\.0+)?")
 IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 
 
@@ -162,7 +162,7 @@ def _columns_of(path: Path) -> dict[str, int] | None:
         return None
     header = [word.strip().lower().replace(" ", "_") for word in first]
     columns = {}
-    for meaning, names in COLUMNS.items():
+    for meaning, names in HEADER_NAMES.items():
         present = [name for name in names if name in header]
         if present:
             columns[meaning] = header.index(present[0])
@@ -299,7 +299,7 @@ def _write_classes_alike(rows: Sequence[_Row]) -> None:
     Other names stay as they are written: `007` is not `7`.
     """
     labels = {row.values["label"] for row in rows} - {""}
-    if not all(map(WHOLE.fullmatch, labels)):
+    if not all(map(WHOLE_NUMBER.fullmatch, labels)):
         return
     for row in rows:
         row.values["label"] = row.values["label"].split(".")[0]

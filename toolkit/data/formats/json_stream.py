@@ -12,14 +12,14 @@ from pathlib import Path
 
 from toolkit.base.errors import BadInput
 
-WINDOW = 2**20  # characters
+WINDOW_CHARACTERS = 2**20  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NEXT = re.compile(r"[ \t\r\n]*,[ \t\r\n]*(?=[{\[\"\d-])")  # up to the first sign of another item
 _DECODER = json.JSONDecoder()
 JSON_TYPE_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
-def stream_lists(path: Path, window: int = WINDOW) -> Iterator[tuple[str, object]]:
+def stream_lists(path: Path, window: int = WINDOW_CHARACTERS) -> Iterator[tuple[str, object]]:
     """Yield (key, item) for each item of each list in the top-level object of a file.
 
     An empty list, and a value that is not a list, comes in one piece as (key, `Whole(value)`). A byte order mark is

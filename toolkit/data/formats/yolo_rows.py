@@ -10,7 +10,7 @@ from itertools import chain
 
 UNSAID = object()  # `kpt_shape` if data.yaml does not mention it
 VISIBILITY = (0, 1, 2)  # of key points: not labelled, hidden, visible
-SAY = "say so by `kpt_shape: [points, 2 or 3]` in data.yaml, or by `kpt_shape: null` that these are polygons"
+REMEDY = "say so by `kpt_shape: [points, 2 or 3]` in data.yaml, or by `kpt_shape: null` that these are polygons"
 ROTATED = (
     "the fifth number of a line is neither a confidence from 0 to 1 nor a track: boxes may be turned by it; expected a "
     "class and 4 numbers, or the four corners of turned boxes"
@@ -57,13 +57,13 @@ class Rows:
         """Return the box of a line, xyxy in fractions of the image; or None, and why there is none."""
         count = len(numbers)
         if count == 4:
-            return _corners(numbers), ""
+            return _cxcywh_to_xyxy(numbers), ""
         if count == 5:
-            return (None, ROTATED) if self.is_rotated else (_corners(numbers), "")
+            return (None, ROTATED) if self.is_rotated else (_cxcywh_to_xyxy(numbers), "")
         if self.shape not in (UNSAID, None):
             return self._box_with_points(numbers)
         if count in self.pose_counts:
-            return None, f"{count} numbers look like a box with key points, and would be read as a polygon; {SAY}"
+            return None, f"{count} numbers look like a box with key points, and would be read as a polygon; {REMEDY}"
         if self.is_tracked and count % 2 == 0:
             return _box_or_polygon(numbers[:-2]), ""
         if count == 6:
@@ -87,7 +87,7 @@ class Rows:
         expected = 4 + points * values
         behind = (0, 1, 2)  # nothing, a confidence, a track too
         if len(numbers) - expected in behind or len(numbers) - 4 in behind:
-            return _corners(numbers), ""
+            return _cxcywh_to_xyxy(numbers), ""
         return None, (
             f"{len(numbers)} numbers; expected a box and {points * values} numbers of key points, as `kpt_shape: "
             f"[{points}, {values}]` in data.yaml says"
@@ -96,8 +96,8 @@ class Rows:
     def _box_of_six(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
         """Return the box of a line of 6 numbers, where not all lines end in a track."""
         if numbers[5] > 1 and _is_track(numbers[5]):
-            return _corners(numbers), ""
-        cannot_be_box = not _is_inside(_corners(numbers)) and not _is_track(numbers[5])
+            return _cxcywh_to_xyxy(numbers), ""
+        cannot_be_box = not _is_inside(_cxcywh_to_xyxy(numbers)) and not _is_track(numbers[5])
         if cannot_be_box or self.has_polygons and not self.may_be_tracked:
             return _around(numbers), ""
         return None, (
@@ -145,7 +145,7 @@ class _Poses:
 def _may_be_pose(numbers: Sequence[float]) -> bool:
     """Return whether numbers can be a box (centre, size) and points in it, perhaps with a confidence and a track."""
     is_turned_box = len(numbers) in (8, 9) and _is_parallelogram(numbers)
-    if is_turned_box or not _is_inside(_corners(numbers)):
+    if is_turned_box or not _is_inside(_cxcywh_to_xyxy(numbers)):
         return False
     for behind in (0, 1, 2):
         end = len(numbers) - behind
@@ -170,7 +170,7 @@ def _are_points(numbers: Sequence[float], step: int, box: Sequence[float], visib
         are_flags = all(0 <= flag <= 1 or flag == 2 for flag in third)
     if not are_flags:
         return False
-    left, top, right, bottom = _corners(box)
+    left, top, right, bottom = _cxcywh_to_xyxy(box)
     points = zip(numbers[0::step], numbers[1::step], strict=True)
     labelled = [(x, y) for x, y in points if (x, y) != (0, 0)]
     for x, y in labelled:
@@ -205,10 +205,10 @@ def _is_parallelogram(numbers: Sequence[float]) -> bool:
 
 def _box_or_polygon(numbers: Sequence[float]) -> tuple[float, float, float, float]:
     """Return the box of four numbers, or the one around a polygon."""
-    return _corners(numbers) if len(numbers) == 4 else _around(numbers)
+    return _cxcywh_to_xyxy(numbers) if len(numbers) == 4 else _around(numbers)
 
 
-def _corners(numbers: Sequence[float]) -> tuple[float, float, float, float]:
+def _cxcywh_to_xyxy(numbers: Sequence[float]) -> tuple[float, float, float, float]:
     """Return the corners of a box that is given by centre and size."""
     cx, cy, width, height = numbers[:4]
     left = cx - width / 2

@@ -31,7 +31,7 @@ from toolkit.detectors.detr.options import RTDetrV2Options
 from toolkit.detectors.detr.rt_detr_criterion import RTDetrCriterion
 from toolkit.models.detector import MapTap
 
-PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take RGB values as they are
+PLAIN_STATISTICS = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take RGB values as they are
 
 
 class RTDetrV2(TransformersDetector):
@@ -88,7 +88,7 @@ class RTDetrV2(TransformersDetector):
         if config.backbone_config.model_type == "dinov3_vit":
             statistics = pixel_statistics(config, options)
         else:
-            statistics = pixel_statistics(config, options, PLAIN)
+            statistics = pixel_statistics(config, options, PLAIN_STATISTICS)
         set_loss = self._criterion(len(class_names), config, options)
         self._set_criterion(set_loss, statistics, used)
 

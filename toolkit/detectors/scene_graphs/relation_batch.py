@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from toolkit.base.batch import image_of_each, pad_rows, send
 
-MODES = ("predcls", "sgcls", "sgdet")  # boxes and labels given; boxes given; nothing given
+GRAPH_MODES = ("predcls", "sgcls", "sgdet")  # boxes and labels given; boxes given; nothing given
 
 
 @dataclass

@@ -39,7 +39,7 @@ from toolkit.detectors.scene_graphs.pair_sampling import (
 )
 from toolkit.detectors.scene_graphs.postprocess import graphs_on_host, rank_triplets, shortlist, strong_only
 from toolkit.detectors.scene_graphs.relation_batch import (
-    MODES,
+    GRAPH_MODES,
     RelationBatch,
     RelationOutput,
     attribute_loss,
@@ -456,7 +456,7 @@ def _build_head(o: SceneGraphOptions, sizes: HeadSizes) -> nn.Module:
 
 def _check_options(o: SceneGraphOptions, freeze: str, predicates: Sequence[str]) -> None:
     options = (
-        ("mode", o.mode, MODES),
+        ("mode", o.mode, GRAPH_MODES),
         ("head", o.head, RELATION_HEADS),
         ("freeze", freeze, GRAPH_FREEZE_CHOICES),
         ("union_levels", o.union_levels, ("one", "all")),

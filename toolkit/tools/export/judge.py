@@ -76,7 +76,7 @@ def write_and_check(
     trained: OwnDetector,
     table: DetectionTable | None,
     out: Path,
-    asked: ExportRequest,
+    request: ExportRequest,
     say: Callable[[str], None] = print,
 ) -> tuple[list[ExportResult], dict[str, str]]:
     """Write the files; return a table that compares them with PyTorch, and by name the problems of those that are
@@ -87,9 +87,9 @@ def write_and_check(
     Raises:
         BadInput: as `export_detector`; int8 without data; a package is not installed.
     """
-    written, graph, about = _write(trained, table, out, asked)
+    written, graph, about = _write(trained, table, out, request)
     images = example_images(table, trained, graph)
-    cases = BENCHMARK_CASES if asked.benchmark else ((1, torch.get_num_threads()),)
+    cases = BENCHMARK_CASES if request.benchmark else ((1, torch.get_num_threads()),)
     run = runner_of(graph)
     expected = Predictor(
         "PyTorch",
@@ -111,7 +111,7 @@ def write_and_check(
         ap = ap_of(predictor, table)
         times = milliseconds(lambda path=path: open_exported(path, trusted=True)[0], images, cases)
         line = ExportResult(path.name, ap, times)
-        problem = _problem(name, path, graph, images, lines[0].AP, line, asked)
+        problem = _problem(name, path, graph, images, lines[0].AP, line, request)
         if problem:
             problems[path.name] = problem
             path.rename(path.with_name(path.name + ".wrong"))
@@ -123,11 +123,11 @@ def _write(
     trained: OwnDetector,
     table: DetectionTable | None,
     out: Path,
-    asked: ExportRequest,
+    request: ExportRequest,
 ) -> tuple[dict[str, Path], nn.Module, ExportMetadata]:
     """Write the files; return their paths by format, the graph that they hold, and what an ONNX file says of itself."""
     # The others are made from the ONNX file, so it is written in any case.
-    of_program = [name for name in ("torch", "onnx") if name in asked.formats or name == "onnx"]
+    of_program = [name for name in ("torch", "onnx") if name in request.formats or name == "onnx"]
     written, graph = export_detector(
         trained.detector,
         out,
@@ -135,32 +135,32 @@ def _write(
         categories=trained.categories,
         size=trained.size,
         source=trained.source,
-        top_k=asked.top_k,
-        score_threshold=asked.score_threshold,
-        grid_sample=asked.grid_sample,
+        top_k=request.top_k,
+        score_threshold=request.score_threshold,
+        grid_sample=request.grid_sample,
         max_detections=trained.max_detections,
     )
     onnx_file = written["onnx"]
     _, about = open_exported(onnx_file)
     for name, file_name in EXPORTED_FILES.items():
-        if name not in asked.formats or name in of_program:
+        if name not in request.formats or name in of_program:
             continue
         path = out / file_name
         if name == "fp16":
             write_half(onnx_file, path)
         elif name == "int8":
-            write_openvino(onnx_file, path, about, calibration_images(table, trained.size, asked.calibration))
+            write_openvino(onnx_file, path, about, calibration_images(table, trained.size, request.calibration))
         else:
             write_openvino(onnx_file, path, about, None)
         written[name] = path
-    if "onnx" not in asked.formats:
+    if "onnx" not in request.formats:
         del written["onnx"]
         onnx_file.unlink()
     return written, graph, about
 
 
 def _problem(
-    name: str, path: Path, graph, images, expected: float | None, line: ExportResult, asked: ExportRequest
+    name: str, path: Path, graph, images, expected: float | None, line: ExportResult, request: ExportRequest
 ) -> str | None:
     """Return the problem of a file, or None, and complete its line of the table."""
     problem = None
@@ -172,10 +172,10 @@ def _problem(
     if line.AP is not None:
         line.AP_moved = line.AP - expected
         lost = abs(line.AP_moved)
-        allowed = asked.tolerance
+        allowed = request.tolerance
         if name == "int8":
             lost = -line.AP_moved
-            allowed = asked.int8_tolerance
+            allowed = request.int8_tolerance
         if lost > allowed:
             problem = f"its AP is {line.AP:.4f}, PyTorch's {expected:.4f}: more than {allowed} apart"
     return problem
@@ -185,7 +185,7 @@ def write_relations(
     trained: OwnDetector,
     table: DetectionTable | None,
     out: Path,
-    asked: ExportRequest,
+    request: ExportRequest,
     problems: dict[str, str],
     say: Callable[[str], None] = print,
 ) -> list[dict]:
@@ -194,7 +194,7 @@ def write_relations(
     detector = trained.detector
     if not getattr(detector, "predicates", ()):
         return []
-    obstacle = "--formats has no onnx" if "onnx" not in asked.formats else detector.graph_obstacle()
+    obstacle = "--formats has no onnx" if "onnx" not in request.formats else detector.graph_obstacle()
     if obstacle:
         say(f"the relations are not exported, the files have the detector alone: {obstacle}")
         return []
@@ -204,8 +204,8 @@ def write_relations(
         categories=trained.categories,
         size=trained.size,
         source=trained.source,
-        score_threshold=asked.score_threshold,
-        grid_sample=asked.grid_sample,
+        score_threshold=request.score_threshold,
+        grid_sample=request.grid_sample,
     )
     run, about = open_exported(path)
     predict_of = {"PyTorch": own_predict(detector, trained.size), path.name: predict_with(run, about)}
@@ -217,8 +217,8 @@ def write_relations(
         graphs.append({"file": source, **recall, "ms": latency(predictor, table)})
     expected = graphs[0].get("R@100")  # None without data
     found = graphs[1].get("R@100")
-    if expected is not None and abs(found - expected) > asked.tolerance:
-        problems[path.name] = f"its R@100 is {found:.4f}, PyTorch's {expected:.4f}: more than {asked.tolerance} apart"
+    if expected is not None and abs(found - expected) > request.tolerance:
+        problems[path.name] = f"its R@100 is {found:.4f}, PyTorch's {expected:.4f}: more than {request.tolerance} apart"
         path.rename(path.with_name(path.name + ".wrong"))
     return graphs
 

@@ -21,7 +21,7 @@ LICENCES_BELOW = (
     "for the weights, as far as the licences of the training data and of the weights that training began with allow "
     "it; check those before you pass the model on."
 )
-LIMITS = (
+LIMITS_TEXT = (
     "It finds the classes above in images like those of its training data, and nothing else: on other cameras, sizes, "
     "places or times it must be measured again before it is trusted. Scores are not probabilities unless the report's "
     "calibration says so; choose the threshold by the cost of misses and false alarms. It was not made for decisions "
@@ -95,7 +95,7 @@ def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE)
         "## How to use it\n\n" + _usage(config, len(class_names)),
         "## Data\n\n" + _data(settings, environment),
         "## Training\n\n" + _training(settings, environment),
-        "## Intended use and limits\n\n" + LIMITS,
+        "## Intended use and limits\n\n" + LIMITS_TEXT,
         f"## Licence\n\n`{licence}` {LICENCES_BELOW}",
     ]
     text = "\n\n".join(filter(None, parts))

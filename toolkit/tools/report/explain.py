@@ -18,13 +18,13 @@ from torchvision.ops import box_iou
 from toolkit.base.boxes import Boxes
 from toolkit.evaluation.predictions import boxes_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MIN_RECALL = 0.3  # share of objects that a changed reading must find before it is named
 MAX_IMAGES = 64  # enough to see a systematic mistake
 MIN_OBJECTS = 20  # fewer are found by chance
 MIN_STEPS = 100  # optimizer steps; before them every detector finds nothing
-MIN_SCORE = 0.05  # of the best detection; below it the detector itself has found nothing yet
+MIN_BEST_SCORE = 0.05  # of the best detection; below it the detector itself has found nothing yet
 MIN_RATIO_TO_CHANCE = 1.5  # required ratio to the objects that the boxes find in other images
 DETECTIONS_PER_OBJECT = 2  # best detections used for each object of an image
 MISTAKEN_SIZE = " (size given to the model mistaken for the original size?)"
@@ -68,7 +68,7 @@ def _too_early(detections: Boxes, truth: Boxes, step: int | None) -> str:
         return f"{step} optimizer steps are not enough to learn from (at least {MIN_STEPS})"
     if len(truth) < MIN_OBJECTS:
         return f"{len(truth)} objects are not enough to see a mistake of all boxes (at least {MIN_OBJECTS})"
-    if len(detections) and 0 < detections.scores.max() < MIN_SCORE:
+    if len(detections) and 0 < detections.scores.max() < MIN_BEST_SCORE:
         return f"the highest score is {detections.scores.max():.3g}: the detector has not found anything yet"
     return ""
 

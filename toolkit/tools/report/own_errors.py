@@ -18,7 +18,7 @@ from toolkit.evaluation.matches import Matches
 from toolkit.tools.report.suspects import MATCH_IOU, Suspect, thresholds_of_classes
 
 MAX_OWN_SHARE = 0.2  # largest share of the detector's own mistakes among the doubtful suspects
-MIN_SCORE = 0.05  # predictions below it say nothing about confident ones
+MIN_CONFIDENCE = 0.05  # predictions below it say nothing about confident ones
 # Of confident predictions: above it the detector itself is more likely wrong than the annotation.
 MAX_CONFIDENT_SHARE = 0.25
 MIN_LIKELIHOOD_GAIN = 5.41  # twice the gain in log-likelihood that chance gives to one of a hundred exact annotations
@@ -92,7 +92,7 @@ def _evidence(m: Matches, suspects: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     is_again = np.zeros(len(m.found), bool)
     is_again[m.det[(m.iou >= MATCH_IOU) & is_found[m.gt]]] = True
     of_detector = ~m.right & ~is_suspect & (is_confident | is_again)
-    used = m.counts & (m.found.scores > MIN_SCORE) & ~of_detector
+    used = m.counts & (m.found.scores > MIN_CONFIDENCE) & ~of_detector
     return _log_odds(m.found.scores[used]), ~m.right[used]
 
 

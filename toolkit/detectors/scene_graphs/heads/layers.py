@@ -11,7 +11,7 @@ from toolkit.base.errors import BadInput
 from toolkit.detectors.scene_graphs.box_features import box_numbers, certain_logits
 from toolkit.detectors.scene_graphs.frequency import FrequencyBias
 from toolkit.detectors.scene_graphs.postprocess import late_labels
-from toolkit.detectors.scene_graphs.relation_batch import MODES, RelationBatch, RelationOutput, relatedness_loss
+from toolkit.detectors.scene_graphs.relation_batch import GRAPH_MODES, RelationBatch, RelationOutput, relatedness_loss
 
 AVERAGE_RATIO = 0.0005  # of the running means that stand for "no evidence" in causal effects
 POSITION_DIM = 128
@@ -39,8 +39,8 @@ class HeadSizes:
 
 
 def check_mode(mode: str) -> str:
-    if mode not in MODES:
-        raise BadInput(f"relation mode is {mode!r}; expected {', '.join(MODES)}")
+    if mode not in GRAPH_MODES:
+        raise BadInput(f"relation mode is {mode!r}; expected {', '.join(GRAPH_MODES)}")
     return mode
 
 

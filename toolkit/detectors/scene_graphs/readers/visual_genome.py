@@ -85,7 +85,7 @@ def load_graphs(
                 f"val; take fewer for it: train:{fewer} and val:{fewer}, for example"
             )
     _check_h5(data, index, Path(h5_file))
-    corners = _corners(data["boxes_1024"])
+    corners = _integer_corners(data["boxes_1024"])
     graphs = Graphs(index, [], [], [], [])
     kept = np.ones(len(index), dtype=bool)
     for position, image in enumerate(index):
@@ -370,7 +370,7 @@ def _relations_of(data: dict[str, np.ndarray], image: int, first_box: int) -> np
     return np.column_stack([ends, predicates])
 
 
-def _corners(centre_wh: np.ndarray) -> np.ndarray:
+def _integer_corners(centre_wh: np.ndarray) -> np.ndarray:
     """Convert centre boxes to integer corners: the left top corner is truncated towards 0, then width and height
     added."""
     corners = centre_wh.copy()
