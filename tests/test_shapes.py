@@ -43,7 +43,7 @@ def test_scenes_are_as_promised():
             x, y, w, h = item["bbox"]
             assert 0 <= x and 0 <= y and w >= 4 and h >= 4 and x + w <= 128 and y + h <= 128
             assert 0 < item["area"] <= w * h
-    pixels, objects, _ = scenes[1]  # of shapes.VERSION 4, which is to be raised where pictures change
+    pixels, objects, _ = scenes[1]  # of shapes.SHAPES_VERSION 4, which is to be raised where pictures change
     assert [item["area"] for item in objects] == pytest.approx([737, 1013, 436, 810, 1676, 777], abs=2)
     assert pixels.mean(axis=(0, 1)) == pytest.approx([120.40, 112.33, 102.23], abs=0.05)
     assert pixels.std() == pytest.approx(58.35, abs=0.05)
