@@ -63,7 +63,7 @@ def test_the_documented_chain(files, tmp_path):
     assert [row["step"] for row in evaluated] == [0, 2, 4], "before the first step too"
     assert all(math.isfinite(row["train/loss_rel"]) for row in trained)
     check_metrics({name.removeprefix("val/"): value for name, value in evaluated[-1].items()})
-    assert checkpoint_state(graphs / "checkpoints" / "latest")["predicates"] == PREDICATES
+    assert checkpoint_state(graphs / "checkpoints" / "latest")["parts"]["data"]["predicates"] == PREDICATES
     check_counts(files, checkpoint_tensors(graphs / "checkpoints" / "latest"), tmp_path)
 
     command = ("evaluate.py", graphs, "--split", "test", "--image-dir", files / "images")

@@ -139,7 +139,7 @@ def test_training_ends_when_the_rate_has_fallen_often_enough(server, data, tmp_p
     assert [row["step"] for row in evaluated] == list(range(len(evaluated))), "before the first step too"
     state = checkpoint_state(ended.folder / "checkpoints" / "latest")
     assert state["step"] == evaluated[-1]["step"] < 50 and state["parts"]["plan"]["schedule"]["decays"] == 2
-    assert state["predicates"][0] == "left of"
+    assert state["parts"]["data"]["predicates"][0] == "left of"
     assert ended.status["ended_by"] == ["schedule.max_decays"] and ended.status["reason"] in ended.text
     assert (ended.folder / "final" / "model.safetensors").exists()
     assert "---Total norm" in ended.text and "with 4 images a step" in ended.text
