@@ -283,5 +283,5 @@ def test_a_restart_by_torchrun_does_not_see_what_the_processes_of_before_told_ea
 
 
 def test_what_ranks_are_to_have_imported_is_there():
-    """The server that they are forked from passes over what it does not find."""
+    """The server that ranks are forked from silently skips modules that do not exist."""
     assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []

@@ -61,7 +61,7 @@ def test_every_first_setting_is_one_of_a_script(help_of):
 
 
 def test_defaults_are_those_that_apply(help_of, tmp_path):
-    """Of the script's default configuration, of files that are given instead, and of another architecture."""
+    """The defaults of the default configuration, of files given instead, and of another architecture."""
     bundled = settings_in(help_of("train_detr", "--help"))
     assert (bundled["model.backbone"], bundled["data.batch_size_per_device"]) == ("resnet10t", "8")
     other = help_of("train_detr", "--model.architecture", "conditional_detr", "--help")

@@ -33,7 +33,7 @@ QUIET = SimpleNamespace(received=0, name="")
 
 
 def after_a_step(t, signal: int = 0) -> None:
-    """What is due after a step is saved and evaluated."""
+    """Save and evaluate what is due after a step."""
     save_and_evaluate_when_due(t, SimpleNamespace(totals={"signal": signal}, best_step_before=-1))
 
 

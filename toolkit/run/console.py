@@ -16,7 +16,7 @@ from tqdm import tqdm
 from toolkit.base.text import columns
 from toolkit.step.meters import Meters
 
-DEFAULT_COLUMNS = 120  # columns of a line where the output is no terminal
+DEFAULT_COLUMNS = 120  # columns of a line where the output is not a terminal
 WAIT_SHARE = 0.1  # of a step's time, from which on waiting for data is told
 # Names of losses that the console leaves to metrics.jsonl: those of auxiliary layers, and unweighted ones.
 _OTHER_LOSSES = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")

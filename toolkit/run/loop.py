@@ -16,6 +16,7 @@ from toolkit.run.recovery import keep_start, ranks_apart, state_is_sound
 from toolkit.run.saving import save
 from toolkit.run.training_window import TrainingWindow
 from toolkit.run.validation import save_and_evaluate
+from toolkit.step.guard import forget_unscaling
 from toolkit.step.schedules import is_time
 
 # ---- before the body -------------------------------------------------------------------------------------------------
@@ -93,9 +94,8 @@ def end_window(t: Any) -> None:
 
 def _follow_up(t: Any, window: TrainingWindow) -> None:
     if not t.check.end():
-        if window.is_unscaled and t.accelerator.scaler is not None:
-            # As it is: forgets that it has unscaled, which it does once per update.
-            t.accelerator.scaler.update(t.accelerator.scaler.get_scale())
+        if window.is_unscaled:
+            forget_unscaling(t.accelerator.scaler)
         _warn_once(t, "passed over", "the loop passed over a window without an update; the data go on behind it")
         return
     if t.step == window.step:  # the script updates the weights by itself, `t.without("update")`

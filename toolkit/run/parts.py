@@ -96,8 +96,8 @@ class TrainingData:
     kept_in_rollback = True
 
     @property
-    def classes(self) -> dict[str, list]:
-        """The names that predictions are made of, as JSON values."""
+    def class_names(self) -> dict[str, list]:
+        """Categories, predicates and attributes that predictions are made of, as JSON values."""
         table = self.tables["validation"]
         return {
             "categories": [asdict(category) for category in table.categories],
@@ -106,8 +106,8 @@ class TrainingData:
         }
 
     def state_dict(self) -> dict:
-        """JSON values."""
-        return {**self.classes, "tables": {name: table.identity for name, table in self.tables.items()}}
+        """JSON values: the names of classes, and what each table is known by."""
+        return {**self.class_names, "tables": {name: table.identity for name, table in self.tables.items()}}
 
     def load_state_dict(self, state: Mapping) -> list[str]:
         """Compare the tables with those of a checkpoint, and return a sentence for each one that has changed.

@@ -6,7 +6,6 @@
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,16 @@ from toolkit.run.checkpoint import Checkpoint, newest_valid
 from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.saving import restore_rolled_back_state, save
 from toolkit.run.training_window import TrainingWindow
-from toolkit.step.guard import STATE_PARTS, Action, NanGuard, looks_finite, named_state, nonfinite, unusable_rate
+from toolkit.step.guard import (
+    STATE_PARTS,
+    Action,
+    NanGuard,
+    forget_unscaling,
+    looks_finite,
+    named_state,
+    nonfinite,
+    unusable_rate,
+)
 from toolkit.step.optim import drop_gradients, gradient_table
 from toolkit.step.schedules import is_time
 
@@ -124,9 +132,7 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
         return
     message = _report_refusal(t, action, broken, in_window=True)
     drop_gradients(t.loss_weights)
-    scaler = t.accelerator.scaler
-    if scaler is not None:
-        scaler.update(scaler.get_scale())  # as it is: forgets that it has unscaled, which it does once per update
+    forget_unscaling(t.accelerator.scaler)
     act_on_refusal(t, action, message, broken)
 
 
@@ -266,6 +272,7 @@ def _report_refusal(t, action: Action, broken: Sequence[str], in_window: bool) -
     broken, in_window: what `broken_state` found, and how it looked.
     """
     window = t.window
+    class_names = t.data.class_names
     context = {
         **window.facts(),
         "step": t.step,  # behind the update, where its state was found to be broken
@@ -276,8 +283,8 @@ def _report_refusal(t, action: Action, broken: Sequence[str], in_window: bool) -
         "denominators": window.all_denominators,
         "loss_weights": t.loss_weights.values(t.step),
         "action": action.value,
-        "categories": [asdict(category) for category in t.validation.table.categories],
-        "predicates": list(t.validation.table.predicates),
+        "categories": class_names["categories"],
+        "predicates": class_names["predicates"],
     }
 
     def run_again() -> list[dict]:

@@ -87,8 +87,8 @@ class Session:
     def open_data(self) -> tuple[DetectionTable, DetectionTable]:
         """Open and check training and validation data; what was wrong with them is listed in the run folder.
 
-        Where a checkpoint is only evaluated, and the validation data are no part of the training data, which are one
-        set, these are not opened: the validation data stand for them.
+        Where a checkpoint is only evaluated, and the training data are a single set that the validation data are
+        not a part of, the training data are not opened: the validation data stand for them.
         """
         table, val_table = open_tables(self)
         self.stop_if_asked("while the data was read")

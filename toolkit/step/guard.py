@@ -45,6 +45,15 @@ class Action(Enum):
     """Restore the buffers, drop the gradients, raise StoppedByGuard."""
 
 
+def forget_unscaling(scaler: torch.amp.GradScaler | None) -> None:
+    """Make a loss scaler ready for the next window after one without an update; None: there is none to make ready.
+
+    It unscales once per update. Updating it with the scale that it has makes it forget that it has done so.
+    """
+    if scaler is not None:
+        scaler.update(scaler.get_scale())
+
+
 class NanGuard:
     """The decision about each window, and a copy of the buffers from before it.
 
@@ -143,8 +152,7 @@ class NanGuard:
             return False
         self.restore(model)
         optimizer.zero_grad()
-        if scaler is not None:
-            scaler.update(scaler.get_scale())  # the same scale: it forgets that it has unscaled
+        forget_unscaling(scaler)
         if action is Action.STOP:
             raise StoppedByGuard(self.reason)
         return False

@@ -377,7 +377,7 @@ def _parameter_kinds(
 def _of_longest_prefix(name: str, *of_prefixes: Mapping[str, float]) -> tuple[str, float]:
     """Return "/<prefix>" and its factor: the longest prefix in the first mapping that has one; "" and 1 if none has."""
     for factors in of_prefixes:
-        prefixes = [prefix for prefix in factors if _is_below(name, prefix)]
+        prefixes = [prefix for prefix in factors if is_below(name, prefix)]
         prefix = max(prefixes, key=len, default=None)
         if prefix:
             return f"/{prefix}", factors[prefix]
@@ -388,7 +388,8 @@ def _in_backbone(name: str) -> bool:
     return not {"backbone", "_backbone"}.isdisjoint(name.split("."))
 
 
-def _is_below(name: str, prefix: str) -> bool:
+def is_below(name: str, prefix: str) -> bool:
+    """Return whether a parameter or module is the one called `prefix`, or inside of it."""
     return name == prefix or name.startswith(f"{prefix}.")
 
 
@@ -408,12 +409,12 @@ def _check_prefixes(
     existing = ", ".join(sorted(prefixes))
     problems = []
     for prefix in multipliers:
-        if not any(_is_below(name, prefix) for name in names):
+        if not any(is_below(name, prefix) for name in names):
             problems.append(
                 f"optim.lr_multipliers.{prefix}: no trained parameter has this prefix; some that exist: {existing}"
             )
     for prefix in slow:
-        if not any(_is_below(name, prefix) for name in every):
+        if not any(is_below(name, prefix) for name in every):
             problems.append(
                 f"optim.slow_prefixes: no parameter, trained or frozen, has the prefix {prefix}; some that exist: "
                 f"{existing}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
+from toolkit.step.optim import is_below
 
 ClassLayout = tuple[int, int, int]  # rows before, for each class, after
 
@@ -81,7 +82,7 @@ def map_weights(
     if class_tensors:
         problems += _check_classes(classes, source_classes)
     for name, value in model.items():
-        fitting = [prefix for prefix in prefixes if _is_below(name, prefix)]
+        fitting = [prefix for prefix in prefixes if is_below(name, prefix)]
         source = name
         if fitting:
             prefix = max(fitting, key=len)
@@ -179,7 +180,7 @@ def _check_prefixes(model: Mapping, checkpoint: Mapping, prefixes: Mapping[str, 
     for ours, theirs in prefixes.items():
         sides = ((ours, model, "model"), (theirs, checkpoint, "checkpoint"))
         for prefix, names, side in sides:
-            if not any(_is_below(name, prefix) for name in names):
+            if not any(is_below(name, prefix) for name in names):
                 faults.append(f"weight mapping {ours} <- {theirs}: the {side} has no parameter below {prefix!r}")
     return faults
 
@@ -195,10 +196,6 @@ def _check_classes(classes: Sequence[str], source_classes: Sequence[str]) -> lis
             if times > 1:
                 faults.append(f"class {name!r} stands {times} times in the {where}: a class needs a name of its own")
     return faults
-
-
-def _is_below(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(f"{prefix}.")
 
 
 def _part(name: str) -> str:

@@ -244,7 +244,7 @@ def _split_batch(batch: Batch) -> tuple[dict[str, Tensor], list[dict]]:
 def _join_batch(path: Path) -> Batch:
     with safe_open(path, framework="pt") as file:
         targets = json.loads(file.metadata()["targets"])
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file cannot be iterated over
     for key, tensor in tensors.items():
         if key.startswith("targets."):
             _, i, name = key.split(".", 2)
