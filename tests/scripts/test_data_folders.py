@@ -74,7 +74,7 @@ def test_streamed_shards_are_resumed_to_the_bit(server, script, settings, data, 
 @pytest.mark.slow
 @pytest.mark.every_script
 def test_two_partly_labelled_sets_are_resumed_to_the_bit(server, script, settings, data, tmp_path):
-    """On two processes; scene graphs refuse it in one sentence."""
+    """On two processes; scene graphs refuse it in one sentence where not all sets list the same predicates."""
     shutil.copytree(data, tmp_path / "other")
     for split in ("train", "val"):
         path = tmp_path / "other" / "annotations" / f"{split}.json"
@@ -88,7 +88,8 @@ def test_two_partly_labelled_sets_are_resumed_to_the_bit(server, script, setting
                     "--run.max_steps", 5, "--run.save_every", 2, "--run.resume", "latest")  # fmt: skip
     reference = server.run(script, [*args, "--run.name", "reference"], 2)
     if script == SCRIPTS[3]:
-        assert reference.code == 2 and "error: data.path, data.train: scene graphs take one data set" in reference.text
+        assert reference.code == 2 and "error: data.path, data.train: shapes + other are several" in reference.text
+        assert "do not all list the same predicates" in reference.text
         return
     assert "other: 18 images" in reference.ok().text and "does not label new" in reference.text
     assert json.loads((reference.folder / "environment.json").read_text())["data"]["train"]["sets"].keys() == {
