@@ -3,16 +3,18 @@
     python scripts/benchmark.py                       # everything: about 12 minutes on two CPU cores; `make bench`
     python scripts/benchmark.py --only loop startup   # some
     python scripts/benchmark.py --quick               # small sizes: shows that it runs, the figures mean nothing
-    python scripts/benchmark.py --only gpu --out runs/gpu   # on a GPU, an hour or so; `make gpu`
+    python scripts/benchmark.py --only gpu --out runs/gpu   # on a GPU, 8 minutes at most; `make gpu`
     python scripts/benchmark.py --only peers --out runs/peers/shapes   # beside other toolkits, 45 minutes; an extra
 
 Ratios are medians of interleaved rounds in one process; each has a line of ours (or of the plain program) against
 itself, which is the noise: a ratio as close to its requirement as that line is to 1 shows nothing.
 """
 
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
@@ -39,9 +41,6 @@ from toolkit.base.files import replace_nonfinite, write_json_atomic
 from toolkit.run.folder import PACKAGES, hardware
 from toolkit.tools.arguments import Program
 
-FEW_STEPS = {"warm_up": 0, "steps": 1, "waited": 1, "most": 2}
-TINY = """--data.scales [] --data.image_size 128 --data.max_train_images 32 --data.workers 0
---data.batch_size_per_device 2""".split()
 # name, function, arguments of --quick
 BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("loop", bench_loop, {"blocks": 1, "steps": 1, "narrow_blocks": 1, "narrow_steps": 2}),
@@ -58,7 +57,7 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("relation_heads", bench_relation_heads, {"num_images": 2, "num_objects": 4, "repeats": 1}),
     ("predict", bench_predict, {"images": 3, "side": 64, "size": 64, "rounds": 1}),
     ("ssd", bench_ssd, {"batch": 2, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
-    ("gpu", bench_gpu, {"modes": ("TF32",), "resumed": ("train_ssd",), "options": TINY} | FEW_STEPS),
+    ("gpu", bench_gpu, {"quick": True}),
     ("peers", bench_peers, {"minutes": 0.05}),
     ("peers_bccd", partial(bench_peers, "bccd"), {"minutes": 0.05}),
 )
@@ -98,32 +97,48 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--only", nargs="+", choices=names, default=usual, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the table there too: table.md and rows.json")
+    parser.add_argument("--long", action="store_true", help="of gpu: every mode, an hour or so instead of 8 minutes")
+    parser.add_argument("--items", nargs="+", default=[], metavar="WORD",
+                        help="of gpu: only what has one of these words in its title, such as resumed")  # fmt: skip
     arguments = parser.parse_args(argv)
+    system = hardware_seen_elsewhere() if "gpu" in arguments.only else hardware()
     rows = []
     for name, bench, quick in BENCHES:
         if name in arguments.only:
             began = time.perf_counter()
-            for row in bench(**(quick if arguments.quick else {})):
+            options = quick if arguments.quick else {}
+            if name == "gpu":
+                options = {**options, "long": arguments.long, "words": arguments.items, "folder": arguments.out}
+            for row in bench(**options):
                 rows.append(row)
                 if arguments.out is not None:
-                    keep(rows, arguments.out, arguments.quick)
+                    keep(rows, arguments.out, arguments.quick, system)
                     print(f"{row['name']}: {row['value']:.4g} {row['unit']}", file=sys.stderr, flush=True)
             print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    print(markdown(rows, arguments.quick))
+    print(markdown(rows, arguments.quick, system))
     return rows
 
 
-def keep(rows: Sequence[dict], folder: Path, quick: bool) -> None:
+def hardware_seen_elsewhere() -> dict:
+    """Return `hardware()` as a fork of this process sees it: to name a GPU starts CUDA, and a process that has started
+    CUDA cannot fork others that use it."""
+    if not hasattr(os, "fork"):
+        return hardware()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(hardware)
+
+
+def keep(rows: Sequence[dict], folder: Path, quick: bool, system: Mapping) -> None:
     """Write the rows measured so far, so that they are kept however the program ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text(markdown(rows, quick) + "\n", encoding="utf-8")
-    document = {"machine": machine(), "hardware": hardware(), "quick": quick, "rows": rows}
+    (folder / "table.md").write_text(markdown(rows, quick, system) + "\n", encoding="utf-8")
+    document = {"machine": machine(system), "hardware": system, "quick": quick, "rows": rows}
     write_json_atomic(folder / "rows.json", replace_nonfinite(document))
 
 
-def markdown(rows: Sequence[dict], quick: bool = False) -> str:
+def markdown(rows: Sequence[dict], quick: bool, system: Mapping) -> str:
     """Return the rows as a table below a paragraph on the machine and the versions."""
-    lines = [machine() + (" Quick run: sizes too small for the figures to mean anything." if quick else ""), ""]
+    lines = [machine(system) + (" Quick run: sizes too small for the figures to mean anything." if quick else ""), ""]
     lines += ["| measured | value | unit | required |", "|---|---:|---|---|"]
     for row in rows:
         required = row.get("required", REQUIREMENTS.get(row["name"], ""))
@@ -131,9 +146,11 @@ def markdown(rows: Sequence[dict], quick: bool = False) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """Return the date, processor, accelerators, threads and versions in one paragraph."""
-    system = hardware()
+def machine(system: Mapping) -> str:
+    """Return the date, processor, accelerators, threads and versions in one paragraph.
+
+    system: what `toolkit.run.folder.hardware` has returned.
+    """
     gpus = ", ".join(system["gpus"]) or "no GPU"
     installed = []
     for name in PACKAGES:

@@ -155,6 +155,11 @@ def on_host(target: Mapping[str, object]) -> Mapping[str, object]:
     return target.get("on_host", target)
 
 
+def is_waited_for(device: torch.device | str) -> bool:
+    """Return whether reading a value from `device` waits for the work that is queued there: true of all but a CPU."""
+    return torch.device(device).type != "cpu"
+
+
 def send(values: Tensor, device: torch.device | str, non_blocking: bool = True) -> Tensor:
     """Copy CPU values to `device`, without waiting for the work that is queued there."""
     to_gpu = torch.device(device).type == "cuda" and values.device.type == "cpu"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torchvision.ops import nms
 
-from toolkit.base.batch import rows_of, to_host
+from toolkit.base.batch import is_waited_for, rows_of, to_host
 from toolkit.base.box_ops import intersection_and_union
 
 ROUNDS_BEFORE_CHECK = 16  # before a check whether they were enough
@@ -49,7 +49,7 @@ def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: 
     if torch.compiler.is_exporting():
         keep = nms_keep(boxes_xyxy.flatten(0, 1), scores.flatten(0, 1), threshold)  # (B * C, N)
         return scores.where(keep.reshape(scores.shape), 0)
-    if scores.device.type != "cpu":
+    if is_waited_for(scores.device):
         return _batch_at_once(boxes_xyxy, scores, threshold)
     of_image = boxes_xyxy.flatten(1, 2)  # (B, C * N, 4)
     in_class = scores.shape[2]
@@ -174,7 +174,7 @@ def sorted_nms(
             before = keep
             suppressed = (over & keep[:, :, None]).any(1)
             keep = valid > suppressed  # valid and not suppressed, in one kernel
-            if keep.device.type == "cpu" and torch.equal(before, keep):
+            if not is_waited_for(keep.device) and torch.equal(before, keep):
                 break
         unsettled = (before != keep).any()
         if trust:

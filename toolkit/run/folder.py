@@ -134,11 +134,19 @@ def hardware() -> dict:
         "cpu_cores": os.cpu_count(),
         "cpu_cores_usable": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": [_gpu_name(index) for index in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "torch_threads": torch.get_num_threads(),
     }
+
+
+def _gpu_name(index: int) -> str:
+    """Return the name of a GPU. Another program may hold it for itself, which is not an error of this run."""
+    try:
+        return torch.cuda.get_device_name(index)
+    except RuntimeError as error:
+        return f"GPU {index}, which cannot be opened: {str(error).partition(chr(10))[0]}"
 
 
 def git_state(root: Path) -> dict | None:

@@ -6,6 +6,7 @@
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -242,11 +243,18 @@ def keep_start(t) -> None:
         t.guard.start = None
     elif t.guard.start is None:
         stored = by_storage(t.step, t.parts.undone_in_rollback().state_dict())
-        tensors = {
-            name: {key: tensor.detach().cpu().clone() for key, tensor in named.items()}
-            for name, named in stored.pop("tensors").items()
-        }
-        t.guard.start = Checkpoint(t.folder, t.step, tensors, **copy.deepcopy(stored))
+        t.guard.start = Checkpoint(t.folder, t.step, **_copy_to_cpu(stored))
+
+
+def _copy_to_cpu(value: Any) -> Any:
+    """Return a deep copy of `value` whose tensors, in whatever dicts and lists, are on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy_to_cpu(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy_to_cpu, value))
+    return copy.deepcopy(value)
 
 
 def _go_back(t) -> str:

@@ -22,6 +22,7 @@ def probe_memory(t, worst: Batch) -> None:
     Raises:
         BadInput: memory runs out; the message names the batch.
     """
+    device = t.accelerator.device
     t.guard.snapshot(t.detector)
     t.detector.train()
     with naming_the_batch(lambda: [worst]):
@@ -34,18 +35,21 @@ def probe_memory(t, worst: Batch) -> None:
             seed=t.seed,
             precision=t.accelerator.mixed_precision,
         )
+        # The next window is copied to the device while this one is at work.
+        next_window = [worst.to(device) for _ in range(t.plan.accumulation_steps)]
         window.run_again(t.detector, t.loss_weights)
-    del state
+    del state, next_window
     drop_gradients(t.detector)
     drop_gradients(t.loss_weights)
     t.guard.restore(t.detector)
     batch = next(iter(t.validation.loader))
-    device = t.accelerator.device
     with naming_the_batch(lambda: [batch]), torch.no_grad(), eval_mode(t.detector), in_float32(t.detector, device):
         if len(batch.targets):
             moved = batch.to(device)
             t.detector(moved.images, moved.sizes, moved.targets)
     t.log.say(f"memory probe: {describe_batch(worst)}; peak {peak_memory_mb():.0f} MiB")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # later peaks are those of the run
 
 
 def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:

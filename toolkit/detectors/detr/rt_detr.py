@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrImageProcessor, RTDetrV2Config
 
-from toolkit.base.batch import HostTarget, normalize_images, on_host, send
+from toolkit.base.batch import HostTarget, is_waited_for, normalize_images, on_host, send
 from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import TransformersDetector, check_positions, precision
@@ -123,7 +123,7 @@ class RTDetrV2(TransformersDetector):
         if targets and self.training:  # they only make denoising queries
             labels = _transformers_targets([without_crowd(target) for target in targets])
         waits = nullcontext()
-        if images.device.type != "cpu" and not torch.compiler.is_compiling():
+        if is_waited_for(images.device) and not torch.compiler.is_compiling():
             counts = [len(label["boxes"]) for label in labels or ()]
             waits = without_host_waits(self.model.model, counts)
         # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:

@@ -19,6 +19,7 @@ from torchvision.ops.poolers import LevelMapper
 from toolkit.base.batch import (
     first_rows,
     image_of_each,
+    is_waited_for,
     normalize_images,
     on_host,
     pad_rows,
@@ -382,7 +383,7 @@ class FasterRCNN(Detector):
         """Return the proposals (P_i, 4) of each image, and the same on the host."""
         rpn = self.rpn
         boxes = apply_deltas(deltas, anchors, self.rpn.box_coder.weights)
-        if boxes.device.type == "cpu":
+        if not is_waited_for(boxes.device):
             proposals, _ = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)
             return proposals, proposals
         return best_proposals(

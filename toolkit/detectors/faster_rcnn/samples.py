@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchvision.models.detection._utils import encode_boxes
 
-from toolkit.base.batch import on_host, send_dicts
+from toolkit.base.batch import is_waited_for, on_host, send_dicts
 from toolkit.detectors.faster_rcnn.criterion import IGNORED, match_candidates, sample, shares
 
 Draw = Callable[[Sequence[int]], Tensor]  # lengths -> (their sum,) random numbers in [0, 1), of each image in a row
@@ -89,7 +89,7 @@ def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, be
     at_once = 1
     images = len(truths.counts)
     matches = []
-    if candidates_xyxy.device.type != "cpu":
+    if is_waited_for(candidates_xyxy.device):
         pairs_of_image = candidates_xyxy.shape[-2] * max(truths.counts, default=0)
         at_once = max(1, PAIRS_PER_CHUNK // max(1, pairs_of_image))
     for first in range(0, images, at_once):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from toolkit.base.batch import send
+from toolkit.base.batch import is_waited_for, send
 from toolkit.base.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
 from toolkit.step.losses import labelled_classes, partial_log_softmax, unlabelled_columns
 
@@ -143,7 +143,7 @@ def match_anchors(anchors_cxcywh: Tensor, objects: PaddedObjects, iou_threshold:
     index = torch.where(forced >= 0, forced, best_box)
     positive = (forced >= 0) | (best_iou >= iou_threshold)
     labels = torch.where(positive, objects.labels.gather(1, index) + 1, 0)
-    if objects.crowd.is_cuda or bool(objects.crowd.any()):  # a GPU would be waited for
+    if is_waited_for(objects.crowd.device) or bool(objects.crowd.any()):
         with_crowd = (common * objects.crowd[..., None]).amax(dim=1)
         in_crowd = with_crowd >= iou_threshold * anchor_area
         labels = labels.masked_fill_(in_crowd & ~positive, IGNORED_LABEL)
@@ -190,7 +190,7 @@ def multibox_loss(
     of_background = partial_log_softmax(chosen.detach(), background, unlabelled, 0)[:, 0]
     hardest = mine_negatives(-of_background.view_as(labels), labels, ratio)
     counts = (positive | hardest).flatten()
-    if not logits.is_cuda:  # a tenth of the rows count; a GPU would be waited for, and takes all
+    if not is_waited_for(logits.device):  # a tenth of the rows count; other devices take all
         rows = counts.nonzero()[:, 0]
         chosen = chosen[rows]
         classes = classes[rows]
