@@ -1,7 +1,7 @@
 # make train   set up and train a detector on the bundled data, minutes on two CPU cores
 # make test    set up and run the tests; make test-slow runs the long ones too
 # make lint    ruff;  make bench   ratios against plain programs, measured in one run
-# make gpu     the five scripts on a GPU, an hour or so; writes runs/gpu/table.md and rows.json, to send in
+# make gpu     the five scripts on a GPU, eight minutes at most; writes runs/gpu/, to send in
 # make docs    the site, into site/
 # make notebooks   opens them in JupyterLab;  make notebook-outputs   runs them and stores what they show
 

@@ -1,6 +1,8 @@
 """The benches run, and both sides of each compute the same; no time is asserted."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,13 +56,14 @@ def test_script_loop_and_bare_loop_compute_the_same(benchmark, script):
 
 
 def test_rows_are_kept_while_they_come(benchmark, monkeypatch, tmp_path):
-    def two():
+    def two(**options):
+        assert options == {"long": False, "words": ["a"], "folder": tmp_path / "new"}
         yield {"name": "gpu, a", "value": float("nan"), "unit": "out of memory"}
         assert "| gpu, a | nan | out of memory |" in (tmp_path / "new" / "table.md").read_text(encoding="utf-8")
         yield {"name": "gpu, b", "value": 2.0, "unit": "s", "required": "≤ 30"}
 
     monkeypatch.setattr(benchmark, "BENCHES", (("gpu", two, {}),))
-    benchmark.main(["--only", "gpu", "--out", str(tmp_path / "new")])
+    benchmark.main(["--only", "gpu", "--items", "a", "--out", str(tmp_path / "new")])
     rows = json.loads((tmp_path / "new" / "rows.json").read_text(encoding="utf-8"))["rows"]
     assert [row["value"] for row in rows] == [None, 2.0]
     assert "| gpu, b | 2 | s | ≤ 30 |" in (tmp_path / "new" / "table.md").read_text(encoding="utf-8")
@@ -74,14 +77,21 @@ def test_without_a_gpu_its_bench_says_so(benchmark, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_of_the_gpu_bench_on_a_cpu(benchmark, monkeypatch, tmp_path):
-    """By gloo: what it does with two GPUs by NCCL."""
-    from benches import gpu
-
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    few = ["--data.max_train_images", "32", "--data.workers", "0", "--data.image_size", "64"]
-    equal, killed = gpu.Bench(tmp_path).two_processes(few)
+def test_two_processes_of_the_gpu_bench_on_a_cpu(tmp_path):
+    """By gloo: what it does with two GPUs by NCCL. In a process without threads, which can be forked."""
+    program = (
+        "import json, pathlib, sys\n"
+        "from benches.gpu.items import Items\n"
+        "from benches.gpu.trainings import Trainings\n"
+        "items = Items(Trainings(pathlib.Path(sys.argv[1])), quick=True)\n"
+        "print('ROWS', json.dumps(list(items.two_processes())))\n"
+    )
+    root = Path(SCRIPTS).parent
+    env = os.environ | {"PYTHONPATH": f"{SCRIPTS}{os.pathsep}{root}"}
+    env |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, env=env)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    equal, killed = json.loads(ended.stdout.partition("ROWS ")[2])
     assert equal["value"] <= 1e-5 and 0 < killed["value"] <= 30
 
 

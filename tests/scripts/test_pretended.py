@@ -117,21 +117,27 @@ def test_the_bench_of_a_gpu_from_its_first_line_to_the_table(tmp_path):
     env = {key: value for key, value in os.environ.items() if key != "ACCELERATE_USE_CPU"}
     env |= {"PYTHONPATH": str(site), "DETECTION_TOOLKIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, ROOT / "scripts" / "benchmark.py", "--only", "gpu", "--quick", "--out", tmp_path / "gpu"]
+    command += ["--items", "bf16", "train_ssd, resumed", "parity", "moves", "train_ssd, whole", "overlap"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert ended.returncode == 0, ended.stderr[-6000:]
     rows = {row["name"]: row for row in json.loads((tmp_path / "gpu" / "rows.json").read_text())["rows"]}
     assert not [row for row in rows.values() if row["value"] is None], ended.stderr[-6000:]
     for script in STEP:
-        assert rows[f"gpu, {script}, TF32, speed"]["value"] > 0
+        assert rows[f"gpu, {script}, bf16, speed"]["value"] > 0
         # waits inside transformers are counted too
-        assert rows[f"gpu, {script}, TF32, waits"]["value"] <= STEP[script] + 1, rows[f"gpu, {script}, TF32, waits"]
+        assert rows[f"gpu, {script}, bf16, waits"]["value"] <= STEP[script] + 1, rows[f"gpu, {script}, bf16, waits"]
+        assert abs(rows[f"gpu, {script}, parity, loss of step 1, GPU / CPU - 1"]["value"]) <= 1e-3
     assert {name for name in rows if "loop, speed" in name or "Trainer, speed" in name} == {
-        "gpu, train_detr, TF32, transformers' Trainer, speed",
-        "gpu, train_faster_rcnn, TF32, torchvision's reference loop, speed",
+        "gpu, train_detr, bf16, transformers' Trainer, speed",
+        "gpu, train_detr, bf16, bare loop, speed",
+        "gpu, train_faster_rcnn, bf16, torchvision's reference loop, speed",
     }
     assert rows["gpu, train_ssd, resumed, tensors that differ, after a kill"]["value"] == 0
-    assert rows["gpu, CPU and GPU, CPU, GPU, CPU: largest difference of a loss"]["value"] <= 1e-4
-    assert "| gpu, train_sgg, TF32, speed |" in (tmp_path / "gpu" / "table.md").read_text(encoding="utf-8")
+    assert rows["gpu, moves, CPU, GPU, CPU: largest difference of a loss"]["value"] <= 1e-4
+    with_nan = rows["gpu, train_ssd, whole, fp16, training with a NaN"]["unit"]
+    assert "finite" in with_nan and "AP" in rows["gpu, train_ssd, whole, fp16, evaluate"]["unit"]
+    assert "| gpu, train_sgg, bf16, speed |" in (tmp_path / "gpu" / "table.md").read_text(encoding="utf-8")
+    assert (tmp_path / "gpu" / "log.txt").stat().st_size > 0
 
 
 @pytest.mark.slow

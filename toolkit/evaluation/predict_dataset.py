@@ -16,9 +16,11 @@ from toolkit.base.batch import dicts_to_host
 from toolkit.base.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
+from toolkit.step.window import naming_the_batch
 
 ALWAYS_FITS_BYTES = 10**9  # bytes
 TENSOR_BYTES = 500  # of a tensor beside its values
+EVALUATION_NEEDS_LESS = "Lower --eval.batch_size_per_device: the numbers stay the same."
 
 
 class Predictions(NamedTuple):
@@ -64,6 +66,9 @@ def predict_dataset(
         stop: polled after each batch; a number above 0 on any rank ends the evaluation on all of them.
         say: called after the first batch with the memory that the predictions will need, if that is much.
 
+    Raises:
+        BadInput: memory runs out; the message names the batch.
+
     Returns:
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
         neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
@@ -74,24 +79,25 @@ def predict_dataset(
     with eval_mode(detector), in_float32(detector, device):
         for batch in tqdm(loader, desc=description, leave=False, delay=2, disable=_no_bar()):
             if len(batch.targets):
-                moved = batch.to(device, non_blocking=True)
-                began = time.perf_counter()
-                # Some models return the outputs for their loss only with targets.
-                given = None if loss_weights is None else moved.targets
-                outputs = detector(moved.images, moved.sizes, given)
-                orig_sizes = torch.stack([target["orig_size"] for target in moved.targets])
-                detections = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
-                kept = map(detector.to_keep, dicts_to_host(detections))
+                with naming_the_batch(lambda under_way=batch: [under_way], EVALUATION_NEEDS_LESS):
+                    moved = batch.to(device, non_blocking=True)
+                    began = time.perf_counter()
+                    # Some models return the outputs for their loss only with targets.
+                    given = None if loss_weights is None else moved.targets
+                    outputs = detector(moved.images, moved.sizes, given)
+                    orig_sizes = torch.stack([target["orig_size"] for target in moved.targets])
+                    detections = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
+                    kept = [detector.to_keep(each) for each in dicts_to_host(detections)]
+                    batch_ms = 1e3 * (time.perf_counter() - began)
+                    if loss_weights is not None:
+                        sums.add(outputs, moved.targets, detector.denominators(batch.targets))
                 image_ids = [target["image_id"] for target in batch.targets]
                 is_first = not items
                 items += zip(image_ids, kept, strict=True)
-                batch_ms = 1e3 * (time.perf_counter() - began)
                 times.append(batch_ms / len(batch.targets))
                 if is_first and say is not None:
                     images = len(loader) * len(batch.targets) * world()[1]
                     _warn_of_memory(say, description, items, images)
-                if loss_weights is not None:
-                    sums.add(outputs, moved.targets, detector.denominators(batch.targets))
             interrupted = agree_max(stop())
             if interrupted:
                 return Predictions({}, {}, interrupted)

@@ -14,6 +14,7 @@ from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput, is_out_of_memory
 from toolkit.base.seeding import OUTSIDE_MICRO_BATCHES, seed_micro_batch, seed_step
 from toolkit.step.losses import LossWeights, WeightedLosses
+from toolkit.step.meters import peak_memory_mb
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 
@@ -169,14 +170,26 @@ def describe_batch(batch: Batch) -> str:
     return f"images {tuple(batch.images.shape)} uint8, {sum(boxes)} boxes {boxes}, image ids {ids}"
 
 
+TRAINING_NEEDS_LESS = (
+    "Lower --data.batch_size_per_device and raise --optim.accumulation_steps by the same factor: with "
+    "`--loss.denominators global` the result stays the same. Or give --optim.checkpointing true, which takes more "
+    "time. `--run.probe_memory` finds this out before step 0."
+)
+
+
 @contextmanager
-def naming_the_batch(batches_under_way: Callable[[], Sequence[Batch]]) -> Iterator[None]:
+def naming_the_batch(
+    batches_under_way: Callable[[], Sequence[Batch]], advice: str = TRAINING_NEEDS_LESS
+) -> Iterator[None]:
     """Turn an out-of-memory error inside the block into one that names the batches.
 
-    batches_under_way: returns the current batches; an empty sequence outside a window, where the error stays unchanged.
+    Args:
+        batches_under_way: returns the current batches; an empty sequence outside a window, where the error stays
+            unchanged.
+        advice: ends the message: what to change.
 
     Raises:
-        BadInput: memory ran out; the message says for which batch and what to lower.
+        BadInput: memory ran out; the message says for which batch, how much was in use, and what to lower.
     """
     try:
         yield
@@ -186,8 +199,6 @@ def naming_the_batch(batches_under_way: Callable[[], Sequence[Batch]]) -> Iterat
             raise
         batches = "\n".join(f"  micro-batch {i}: {describe_batch(batch)}" for i, batch in enumerate(under_way))
         raise BadInput(
-            f"out of memory: {str(error).splitlines()[0]}\n{batches}\nLower --data.batch_size_per_device and raise "
-            "--optim.accumulation_steps by the same factor: with `--loss.denominators global` the result stays the "
-            "same. Or give --optim.checkpointing true, which takes more time. `--run.probe_memory` finds this out "
-            "before step 0."
+            f"out of memory: {str(error).splitlines()[0]}\n{batches}\n"
+            f"  most memory in use so far: {peak_memory_mb():.0f} MiB\n{advice}"
         ) from error

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.batch import Batch
+from toolkit.evaluation.predict_dataset import EVALUATION_NEEDS_LESS
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
 from toolkit.step.meters import peak_memory_mb
@@ -43,7 +44,8 @@ def probe_memory(t, worst: Batch) -> None:
     drop_gradients(t.loss_weights)
     t.guard.restore(t.detector)
     batch = next(iter(t.validation.loader))
-    with naming_the_batch(lambda: [batch]), torch.no_grad(), eval_mode(t.detector), in_float32(t.detector, device):
+    named = naming_the_batch(lambda: [batch], EVALUATION_NEEDS_LESS)
+    with named, torch.no_grad(), eval_mode(t.detector), in_float32(t.detector, device):
         if len(batch.targets):
             moved = batch.to(device)
             t.detector(moved.images, moved.sizes, moved.targets)

@@ -213,7 +213,7 @@ class Items:
         yield _timed("evaluate", evaluate, "^AP ")
         yield _timed("evaluate on the CPU", evaluate, "^AP ", environment=ON_CPU)
         yield _timed("predict", [SCRIPTS / "predict.py", run, picture, "--out", scratch / "found"], "found")
-        yield _timed("export", [SCRIPTS / "export.py", run, "--out", scratch / "exported"], "differ|AP")
+        yield _timed("export", [SCRIPTS / "export.py", run, "--out", scratch / "exported"], "onnx|differ")
 
     def out_of_memory(self) -> Iterator[dict]:
         """Train with 500 images in a batch, which must end with a sentence."""

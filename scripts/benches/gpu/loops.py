@@ -23,8 +23,9 @@ def torchvision_loop(t: Any, driven: Driven) -> None:
     frozen = {"norm_layer": FrozenBatchNorm2d, "trainable_layers": 3}
     backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, **frozen)
     device = t.accelerator.device
-    count = len(t.data["training"].class_names) + 1
-    model = FasterRCNN(backbone, num_classes=count).to(device).train()
+    count = len(t.data.tables["training"].class_names) + 1
+    side = int(next(iter(t.data.loader)).sizes.min())  # ours has resized the images already
+    model = FasterRCNN(backbone, num_classes=count, min_size=side, max_size=2 * side).to(device).train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4)
     done = 0
@@ -125,7 +126,8 @@ def profile_copies(t: Any, driven: Driven) -> None:
     plain = t.windows
     first = driven.plan.warm_up
     activity = torch.profiler.ProfilerActivity
-    profile = torch.profiler.profile(activities=[getattr(activity, "CUDA" if torch.version.cuda else "CPU")])
+    has_cuda = activity.CUDA in torch.profiler.supported_activities()
+    profile = torch.profiler.profile(activities=[activity.CUDA if has_cuda else activity.CPU])
 
     def windows() -> Iterator:
         for window in plain():
