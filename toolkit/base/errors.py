@@ -112,7 +112,8 @@ def sentence(error: Exception) -> BadInput | None:
         reason = str(error).partition("\n")[0]
         return BadInput(
             f"out of memory: {reason}\nLower --data.batch_size_per_device and raise --optim.accumulation_steps by the "
-            "same factor; in an evaluation, lower --eval.batch_size_per_device. `nvidia-smi` tells whether another program holds memory of the device."
+            "same factor; in an evaluation, lower --eval.batch_size_per_device. `nvidia-smi` tells whether another "
+            "program holds memory of the device."
         )
     if isinstance(error, RuntimeError) and _NO_HOME in str(error):
         return BadInput(
