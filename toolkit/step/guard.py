@@ -378,8 +378,8 @@ def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
     """Return 1.0 if the norm of one of `STATE_PARTS` parts of the state is finite, else 0.0; 0-dim, no host read.
 
     state: see `named_state`. part: number of the part, from 0. 0.0 is only a suspicion, because the norm of finite
-    entries can overflow; `nonfinite` then finds out. (The largest magnitude would not overflow, but takes fifteen times as
-    long on a CPU.)
+    entries can overflow; `nonfinite` then finds out. (The largest magnitude would not overflow, but takes fifteen times
+    as long on a CPU.)
     """
     tensors = []
     for i, (_, tensor) in enumerate(state):
