@@ -68,7 +68,7 @@ def folders_below(folder: Path) -> list[Path]:
     """Return a folder and all folders in it, sorted; links to folders are followed.
 
     Each folder is listed once, under its own path rather than that of a link. A link to a folder that contains `folder`
-    is not followed: it would lead through everything.
+    is not followed, because everything in the containing folder would be listed too.
     """
     top = os.path.realpath(folder)
     seen: set[str] = set()

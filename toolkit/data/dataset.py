@@ -35,9 +35,9 @@ def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.
 def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
     """Return the target of a table row, for its image of `size_hw` as decoded.
 
-    image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32; iscrowd (N,) int64; relations (R, 3)
-    int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). For tables with attributes also attributes
-    (N, A) int64: ids from 1, padded with 0.
+    For N boxes and R relations a target has image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32;
+    iscrowd (N,) int64; relations (R, 3) int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). For
+    tables with attributes also attributes (N, A) int64: up to A ids from 1 for each box, padded with 0.
     """
     objects = {name: torch.from_numpy(values) for name, values in row["objects"].items()}
     ends = [row["relations"][name] for name in ("subject", "object", "predicate")]
@@ -62,9 +62,10 @@ class DetectionDataset(torch.utils.data.Dataset):
     Args:
         table: the images and their boxes. If its sets do not label all classes, targets have `labelled` (classes,)
             bool.
-        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`; one more
-            argument, the size (h, w) wanted, for keys that carry one (`toolkit.data.sampling.VariableSizes`).
-        seed: with epoch and index the only thing the augmentation depends on; neither workers nor resuming matter.
+        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`. If a key
+            carries a size (`toolkit.data.sampling.VariableSizes`), the transform gets this size (h, w) as one more
+            argument.
+        seed: the augmentation depends on the seed and the key of the sample alone, not on workers or resuming.
         cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
             that are forked share the memory.
         mirrored: pairs of predicates that change places in a mirrored picture, see `mirrored_predicates`.

@@ -360,7 +360,10 @@ def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: 
 
 
 def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
-    """Return (N,) int64: 0 for portrait images (N, 2), 1 for landscape and squares, as in torchvision's references."""
+    """Return 0 for each portrait image and 1 for landscape and squares, (N,) int64, as in torchvision's references.
+
+    sizes_hw: (N, 2) height and width.
+    """
     return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
 
 

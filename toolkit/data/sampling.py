@@ -36,10 +36,11 @@ class VariableSizes:
     The size is the same on all ranks, a function of (seed, epoch, i), and travels in the keys of the samples.
 
     Args:
-        sizes_hw: the sizes, (height, width) in pixels; one: every batch has it.
+        sizes_hw: the sizes, (height, width) in pixels; a single size is that of every batch.
         every: micro-batches between two draws, 10 in YOLO.
-        base_hw: the size that the configured batch size is meant for: batches of another size have so many images that
-            the number of pixels is not larger, at least one. None: the batch size is that of every size.
+        base_hw: the image size that the configured batch size is meant for. A batch of another size has as many images
+            as possible without having more pixels than a batch of this size, but at least one. None: all batches have
+            the configured batch size.
     """
 
     sizes_hw: tuple[tuple[int, int], ...]
@@ -100,8 +101,9 @@ def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
 def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.ndarray:
     """Return (B,) int64: the end of each global micro-batch of `count` samples: full ones, then the remainder.
 
-    full_sizes: the size of every batch, or of one after the other. If fewer samples than ranks are left over, they join
-    the batch before. Fewer samples than ranks in all make no batch.
+    full_sizes: the number of samples of every full batch, or an array with the number for each batch in turn. If fewer
+    samples than ranks are left over, they are added to the last full batch. If there are fewer samples than ranks in
+    all, there is no batch.
 
     On 2 ranks, 10 samples in batches of 4 end at [4, 8, 10], and 9 samples at [4, 9].
     """
@@ -116,8 +118,9 @@ def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.
 
 
 def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.ndarray:
-    """Rearrange `order` so that each `global_batch` consecutive samples are of one group, as early as they complete.
+    """Return `order` rearranged so that each `global_batch` consecutive samples are of one group.
 
+    A batch of a group comes as soon as `order` has enough samples of this group.
     The left-over samples of each group come last, sorted by group, so that only a few batches are mixed.
     """
     waiting: dict[int, list[int]] = {}
@@ -134,7 +137,11 @@ def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.
 
 
 def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a random order of samples, by their blocks (n,); samples of `MIXED_BLOCKS` blocks at a time are mixed."""
+    """Draw a random order of n samples, in which samples of the same block are close together.
+
+    blocks: (n,) the block of each sample. The blocks are shuffled, and then the samples of each `MIXED_BLOCKS`
+    successive blocks are shuffled together.
+    """
     names, block = np.unique(blocks, return_inverse=True)
     place_of_block = rng.permutation(len(names))
     pool = place_of_block[block] // MIXED_BLOCKS  # (n,) blocks of one pool are mixed
@@ -143,7 +150,7 @@ def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def rank_runs(order: np.ndarray, batch_size: int, world_size: int) -> np.ndarray:
-    """Rearrange `order` so that each rank walks through one contiguous part of it.
+    """Return `order` rearranged so that each rank walks through one contiguous part of the original order.
 
     Global micro-batches are cut out of the result as `batch_ends` says, and each is shared by `split_evenly`.
 
@@ -317,7 +324,8 @@ class EpochSampler:
     def state_dict(self) -> dict[str, object]:
         """Return the state, JSON-able.
 
-        It has seed, epoch, offset, world_size, batch_size and num_samples; `layout` and `sizes` describe the cut.
+        It has seed, epoch, offset, world_size, batch_size and num_samples; `layout` and `sizes` describe how the epoch
+        is cut into micro-batches.
         """
         return {
             "seed": self.seed,
@@ -333,8 +341,9 @@ class EpochSampler:
     def load_state_dict(self, state: dict[str, object]) -> list[str]:
         """Restore a saved state; return a message for each way in which the run cannot stay identical.
 
-        The same ranks and batch size go on exactly. Others go on with the same remaining samples in the same order
-        (with groups: regrouped), cut into the new batches. Raises BadInput when the state is of another dataset.
+        With the same number of ranks and the same batch size the run goes on exactly. With others it goes on with the
+        same remaining samples in the same order (with groups: regrouped), cut into other batches. Raises BadInput if
+        the state is that of another dataset.
         """
         saved_samples = state["num_samples"]
         if saved_samples != self.num_samples or not 0 <= state["offset"] <= saved_samples:

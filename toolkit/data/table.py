@@ -119,13 +119,14 @@ class DetectionTable:
     rows: columns `image_id` (int64 or string), `file_name`, `width`, `height`,
         `objects {id, bbox (xyxy float32, absolute), category (0-based), area, iscrowd}` and
         `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). With `attributes`,
-        `objects` has that column too: ids from 1, a fixed number for each object, padded with 0.
-    attributes: names in the order of their ids; empty: the data name none, and that column is missing.
+        `objects` has the column `attributes` too: ids from 1, a fixed number for each object, padded with 0.
+    attributes: names in the order of their ids; empty: the data have no attributes.
     image_root: the root of `file_name` (`toolkit.data.image_sources`); None when the images are embedded.
     problems: the defects that validation found, and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
     max_image_pixels: of an image, for `decode_image`.
-    sets: those that the table joins (`toolkit.data.joining`), if there are several; `rows` then has a column `set`.
+    sets: the data sets that the table joins (`toolkit.data.joining`); `rows` then has a column `set`. Empty for
+        a table that was read from a single data set.
     """
 
     arrow_file: Path

@@ -227,7 +227,10 @@ class LoopCheck:
 
     @contextmanager
     def noting_others(self, registered: Callable[[], Iterable[torch.optim.Optimizer]]) -> Iterator[None]:
-        """Record every other optimizer that is stepped inside the block, for `new_others`."""
+        """Record each optimizer that is stepped inside the block and is not registered, for `new_others`.
+
+        registered: function that returns the registered optimizers.
+        """
 
         def note(optimizer: torch.optim.Optimizer, *_) -> None:
             if all(optimizer is not getattr(entry, "optimizer", entry) for entry in registered()):

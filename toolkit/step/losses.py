@@ -207,7 +207,7 @@ class LossWeights(nn.Module):
         return weights
 
     def parameter_groups(self, lr: float) -> list[dict]:
-        """Return the optimizer group of the learned weights, without decay; an empty list without learned weights."""
+        """Return a list with one optimizer group, the learned weights without decay; [] if there are none."""
         learned = dict(self.log_variances.items())
         if not learned:
             return []

@@ -24,7 +24,9 @@ Item = TypeVar("Item")
 
 
 class SmoothedValue:
-    """A series of numbers, summarised over its last `window_size` and over all (facebookresearch/detr `util/misc.py`).
+    """A series of numbers with statistics of its last `window_size` values and of all values.
+
+    It is the class of this name in facebookresearch/detr, `util/misc.py`.
 
     Every statistic of an empty series is NaN.
 
@@ -347,7 +349,7 @@ class StepTimer:
         return self.step_s * steps_left
 
     def row(self, steps_left: int) -> dict[str, float]:
-        """Return the numbers as columns of metrics.jsonl; empty before the first step."""
+        """Return times, images per second and peak memory as columns of metrics.jsonl; {} before the first step."""
         step_s = self.step_s
         if math.isnan(step_s):
             return {}

@@ -350,9 +350,9 @@ class PlateauSchedule(GroupRates):
         return self.decays >= self.options["max_decays"]
 
     def observe(self, metric: float | None) -> bool:
-        """Record a validation result (NaN and None, undefined, are bad ones); return True if the rate falls.
+        """Record a validation result; return True if the rate is reduced because of it, from the next `set` on.
 
-        The new rate is in force from the next `set` on.
+        None and NaN, which are undefined results, count as no improvement.
         """
         options = self.options
         defined = metric is not None and not math.isnan(metric)

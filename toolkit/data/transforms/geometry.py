@@ -320,11 +320,11 @@ class RandomSizeCrop:
 
 @dataclass(frozen=True)
 class ResizeCropResize:
-    """`Compose([first, size_crop, last])` with the pixels resized once, straight from the source.
+    """`Compose([first, size_crop, last])` with the pixels resized once, directly from the source image.
 
     The same numbers are drawn and the output has the same size. The region is rounded to whole source pixels, and the
-    boxes follow the rounded region, so they fit the pixels exactly; against the three separate steps they move by less
-    than one source pixel, and pixels are marginally sharper for having been interpolated once.
+    boxes follow the rounded region, so they fit the pixels exactly. Compared with the three separate steps, boxes move
+    by less than one source pixel, and pixels are slightly sharper because they are interpolated only once.
     """
 
     first: ResizeShorter
