@@ -28,9 +28,10 @@ class Batch:
         return len(self.targets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """Copy the batch to `device` in two transfers: the images, and all small tensors together.
+        """Return a copy of the batch on `device`, sent in two transfers: the images, and all small tensors together.
 
-        On a device other than the CPU, each target keeps its original as `on_host`, see the function of this name.
+        On a device other than the CPU, each copied target has one more entry `on_host`: the original target on the CPU,
+        see the function `on_host`.
         """
         device = torch.device(device)
         if device.type == "cpu":
@@ -48,7 +49,10 @@ class Batch:
         return Batch(images, sizes, targets)
 
     def pin_memory(self) -> "Batch":
-        """Copy everything that goes to a GPU into page-locked memory. The DataLoader calls this."""
+        """Return a copy of the batch with everything that is sent to a GPU in page-locked memory.
+
+        A DataLoader with `pin_memory=True` calls this.
+        """
         packed = pack(self._small())
         return Batch(self.images.pin_memory(), self.sizes, self.targets, packed.pin_memory())
 
@@ -98,7 +102,11 @@ class HostTarget(Mapping):
 
 
 def pixel_mask(sizes: Tensor, hw: tuple[int, int]) -> Tensor:
-    """Return a bool mask (B, H, W), True inside each image's `sizes` (B, 2) h, w; on the device of `sizes`."""
+    """Return a bool mask (B, H, W) of a padded batch: True for the pixels of an image, False for its padding.
+
+    sizes: (B, 2) height and width of each image without padding; the mask is on the same device. hw: height and width
+    of the batch.
+    """
     height, width = hw
     rows = torch.arange(height, device=sizes.device)
     columns = torch.arange(width, device=sizes.device)
@@ -116,9 +124,9 @@ def normalize_images(
 ) -> Tensor:
     """Compute (uint8 / 255 - mean) / std in float32, then set the padding outside `sizes` to zero, the mean.
 
-    images (B, 3, H, W) uint8 and sizes (B, 2) on one device -> (B, 3, H, W) contiguous, in `dtype`. Float images of the
-    same range, which a loop may have mixed or moved, give the same numbers, are not modified, and may require
-    gradients.
+    images (B, 3, H, W) uint8 and sizes (B, 2) on one device -> (B, 3, H, W) contiguous, in `dtype`. Float images with
+    values from 0 to 255, such as images that a loop has mixed, are accepted too and give the same results; gradients
+    flow through them. The images are not modified.
     """
     padding = ~pixel_mask(sizes, images.shape[-2:])[:, None]  # (B, 1, H, W)
     if images.is_floating_point():
@@ -151,7 +159,10 @@ def _as_tensor(value: object) -> object:
 
 
 def on_host(target: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the target's original on the CPU, from which decisions need no device synchronisation."""
+    """Return the original of a target on the CPU, whose values can be read without waiting for the device.
+
+    A target without an original (see `Batch.to`) is returned itself.
+    """
     return target.get("on_host", target)
 
 
@@ -169,7 +180,7 @@ def send(values: Tensor, device: torch.device | str, non_blocking: bool = True) 
 
 
 def send_dicts(dicts: Sequence[Mapping[str, object]], device: torch.device | str) -> list[dict[str, object]]:
-    """Copy the tensors in the dicts to `device`; CPU tensors go in one asynchronous copy."""
+    """Return copies of the dicts with their tensors on `device`; CPU tensors are sent in one asynchronous copy."""
     tensors = _tensors_in(dicts)
     from_cpu = all(value.device.type == "cpu" for value in tensors)
     to_cpu = torch.device(device).type == "cpu"
@@ -203,7 +214,11 @@ def _with_tensors(dicts: Iterable[Mapping[str, object]], tensors: Iterable[Tenso
 
 
 def sizes_on_host(sizes: Tensor, targets: Sequence[Mapping] | None) -> list[tuple[int, int]]:
-    """Return (h, w) of each image without padding; read `sizes` (B, 2) from its device only if targets lack them."""
+    """Return (h, w) of each image without padding, as Python numbers.
+
+    They are the entries `size` of the targets on the CPU. Only if there are no targets, or one lacks its `size`, the
+    tensor `sizes` (B, 2) is read from its device.
+    """
     if targets and all("size" in target for target in targets):
         known = [on_host(target)["size"] for target in targets]
         return [tuple(size_hw.tolist()) for size_hw in known]
@@ -235,14 +250,20 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the tensors to the CPU; those of a device in one copy, for which the host waits once."""
+    """Return the tensors on the CPU, in order.
+
+    If one of them is on another device, all are sent in one copy, so that the host waits only once.
+    """
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(tensors)
     return unpack(pack(tensors).cpu(), tensors)
 
 
 def dicts_to_host(dicts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Copy the tensors (N, ...) in the dicts, which share their keys, to the CPU; see `to_host`."""
+    """Return copies of the dicts with their tensors (N, ...) on the CPU, see `to_host`.
+
+    All dicts must have the same keys; N may differ from dict to dict.
+    """
     names = list(dicts[0])
     columns = []  # of each name, the tensors of all dicts
     for name in names:
@@ -264,7 +285,10 @@ def image_of_each(counts: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def pad_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Pad the rows (N, ...) of B images, counts[i] each, to (B, M, ...) with zeros, faster than `pad_sequence`."""
+    """Split the rows `values` (N, ...) by image, and pad them with zeros to (B, M, ...), faster than `pad_sequence`.
+
+    Image i has the next counts[i] rows; M is the largest count.
+    """
     most = max(counts, default=0)
     shape = (len(counts), most, *values.shape[1:])
     flat = values.new_zeros(shape).flatten(0, 1)  # (B * M, ...)
@@ -273,7 +297,7 @@ def pad_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def unpad_rows(padded: Tensor, counts: Sequence[int]) -> Tensor:
-    """Undo `pad_rows`: (B, M, ...) to (N, ...)."""
+    """Undo `pad_rows` for the same counts: (B, M, ...) to (N, ...)."""
     return padded.flatten(0, 1)[_padded_positions(counts, padded.device)]
 
 
@@ -291,13 +315,13 @@ def _padded_positions(counts: Sequence[int], device: torch.device | str) -> Tens
 
 
 def rows_of(column: Tensor, rows: Tensor) -> Tensor:
-    """Gather the rows (B, M) of each image from a column (B, N, ...): (B, M, ...)."""
+    """Return the entries of `column` (B, N, ...) at the row indices `rows` (B, M) of each image: (B, M, ...)."""
     images = torch.arange(rows.shape[0], device=rows.device)
     return column[images[:, None], rows]
 
 
 def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the first `counts` rows of each column (B, K, ...), one dict per image."""
+    """Return one dict per image with the first counts[i] rows of image i from each column (B, K, ...)."""
     of_images = []
     for i, count in enumerate(counts):
         first = {name: column[i, :count] for name, column in columns.items()}
@@ -306,7 +330,10 @@ def first_rows(counts: Sequence[int], columns: Mapping[str, Tensor]) -> list[dic
 
 
 def kept_first(keep: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Return the counts (B,) of rows that `keep` (B, K) selects, and each column (B, K, ...) with these rows first."""
+    """Move the rows of each image that the bool mask `keep` (B, K) selects to the front, in their order.
+
+    Returns [the number of selected rows of each image, (B,)], followed by each column (B, K, ...) so rearranged.
+    """
     ordered = keep.to(torch.uint8).sort(dim=1, descending=True, stable=True)  # stable: the kept rows in their order
     counts = keep.sum(dim=1)
     return [counts, *(rows_of(column, ordered.indices) for column in columns)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 on Apple's MPS, which has no wider one."""
+    """Return the widest float type of a device: float64, or float32 on Apple's MPS."""
     if device.type == "mps":
         return torch.float32
     return torch.float64
@@ -45,7 +45,7 @@ def moved_ends(boxes_xyxy: Tensor, pixels: float) -> Tensor:
 
 
 def normalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
-    """Convert pixels to fractions of the image, for either format.
+    """Convert boxes, either xyxy or cxcywh, from pixels to fractions of the image.
 
     Args:
         boxes: `(..., N, 4)` pixels.
@@ -55,7 +55,7 @@ def normalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
 
 
 def denormalize_boxes(boxes: Tensor, sizes_hw: Tensor) -> Tensor:
-    """Convert fractions of the image `(..., N, 4)` to pixels, the inverse of `normalize_boxes`."""
+    """Convert boxes `(..., N, 4)` from fractions of the image to pixels, the inverse of `normalize_boxes`."""
     return boxes * _whwh(boxes, sizes_hw)
 
 
@@ -108,7 +108,10 @@ def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 
 def intersection_and_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the areas of intersection and union, element by element, of shapes that broadcast."""
+    """Return the areas of intersection and union, element by element: `(..., 4)`, `(..., 4)` -> `(...)` each.
+
+    The shapes broadcast.
+    """
     return _intersection_and_union(boxes1_xyxy.unbind(-1), boxes2_xyxy.unbind(-1))
 
 

@@ -1,4 +1,4 @@
-"""Boxes of many images as NumPy columns: the one representation of boxes from the annotation file to the report."""
+"""Boxes of many images as NumPy columns: the representation of boxes everywhere from annotation file to report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,11 +64,14 @@ class Boxes:
         return np.concatenate([left_top, sides], axis=1)
 
     def __getitem__(self, rows: np.ndarray) -> "Boxes":
-        """Select boxes by a mask (N,) or by row numbers; their image indices must be non-decreasing."""
+        """Return the boxes that a bool mask (N,) or row numbers select; the images of the rows must not decrease."""
         return self.take(rows, self.image_index[rows])
 
     def take(self, rows: np.ndarray, images: np.ndarray) -> "Boxes":
-        """Select rows and assign them to `images`, image indices in non-decreasing order."""
+        """Return the boxes of these rows, assigned to other images.
+
+        rows: a bool mask (N,) or row numbers. images: the index of the image of each selected row, not decreasing.
+        """
         columns = {}
         for name in COLUMNS:
             column = getattr(self, name)
@@ -78,13 +81,13 @@ class Boxes:
         return Boxes(offsets, **columns, extra=extra)
 
     def of_images(self, kept: np.ndarray) -> "Boxes":
-        """Keep only the boxes of the images that a mask (I,) selects."""
+        """Return only the images that a bool mask (I,) selects, with their boxes."""
         counts = np.diff(self.offsets)
         rows = np.repeat(kept, counts)
         return replace(self[rows], offsets=offsets_of(counts[kept]))
 
     def of_image(self, index: int) -> slice:
-        """Return the rows of one image."""
+        """Return the slice of rows that belong to the image at position `index`."""
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
 
 
@@ -111,7 +114,7 @@ class Relations:
         return cls(np.zeros(images + 1, np.int64), empty, empty, empty)
 
     def of_images(self, kept: np.ndarray) -> "Relations":
-        """Keep only the relations of the images that a mask (I,) selects."""
+        """Return only the images that a bool mask (I,) selects, with their relations."""
         counts = np.diff(self.offsets)
         rows = np.repeat(kept, counts)
         return Relations(
@@ -122,7 +125,9 @@ class Relations:
         )
 
     def of_boxes(self, boxes: Boxes, kept: np.ndarray) -> "Relations":
-        """Keep only relations between boxes that a mask (N,) selects, re-indexed; all images stay.
+        """Return only the relations between boxes that a bool mask (N,) selects, re-indexed; all images stay.
+
+        boxes: all boxes, before the selection.
 
         If an image keeps the boxes 0 and 2 of three, its relation (2, 0) becomes (1, 0), and (2, 1) is dropped.
         """
@@ -151,7 +156,10 @@ def offsets_of(counts: Sequence[int]) -> np.ndarray:
 
 
 def intersection_area(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> np.ndarray:
-    """Compute the intersection area of boxes (..., 4), which broadcast; pixel: 1 if a box is x2 - x1 + 1 wide."""
+    """Return the area (...) that boxes (..., 4) xyxy have in common, element by element, with broadcasting.
+
+    pixel: 1 if a box includes its last pixel and is x2 - x1 + 1 wide; 0 if it is x2 - x1 wide.
+    """
     left_top = np.maximum(a_xyxy[..., :2], b_xyxy[..., :2])
     right_bottom = np.minimum(a_xyxy[..., 2:], b_xyxy[..., 2:])
     sides = right_bottom - left_top + pixel
@@ -161,7 +169,10 @@ def intersection_area(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) ->
 
 
 def common_and_union(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the areas of intersection and union; their ratio is the IoU."""
+    """Return the areas of intersection and union, (...) each; arguments as of `intersection_area`.
+
+    The ratio of the two is the IoU.
+    """
     common = intersection_area(a_xyxy, b_xyxy, pixel)
     union = _area(a_xyxy, pixel) + _area(b_xyxy, pixel) - common
     return common, union

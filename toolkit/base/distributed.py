@@ -21,7 +21,7 @@ IMAGES_PER_MESSAGE = 1000  # images whose predictions are sent in one message
 
 
 class UnannouncedName(BadInput):
-    """A value reported under a name that was not announced; raised on every rank, whichever reported it."""
+    """The error for a value under a name that was not announced; every rank raises it, whichever has the value."""
 
 
 def world() -> tuple[int, int]:
@@ -34,16 +34,17 @@ def world() -> tuple[int, int]:
 def leave() -> None:
     """Destroy the process group after the last collective.
 
-    Its threads end once the model, which holds it, is gone too; see `toolkit.run.command_line.run_script`.
+    The threads of the group end only when the model, which holds a reference to the group, is deleted too; see
+    `toolkit.run.command_line.run_script`.
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def all_reduce(values: Tensor, op: str = "sum") -> Tensor:
-    """Reduce `values` over the ranks, on the device of `values`, without a host read on NCCL.
+    """Return `values` reduced over the ranks, element by element, on the device of `values`.
 
-    op: "sum", "mean" or "max". The input is not modified.
+    op: "sum", "mean" or "max". The input is not modified. With NCCL the host does not wait for the device.
     """
     _, world_size = world()
     if world_size > 1:
@@ -107,7 +108,10 @@ def _common_names(values: Mapping[str, Any]) -> list[str]:
 
 
 def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
-    """Stack scalars to one float64 vector on the device of the tensors among them; float32 if it has no float64."""
+    """Stack scalars to one detached float64 vector (float32 on Apple's MPS, which has no float64).
+
+    The vector is on the accelerator of the tensors among the scalars, or on the CPU if none is on an accelerator.
+    """
     devices = [value.device for value in values if isinstance(value, Tensor)]
     accelerators = [device for device in devices if device.type != "cpu"]
     device = accelerators[0] if accelerators else torch.device("cpu")
@@ -129,9 +133,9 @@ def stack_scalars(values: Sequence[Tensor | float]) -> Tensor:
 def gather_by_image(items: Iterable[tuple[int | str, dict]]) -> dict[int | str, dict]:
     """Gather the predictions of all ranks by image id on rank 0; return an empty dict on the others.
 
-    items: (image id, prediction); a prediction is a dict whose tensors are moved to the CPU first. The lists of
-    different images are never joined. If several ranks (or batches) had an image, its first prediction in the order of
-    ranks is kept. Predictions are sent some images at a time, so that nothing but the result is ever large.
+    items: (image id, prediction) pairs of this rank; a prediction is a dict whose tensors are copied to the CPU first.
+    If several ranks (or batches) have predicted for the same image, the first prediction in the order of ranks is kept.
+    Predictions are sent some images at a time, so that only the result takes much memory.
     """
     local = [(image_id, _to_cpu(prediction)) for image_id, prediction in items]
     rank, world_size = world()
@@ -265,7 +269,7 @@ def _mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
 def first_on_each_machine(function: Callable[[], object]) -> None:
     """Call `function` on rank 0, then on one rank of each other machine, while the others wait.
 
-    This prepares a file once on each disk: if the machines share one, the later ones find it done.
+    This is for functions that prepare a file once on each disk: if machines share a disk, the later ones find the file.
 
     Raises:
         Every exception of `function`, on every rank: see `run_on_main`.
@@ -300,12 +304,12 @@ def broadcast_buffers(module: torch.nn.Module) -> None:
 
 
 def agree_max(value: int) -> int:
-    """Return the largest `value` of all ranks, such as the number of a signal, 0 for none."""
+    """Return the largest `value` of all ranks, for example of the numbers of received signals (0 for none)."""
     return int(all_reduce(torch.tensor(value), "max"))
 
 
 def cpu_is_requested() -> bool:
-    """Return whether ACCELERATE_USE_CPU disables accelerators."""
+    """Return whether the environment variable ACCELERATE_USE_CPU disables accelerators."""
     return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
 
 

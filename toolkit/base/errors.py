@@ -48,7 +48,10 @@ class BadInput(Exception):
 
 
 def all_faults(*calls: Callable[[], Any]) -> list:
-    """Call each function, also after one has failed; return their results or raise BadInput with all problems."""
+    """Call every function, even if an earlier one raises BadInput, and return their results in order.
+
+    Raises BadInput with the problems of all calls that failed, each problem once.
+    """
     made = []
     problems = []
     for call in calls:
@@ -64,7 +67,8 @@ def all_faults(*calls: Callable[[], Any]) -> list:
 def check_environment(environment: Mapping[str, str]) -> None:
     """Raise BadInput for environment variables with values that no launcher sets and that make libraries fail.
 
-    PYTHONWARNINGS is one if it turns the warnings of all modules into errors: libraries warn in working programs too.
+    A value of PYTHONWARNINGS that turns the warnings of all modules into errors is refused too, because libraries warn
+    in working programs.
     """
     problems = [
         f"the environment variable {name} is {environment[name]!r}; expected a whole number, or none"
@@ -90,7 +94,10 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the CPU or a device ran out of memory; torch reports it as a plain RuntimeError."""
+    """Return whether an error says that the CPU or a device ran out of memory.
+
+    torch reports this as a plain RuntimeError, which is recognised by its message.
+    """
     if isinstance(error, MemoryError):
         return True
     known = ("can't allocate memory", *_NO_MEMORY, *_NO_DEVICE_MEMORY)
@@ -98,9 +105,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def sentence(error: Exception) -> BadInput | None:
-    """Convert an error of the file system, a missing home folder or lack of memory to one sentence with advice.
+    """Return a BadInput that explains an error of the file system, a missing home folder or lack of memory.
 
-    Returns None for other errors.
+    Its message says what happened and what to do. Nothing is raised. Returns None for all other errors.
     """
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         reason = str(error).partition("\n")[0]
@@ -141,15 +148,19 @@ class Preempted(Exception):
 
 
 class FailedElsewhere(Exception):
-    """The failure of another process of the run, which ends the others with its cause. Exit code 1."""
+    """The end of a process because another process of the same run failed or hangs. Exit code 1.
+
+    The message gives the reason of the other process.
+    """
 
     exit_code = 1
 
 
 def exit_on_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Wrap the `main` of a command: BadInput, and every error that `sentence` knows, becomes a message and exit code.
+    """Wrap the `main` of a command, so that it prints expected errors as a message and returns an exit code.
 
-    A `main` that returns nothing gives exit code 0.
+    BadInput, and every error that `sentence` can explain, is printed to stderr; all other errors are raised. A `main`
+    that returns nothing gives exit code 0. The environment is checked by `check_environment` before `main` is called.
     """
 
     @wraps(main)
@@ -173,13 +184,15 @@ GO_ON = "Then go on with --run.resume latest; earlier checkpoints are untouched.
 
 @contextmanager
 def as_sentences(then: str = GO_ON) -> Iterator[None]:
-    """Turn errors of the file system inside the block, and memory that runs out, into sentences.
+    """Raise BadInput with a sentence of advice in place of every error in the block that `sentence` can explain.
+
+    Other errors are raised unchanged.
 
     Args:
-        then: sentence that ends each of them: what a person does once the cause is gone.
+        then: sentence at the end of the message: what a person should do once the cause is gone.
 
     Raises:
-        BadInput: one of these errors.
+        BadInput: the file system failed, the home folder is missing, or memory ran out.
     """
     try:
         yield

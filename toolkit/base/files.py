@@ -27,7 +27,10 @@ _NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot 
 
 
 def near_names(path: Path) -> str:
-    """Return the end of a message about a missing path: "; did you mean ...?", or a few names in its nearest folder."""
+    """Return the end of a message about a path that does not exist: "; did you mean ...?" with up to 3 similar names.
+
+    If no name is similar, the end lists the first names in the nearest folder above the path that exists.
+    """
     path = Path(path).expanduser()
     absolute = path.absolute()
     folder = next(parent for parent in absolute.parents if parent.is_dir())
@@ -44,7 +47,10 @@ def near_names(path: Path) -> str:
 
 
 def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str]:
-    """Make names distinct under `same`: a repeated one gets a number before its suffix, a.jpg and a_2.jpg."""
+    """Return the names with repeated ones made distinct: the second a.jpg becomes a_2.jpg.
+
+    same: two names count as equal if this function returns the same text for both, for example `str.casefold`.
+    """
     used = set()
     chosen = []
     for name in names:
@@ -62,7 +68,7 @@ def folders_below(folder: Path) -> list[Path]:
     """Return a folder and all folders in it, sorted; links to folders are followed.
 
     Each folder is listed once, under its own path rather than that of a link. A link to a folder that contains `folder`
-    is not followed: it would lead through everything.
+    is not followed, because everything in the containing folder would be listed too.
     """
     top = os.path.realpath(folder)
     seen: set[str] = set()
@@ -93,7 +99,10 @@ def without_suffix(name: str) -> str:
 
 
 def read_json(path: Path, kind: type = dict):
-    """Read a JSON file. Raises BadInput if it cannot be read or does not hold a `kind`."""
+    """Read a JSON file and return its content.
+
+    Raises BadInput if the file cannot be read or parsed, or if its outermost value is not of the Python type `kind`.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -104,7 +113,7 @@ def read_json(path: Path, kind: type = dict):
 
 
 def read_json_object(path: Path) -> dict:
-    """Read the object in a JSON file; return an empty one if the file is missing or unreadable."""
+    """Read the object in a JSON file; return an empty dict if `read_json` would raise BadInput."""
     try:
         return read_json(path)
     except BadInput:
@@ -112,9 +121,12 @@ def read_json_object(path: Path) -> dict:
 
 
 def read_yaml(path: Path, where: str, what: str = "YAML"):
-    """Read a YAML file without running code from it; `where` and `what` describe it in the error message.
+    """Read a YAML file without running code from it, and return its content.
 
-    Raises BadInput if it cannot be read, has a key twice, or has aliases that contain themselves or expand too far.
+    where: the file, as error messages name it. what: the kind of file in error messages, "cannot be read as <what>".
+
+    Raises BadInput if the file cannot be read or parsed, has a key twice, or has aliases that contain themselves or
+    expand to more than `MAX_YAML_SIZE`.
     """
     try:
         return parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"), _Loader)
@@ -125,10 +137,10 @@ def read_yaml(path: Path, where: str, what: str = "YAML"):
 
 
 class YamlLoader(yaml.SafeLoader):
-    """A YAML loader that raises yaml.YAMLError only.
+    """A YAML loader that raises yaml.YAMLError for every value that it cannot construct.
 
-    PyYAML lets through Python's errors about a value, such as `2001-99-99`, `!!int x`, `!!bool x` or a whole number of
-    5,000 digits.
+    PyYAML's own loaders raise ValueError, KeyError and others for values such as `2001-99-99`, `!!int x`, `!!bool x` or
+    a whole number of 5,000 digits.
     """
 
     def construct_object(self, node, deep=False):
@@ -141,7 +153,7 @@ class YamlLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, loader: type[YamlLoader] = YamlLoader):
-    """Parse a YAML text. Raises yaml.YAMLError."""
+    """Parse a YAML text and return its content. Raises yaml.YAMLError if it is not valid or nested too deep."""
     try:
         return yaml.load(text, loader)  # noqa: S506 - a SafeLoader
     except RecursionError as error:
@@ -182,7 +194,7 @@ class _Loader(YamlLoader):
 def fsync_folder(folder: Path) -> None:
     """Make the names in `folder` durable (a rename survives a power cut only after this). A no-op on Windows.
 
-    For a file: make its content durable.
+    If `folder` is a file, its content is made durable instead.
     """
     if os.name == "nt":
         return
@@ -197,7 +209,7 @@ def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` (UTF-8) so that a reader, or a crash at any moment, finds the whole old or the whole new file.
 
     Raises:
-        OSError: nothing was changed (no space, no right to write, ...).
+        OSError: the file cannot be written (no space, no right to write, ...); the old file is unchanged.
     """
     path = Path(path)
     descriptor, temp = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
@@ -224,7 +236,10 @@ def write_json_atomic(path: Path, obj) -> None:
 
 
 def replace_nonfinite(obj):
-    """Replace every NaN or infinite float inside `obj` by None, which strict JSON can hold."""
+    """Return a copy of `obj` in which every NaN and every infinite float is None, so that strict JSON can hold it.
+
+    Dicts, lists and tuples are searched at any depth; tuples become lists.
+    """
     if isinstance(obj, float):
         return obj if math.isfinite(obj) else None
     if isinstance(obj, dict):
@@ -235,12 +250,14 @@ def replace_nonfinite(obj):
 
 
 def encode_json(value, where: str = "value"):
-    """Encode `value` as strict JSON from which `decode_json` restores it: floats to the last bit, NaN and infinities.
+    """Return a copy of `value` that strict JSON can hold and from which `decode_json` restores the value.
 
-    Tuples come back as lists, NumPy scalars as Python's.
+    Floats are restored to the last bit, NaN and infinities included. Tuples are restored as lists, and NumPy scalars as
+    Python numbers.
 
     Raises:
-        TypeError: a value that JSON cannot hold (tensors, keys other than strings); says where, starting from `where`.
+        TypeError: a value that JSON cannot hold (tensors, keys other than strings). The message says where it is, such
+            as `value['a'][0]`, beginning with the name `where`.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -259,7 +276,7 @@ def encode_json(value, where: str = "value"):
 
 
 def decode_json(value):
-    """Decode the result of `encode_json`."""
+    """Return the value from which `encode_json` made `value`."""
     if isinstance(value, dict):
         if value.keys() == {_NONFINITE}:
             return float(value[_NONFINITE])
@@ -271,7 +288,10 @@ def decode_json(value):
 
 @contextmanager
 def warn_if_stalled(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Report once what a block waits for, if it takes longer than `STALLED_S`, for example on a stalled disk."""
+    """Call `say` once with a message if the block takes longer than `STALLED_S`, for example because of a stalled disk.
+
+    what: what the block waits for, for the message.
+    """
     timer = threading.Timer(STALLED_S, say, [_stalled(what)])
     timer.daemon = True
     timer.start()
@@ -282,7 +302,10 @@ def warn_if_stalled(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def with_stall_warnings(items: Iterable, what: str) -> Iterator:
-    """Yield the items; report once on stderr each that takes longer than `STALLED_S`. One thread watches all."""
+    """Yield the items, and print one message to stderr for each item that takes longer than `STALLED_S` to arrive.
+
+    what: what the items wait for, for the message. One thread watches all items.
+    """
     began = None
     ended = threading.Event()
 
@@ -326,5 +349,8 @@ def usable_cores() -> int:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write JSON that may hold a NaN, such as ids of defective data, with `write_text_atomic`."""
+    """Write `content` as JSON on one line with `write_text_atomic`.
+
+    Unlike `write_json_atomic` this accepts NaN and infinities, which the ids of defective data may be.
+    """
     write_text_atomic(path, json.dumps(content))

@@ -1,4 +1,4 @@
-"""Imports: of optional packages (extras of pyproject.toml), faster ones, and those that files of others ask for."""
+"""Imports of optional packages (extras of pyproject.toml), faster imports, and trust in files that name code."""
 
 import atexit
 import contextlib
@@ -12,12 +12,14 @@ from toolkit.base.errors import BadInput
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import a module of an optional package. Raises BadInput with the command that installs it.
+    """Import a module of an optional package, and return the module.
 
     Args:
         module: its name, such as "onnxruntime".
-        extra: the extra of this project that installs it.
-        purpose: the beginning of the sentence, the thing that needs it: "ONNX files".
+        extra: the extra of this project that installs the package.
+        purpose: what needs the module, in the plural, as the subject of the error message: "ONNX files".
+
+    Raises BadInput with the command that installs the package, if the package is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -30,9 +32,9 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def import_without(module: str, hidden: str) -> None:
-    """Import a module as if another, optional one were not installed.
+    """Import `module` as if the optional module `hidden` were not installed.
 
-    If `hidden` is imported already, the module finds it. Later imports of `hidden` are unaffected.
+    If `hidden` is imported already, `module` can use it. Later imports of `hidden` are unaffected.
     """
     if hidden in sys.modules:
         importlib.import_module(module)
@@ -51,8 +53,8 @@ _has_frozen = False  # whether `importing` has frozen the objects of this proces
 def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector inside the block.
 
-    It walks through millions of objects again and again: a quarter to half of the time of reading or judging a large
-    data set.
+    The collector walks through millions of objects again and again, which takes a quarter to half of the time of
+    reading or checking a large data set.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -67,8 +69,8 @@ def gc_disabled() -> Iterator[None]:
 def importing() -> Iterator[None]:
     """Disable the garbage collector during seconds of imports, as `gc_disabled` does.
 
-    The objects of a process's first imports stay, so the collector leaves them out from then on. Later imports freeze
-    nothing: their objects may be in use for a while only.
+    The objects that exist after the first block of a process are frozen: the collector never looks at them again. Later
+    blocks freeze nothing, because their objects may be in use for a while only.
     """
     global _has_frozen
     with gc_disabled():
@@ -90,7 +92,7 @@ _trusts_all = False
 
 
 def trust_files(trusted: bool = True) -> None:
-    """Set whether files may run code in this process."""
+    """Set whether every file may name code that this process runs, or be such code itself."""
     global _trusts_all
     _trusts_all = trusted
 
@@ -100,10 +102,14 @@ def files_are_trusted() -> bool:
 
 
 def trust_class(class_path: str) -> None:
-    """Record that a person named this `module:Class`: files may name it too."""
+    """Allow files to name this `module:Class`, because a person has named it."""
     _trusted_classes.add(class_path)
 
 
 def may_import(class_path: str) -> bool:
-    """Return whether a `module:Class` may be imported; if its module is imported already, no code of it runs."""
+    """Return whether a `module:Class` that a file names may be imported.
+
+    It may after `trust_files` or after `trust_class` of this class, or if its module is imported already, because then
+    the import runs no code.
+    """
     return _trusts_all or class_path in _trusted_classes or class_path.partition(":")[0] in sys.modules

@@ -1,4 +1,4 @@
-"""Kinds of JSON values, and a sentence for every value of a file that is of another kind."""
+"""Descriptions of the JSON values that a file should hold, and a sentence for every value that does not match."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,10 @@ MAX_SEED = 2**64
 
 
 class Kind(NamedTuple):
-    """words: what is expected, for messages. fits: whether a value is that."""
+    """A kind of JSON value, such as "a text".
+
+    words: its name in messages. fits: function that returns whether a value is of this kind.
+    """
 
     words: str
     fits: Callable[[object], bool]
@@ -20,7 +23,11 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Each:
-    """A list or a mapping (`kind`), each of whose values is as `of` says. size: number of values; None: any."""
+    """The description of a list or a mapping whose values are all of the same kind.
+
+    kind: `list` or `dict`. of: the description of every value (`Kind`, `Each`, `Keys` or `OrNull`). size: the number of
+    values that is expected; None: any number.
+    """
 
     kind: type
     of: Any
@@ -29,9 +36,9 @@ class Each:
 
 @dataclass(frozen=True)
 class Keys:
-    """A mapping with these keys. A value of any other key may be anything.
+    """The description of a mapping by its keys; the values of all other keys may be anything.
 
-    needed: keys that must be there. known: keys that may be there.
+    needed: descriptions of values by key, for keys that must exist. known: the same for keys that may be missing.
     """
 
     needed: Mapping[str, Any]
@@ -40,7 +47,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class OrNull:
-    """Null, or as `of` says."""
+    """The description of a value that is null, or matches the description `of`."""
 
     of: Any
 
@@ -62,12 +69,12 @@ def _is_id(value: object) -> bool:
 
 
 def one_of(*values: str) -> Kind:
-    """Make the kind of a text that is one of these values."""
+    """Return a `Kind` that only these texts fit."""
     return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
 
 
 def whole(least: int, most: int = MAX_EXACT_INTEGER) -> Kind:
-    """Make the kind of a whole number in a range, its ends included."""
+    """Return a `Kind` that the whole numbers from `least` to `most` fit, both included."""
     return Kind(
         f"a whole number from {least}",
         lambda value: _is_whole(value) and least <= value <= most,
@@ -89,10 +96,10 @@ TEXTS = Each(list, TEXT)
 
 
 def faults_of(value: object, expected: Any, file: str, where: str = "") -> Iterator[str]:
-    """Yield one sentence for each place of `value` that is not as `expected` says.
+    """Yield one sentence for each place in `value` that does not match the description `expected`.
 
-    expected: a `Kind`, `Each`, `Keys` or `OrNull`. file: name of the file that holds the value. where: the keys that
-    lead to the value, joined by dots.
+    expected: a `Kind`, `Each`, `Keys` or `OrNull`. file: name of the file that holds the value, for the sentences.
+    where: the keys that lead to the value in the file, joined by dots; "" for the whole content.
     """
     if isinstance(expected, OrNull):
         if value is not None:

@@ -1,4 +1,4 @@
-"""Texts and settings of a machine without its paths, for publication."""
+"""Removal of the paths of a machine from texts and settings before they are published."""
 
 import os
 import re
@@ -14,10 +14,11 @@ PARTS_KEPT = 2  # last parts of a path elsewhere on the machine: folder and spli
 
 
 def without_machine(value: Any, here: str | Path = ".") -> Any:
-    """Remove the machine and its user from the absolute paths in a value, for publication.
+    """Return a copy of a value in which absolute paths do not reveal the machine or its user, for publication.
 
-    Paths below `here` and below this project become relative, those below the home folder begin with `~`, and others
-    keep their last two parts. In mappings and sequences the values are changed, at any depth.
+    Paths below the folder `here` and below this project become relative, paths below the home folder begin with `~`,
+    and all others keep their last two parts. Paths inside of longer texts, and in the values of mappings, lists and
+    tuples at any depth, are replaced too. Tuples become lists, and `Path`s become texts.
     """
     if isinstance(value, Mapping):
         return {key: without_machine(each, here) for key, each in value.items()}

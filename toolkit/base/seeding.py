@@ -1,6 +1,7 @@
-"""Random numbers as functions: of the step, the process and the micro-batch, or of the step and the image.
+"""Random numbers that are pure functions of the seed, step, process and micro-batch, or of the seed, step and image.
 
-Nothing has to be saved. Those of an image do not depend on its micro-batch, its process, or the order of processing.
+No state of a generator has to be saved. The random numbers of an image do not depend on its micro-batch, its process,
+or the order of processing.
 """
 
 import hashlib
@@ -34,22 +35,30 @@ def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
 
 
 def seed_images(targets: Iterable[Target], seed: int, step: int) -> None:
-    """Make all random draws for an image in training a function of (seed, step, image id), see `image_generator`."""
+    """Make the random draws of `image_generator` for these targets a function of (seed, step, image id).
+
+    Each target with an `image_id` is changed in place: it gets the entry `draws`. Other targets stay unchanged.
+    """
     for target in targets:
         if "image_id" in target:
             target["draws"] = f"{seed} {step} {target['image_id']}"
 
 
 def seed_micro_batch(targets: Iterable[Target], seed: int, step: int, rank: int, micro: int) -> None:
-    """Seed the draws that belong to no image, dropout and denoising noise, by `seed_step`, and call `seed_images`."""
+    """Seed all random draws for a micro-batch: call `seed_step` and `seed_images`.
+
+    `seed_step` is for draws that do not belong to one image, such as dropout and denoising noise.
+    """
     seed_step(seed, step, rank, micro)
     seed_images(targets, seed, step)
 
 
 def image_generator(target: Target, what: str, device: torch.device | str = "cpu") -> torch.Generator | None:
-    """Return a generator on `device` for an image that `seed_images` has seen; None (torch's own) for any other.
+    """Return a new generator on `device` for random draws that belong to one image, seeded by `seed_images`.
 
-    what: the purpose of the draws; those of different purposes are independent.
+    Returns None, by which torch uses its default generator, for a target that `seed_images` has not changed.
+
+    what: the purpose of the draws, such as "samples"; draws for different purposes are independent.
     """
     if "draws" not in target:
         return None

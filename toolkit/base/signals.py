@@ -77,8 +77,8 @@ def signal_name(number: int) -> str:
 def sigterm_held_back() -> Iterator[None]:
     """Block SIGTERM in this thread, and in the threads and processes that it starts inside; deliver it here afterwards.
 
-    Start DataLoader workers in it: `ignore_in_worker` comes after the first threads of a worker, such as those of
-    OpenMP, one of which would receive the signal and end the whole worker.
+    Start DataLoader workers inside the block: before a worker calls `ignore_in_worker` it has started threads, such as
+    those of OpenMP, and one of these would otherwise receive the signal and end the whole worker.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -93,9 +93,10 @@ def sigterm_held_back() -> Iterator[None]:
 def ignore_in_worker(worker_id: int = 0) -> None:
     """Let a DataLoader worker outlive the signals that ask its trainer to stop; for `worker_init_fn`.
 
-    Terminals and launchers signal the whole process group. A worker that ended by it would raise in the trainer before
-    its checkpoint is written. SIGINT, SIGHUP and SIGUSR1 are ignored; SIGTERM ends the worker only when its own trainer
-    sends it, which is how DataLoader ends a worker that hangs. A worker whose trainer is gone ends by its watchdog.
+    Terminals and launchers signal the whole process group. If a worker ended then, the trainer would raise an error
+    before it has written its checkpoint. SIGINT, SIGHUP and SIGUSR1 are ignored; SIGTERM ends the worker only if its
+    own trainer has sent it, as DataLoader does to a worker that hangs. A worker whose trainer is gone is ended by
+    DataLoader's watchdog.
     """
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGBREAK"):
         if hasattr(signal, name):

@@ -1,6 +1,7 @@
-"""Safe display of untrusted text: names of classes and files, messages.
+"""Safe display of untrusted text, such as names of classes and files, and messages.
 
-It is escaped, so that it cannot act on a terminal or page, and printed on a console that may go away.
+Text is escaped, so that it cannot control a terminal or a page; printing goes on without errors after the console has
+been closed.
 """
 
 import contextlib
@@ -40,24 +41,30 @@ def escaped(text: object, limit: int = 80) -> str:
 
 
 def in_utf_8(name: str) -> str:
-    """Return the name of a file as a text that UTF-8 can hold, whatever encoding the system used."""
+    """Return a file name as text that can be encoded in UTF-8: bytes of the name that are not UTF-8 become U+FFFD."""
     return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
 
 
 def shown(text: object, limit: int = 80) -> str:
-    """Escape `text`, and isolate right-to-left text from its surroundings, so that numbers keep their place."""
+    """Return `escaped(text, limit)`, between Unicode isolates if it has right-to-left letters.
+
+    The isolates keep such text from changing the order of numbers and words around it.
+    """
     text = escaped(text, limit)
     turns = any(unicodedata.bidirectional(letter) in RIGHT_TO_LEFT for letter in text)
     return f"{ISOLATE}{text}{END_ISOLATE}" if turns else text
 
 
 def in_markdown(text: object, limit: int = 80) -> str:
-    """Return `shown` text for a line or a table cell of Markdown, without markup, HTML, mathematics or links."""
+    """Return `shown(text, limit)` for a line or a table cell of Markdown.
+
+    Every character that could begin markup, HTML, mathematics or a link is escaped by a backslash.
+    """
     return shown(text, limit).translate(MARKDOWN)
 
 
 def as_code(text: object, limit: int = 80) -> str:
-    """Return `shown` text as code in a line of Markdown: every letter is kept, and none is read as markup."""
+    """Return `shown(text, limit)` as code in a line of Markdown: every letter is kept, and none is read as markup."""
     text = shown(text, limit)
     longest = max(map(len, re.findall("`+", text)), default=0)
     marks = "`" * (longest + 1)
@@ -68,7 +75,10 @@ def as_code(text: object, limit: int = 80) -> str:
 
 
 def in_plot(text: object, limit: int = 40) -> str:
-    """Return `shown(text)` as a label of matplotlib: `$` is escaped, and a space stands before a first `_`."""
+    """Return `shown(text, limit)` as a label of matplotlib.
+
+    `$` is escaped, and a space is put before a leading `_`, because matplotlib hides labels that begin with one.
+    """
     text = shown(text, limit).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -152,7 +162,7 @@ def _first(text: str, limit: int) -> str:
 
 
 def size_text(size_hw: Sequence[int]) -> str:
-    """Format a size (h, w) as people write it: 640, or 384 x 640."""
+    """Format a size (height, width) in pixels: "640" if both are 640, else both in this order, such as "384 x 640"."""
     height, width = size_hw
     return str(height) if height == width else f"{height} x {width}"
 
@@ -171,12 +181,15 @@ def did_you_mean(
     most: int = 1,
     cutoff: float = 0.6,
 ) -> str:
-    """Return the end of a message about a wrong name: "; did you mean detr?".
+    """Return the end of a message about a wrong name, such as "; did you mean detr?".
 
     Args:
-        names: the right ones. otherwise: what follows the semicolon if none is near; "": nothing is returned then.
-        written: how a name is written. most: names at most, joined by "or".
-        cutoff: similarity from 0 to 1 that a name must have, as of `difflib.get_close_matches`.
+        word: the wrong name.
+        names: the names that exist.
+        otherwise: text after the semicolon if none of the names is similar; with "" the function then returns "".
+        written: function that formats a name for the message.
+        most: the largest number of names that are suggested, joined by "or".
+        cutoff: similarity from 0 to 1 that a name must have to be suggested, see `difflib.get_close_matches`.
     """
     near = difflib.get_close_matches(word, names, n=most, cutoff=cutoff)
     if near:

@@ -1,4 +1,4 @@
 """From annotation files of any format to batches: readers and checks produce a table; transforms and samplers, batches.
 
-It imports only the loose files of the toolkit.
+This package imports only `toolkit.base` and `toolkit.index`.
 """

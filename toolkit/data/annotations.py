@@ -30,14 +30,17 @@ MAX_AREA = 3e38  # the table's are float32
 class Reading:
     """Options of reading data, whatever their format.
 
-    image_dir: folder of the images, or several, or archives; see `toolkit.data.image_sources`. None: it is looked for.
+    image_dir: folder of the images, or several, or archives; see `toolkit.data.image_sources`. None: the reader looks
+        for the folder.
     on_error: "raise" -> BadInput with every defect; "drop" -> unusable images and annotations are left out.
     cache_dir: of the tables; None: see `toolkit.data.table_cache.cache_root`.
-    check_images: True, "full" (decode each), "header", or False (the files are not looked at).
-    max_image_pixels: an image with more of them cannot be used, and is refused before it is decoded.
+    check_images: "full" (decode each), "header" (read the headers), True ("full" if there are not too many, else
+        "header"), or False (the files are not looked at).
+    max_image_pixels: an image with more pixels cannot be used, and is refused before it is decoded.
     format, name: as of `toolkit.data.formats.open_dataset`.
     streaming: leave the images in the Parquet files of a `datasets` data set; see `open_hub`.
-    keep_images_without_relations: train on those of Visual Genome too, see `load_graphs`; other formats keep all.
+    keep_images_without_relations: whether the training data of Visual Genome keep images without relations, see
+        `load_graphs`; other formats always keep them.
     """
 
     image_dir: str | Path | Sequence[str] | ImageSources | None = None
@@ -72,7 +75,7 @@ def slashed(row: ImageRow) -> ImageRow:
 
 
 class Codes:
-    """Mapping of ids of any type to consecutive integers from 0, in order of first appearance."""
+    """Mapping of ids to consecutive integers (codes) from 0, in order of first appearance; a call returns the code."""
 
     def __init__(self):
         self.values: list[int | str] = []
@@ -85,7 +88,7 @@ class Codes:
         return code
 
     def find(self, wanted: Mapping) -> np.ndarray:
-        """Return (codes,) int64: the value of `wanted` for each id, -1 for an id that it lacks."""
+        """Return wanted[id] for the id of each code, as (codes,) int64; -1 for an id that is not in `wanted`."""
         found = [wanted.get(value, -1) for value in self.values]
         return np.array(found, np.int64).reshape(-1)
 
@@ -93,16 +96,16 @@ class Codes:
 class Annotations:
     """Annotation columns that grow entry by entry.
 
-    images: an `ImageRow` for each, in order
-    odd_images: entries without a usable id, by their number
-    id: int64
-    image, category: numbers of `image_ids` and `category_ids`
-    xywh: four float64 each
+    images: an `ImageRow` for each image, in order
+    odd_images: entries of images without a usable id, by their number
+    id: int64 for each annotation
+    image, category: for each annotation, the codes of its ids in `image_ids` and `category_ids`
+    xywh: four float64 for each annotation
     whole: four bits for each box, set if the file writes the number without a decimal point
     area: NaN if missing
-    crowd: flag of crowd regions
-    attribute_ids: of the entries that have any
-    odd: entries that do not fit the columns, by number, as the file has them
+    crowd: 1 for crowd regions
+    attribute_ids: lists of ids by number of the annotation, for those that have any
+    odd: entries that do not fit the columns, by number of the annotation, as the file has them
     """
 
     def __init__(self, categories: list | None = None):
@@ -220,9 +223,9 @@ class Annotations:
 class RelationColumns:
     """Columns of the relations in a file.
 
-    id: NO_ID if the entry has none
+    id: NO_ID if the entry has no id
     subject, object: ids of annotations
-    predicate, image: numbers of `predicate_ids` and `image_ids`; image is -1 if the entry names none
+    predicate, image: codes of the ids in `predicate_ids` and `image_ids`; image is -1 if the entry names no image
     odd: as in `Annotations`
     """
 

@@ -33,8 +33,8 @@ _running: weakref.WeakSet = weakref.WeakSet()  # torch's iterators over them
 def collate(samples: Sequence[tuple[Tensor, Target]], stride: int = 1) -> Batch:
     """Pad images (uint8 (3, h, w)) on the right and below with zeros to the largest height and width among them.
 
-    stride: height and width of the batch are rounded up to a multiple of it. No samples make a batch of B = 0, one
-    stride high and wide.
+    stride: height and width of the batch are rounded up to a multiple of this number. Without samples the batch has B =
+    0 images, and is one stride high and wide.
     """
     images = [image for image, _ in samples]
     targets = [target for _, target in samples]
@@ -80,7 +80,7 @@ def make_loader(
 
 
 def windows(loader: Iterable[Batch], accumulation_steps: int) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of one optimizer step at a time; the epoch's last window may be shorter."""
+    """Yield the micro-batches of each optimizer step as a list; the last list of an epoch may be shorter."""
     batches = iter(loader)
     window = list(islice(batches, accumulation_steps))
     while window:
@@ -136,10 +136,11 @@ def _raised(items: Iterator[Batch | BadInput], place: str) -> Iterator[Batch]:
 
 @contextmanager
 def naming_killed_workers() -> Iterator[None]:
-    """Turn torch's error about a killed worker, which may come up anywhere in the main thread, into a sentence.
+    """Replace torch's error about a killed DataLoader worker inside the block by a BadInput.
 
-    Raises BadInput with the worker, the images of its last batch, and what to lower. The other workers are shut down:
-    otherwise torch would raise once more for each that is killed, whatever the main thread is doing by then.
+    torch may raise this error anywhere in the main thread. The BadInput names the worker, the images of its last batch,
+    and what to lower. The other workers are shut down, because torch would raise once more for each of them that is
+    killed, at any later moment.
     """
     try:
         yield
@@ -169,7 +170,9 @@ def _last_batch(batches: _Batches, process: int) -> str:
 
 
 class Prefetcher:
-    """Prefetcher that copies the next window on a stream of its own; on devices other than CUDA the data stay in place.
+    """Prefetcher that copies the next window (list of batches) to a CUDA device, on a stream of its own.
+
+    For other devices nothing is copied ahead.
     """
 
     def __init__(self, device: torch.device | str):
@@ -204,7 +207,10 @@ class Prefetcher:
             self._sent.pop(id(batch), None)
 
     def arrived(self, batch: Batch) -> Batch:
-        """Return the batch on the device, ready for the stream that computes."""
+        """Return the copy of a batch on the device; the computing stream waits until the copy is complete.
+
+        A batch that did not come through `through` is copied now.
+        """
         if id(batch) not in self._sent:
             return batch.to(self.device, non_blocking=True)
         _, moved, copied = self._sent.pop(id(batch))

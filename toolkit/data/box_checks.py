@@ -1,7 +1,7 @@
 """Checks of boxes and relations: vectorised masks over all of them, then a message for each suspicious one.
 
-A valid entry costs a few operations on columns. Only entries that a mask catches are looked up as they stand in the
-file, so that each message can quote them.
+A valid entry costs a few operations on columns. Only entries that a mask catches are looked up in the form that they
+have in the file, so that each message can quote them.
 """
 
 import functools
@@ -21,10 +21,10 @@ MAX_COORDINATE_PX = 1e15  # pixels; sums and products of such ones stay finite
 
 
 class AnnotationIndex:
-    """Index of annotations by id after the check; only relations need it.
+    """Index of annotations by id after the check; only relations need this.
 
-    Kept annotations are listed by ascending `id`, with the index of their image and their `row` among its boxes;
-    dropped ones by id, with the id of their image.
+    id, image, row: columns of the kept annotations, by ascending id: the id, the index of the image, and the row of the
+    box among those of its image. dropped: the id of the image by id of each dropped annotation.
     """
 
     def __init__(self, images: list[int | str], boxes: Boxes, dropped: dict[int, object]):
@@ -49,7 +49,7 @@ class AnnotationIndex:
         return self._order - self.boxes.offsets[self.image]
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the position (N,) of each id in `id`; -1 if it is not kept."""
+        """Return the position of each of N ids in the column `id`, (N,); -1 for an id that is not there."""
         if not len(self.id):
             return np.full(len(ids), -1)
         at = np.searchsorted(self.id, ids)
@@ -57,12 +57,14 @@ class AnnotationIndex:
         return np.where(self.id[at] == ids, at, -1)
 
     def at(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (images, rows) of kept annotations."""
+        """Return the columns `image` and `row` of the annotations with these ids, which must all be kept."""
         rows = self.rows_of(np.array(ids, np.int64))
         return self.image[rows], self.row[rows]
 
     def of(self, id_: object) -> tuple[object, int] | None:
-        """Return (image id, row among its boxes) of an annotation, row -1 if it was dropped; None if it does not exist.
+        """Return (id of the image, row among the boxes of the image) of an annotation.
+
+        The row is -1 if the annotation was dropped. Returns None if there is no annotation of this id.
         """
         if not isinstance(id_, int):
             return None
@@ -81,7 +83,8 @@ def check_boxes(
 ) -> tuple[Boxes, AnnotationIndex]:
     """Return the boxes of all images in `rows` (by id), in their order, and the index of the annotations.
 
-    labels: label of each category id. attributes: row of each attribute id; if empty, `attribute_ids` is not read.
+    rows: usable and unusable images by id. labels: label of each category id. attributes: row of each attribute id; if
+    empty, `attribute_ids` is not read. problems: list to which the problems found are added.
     """
     a = annotations
     images = list(rows)
@@ -331,7 +334,9 @@ def is_side(value: object) -> bool:
 
 
 def _area(entry: Mapping, box: tuple[float, ...], clipped: bool) -> float:
-    """Return the annotated area (of the mask, in COCO), or the box's if it is missing or was that of the unclipped box.
+    """Return the annotated area, which in COCO is that of the mask.
+
+    The area of the clipped box is returned if the annotated one is missing, or is that of the box before clipping.
     """
     area = entry.get("area")
     x1, y1, x2, y2 = box
@@ -364,9 +369,9 @@ def check_relations(
 ) -> Relations:
     """Return the relations between kept boxes.
 
-    A relation whose subject or object was dropped is dropped too: that error is listed already.
+    A relation whose subject or object was dropped is dropped without a further problem.
 
-    predicates: label of each predicate id.
+    predicates: label of each predicate id. problems: list to which the problems found are added.
     """
     r = relations
     count = len(index.images)

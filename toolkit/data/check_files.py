@@ -37,12 +37,14 @@ def check_image_files(
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
 ) -> tuple[list[Problem], dict[str, str]]:
-    """Check every row's file in a thread pool, and report the image files beside them that are not in `listed`.
+    """Check the image file of every row in a thread pool, and report image files beside them that are not in `listed`.
 
-    check_images: "full" decodes each, "header" reads size and end marker, True takes full up to FULL_CHECK_LIMIT.
-    max_pixels: an image with more of them cannot be used. source: what the rows were read from, for messages.
-    Returns the problems and {place: digest_of} of the places read, by which a cache knows that it still holds.
-    Raises BadInput when not one of the files exists: the folder is then the wrong one.
+    check_images: "full" decodes each image, "header" reads size and end marker; True means "full" for at most
+    FULL_CHECK_LIMIT images, else "header". max_pixels: an image with more pixels cannot be used. source: what the rows
+    were read from, for messages.
+    Returns the problems, and {place: `digest_of` the place} for the places that were read; a cache compares these to
+    find out whether the images have changed.
+    Raises BadInput if none of the files exists, because the folder is then the wrong one.
     """
     are_there = (is_there(image_root / row.file_name) for row in rows)
     if not any(with_stall_warnings(are_there, "looking for images")):
@@ -61,7 +63,10 @@ def check_image_files(
 
 
 def depth(check_images: bool | str, count: int, image_root: Path | ImageSources) -> tuple[bool, list[Problem]]:
-    """Return whether each of `count` images is decoded, and a note if there are too many for that."""
+    """Return whether each of `count` images is to be decoded, and a list with a note if there are too many for that.
+
+    check_images: as of `check_image_files`.
+    """
     full = check_images == "full" or (check_images is True and count <= FULL_CHECK_LIMIT)
     if full or check_images is not True:
         return full, []
@@ -75,7 +80,10 @@ def image_checker(
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
 ) -> Callable[[ImageRow], list[Problem]]:
-    """Return the check of one row's file: it exists, once, and passes `check_image`."""
+    """Return a function that checks the image file of one row and returns its problems.
+
+    The function reports a file that is in several places of the root, and the problems that `check_image` finds.
+    """
     parts = parts_of(image_root)
 
     def check(row: ImageRow) -> list[Problem]:
@@ -95,7 +103,9 @@ def image_checker(
 
 
 def waits_for(image_root: Path | ImageSources) -> int | None:
-    """Return the number of threads for checking: many for remote storage, whose latency dominates; None: one per core.
+    """Return the number of threads for reading files of a root: many for remote storage, because of its latency.
+
+    None means one thread per core.
     """
     if any(part.remote for part in parts_of(image_root)):
         return REMOTE_THREADS
@@ -110,10 +120,10 @@ def with_good_files(
     listed: Set[str] = frozenset(),
     source: str = "JSON",
 ) -> tuple[CheckedAnnotations, dict[str, str]]:
-    """Drop images whose files have errors, and add the problems of the files.
+    """Return the annotations without the images whose files have errors, and with the problems of the files added.
 
-    Also returns what a cache of the table depends on, as `check_image_files` gives it. The files are not looked at if
-    `check_images` is False or the list of images is empty.
+    The second result is that of `check_image_files`: digests of the places that were read. The files are not looked at
+    if `check_images` is False or there are no images; the second result is then empty.
 
     listed: further known file names. source: what the records were read from, for messages.
     """
@@ -132,9 +142,13 @@ def check_image(
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
 ) -> list[Problem]:
-    """Return the problems of one image: readable, complete, upright size as recorded, content as its name says.
+    """Return the problems of one image file.
 
-    source: what the row was read from, for messages.
+    It must be readable and complete, and have the size in the row with EXIF orientation applied; its content should be
+    of the format that its suffix says.
+
+    full: whether the image is decoded, or only its header and end marker are read. source: what the row was read from,
+    for messages.
     """
     try:
         if isinstance(file, Stored):
@@ -167,10 +181,12 @@ def _problem(row: ImageRow, severity: str, message: str) -> Problem:
 
 
 def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: int | None = None) -> list:
-    """Apply `check` to every row in threads, and return the results in order.
+    """Apply `check` to every row in threads, and return the lists of results joined to one, in the order of the rows.
 
-    A progress bar is shown if it takes long; without a terminal, a line for every `ROWS_PER_CHUNK` rows. A stalled disk
-    is reported. threads: their number; None: one for each core.
+    A progress bar is shown if this takes long; without a terminal, a line is printed for every `ROWS_PER_CHUNK` rows. A
+    stalled disk is reported.
+
+    what: the work in progress, for the bar and messages. threads: number of threads; None: one for each core.
     """
 
     def results(pool: ThreadPoolExecutor) -> Iterator[list]:
@@ -188,9 +204,9 @@ def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: i
 def find_image_root(annotation_file: Path, file_names: Iterable[str], of_split: Sequence[Path] = ()) -> Path:
     """Find the folder near `annotation_file` that holds one of `file_names`.
 
-    of_split: further folders to look in, those whose names say the split of the file.
+    of_split: further folders to look in, whose names say the split of the file.
 
-    Raises BadInput saying which were tried.
+    Raises BadInput with the folders that were tried, if none of them has one of the first 20 files.
     """
     here = annotation_file.parent
     stem = annotation_file.stem
@@ -239,7 +255,9 @@ def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> 
 
 
 def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], listed: Set[str]) -> list[Problem]:
-    """Return a warning for each image file beside listed ones that is not in any record; one for all if there are many.
+    """Return a warning for each image file in these folders of the root that is not in `listed`.
+
+    If there are more than `MAX_UNLISTED_NAMED` such files, one warning stands for all of them.
     """
     listed = {os.path.normpath(name) for name in listed}
     names = [name for name in image_names(image_root, folders) if name not in listed]

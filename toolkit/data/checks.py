@@ -53,7 +53,7 @@ class CheckedAnnotations:
         return {name: value for name, value in vars(self).items() if name != "listed"}
 
     def without(self, image_ids: Set) -> "CheckedAnnotations":
-        """Return the rest without the images with these ids."""
+        """Return a copy without the images of these ids, and without their boxes and relations."""
         if not image_ids:
             return self
         kept = np.array([row.image_id not in image_ids for row in self.images], bool)
@@ -66,18 +66,19 @@ class CheckedAnnotations:
 
 
 def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> CheckedAnnotations:
-    """Check the annotations that a reader yields, whatever its format.
+    """Check the annotations that a reader of any format has made.
 
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
     out and reported; a repaired one is reported as a warning. A relation that is listed again is kept with a warning:
     it counts repeatedly in training and recall, as published numbers have it.
 
     Args:
-        max_image_pixels: images recorded as larger cannot be used; None: decided by the image files.
+        file: name of the data, for messages.
+        max_image_pixels: images that have more pixels by the annotations cannot be used; None: not checked here.
 
     Raises:
-        BadInput: the boxes are in another format than [x, y, width, height], so that nothing can be used; image ids of
-            two kinds.
+        BadInput: the boxes are in another format than [x, y, width, height], so that nothing can be used; or some image
+            ids are numbers and some are strings.
     """
     problems: list[Problem] = []
     annotations.images = [slashed(row) for row in annotations.images]
@@ -229,7 +230,7 @@ def _image_faults(row: ImageRow, max_pixels: int | None) -> list[str]:
 
 
 def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow]) -> str | None:
-    """Describe a wrong format of all boxes and its remedy in one sentence; None: nothing is wrong, or too few boxes.
+    """Return a sentence if all boxes seem to be in a wrong format, with the remedy; None if not, or for too few boxes.
 
     Corners, centres or fractions are noticed where COCO's [x, y, width, height] is expected. One box is ambiguous: [10,
     10, 40, 50] is valid in every format. Many are not: in the wrong format some leave their image, in the right one
@@ -237,7 +238,7 @@ def format_fault(annotations: Annotations, images: Mapping[int | str, ImageRow])
     that cannot be read do not count.
 
     Args:
-        images: by image id; boxes of others do not count.
+        images: rows by image id; boxes of other images do not count.
     """
     boxes, sizes = _readable(annotations, images)
     large = sizes.min(axis=1, initial=math.inf) >= MIN_IMAGE_SIDE_PX

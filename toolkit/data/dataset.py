@@ -22,9 +22,9 @@ ALL_EPOCHS = 2**62
 
 
 def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.Generator:
-    """Return a generator seeded by these numbers alone: by 64 bits of their hash, so that neighbours are independent.
+    """Return a generator seeded by 64 bits of the hash of these numbers, so that neighbouring samples are independent.
 
-    turn: 0, or how often the image came before in this epoch.
+    index: of the sample in its data set. turn: how often the image came before in this epoch; 0 at first.
     """
     text = f"{seed} {epoch} {index} {turn}" if turn else f"{seed} {epoch} {index}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -35,9 +35,9 @@ def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.
 def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
     """Return the target of a table row, for its image of `size_hw` as decoded.
 
-    image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32; iscrowd (N,) int64; relations (R, 3)
-    int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). For tables with attributes also attributes
-    (N, A) int64: ids from 1, padded with 0.
+    For N boxes and R relations a target has image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32;
+    iscrowd (N,) int64; relations (R, 3) int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). For
+    tables with attributes also attributes (N, A) int64: up to A ids from 1 for each box, padded with 0.
     """
     objects = {name: torch.from_numpy(values) for name, values in row["objects"].items()}
     ends = [row["relations"][name] for name in ("subject", "object", "predicate")]
@@ -62,9 +62,10 @@ class DetectionDataset(torch.utils.data.Dataset):
     Args:
         table: the images and their boxes. If its sets do not label all classes, targets have `labelled` (classes,)
             bool.
-        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`; one more
-            argument, the size (h, w) wanted, for keys that carry one (`toolkit.data.sampling.VariableSizes`).
-        seed: with epoch and index the only thing the augmentation depends on; neither workers nor resuming matter.
+        transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`. If a key
+            carries a size (`toolkit.data.sampling.VariableSizes`), the transform gets this size (h, w) as one more
+            argument.
+        seed: the augmentation depends on the seed and the key of the sample alone, not on workers or resuming.
         cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
             that are forked share the memory.
         mirrored: pairs of predicates that change places in a mirrored picture, see `mirrored_predicates`.
@@ -127,15 +128,18 @@ class MixedDataset(DetectionDataset):
 
     Args:
         table, transform, seed, cache_images, mirrored: as `DetectionDataset`.
-        mixup: every sample is mixed with another image, by a share from Beta(1.5, 1.5); boxes carry theirs (`mixup`).
+        mixup: whether every sample is mixed with another image, by a share from Beta(1.5, 1.5); the entry `mixup` of
+            the target then has the share of the image of each box.
         mosaic: probability that a sample is a mosaic of its image and three others, on a canvas of the size that its
             key carries.
         batch_mixup, copy_blend: probabilities of `mix_batch`, which `finish` applies to whole batches.
-        plain: the transform of the last epochs; None: `transform` as well.
-        plain_hw: size of the images of the last epochs, if keys carry one; None: as the key says.
+        plain: the transform of the last epochs; None: `transform` is used there too.
+        plain_hw: the size (h, w) of the images of the last epochs, in place of the size that keys carry; None: the size
+            in the key.
 
-    The last epochs, as `plan` says, are plain: not mixed, their samples exactly those of `DetectionDataset`. In a mixed
-    epoch each sample draws whether it is a mosaic, even if `mosaic` is 0, and the transform's draws follow.
+    The last epochs, whose number `plan` sets, are plain: images are not mixed, and the samples are exactly those of
+    `DetectionDataset`. In a mixed epoch the first random number of each sample decides whether it is a mosaic, even if
+    `mosaic` is 0.
 
     Raises BadInput: `mosaic` is not a probability.
     """
@@ -186,7 +190,10 @@ class MixedDataset(DetectionDataset):
         return self._augmented(image, target, size_hw, generator, self.plain or self.transform)
 
     def finish(self, samples: list[Sample], keys: Sequence[SampleKey]) -> list[Sample]:
-        """Mix the samples of a batch with each other, in mixed epochs; a function of the seed and the first key."""
+        """Return the samples of a batch mixed with each other by `mix_batch`; in plain epochs return them unchanged.
+
+        The random draws are a function of the seed and the first key.
+        """
         if not keys or not (self.batch_mixup or self.copy_blend):
             return samples
         first = keys[0]
@@ -223,7 +230,7 @@ def mixed_epochs(plain_epochs: float, total_steps: int, steps_per_epoch: int, fi
     """Return how many epochs, counted from the first, are mixed.
 
     Args:
-        plain_epochs: last epochs that are not; below 1: that share of the run's epochs.
+        plain_epochs: number of last epochs that are not mixed; below 1: a share of the run's epochs.
         total_steps, steps_per_epoch: length of the run in optimizer steps.
         fixed_at_step: optimizer steps after which the length became known. 0: from the start; None: it is not known
             yet, so all epochs are mixed. The epoch in which it becomes known is still mixed, so that a resumed run,

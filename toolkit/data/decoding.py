@@ -67,13 +67,13 @@ class ImageProbe(NamedTuple):
 def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> torch.Tensor:
     """Decode an image file, or its bytes, to uint8 (3, H, W) RGB with EXIF orientation applied.
 
-    Strides are those of (H, W, 3) memory, which both decoders give and torchvision resizes fastest.
+    In memory the pixels lie as (H, W, 3), as both decoders give them; torchvision resizes such tensors fastest.
 
     JPEG (grey and CMYK too) goes through torchvision, the rest through Pillow. 16-bit grey is scaled (65535 -> 255),
     not clipped; alpha is dropped, the colour under it kept. Raises ImageError for a file that is missing, empty, not an
-    image, or incomplete: a truncated image is never filled up with grey. Also raised, before anything is decoded, for
-    an image whose header gives more than `max_pixels`, and for a path that is not a file, such as a pipe without a
-    writer.
+    image, or incomplete: a truncated image is never filled up with grey. ImageError is also raised, before anything is
+    decoded, for an image whose header gives more than `max_pixels`, and for a path that is not a file, such as a pipe
+    without a writer.
     """
     path, data = read_image_file(source, max_pixels)
     if data[:3] == JPEG_START and _orientation_is_in_exif(data):
@@ -90,9 +90,9 @@ def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAG
 
 
 def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
-    """Read size, format and notes from the header alone.
+    """Read size, format and notes of an image from its header alone.
 
-    Raises ImageError as `decode_image` does, except for truncation.
+    Raises ImageError as `decode_image` does, but a truncated image is not noticed.
     """
     path = _place_of(source)
     if isinstance(source, Stored):
@@ -117,9 +117,10 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
 
 
 def open_image_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.BufferedReader:
-    """Open a file for reading; its size must be at most what an image of `max_pixels` needs.
+    """Open an image file for reading bytes.
 
-    Raises ImageError for a path that is not a regular file, and for a larger file; OSError.
+    Raises ImageError for a path that is not a regular file, and for a file that is larger than any image of
+    `max_pixels` pixels. Raises OSError if the file cannot be opened.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -132,9 +133,9 @@ def open_image_file(path: Path | str, max_pixels: int = MAX_IMAGE_PIXELS) -> io.
 def read_image_file(
     source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> tuple[Path | Stored | None, bytearray]:
-    """Read a whole file; return (its place, its content), or (None, content) if bytes were given.
+    """Read a whole image file; return (its path or `Stored` place, its content), or (None, content) for given bytes.
 
-    Raises ImageError as `open_image_file`, and for an empty or unreadable one.
+    Raises ImageError as `open_image_file` does, and for an empty or unreadable file.
     """
     path = _place_of(source)
     try:
@@ -226,12 +227,15 @@ def _decode_with_pillow(data: bytearray, path: Path | Stored | None, max_pixels:
 def pixels_of(
     image: Image.Image, path: Path | Stored | None = None, max_pixels: int = MAX_IMAGE_PIXELS
 ) -> torch.Tensor:
-    """Return a Pillow image as uint8 (3, H, W) RGB, upright: the one rule for files and for images in memory.
+    """Return a Pillow image as uint8 (3, H, W) RGB, with EXIF orientation applied.
 
-    16-bit grey is scaled (65535 -> 255), not clipped; alpha is dropped, the colour under it kept. Raises ImageError for
-    pixels that have no such form: floating point, and whole numbers beyond 16 bits. Also raised for an image of more
-    than `max_pixels`, before anything is decoded, and for one whose file, which Pillow reads only now, is truncated or
-    damaged.
+    The rule is the same for image files and for images in memory: 16-bit grey is scaled (65535 -> 255), not clipped;
+    alpha is dropped, the colour under it kept.
+
+    path: place of the image for error messages.
+
+    Raises ImageError for pixels that are floating point or whole numbers beyond 16 bits, for an image of more than
+    `max_pixels` (before anything is decoded), and for a truncated or damaged file, which Pillow reads only now.
     """
     _check_pixels(image.size, max_pixels, path)
     with _as_image_errors(None, path):

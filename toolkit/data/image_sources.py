@@ -32,7 +32,11 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, lengths
 
 @dataclass(frozen=True)
 class Stored:
-    """A file without a path of its own. size: bytes; stamp: changes when the content does."""
+    """A file without a path of its own, such as a member of an archive.
+
+    container: the place that holds the file. name: its name there. size: in bytes; 0 if unknown. stamp: a text that
+    changes when the content does.
+    """
 
     container: "Archive | Storage | ImageSources | Shards"
     name: str
@@ -40,7 +44,7 @@ class Stored:
     stamp: str = ""
 
     def read_bytes(self) -> bytes:
-        """Read the content. Raises OSError."""
+        """Read the content. Raises OSError if the file does not exist or cannot be read."""
         return self.container.read(self.name)
 
     def __str__(self) -> str:
@@ -73,7 +77,10 @@ class Folder:
         return not _is_inside(path, self.real) and not _is_inside(path, os.path.realpath(path.parent))
 
     def names(self, folder: str) -> Iterator[str]:
-        """Yield the files directly in a folder of this one; broken links too, so that they are reported as faults."""
+        """Yield the names, relative to this folder, of the files directly in one of its subfolders, sorted.
+
+        folder: the subfolder; "" is this folder. Broken links are yielded too, so that they are reported as faults.
+        """
         try:
             with os.scandir(self.root / folder) as entries:
                 files = [entry.name for entry in entries if _is_file(entry) or _is_broken_link(entry)]
@@ -123,8 +130,8 @@ class _Listed:
 class Archive(_Listed):
     """A zip or an uncompressed tar, or a folder in one. Reading a member seeks to it and reads it alone.
 
-    Workers share one list of members. With fsspec's ZipFileSystem each has its own, which costs 202 MB and five seconds
-    for 118,000 members, and reads a fourteenth of the images in a second.
+    Workers share one list of members. With fsspec's ZipFileSystem each worker has a list of its own, which costs 202 MB
+    and five seconds for 118,000 members, and only a fourteenth of the images is read per second.
     """
 
     def __init__(self, path: Path, inner: str, members: Mapping[str, tuple]):
@@ -218,7 +225,7 @@ class Shards(_Listed):
         return Stored(self, name)
 
     def read(self, name: str) -> bytes:
-        """Read the encoded image. Raises OSError."""
+        """Read the encoded image. Raises OSError if the row has no bytes or the file cannot be read."""
         file, group, row = name.rsplit("/", 2)
         try:
             images = _row_group(os.getpid(), f"{self.root}/{file}", int(group), self.column)
@@ -295,11 +302,11 @@ def open_sources(
 ) -> Path | ImageSources | None:
     """Open the root of images that `data.image_dir` gives; None stays None.
 
-    image_dir: a folder; `x.zip` or `x.tar`, or a folder in it (`x.zip/train2017`); a URL that fsspec knows
-        (`s3://bucket/folder`); or several of these. What is open already stays as it is.
-    must_exist: of a single folder; False if images are not looked at.
+    image_dir: a folder; `x.zip` or `x.tar`, or a folder in such an archive (`x.zip/train2017`); a URL that fsspec knows
+        (`s3://bucket/folder`); or several of these. An `ImageSources` is returned unchanged.
+    must_exist: False: a single `Path` is returned without a check that it exists.
 
-    Raises BadInput naming each that is not there or cannot be read.
+    Raises BadInput naming each place that does not exist or cannot be read.
     """
     if image_dir is None or isinstance(image_dir, ImageSources):
         return image_dir
@@ -320,14 +327,14 @@ def parts_of(root: Path | ImageSources) -> tuple[Folder | Archive | Storage | Sh
 
 
 def is_there(source: Path | Stored) -> bool:
-    """Return whether `root / file_name` is a file that can be opened."""
+    """Return whether a file exists; `source` is `root / file_name` for a root of `open_sources`."""
     if isinstance(source, Stored):
         return not isinstance(source.container, ImageSources) and source.container.holds(source.name)
     return os.path.exists(source)  # Path's own raises for too long a name
 
 
 def size_of(source: Path | Stored) -> int:
-    """Return the bytes of a file."""
+    """Return the size of a file in bytes."""
     return source.size if isinstance(source, Stored) else source.stat().st_size
 
 

@@ -31,7 +31,8 @@ def open_joined(
     unique; else they are numbered from 1.
 
     Args:
-        open_one: opens a set, as `open_one(source, path=path)`.
+        sets: (path, source) of each set, as of `open_dataset`.
+        open_one: function that opens a set: `open_one(source, path=path)`.
         unlisted: "unknown" or "background": how a class that a set does not list counts in its images.
 
     Raises BadInput: the faults of all sets, classes or image folders that cannot be joined.
@@ -45,11 +46,13 @@ def open_joined(
 
 
 def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
-    """Return validation or test data in the classes and predicates of joined training data, matched by name.
+    """Return validation or test data with the classes and predicates of joined training data, matched by name.
 
-    The table is returned as it is if it has the same.
+    The table is returned unchanged if it has the same classes and predicates, or if `train` does not join several sets.
 
-    Raises BadInput: a class that the training data lack.
+    unlisted: as of `open_joined`.
+
+    Raises BadInput: the table has a class that the training data lack.
     """
     has_same_classes = table.class_names == train.class_names
     has_same_predicates = tuple(table.predicates) == tuple(train.predicates)

@@ -104,9 +104,9 @@ def train_transform(c: Any) -> Transform:
 
 
 def training_sizes(c: Any) -> VariableSizes | None:
-    """Return the sizes of training images, batch by batch; None: the transform alone decides the size of every image.
+    """Return the sampler of the image sizes of training batches; None: the transform alone decides the sizes.
 
-    The recipes ssd and yolov3, and mosaics, always have a size.
+    For the recipes ssd and yolov3, and for mosaics, it is never None.
 
     Args:
         c: settings with the names of `toolkit.run.settings.DataConfig`.
@@ -158,7 +158,11 @@ def _aspects_apart(base_hw: tuple[int, int], *several_hw: tuple[int, int]) -> li
 
 
 def val_transform(image_size: ImageSize, scales: list[int], max_size: int) -> Transform:
-    """Make the deterministic transform of validation images."""
+    """Return the deterministic transform of validation images: a resize.
+
+    With `scales` the shorter side becomes the last of them, and the longer side at most `max_size` pixels; without,
+    images get the size `image_size`.
+    """
     if scales:
         return ResizeShorter((scales[-1],), max_size)
     return exact_transform(image_size)
@@ -339,9 +343,9 @@ def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: 
     An epoch keeps its length, so an image of a large set may be drawn less than once in it.
 
     Args:
-        sets: (len,) the set of each image, of `count`.
-        shares: of the sets, whatever they sum to.
-        repeats: (len,) within the sets, from other settings; None: all alike.
+        sets: (len,) the number of the set of each image, from 0 to count - 1.
+        shares: one positive number for each set; only their ratios count.
+        repeats: (len,) relative frequencies of the images within their sets, from other settings; None: all are equal.
 
     Raises BadInput: not a positive share for each set, or a set without images.
     """
@@ -356,7 +360,10 @@ def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: 
 
 
 def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
-    """Return (N,) int64: 0 for portrait images (N, 2), 1 for landscape and squares, as in torchvision's references."""
+    """Return 0 for each portrait image and 1 for landscape and squares, (N,) int64, as in torchvision's references.
+
+    sizes_hw: (N, 2) height and width.
+    """
     return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
 
 
@@ -409,9 +416,10 @@ def blocks_of(table: DetectionTable) -> np.ndarray | None:
 def largest_batch(dataset: DetectionDataset, count: int, stride: int, sizes: VariableSizes | None = None) -> Batch:
     """Collate the `count` training images that need most memory, as epoch 0 augments them.
 
-    Half are chosen by their boxes, half by their pixels.
+    Half of the images are those with the most boxes, the others those with the most pixels.
 
-    sizes: of batches whose sizes vary; they determine the number of images.
+    sizes: for batches of varying image size; the batch then has the size and the number of images of
+    `VariableSizes.largest`.
     """
     size_hw = None
     if sizes is not None:

@@ -36,10 +36,11 @@ class VariableSizes:
     The size is the same on all ranks, a function of (seed, epoch, i), and travels in the keys of the samples.
 
     Args:
-        sizes_hw: the sizes, (height, width) in pixels; one: every batch has it.
+        sizes_hw: the sizes, (height, width) in pixels; a single size is that of every batch.
         every: micro-batches between two draws, 10 in YOLO.
-        base_hw: the size that the configured batch size is meant for: batches of another size have so many images that
-            the number of pixels is not larger, at least one. None: the batch size is that of every size.
+        base_hw: the image size that the configured batch size is meant for. A batch of another size has as many images
+            as possible without having more pixels than a batch of this size, but at least one. None: all batches have
+            the configured batch size.
     """
 
     sizes_hw: tuple[tuple[int, int], ...]
@@ -66,7 +67,7 @@ class VariableSizes:
         return [self.sizes_hw[i] for i in of_batches]
 
     def batch_size(self, size_hw: tuple[int, int], batch_size: int) -> int:
-        """Return the images of a batch of this size, where `batch_size` is the configured one."""
+        """Return the number of images in a batch of images of this size, for the configured `batch_size`."""
         if self.base_hw is None:
             return batch_size
         height, width = size_hw
@@ -75,7 +76,10 @@ class VariableSizes:
         return max(1, pixels // (height * width))
 
     def largest(self, batch_size: int) -> tuple[tuple[int, int], int]:
-        """Return the size with the most pixels in a batch, and its batch size; of several, the larger images."""
+        """Return the size (h, w) whose batches have the most pixels, and the number of images in such a batch.
+
+        If several sizes have as many pixels, it is the one with the larger images.
+        """
 
         def pixels_and_size(pair: tuple[tuple[int, int], int]) -> tuple[int, tuple[int, int]]:
             (height, width), images = pair
@@ -97,8 +101,9 @@ def split_evenly(count: int, rank: int, world_size: int) -> tuple[int, int]:
 def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.ndarray:
     """Return (B,) int64: the end of each global micro-batch of `count` samples: full ones, then the remainder.
 
-    full_sizes: the size of every batch, or of one after the other. If fewer samples than ranks are left over, they join
-    the batch before. Fewer samples than ranks in all make no batch.
+    full_sizes: the number of samples of every full batch, or an array with the number for each batch in turn. If fewer
+    samples than ranks are left over, they are added to the last full batch. If there are fewer samples than ranks in
+    all, there is no batch.
 
     On 2 ranks, 10 samples in batches of 4 end at [4, 8, 10], and 9 samples at [4, 9].
     """
@@ -113,8 +118,9 @@ def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.
 
 
 def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.ndarray:
-    """Rearrange `order` so that each `global_batch` consecutive samples are of one group, as early as they complete.
+    """Return `order` rearranged so that each `global_batch` consecutive samples are of one group.
 
+    A batch of a group comes as soon as `order` has enough samples of this group.
     The left-over samples of each group come last, sorted by group, so that only a few batches are mixed.
     """
     waiting: dict[int, list[int]] = {}
@@ -131,7 +137,11 @@ def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.
 
 
 def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a random order of samples, by their blocks (n,); samples of `MIXED_BLOCKS` blocks at a time are mixed."""
+    """Draw a random order of n samples, in which samples of the same block are close together.
+
+    blocks: (n,) the block of each sample. The blocks are shuffled, and then the samples of each `MIXED_BLOCKS`
+    successive blocks are shuffled together.
+    """
     names, block = np.unique(blocks, return_inverse=True)
     place_of_block = rng.permutation(len(names))
     pool = place_of_block[block] // MIXED_BLOCKS  # (n,) blocks of one pool are mixed
@@ -140,7 +150,7 @@ def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def rank_runs(order: np.ndarray, batch_size: int, world_size: int) -> np.ndarray:
-    """Rearrange `order` so that each rank walks through one contiguous part of it.
+    """Return `order` rearranged so that each rank walks through one contiguous part of the original order.
 
     Global micro-batches are cut out of the result as `batch_ends` says, and each is shared by `split_evenly`.
 
@@ -177,7 +187,7 @@ class EpochSampler:
     Args:
         num_samples: samples in the dataset.
         batch_size_per_device: samples per rank in a micro-batch.
-        rank, world_size: this process, of how many.
+        rank, world_size: the rank of this process, and the number of processes.
         seed: with the epoch, the only thing the order depends on.
         groups: (num_samples,) int; global micro-batches are then of one group (aspect ratios), left-overs mixed.
             The order then depends on `world_size * batch_size_per_device` too.
@@ -236,7 +246,7 @@ class EpochSampler:
     kept_in_rollback = True  # the data go on behind the window that broke
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of this epoch; the epoch already current keeps its offset, as a resumed run needs."""
+        """Go to the start of an epoch; do nothing if it is the current one, so that a resumed run keeps its offset."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._start(offset=0, layout=[])
@@ -259,7 +269,7 @@ class EpochSampler:
         return int(np.searchsorted(self._ends, self.offset, side="right"))
 
     def samples_in_batch(self, i: int) -> int:
-        """Return the samples of all ranks in the epoch's i-th micro-batch.
+        """Return the number of samples of all ranks in the epoch's i-th global micro-batch.
 
         i counts from the epoch's start, also after resuming.
         """
@@ -271,7 +281,7 @@ class EpochSampler:
         return len(self._ends)
 
     def steps_of_epoch(self, epoch: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
-        """Return the optimizer steps of an epoch that is not cut short; see `toolkit.data.sampling.accumulation_at`.
+        """Return the number of optimizer steps of a whole epoch; for the last two arguments see `accumulation_at`.
 
         If the number of images follows their size, the number of micro-batches depends on the sizes drawn in the epoch.
         """
@@ -292,14 +302,14 @@ class EpochSampler:
         return batch_ends(count, world_size * np.array(images), world_size)
 
     def steps_in(self, epochs: int, accumulation_steps: int = 1, accumulate_after_epoch: int = 0) -> int:
-        """Return the optimizer steps of so many epochs from the first one on; see `steps_of_epoch`."""
+        """Return the number of optimizer steps of the first `epochs` epochs together; see `steps_of_epoch`."""
         steps = 0
         for epoch in range(epochs):
             steps += self.steps_of_epoch(epoch, accumulation_steps, accumulate_after_epoch)
         return steps
 
     def cut_as(self, world_size: int, batch_size: int) -> "EpochSampler":
-        """Return the same data at the start of the first epoch, for other ranks and batches."""
+        """Return a copy of this sampler at the start of the first epoch, for other numbers of ranks and batch sizes."""
         other = copy.copy(self)
         other.world_size = world_size
         other.batch_size = batch_size
@@ -314,7 +324,8 @@ class EpochSampler:
     def state_dict(self) -> dict[str, object]:
         """Return the state, JSON-able.
 
-        It has seed, epoch, offset, world_size, batch_size and num_samples; `layout` and `sizes` describe the cut.
+        It has seed, epoch, offset, world_size, batch_size and num_samples; `layout` and `sizes` describe how the epoch
+        is cut into micro-batches.
         """
         return {
             "seed": self.seed,
@@ -330,8 +341,9 @@ class EpochSampler:
     def load_state_dict(self, state: dict[str, object]) -> list[str]:
         """Restore a saved state; return a message for each way in which the run cannot stay identical.
 
-        The same ranks and batch size go on exactly. Others go on with the same remaining samples in the same order
-        (with groups: regrouped), cut into the new batches. Raises BadInput when the state is of another dataset.
+        With the same number of ranks and the same batch size the run goes on exactly. With others it goes on with the
+        same remaining samples in the same order (with groups: regrouped), cut into other batches. Raises BadInput if
+        the state is that of another dataset.
         """
         saved_samples = state["num_samples"]
         if saved_samples != self.num_samples or not 0 <= state["offset"] <= saved_samples:
@@ -499,15 +511,20 @@ def _check_sizes(num_samples: int, batch_size: int, world_size: int) -> None:
 
 
 def accumulation_at(epoch: int, accumulation_steps: int, after_epoch: int) -> int:
-    """Return the micro-batches of one optimizer step in an epoch: 1 before the epoch `after_epoch` (counted from 0).
+    """Return the number of micro-batches of one optimizer step in an epoch.
 
-    In the epoch `after_epoch` itself accumulation has begun, as in CVNets since its version 0.2.
+    This is 1 before the epoch `after_epoch` (counted from 0), and `accumulation_steps` in this epoch and later, as in
+    CVNets since its version 0.2.
     """
     return accumulation_steps if epoch >= after_epoch else 1
 
 
 def epochs_after(sampler: EpochSampler, step: float, *accumulation: int) -> float:
-    """Return the epochs that a run with this cut from its start has seen after `step` optimizer steps."""
+    """Return how many epochs, such as 3.5, a run has seen after `step` optimizer steps.
+
+    The run must have had the ranks and batch size of `sampler` from its start. accumulation: accumulation steps, and
+    the first epoch that has them; see `accumulation_at`.
+    """
     epoch = 0
     steps = max(1, sampler.steps_of_epoch(epoch, *accumulation))
     while step >= steps:
@@ -518,9 +535,10 @@ def epochs_after(sampler: EpochSampler, step: float, *accumulation: int) -> floa
 
 
 def steps_ahead(sampler: EpochSampler, epochs: float, *accumulation: int) -> float:
-    """Return the optimizer steps from the sampler's position to the place `epochs` in the data, such as 3.5.
+    """Return the number of optimizer steps from the sampler's position to the end of `epochs` epochs, such as 3.5.
 
-    accumulation: steps, and the first epoch that has them; see `accumulation_at`.
+    The number may be a fraction; it is 0 if the position is already later. accumulation: accumulation steps, and the
+    first epoch that has them; see `accumulation_at`.
     """
     here = sampler.epoch + sampler.offset / sampler.num_samples
     end = sampler.epoch + 1

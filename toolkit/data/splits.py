@@ -30,7 +30,7 @@ COUNTED = (
 
 
 class Fold(NamedTuple):
-    """Fold `number`, from 1, of `of` folds of the training data."""
+    """One of several folds of the training data: number `number`, counted from 1, of `of` folds."""
 
     number: int
     of: int
@@ -47,12 +47,16 @@ READING.append("unlisted_classes")
 def open_split(
     source: str | float, *, say: Say, listing: Path | None = None, part_of: str = "train", **reading
 ) -> DetectionTable:
-    """Call `open_dataset` on every rank, one of each machine first: that one validates, and the others open the cache.
+    """Open a split by `open_dataset` on every rank.
+
+    One rank of each machine does so first, and validates the data; then the others open the table from the cache.
 
     Args:
-        source: as `open_dataset`; or a share or fold of `part_of` (see `share_of`), which is held out of it.
-        say: called with a line or two about the split, on every rank; `accelerator.print` prints them once.
-        listing: file to which the main process writes the problems (left out or repaired), one a line.
+        source: as of `open_dataset`; or a share or fold (see `share_of`) of the split `part_of`: then the held-out
+            images are returned.
+        say: function that is called on every rank with a line or two about the split; `accelerator.print` prints them
+            once.
+        listing: file to which the main process writes the problems of the data, one a line; None: no file.
         reading: options of `open_dataset`.
     """
     share = share_of(source)
@@ -74,9 +78,10 @@ def check_splits(
     """Check that these splits exist, before any annotation or image is read.
 
     Args:
-        sources: as of `open_split`; None is none. Options are those of `open_dataset`.
+        sources: as of `open_split`; None is ignored.
+        path, format, name: options of `open_dataset`; its other options are ignored.
 
-    Raises BadInput naming all that are not there.
+    Raises BadInput naming all splits that do not exist.
     """
     wanted = [source for source in sources if source is not None and not share_of(source)]
     named = [source if is_several(source) else str(source) for source in wanted]
@@ -109,14 +114,15 @@ def open_splits(
     """Open training and validation data with the same classes; their problems are listed in `folder`.
 
     Args:
-        val: as `train`, or a share or fold of the training data, which is held out of it.
-        say: as `open_split`.
-        max_train_images: use the first so many images of the training data; None: all.
-        overfit_images: train on the first so many, and evaluate on them; 0: all, and `val`.
+        val: as `train`; or a share or fold (see `share_of`): then this part of the training data is held out.
+        say: as of `open_split`.
+        max_train_images: the number of first images of the training data that are used; None: all.
+        overfit_images: the number of first training images to train on and to evaluate on; 0: train on all, and
+            evaluate on `val`.
         reading: options of `open_dataset`.
 
-    Raises BadInput: the data cannot be read, with the faults of both; or the two do not have the same classes in the
-        same order.
+    Raises BadInput: the data cannot be read, with the faults of both splits; or the two do not have the same classes in
+        the same order.
     """
     path = reading.get("path")
     if path:
@@ -146,7 +152,13 @@ def open_splits(
 
 
 def share_of(source: str | float) -> float | Fold | None:
-    """Parse `data.val` as a share, a number or percentage, or as a fold (2/5); None: it names a split or a file."""
+    """Parse the setting `data.val` if it is a share or a fold of the training data.
+
+    A share is a number or a percentage (0.2 and "20%" return 0.2), a fold is a text such as "2/5", the second of five.
+    Returns None for any other text, which names a split or a file, and for a list.
+
+    Raises BadInput: a share that is not between 0 and 1, or a fold that does not exist.
+    """
     text = "" if is_several(source) else str(source).strip()
     expected = "a split, a file, a share of the training data between 0 and 1 (0.2 or 20%), or a fold (1/5 to 5/5)"
     fold = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
@@ -166,7 +178,10 @@ def share_of(source: str | float) -> float | Fold | None:
 
 
 def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
-    """Say how many of the images were held out, with a warning if that is far from the share that was asked for."""
+    """Return a sentence that says how many of the images were held out for validation.
+
+    It is followed by a warning if their number is far from the share that was asked for.
+    """
     share = 1 / share.of if isinstance(share, Fold) else share
     text = f"validation: {held} of these {images} images ({held / images:.0%}, asked for: {share:.0%}), held out by "
     text += f"their content; training: {images - held}"
@@ -194,7 +209,10 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
 
 
 def counts_of(table: DetectionTable) -> dict:
-    """Return, JSON-able, the numbers of images and boxes, and in `sets` those of each set of a joined table."""
+    """Return {"images", "boxes"}, the numbers of both in a table, as JSON values.
+
+    For a joined table `sets` has the same numbers for each of its sets, by name.
+    """
     boxes = table.num_boxes()
     of_image = table.set_of_image()
     counts = {"images": len(table), "boxes": int(boxes.sum())}
@@ -222,7 +240,7 @@ def notes_of(table: DetectionTable) -> list[str]:
 
 
 def what_was_wrong(table: DetectionTable) -> str:
-    """Say how many records of a table were left out and how many problems and notes it has, with the first of each."""
+    """Return a text with the numbers of errors, warnings and notes of a table, and the first of each; "" if none."""
     parts = []
     for severity, one, several in COUNTED:
         found = [problem for problem in table.problems if problem.severity == severity]
@@ -241,10 +259,10 @@ def _folder_format(format: str) -> str:
 
 
 def mostly_empty(table: DetectionTable) -> str:
-    """Say that hardly an image has an object, with the first that have none; "" if enough have one.
+    """Return a warning if hardly an image has an object, which names the first images without one; else return "".
 
-    Labels that are not found look like this: every image is background, and a detector learns to find nothing. Of
-    several data sets each is looked at, since the others hide one.
+    Data whose label files were not found look like this, and a detector would learn to find nothing. In a joined table
+    each data set is checked by itself.
     """
     is_empty = table.num_boxes() == 0
     set_of_image = table.set_of_image()
@@ -271,9 +289,10 @@ def check_not_empty(table: DetectionTable, is_allowed: bool) -> None:
 
 
 def shared_images(first: DetectionTable, second: DetectionTable) -> int:
-    """Return the number of images of the second split whose files the first has too.
+    """Return how many images of the second split are in the first split too, by the paths of their files.
 
-    If images are embedded in the data, and have no files, only whole splits are compared.
+    Embedded images have no files. If one of the splits has embedded images, the result is all images of the second
+    split if the two splits are identical, and 0 if they are not.
     """
     if first.image_root is None or second.image_root is None:
         return len(second) if first.fingerprint == second.fingerprint else 0
@@ -286,7 +305,10 @@ def _image_files(table: DetectionTable) -> set[str]:
 
 
 def overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str]) -> str:
-    """Say that two splits have the same images, or some of them; "" if they have none. names: what they are called."""
+    """Return a sentence about the images that two splits share, see `shared_images`; "" if they share none.
+
+    names: what the two splits are called in the sentence.
+    """
     shared = shared_images(first, second)
     if not shared:
         return ""
@@ -321,12 +343,15 @@ def open_all_splits(
     say: Say,
     **options,
 ) -> tuple[DetectionTable, DetectionTable, DetectionTable | None]:
-    """Open training and validation data by `open_splits`, and the test data with the same classes; None: no test data.
+    """Open training and validation data by `open_splits`, and test data with the same classes.
 
-    Splits are looked for first, and `checks` are called. Failures there are reported at once, since reading images may
-    take long; they are read all the same.
+    First `check_splits` and the `checks`, functions without arguments, are called. If they fail, their errors are
+    reported by `say` at once, because reading images may take long; then the data are read all the same, to find all
+    faults.
 
-    Raises BadInput with the faults of all of it.
+    test: as `val`; None: there are no test data, and the third result is None. options: as of `open_splits`.
+
+    Raises BadInput with the faults of the checks and of all data.
     """
     reading = {key: value for key, value in options.items() if key not in ("max_train_images", "overfit_images")}
 

@@ -1,7 +1,7 @@
 """The table that every data format becomes: cached as Arrow, held in memory; embedded images stay on disk.
 
-It is not memory-mapped: the kernel ends a process that reads a mapped file behind its end (SIGBUS), without a word, and
-another program may cut the file while a run of days goes on. Forked workers share the memory without copies.
+The table is not memory-mapped: the kernel ends a process that reads a mapped file beyond its end (SIGBUS), without a
+message, and another program may cut the file during a run of days. Forked workers share the memory without copies.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class Problem:
 class JoinedSet:
     """One of the data sets that a table joins.
 
-    classes: rows of `categories` that it labels; in its images the others are unknown.
+    classes: the rows of `categories` that this set labels; in its images objects of other classes are not annotated.
     """
 
     name: str
@@ -82,8 +82,8 @@ class JoinedSet:
 class LabelledImages:
     """Images with their boxes, annotated or found, as columns: the input of the writer of a format.
 
-    boxes, relations: of the images, in their order; labels are rows of `categories`, predicates of `predicates`. With
-    `attributes` there is `boxes.extra["attributes"]`, ids from 1 and 0 after the last.
+    boxes, relations: of the images, in their order; labels are rows of `categories`, and the column `predicate` has
+    rows of `predicates`. With `attributes`, `boxes.extra["attributes"]` has their ids from 1, padded with 0.
     """
 
     images: Sequence[ImageRow]
@@ -94,7 +94,7 @@ class LabelledImages:
     attributes: Sequence[str] = ()
 
     def renamed(self, file_names: Sequence[str]) -> "LabelledImages":
-        """Return the same with other names for the image files."""
+        """Return a copy with other names of the image files, one for each image."""
         images = [row._replace(file_name=name) for row, name in zip(self.images, file_names, strict=True)]
         return dataclasses.replace(self, images=images)
 
@@ -119,13 +119,14 @@ class DetectionTable:
     rows: columns `image_id` (int64 or string), `file_name`, `width`, `height`,
         `objects {id, bbox (xyxy float32, absolute), category (0-based), area, iscrowd}` and
         `relations {subject, object, predicate}` (rows of the image's objects and of `predicates`). With `attributes`,
-        `objects` has that column too: ids from 1, a fixed number for each object, padded with 0.
-    attributes: names in the order of their ids; empty: the data name none, and that column is missing.
+        `objects` has the column `attributes` too: ids from 1, a fixed number for each object, padded with 0.
+    attributes: names in the order of their ids; empty: the data have no attributes.
     image_root: the root of `file_name` (`toolkit.data.image_sources`); None when the images are embedded.
     problems: the defects that validation found, and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
     max_image_pixels: of an image, for `decode_image`.
-    sets: those that the table joins (`toolkit.data.joining`), if there are several; `rows` then has a column `set`.
+    sets: the data sets that the table joins (`toolkit.data.joining`); `rows` then has a column `set`. Empty for
+        a table that was read from a single data set.
     """
 
     arrow_file: Path
@@ -142,7 +143,7 @@ class DetectionTable:
 
     @functools.cached_property
     def rows(self) -> pa.Table:
-        """All columns but `image`, in memory. Raises BadInput: the file was changed or removed since it was opened."""
+        """All columns but `image`, in memory. Raises BadInput if the Arrow file is gone or was changed."""
         everything, _ = self._content
         return everything.slice(0, self.count)
 
@@ -173,8 +174,8 @@ class DetectionTable:
         """Return one image: the columns of `rows`, and `image`, its encoded bytes, if images are embedded.
 
         `objects` and `relations` are dicts of own (writable) NumPy arrays. `bbox` is (N, 4) float32, `area` float32,
-        everything else int64, `attributes` (if the data have any) (N, A). Raises IndexError outside 0 <= index < len,
-        and BadInput for an embedded image that the file no longer has.
+        everything else int64; `attributes` is (N, A), if the data have attributes. Raises IndexError outside 0 <= index
+        < len, and BadInput for an embedded image that the file no longer has.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a table of {len(self)} images")
@@ -188,7 +189,7 @@ class DetectionTable:
     def file_name(self, index: int) -> str:
         """Return the file name of one image, without reading its whole row.
 
-        For an embedded image it is its position in the source.
+        For an embedded image this is a text with its position in the source.
         """
         return self.rows["file_name"][int(index)].as_py()
 
@@ -204,10 +205,10 @@ class DetectionTable:
         return self.image_root / row["file_name"]
 
     def decode_image(self, row: Mapping) -> Tensor:
-        """Decode the image of a row, uint8 (3, H, W), of the size that its boxes were read for.
+        """Decode the image of a row, uint8 (3, H, W).
 
-        Raises ImageError: it cannot be decoded, or another picture has taken its place since, which its boxes do not
-        fit.
+        Raises ImageError if the image cannot be decoded, or if it does not have the size in the row: then another
+        picture has replaced the annotated one, and the boxes do not fit it.
         """
         source = self.image_source(row)
         image = decode_image(source, self.max_image_pixels)
@@ -253,7 +254,7 @@ class DetectionTable:
         return None if mask.all() else mask
 
     def boxes(self) -> Boxes:
-        """Return all annotated boxes, straight from Arrow: without a Python object for each box."""
+        """Return all annotated boxes as columns, in the order of the images."""
         offsets, flat = _join_views([batch.objects for batch in self._batches])
         return Boxes(
             offsets,
@@ -267,7 +268,7 @@ class DetectionTable:
         )
 
     def relations(self) -> Relations:
-        """Return all annotated relations, straight from Arrow."""
+        """Return all annotated relations as columns, in the order of the images."""
         offsets, ends = _join_views([batch.relations for batch in self._batches])
         return Relations(offsets, **ends)
 
@@ -289,7 +290,7 @@ class DetectionTable:
 
     @functools.cached_property
     def identity(self) -> dict[str, str | int]:
-        """JSON values by which `changed_since` tells this table from a later one."""
+        """JSON values that describe this table, for a later `changed_since` of another table."""
         return {
             "fingerprint": self.fingerprint,
             "file": self.arrow_file.name,
@@ -298,9 +299,10 @@ class DetectionTable:
         }
 
     def changed_since(self, before: Mapping) -> str:
-        """Describe how this table differs from the one whose `identity` was `before`; "" if it does not.
+        """Describe how this table differs from an earlier one; return "" if the two do not differ.
 
-        Images are compared one by one if that table is still in the cache.
+        before: the `identity` of the earlier table. If the file of the earlier table is still in the cache, the text
+        has the numbers of images that are gone, new or changed, else only the numbers of images and boxes.
         """
         if before["fingerprint"] == self.fingerprint:
             return ""
@@ -324,7 +326,7 @@ class DetectionTable:
         return f"{counts}; {what}"
 
     def annotations_by_image(self) -> dict[int | str, bytes]:
-        """Return boxes, labels and crowd regions of every image, as bytes to compare."""
+        """Return the boxes, labels and crowd flags of every image as bytes, by image id, to be compared."""
         boxes = self.boxes()
         parts = [boxes.xyxy, boxes.labels[:, None], boxes.iscrowd[:, None]]
         columns = np.concatenate(parts, axis=1)

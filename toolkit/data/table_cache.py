@@ -50,13 +50,15 @@ def cached_table(
     """Return the table that `key` identifies, from the cache while its source files are unchanged; otherwise rebuilt.
 
     Args:
-        key: format, options and places as text, and bytes such as digests of files.
-        write: writes the table (`write_table`) to the cache file that it is given.
-        name: of the table, and the file that messages name.
+        key: everything that the table depends on: format, options and places as text, and bytes such as digests of
+            files.
+        write: function that reads the data, and writes the table by `write_table` to the cache file that it is given.
+        reading: its `cache_dir`, `on_error` and `max_image_pixels` are used here.
+        name: of the table, in messages.
         empty: message for a table without images.
 
     Raises:
-        BadInput: errors in the data with `on_error` "raise"; no images; what `write` raises.
+        BadInput: errors in the data with `on_error` "raise"; a table without images; any error that `write` raises.
     """
     first = f"{TABLE_VERSION} {reading.max_image_pixels}"
     digest = hashlib.blake2b(first.encode(), digest_size=16)
@@ -77,7 +79,10 @@ def cached_table(
 
 
 def file_digest(file: Path) -> bytes:
-    """Hash the content of an annotation file. Raises BadInput."""
+    """Return a hash of the content of an annotation file.
+
+    Raises BadInput if the file does not exist, cannot be read, or is a pipe or a device.
+    """
     try:
         mode = os.stat(file).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for, a device read without end
@@ -91,7 +96,10 @@ def file_digest(file: Path) -> bytes:
 
 
 def raise_or_log_errors(problems: list[Problem], on_error: str, file: str) -> None:
-    """Raise BadInput listing every error if `on_error` is "raise"; log how many there were if it is "drop"."""
+    """Raise BadInput that lists the errors if `on_error` is "raise"; log their number if `on_error` is "drop".
+
+    file: name of the data in messages.
+    """
     errors = [problem for problem in problems if problem.severity == "error"]
     warned = sum(problem.severity == "warning" for problem in problems)
     if errors and on_error == "raise":
@@ -122,8 +130,9 @@ def write_table(
 ) -> DetectionTable:
     """Write columns as an Arrow stream and open it again.
 
-    Two files: an Arrow stream named after its content, and `cache_file` (JSON: classes, problems, name of the Arrow
-    file), which is put in place last and in one step. A reader never meets half a table; of two writers one wins.
+    Two files are written: an Arrow stream named after a hash of its content, and `cache_file` (JSON: classes, problems,
+    name of the Arrow file). `cache_file` is put in place last and in one step, so a reader never finds half a table; if
+    two processes write the same table, the later one replaces the files of the first.
 
     Args:
         boxes, relations: of the images, in their order; `boxes.extra["attributes"]` (N, A) with `attributes`.
@@ -169,7 +178,10 @@ def _temporary(cache_file: Path) -> Iterator[Path]:
 
 
 def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: Path, name: str) -> DetectionTable:
-    """Write some rows of a table, ascending, as a cached table of their own. Raises BadInput as `write_table`."""
+    """Write some rows of a table as a cached table of their own, in ascending order, and open it.
+
+    Raises BadInput if the files cannot be written.
+    """
     import datasets  # here: once for a selection, and every start would wait for it
 
     chosen = np.asarray(indices, dtype=np.int64)
@@ -260,10 +272,11 @@ def _digest_of_info(info: Mapping) -> str:
 
 
 def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None:
-    """Open the cached table; return it and its `checked`, or None if none of this version exists, or it is damaged.
+    """Open a cached table; return the table and its `checked` (see `write_table`).
 
-    The cache is not trusted more than other files: a disk, a power cut or another program may have changed it, and one
-    wrong bit is another box. Damage is reported in one line, and the caller makes the table anew.
+    Returns None if there is no cached table of this version, or if the table is damaged. The cache is not trusted more
+    than other files: a disk, a power cut or another program may have changed it, and one wrong bit can move a box.
+    Damage is logged in one line, and the caller makes the table anew.
     """
     try:
         text = cache_file.read_text(encoding="utf-8")
@@ -413,7 +426,7 @@ def _lists(struct: pa.StructType, offsets: np.ndarray, columns: Mapping[str, np.
 
 
 def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Relations]:
-    """Return images, boxes and relations of rows as `DetectionTable.row` gives them, for `write_table`."""
+    """Convert rows, in the form of `DetectionTable.row`, to the first three arguments of `write_table`."""
 
     def joined(group: str, name: str, dtype: type, *shape: int) -> np.ndarray:
         parts = [np.asarray(row[group][name], dtype).reshape(-1, *shape) for row in rows]
@@ -449,7 +462,10 @@ def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Rel
 
 
 def write_rows(rows: Sequence[Mapping], **options) -> DetectionTable:
-    """Write rows with `write_table`; those with `image`, its encoded bytes, are embedded."""
+    """Write rows, in the form of `DetectionTable.row`, by `write_table`.
+
+    If rows have the entry `image`, the encoded bytes of the image, the images are embedded in the table.
+    """
     encoded = [row["image"] for row in rows] if rows and "image" in rows[0] else None
     images, boxes, relations = columns_of_rows(rows)
     return write_table(images, boxes, relations, encoded=encoded, **options)

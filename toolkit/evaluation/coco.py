@@ -1,8 +1,8 @@
 """COCO detection metrics of predictions kept by image id, equal to pycocotools' to 1e-12.
 
 The definition is that of COCO (Lin et al. 2014, https://cocodataset.org/#detection-eval), crowds and the area ranges of
-`area` included. 1, 10 and 100 detections count per image *and class*, highest scores first, as in pycocotools. The
-first of equal scores wins: images in the order of the table, detections in the order of the detector.
+`area` included. 1, 10 and 100 detections count per image *and class*, highest scores first, as in pycocotools.
+Detections with equal scores are ranked by the order of their images in the table, and then by that of the detector.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class CocoEvaluator:
 
     Args:
         table: the `DetectionTable` with the ground truth.
-        backend: "toolkit", or "pycocotools", its reference.
+        backend: "toolkit", or "pycocotools", the reference implementation.
 
     Raises:
         BadInput: unknown backend.
@@ -42,17 +42,17 @@ class CocoEvaluator:
         self.matches: Matches | None = None  # of the last evaluation
 
     def evaluate(self, predictions: Boxes | Mapping) -> dict[str, float | None]:
-        """Compute the metrics of a full set of predictions; afterwards `matches` holds the matched boxes.
+        """Compute the metrics of predictions for all images; afterwards the attribute `matches` has the matched boxes.
 
         Args:
             predictions: for every image id of the table `boxes (K, 4)` xyxy in original pixels, `scores (K,)`,
-                `labels (K,)` int from 0; K = 0 is ordinary. Or columns in the order of the table.
+                `labels (K,)` int from 0, for K >= 0 predictions. Or `Boxes`, with the images in the order of the table.
 
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
-            bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. None without
-            ground truth to find (pycocotools returns -1): undefined is not 0. Also `voc07_mAP` and `voc12_mAP`, see
-            `voc_metrics`, and for a table that joins several sets `bbox_AP/<set>` of the images of each.
+            bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. A metric is None if
+            there is no ground truth to find (pycocotools returns -1). Also `voc07_mAP` and `voc12_mAP`, see
+            `voc_metrics`, and for a table that joins several sets `bbox_AP/<set>` of the images of each set.
 
         Raises:
             BadInput: image ids of predictions and table differ.
@@ -86,9 +86,10 @@ class CocoEvaluator:
             yield one.name, matches
 
     def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
-        """Format `per_class_table` of the result of `evaluate`, COCO's six AP and its six AR, and why an AP is 0.
+        """Return a text with `per_class_table`, COCO's six AP and six AR, and, if AP is 0, the likely reasons.
 
-        step: optimizer steps that the detector was trained for; None: unknown.
+        scores: the result of `evaluate` for these predictions. step: optimizer steps that the detector was trained for;
+        None: unknown.
         """
         lines = [per_class_table(scores, self.table)]
         for kind in ("AP", "AR"):
@@ -104,7 +105,7 @@ class CocoEvaluator:
         return "\n".join(lines)
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
-        """Draw a picture of `count` images, predictions beside the annotated boxes."""
+        """Write a picture of `count` images to `path`, each with its annotated boxes beside its predictions."""
         from toolkit.evaluation.draw import draw_predictions  # here, since a run can do without pictures
 
         return draw_predictions(self.table, predictions, count, path)
@@ -115,10 +116,12 @@ GRAPH_EVAL_SETTINGS = ("protocol", "zero_shot", "phrase_detection")
 
 
 def make_evaluator(detector, table, backend: str, **settings):
-    """Make the evaluator of a detector on a table: that of its own `make_evaluator`, else `CocoEvaluator`.
+    """Make the evaluator of a detector on a table.
 
-    backend: of COCO's metrics. settings: further settings of the group `eval` for such a detector, such as
-    `GRAPH_EVAL_SETTINGS`. Raises BadInput as the detector's own `make_evaluator`.
+    This is the result of the detector's method `make_evaluator`, or a `CocoEvaluator` if that returns None.
+
+    backend: of COCO's metrics, see `CocoEvaluator`. settings: further settings of the group `eval` for the method of
+    the detector, such as `GRAPH_EVAL_SETTINGS`. Raises BadInput if the method does.
     """
     evaluator = detector.make_evaluator(table, backend, **settings)
     if evaluator is None:
@@ -127,7 +130,7 @@ def make_evaluator(detector, table, backend: str, **settings):
 
 
 def coco_row(matches: Matches) -> dict[str, float | None]:
-    """Compute the metrics of `CocoEvaluator.evaluate`."""
+    """Compute the COCO metrics of `CocoEvaluator.evaluate` (`bbox_...`, `AP/...`, `AP50/...` and `AR.../...`)."""
     exact = exact_numbers(matches)
     most = matches.max_detections[-1]
     row = {f"bbox_{name}": _defined(values[0]) for name, values in exact.numbers.items()}
@@ -143,14 +146,14 @@ def _defined(value: float) -> float | None:
 
 
 def check_ground_truth(table) -> list[str]:
-    """Evaluate the ground truth as predictions: an AP below 1.0 is a fault of data or evaluation.
+    """Evaluate the annotated boxes as if they were predictions: an AP below 1.0 is a fault of the data or evaluation.
 
     Returns:
-        Sentences about the limits of the metrics: classes without boxes, images with more boxes than count.
+        Sentences about the limits of the metrics: classes without boxes, images with more boxes than are counted.
 
     Raises:
-        BadInput: AP is below 1.0, or boxes without width, height, area or class are hidden in it (COCO ignores them);
-            the message names the classes and the boxes.
+        BadInput: AP is below 1.0, or the data have boxes without width, height, area or class, which COCO's AP does not
+            show; the message names the classes and the boxes.
     """
     name = "the validation data"
     truth = table.boxes()
@@ -187,9 +190,10 @@ def check_ground_truth(table) -> list[str]:
 
 
 def crowded_notes(name: str, table, limits: Mapping[str, int]) -> list[str]:
-    """Return a warning for each limit that images of a table exceed with their objects; crowd regions do not count.
+    """Return a warning for each setting that lets fewer objects be found than there are in some images.
 
-    limits: the largest number of objects of an image that can be found, by its setting. name: of the split.
+    name: of the split, for the warning. limits: by setting, the largest number of objects that can be found in an
+    image. Crowd regions do not count as objects.
     """
     if table.num_boxes().max(initial=0) <= min(limits.values(), default=np.inf):
         return []  # without reading every box
@@ -226,7 +230,12 @@ def _impossible_boxes(truth: Boxes, table) -> list[str]:
 
 
 def per_class_table(result: Mapping, table) -> str:
-    """Format a text table, one line a class: images and boxes (without crowds), AP, AP50 and AR; `-`: undefined."""
+    """Format a table of text with a line for each class, and one for all.
+
+    The columns are the numbers of images and boxes (without crowds), AP, AP50 and AR100; `-` is an undefined metric.
+
+    result: of `CocoEvaluator.evaluate`.
+    """
     truth = table.boxes()
     truth = truth[~truth.iscrowd]
     metrics = ("AP", "AP50", "AR100")
@@ -243,7 +252,10 @@ def per_class_table(result: Mapping, table) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of text as lines with aligned columns: the first to the left, the others to the right."""
+    """Format rows of cells as lines of text, with a rule below the first row.
+
+    The first column is aligned to the left, the others to the right.
+    """
     widths = []
     for column in zip(*rows, strict=True):
         widths.append(max(columns(text) for text in column))

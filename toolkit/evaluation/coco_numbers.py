@@ -1,6 +1,6 @@
 """COCO metrics from matched boxes, with the rounding of pycocotools (Lin et al. 2014, its `accumulate`).
 
-They can also be computed by pycocotools itself: the reference, and `eval.backend pycocotools`.
+`pycocotools_numbers` computes the same metrics by pycocotools itself, for `eval.backend pycocotools`.
 """
 
 import contextlib
@@ -20,10 +20,11 @@ RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 
 @dataclass(frozen=True)
 class CocoNumbers:
-    """The numbers of B data sets, of one (B = 1) or of draws from it; NaN without boxes to find.
+    """The metrics of B data sets: of one data set (B = 1), or of B random draws from it; NaN without boxes to find.
 
-    numbers: (B,) by name: AP, AP50, ... of_class, half_of_class, recall_of_class: (B, K) AP, AP50 and AR (of the most
-    detections) of each class. by_iou: (10, B) mean AP at each IoU threshold.
+    numbers: (B,) each, by name: AP, AP50 and the others of `COCO_METRICS`.
+    of_class, half_of_class, recall_of_class: (B, K) AP, AP50 and AR (with the most detections) of each of K classes.
+    by_iou: (10, B) AP, averaged over classes, at each IoU threshold.
     """
 
     numbers: Mapping[str, np.ndarray]
@@ -34,7 +35,7 @@ class CocoNumbers:
 
 
 def exact_numbers(matches: Matches) -> CocoNumbers:
-    """Compute the numbers of the data as they are (B = 1), equal to those of pycocotools to 1e-12."""
+    """Compute the metrics of one data set (B = 1); they equal those of pycocotools to 1e-12."""
     by_class = ByClass(matches)
     results = [_one_class(by_class, label) for label in range(matches.num_classes)]
     return summarise(results, 1, matches.max_detections)
@@ -43,10 +44,11 @@ def exact_numbers(matches: Matches) -> CocoNumbers:
 def summarise(
     results: Iterable[tuple[np.ndarray, np.ndarray]], draws: int, max_detections: Sequence[int]
 ) -> CocoNumbers:
-    """Compute means over the defined values.
+    """Compute the metrics from those of each class, as means over the values that are defined.
 
-    results: for each class AP (A, T, B) by area and IoU, and recall (S, T, B) at each of `max_detections` and then
-        for each smaller area.
+    results: for each class, AP (A, T, B) by area range and IoU threshold, and recall (S, T, B): first at each of
+        `max_detections`, then for each area range except "all".
+    draws: B. max_detections: as of `Matches`.
     """
     slots = [f"AR{most}" for most in max_detections]
     slots += [f"AR{name}" for name in AREA_RANGES if name != "all"]
@@ -77,10 +79,12 @@ def summarise(
 
 
 class ByClass:
-    """The common data of the numbers of all classes: predictions by class, best first, and the boxes to find by area.
+    """The data that the metrics of all classes are computed from, in lists by class.
 
-    of_class: rows of `found`. near: positions in them of predictions with an IoU of at least 0.5 with a box of the
-        class.
+    of_class: rows of `found` with the predictions of each class, best first.
+    near: positions in `of_class` of the predictions with an IoU of at least 0.5 with a box of their class.
+    candidate: the columns of `matches.coco.gt` of the predictions in `near`.
+    required: (A, G) bool, whether a box must be found, by area range. totals: (A, K) their number by class.
     """
 
     def __init__(self, matches: Matches):
@@ -106,13 +110,16 @@ class ByClass:
         self.totals = np.stack(totals)  # (A, K)
 
     def inside(self, label: int, area: str) -> np.ndarray:
-        """Return whether the predictions of a class are in the area range, (rows of the class,) bool."""
+        """Return, for each prediction in `of_class[label]`, whether its area is in the area range, as bool array."""
         low, high = AREA_RANGES[area]
         area_of = self.matches.found.area[self.of_class[label]]
         return (area_of >= low) & (area_of <= high)
 
     def tops(self, area: int) -> list[tuple[int, int]]:
-        """Return (row of the recalls, predictions of an image and class that count) of an area."""
+        """Return (slot, most) of each recall that is computed for an area range.
+
+        slot: index into the recalls of `summarise`. most: how many predictions of an image and class count.
+        """
         most = self.matches.max_detections
         if area == 0:
             return list(enumerate(most))
@@ -153,7 +160,7 @@ def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
 def exact_average_precision(right: np.ndarray, wrong: np.ndarray, total: int) -> float:
     """Compute COCO's AP of predictions, best first, from bool masks of true and of false positives.
 
-    Predictions in neither mask are ignored.
+    Predictions in neither mask are ignored. total: number of boxes to find.
     """
     true_positives = np.cumsum(right)
     false_positives = np.cumsum(wrong)
@@ -178,7 +185,7 @@ def _mean(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:
-    """Compute `toolkit.evaluation.coco.coco_row` by pycocotools, the reference; it needs 2 kB of memory per box."""
+    """Compute the metrics of `toolkit.evaluation.coco.coco_row` by pycocotools, with 2 kB of memory per box."""
     from pycocotools.cocoeval import COCOeval
 
     m = matches

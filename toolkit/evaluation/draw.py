@@ -35,7 +35,7 @@ class Mark:
 
 @functools.cache
 def text_font(size: int) -> ImageFont.FreeTypeFont:
-    """Load DejaVu Sans, which comes with matplotlib; Pillow's own has few letters beyond ASCII. `size` in pixels."""
+    """Return the font DejaVu Sans of matplotlib, since Pillow's own has few letters beyond ASCII. size: in pixels."""
     from matplotlib import font_manager  # half a second, which the start of a run can avoid
 
     file = font_manager.findfont("DejaVu Sans")
@@ -52,9 +52,9 @@ def _letters() -> frozenset[int]:
 
 
 def drawable(text: object, limit: int = 30) -> str:
-    """Escape text as `toolkit.base.text.shown`, with code points in place of letters that `text_font` lacks.
+    """Escape text by `toolkit.base.text.shown`, with code points, such as <4E2D>, for letters that `text_font` lacks.
 
-    The empty boxes of missing glyphs would all look alike.
+    Without this, all missing letters would be drawn as the same empty box.
     """
     supported = _letters()
     letters = []
@@ -65,7 +65,10 @@ def drawable(text: object, limit: int = 30) -> str:
 
 
 def choose_images(table, count: int) -> list[int]:
-    """Return positions of `count` images, evenly spread over those with boxes (over all if none has)."""
+    """Return the positions of at most `count` images, evenly spread over the images with boxes.
+
+    If no image has boxes, they are spread over all images.
+    """
     candidates = np.flatnonzero(table.num_boxes() > 0)
     if not len(candidates):
         candidates = np.arange(len(table))
@@ -74,7 +77,10 @@ def choose_images(table, count: int) -> list[int]:
 
 
 def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Path:
-    """Draw `draw_grid` of `count` images of a table, always the same ones; predictions by image id."""
+    """Write the picture of `draw_grid` for `count` images of a table, see `choose_images`. Returns `path`.
+
+    predictions: by image id, as for `draw_grid`.
+    """
     samples = []
     for position in choose_images(table, count):
         row = table.row(position)
@@ -137,20 +143,21 @@ def _panel(image: Tensor, objects: Mapping, class_names: Sequence[str], caption:
 
 
 def draw_detections(image: Tensor, objects: Mapping, class_names: Sequence[str], path: Path) -> Path:
-    """Write `picture_with_boxes` of `image` as a JPEG or PNG, by the suffix of `path`; its folder is made."""
+    """Write `picture_with_boxes` to `path`, as JPEG or PNG by its suffix; its folder is made. Returns `path`."""
     return save_picture(picture_with_boxes(image, objects, class_names), path)
 
 
 def picture_with_boxes(
     image: Tensor, objects: Mapping, class_names: Sequence[str], smallest_side: int = 640
 ) -> Image.Image:
-    """Draw the image with boxes and tags; lines and letters grow with it.
+    """Return the image with boxes and tags drawn on it; lines and letters grow with the image.
 
     Args:
         image: uint8 (3, H, W).
         objects: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` for detections or
             `iscrowd (K,)` for ground truth.
-        smallest_side: an image whose longer side is shorter, in pixels, is enlarged to that, so that tags can be read.
+        smallest_side: pixels; an image whose longer side is shorter than this is enlarged to this size, so that tags
+            can be read.
     """
     picture = picture_of(image)
     if max(picture.size) < smallest_side:
@@ -164,7 +171,7 @@ def picture_with_boxes(
 
 
 def picture_of(image: Tensor) -> Image.Image:
-    """Convert uint8 (3, H, W) on any device to a picture."""
+    """Convert an image, uint8 (3, H, W) on any device, to a Pillow image."""
     pixels = image.detach().cpu().permute(1, 2, 0)  # (H, W, 3)
     return Image.fromarray(pixels.contiguous().numpy())
 
@@ -177,7 +184,10 @@ def fitted(picture: Image.Image, side: int) -> Image.Image:
 
 
 def montage(pictures: Sequence[Image.Image], columns: int, gap: int = GAP_PX) -> Image.Image:
-    """Arrange pictures in a grid of `columns`, `gap` pixels apart and from the edges."""
+    """Return one picture with the given ones in a grid of `columns` columns.
+
+    gap: pixels between pictures, and between pictures and the edges.
+    """
     rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
     widths = []
     for i in range(min(columns, len(pictures))):
@@ -205,7 +215,7 @@ def _starts(lengths: Sequence[int], gap: int) -> list[int]:
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
-    """Write a picture in the format of the suffix of `path`; its folder is made."""
+    """Write a picture in the format that the suffix of `path` says; its folder is made. Returns `path`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path, quality=92)
@@ -213,7 +223,10 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
 
 
 def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int]) -> list[Mark]:
-    """Return marks in the colours of their classes, the best last; `objects` as in `picture_with_boxes`."""
+    """Return a mark for each object, in the colour of its class, by ascending score; crowds are dashed.
+
+    objects: as of `picture_with_boxes`. size_hw: height and width of the image, to which boxes are clipped.
+    """
     columns = ("boxes", "labels", "scores", "iscrowd")
     objects = {key: objects[key].detach().cpu() for key in columns if key in objects}
     height, width = size_hw
@@ -242,11 +255,12 @@ def draw_marks(
     corner: tuple[float, float] = (0.0, 0.0),
     size: int = 12,
 ) -> None:
-    """Draw the boxes into the picture, the last on top, and then their tags: no line crosses a text.
+    """Draw boxes into the picture, in place, the last one on top; then draw their tags, so that no line crosses a text.
 
     Args:
-        scale: pixels of the picture per pixel of the image. corner: x, y of the image at the picture's corner.
-        size: of the letters in pixels.
+        scale: pixels of the picture per pixel of the image.
+        corner: x, y in the image of the upper left corner of the picture.
+        size: height of the letters in pixels.
     """
     draw = ImageDraw.Draw(picture)
     font = text_font(size)

@@ -1,7 +1,7 @@
 """The matching of predictions with annotated boxes, once per data set; all detection metrics are computed from it.
 
 The greedy matching is COCO's (Lin et al. 2014), for all images, classes, IoU thresholds and areas at once: in round r
-the r-th best prediction of every image and class chooses its box. No two predictions of a round compete for one.
+the r-th best prediction of every image and class chooses its box. No two predictions of a round compete for one box.
 """
 
 from collections import Counter
@@ -29,14 +29,18 @@ PAIRS_PER_CHUNK = 2**20
 
 @dataclass(frozen=True)
 class Matches:
-    """Predictions and annotated boxes of I images with their overlaps; D predictions, G boxes, P pairs.
+    """Predictions and annotated boxes of I images with their overlaps.
 
-    truth: all boxes, crowds too, in the order of the table. found: at most `max_detections[-1]` of each image and
-        class, by image, best first. rank: (D,) place of a prediction among those of its image and class. order: (D,)
-        rows of `found`, best first over all images; equal scores in their order.
-    det, gt, iou: (P,) rows of `found` and `truth` of one image, whatever their classes, with an IoU of at least 0.1;
-        for a crowd the share of the prediction that lies in it. Sorted by `det`, then `gt`.
-    sizes_hw: (I, 2) pixels.
+    There are D predictions and G annotated boxes of K classes, and P pairs of a prediction and a box.
+
+    truth: all annotated boxes, crowds too, in the order of the table.
+    found: the predictions, at most `max_detections[-1]` of each image and class, by image, best first.
+    rank: (D,) place of a prediction, from 0, among those of its image and class.
+    order: (D,) rows of `found`, best first over all images; equal scores stay in the order of their rows.
+    det, gt: (P,) rows of `found` and `truth`: all pairs in the same image, of any classes, with an `iou` of at least
+        0.1; sorted by `det`, then `gt`.
+    iou: (P,) IoU of each pair; for a crowd the share of the prediction's area that lies in it.
+    sizes_hw: (I, 2) height and width of each image in pixels.
     """
 
     image_ids: Sequence
@@ -75,7 +79,10 @@ class Matches:
         return np.bincount(self.truth.labels[~self.crowd], minlength=self.num_classes)
 
     def ignored(self, area: str) -> np.ndarray:
-        """Return the boxes that need not be found, (G,) bool: crowds, and boxes outside of the area range."""
+        """Return which annotated boxes need not be found, (G,) bool: crowds, and boxes outside of the area range.
+
+        area: a key of `AREA_RANGES`.
+        """
         low, high = AREA_RANGES[area]
         return self.crowd | (self.truth.area < low) | (self.truth.area > high)
 
@@ -86,19 +93,19 @@ class Matches:
 
     @cached_property
     def at_half(self) -> np.ndarray:
-        """The row of the box that each prediction finds at IoU 0.5, crowds too, (D,) int64; -1: none."""
+        """The row in `truth` of the box, crowds too, that each prediction finds at IoU 0.5, (D,) int64; -1: none."""
         rows = np.full(len(self.found), -1, np.int64)
         rows[self.coco.det] = self.coco.gt[0, 0]
         return rows
 
     @cached_property
     def right(self) -> np.ndarray:
-        """The true positives at IoU 0.5, (D,) bool."""
+        """Whether each prediction is a true positive at IoU 0.5, (D,) bool."""
         return (self.at_half >= 0) & self.counts
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """The predictions that are right or wrong at IoU 0.5, (D,) bool; those of a crowd are neither."""
+        """Whether each prediction counts as right or wrong at IoU 0.5, (D,) bool; those that find a crowd do not."""
         in_crowd = np.append(self.crowd, False)[self.at_half]  # -1, nothing found, is the last one
         return ~in_crowd
 
@@ -115,11 +122,14 @@ class CocoMatches:
 
 
 def match_predictions(predictions: Boxes | Mapping, table, max_detections: Sequence[int] = MAX_DETECTIONS) -> Matches:
-    """Match a full set of predictions with a table; those of a class that an image does not label are left out.
+    """Match the predictions for all images of a table with its annotated boxes.
+
+    Predictions of a class that the annotations of an image do not label are left out.
 
     Args:
         predictions: as `boxes_of` takes them.
-        max_detections: of an image and class, ascending.
+        max_detections: ascending numbers of detections per image and class, of which the largest is used here; the
+            metrics use all of them.
 
     Raises:
         BadInput: image ids of predictions and table differ.
@@ -141,7 +151,10 @@ def match_boxes(
     sizes_hw: np.ndarray,
     max_detections: Sequence[int] = MAX_DETECTIONS,
 ) -> Matches:
-    """Match two sets of boxes of the same images; detections must be finite and have labels of known classes."""
+    """Match detections with the annotated boxes of the same images; see `Matches` for the arguments.
+
+    The detections must be finite and have labels from 0 to len(class_names) - 1.
+    """
     detections, rank = _best_of_each_class(detections, max_detections[-1])
     order = np.argsort(-detections.scores, kind="stable")
     det, gt, iou = _overlaps(detections, truth)
@@ -168,12 +181,12 @@ def class_keys(table) -> list[str]:
 
 
 def metric_keys(names: Sequence[str], ids: Sequence | None = None) -> list[str]:
-    """Return distinct names for keys of rows and trackers.
+    """Return distinct names of metrics, for rows of metrics and experiment trackers.
 
-    Each is on one line, without control characters, of 80 columns at most. Names that are then the same get their id
-    added.
+    Each is on one line, without control characters, and has at most 80 columns. If several names are the same after
+    this, the id is added to each of them.
 
-    ids: of the names; None: their positions.
+    ids: the id of each name; None: its position.
     """
     ids = range(len(names)) if ids is None else ids
     short = [escaped(name) for name in names]
@@ -209,9 +222,9 @@ def _best_of_each_class(detections: Boxes, most: int) -> tuple[Boxes, np.ndarray
 
 
 def pairs_within_groups(first_groups: np.ndarray, second_groups: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield all pairs of rows that share a group, in chunks of about PAIRS_PER_CHUNK, by first, then second row.
+    """Yield all pairs of rows (first, second) with the same group, sorted, in chunks of about PAIRS_PER_CHUNK pairs.
 
-    first_groups, second_groups: (N,), (M,) int64 from 0, the group of each row: its image, or image and class.
+    first_groups, second_groups: (N,), (M,) int64 from 0, the group of each row, such as its image.
 
     Groups [0, 2] and [2, 0, 2] give the pairs (0, 1), (1, 0) and (1, 2).
     """
@@ -235,9 +248,10 @@ def pairs_within_groups(first_groups: np.ndarray, second_groups: np.ndarray) -> 
 
 
 def best_pairs(det: np.ndarray, gt: np.ndarray, iou: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest IoU of each of `size` predictions among some pairs (P,), and its box.
+    """Return (largest IoU, box with this IoU) of each prediction, (size,) each.
 
-    The first of equal ones counts. A prediction without a pair has IoU 0 and box -1.
+    det, gt, iou: (P,) pairs of a prediction and a box. size: number of predictions. Of several boxes with the same IoU
+    the first counts. A prediction without a pair has IoU 0 and box -1.
     """
     rows = np.lexsort((-gt, iou))
     best = np.zeros(size)

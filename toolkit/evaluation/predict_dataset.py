@@ -26,13 +26,14 @@ EVALUATION_NEEDS_LESS = "Lower --eval.batch_size_per_device: the numbers stay th
 class Predictions(NamedTuple):
     """Results of one pass over a dataset, the same on every rank except `by_image`, which only rank 0 has.
 
-    by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64, on CPU,
-        and other entries that the detector's `to_keep` keeps.
+    by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64 of K
+        detections, on CPU, and other entries that the detector's `to_keep` keeps.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
         empty without loss weights.
-    image_ms: milliseconds of an image from pixels on the device to its detections on the host, on this rank, loss and
-        reading of the files apart; the median of its batches; NaN without images.
-    interrupted: 0, or the largest number that `stop` returned on any rank; `by_image` and `losses` are then empty.
+    image_ms: milliseconds per image on this rank, from pixels on the device to detections on the host, without the loss
+        and the reading of files; the median of the batches; NaN without images.
+    interrupted: 0; or, if `stop` ended the evaluation, the largest number that it returned on any rank: then `by_image`
+        and `losses` are empty.
     """
 
     by_image: dict
@@ -58,13 +59,16 @@ def predict_dataset(
     """Run a detector over a dataset, in float32 whatever its training precision is.
 
     Args:
-        detector: unwrapped (not DistributedDataParallel, whose forward broadcasts buffers: ranks with an empty batch
-            would be missed there); for EMA weights the EMA module itself.
+        detector: unwrapped, because the forward of DistributedDataParallel is a collective, which ranks with an empty
+            batch do not call; for EMA weights the EMA module itself.
         loader: batches of an `EvalSampler`: the same number on every rank, some possibly without images.
         loss_weights: `LossWeights`; None leaves the validation loss out.
         step: optimizer step, for weights on a schedule.
-        stop: polled after each batch; a number above 0 on any rank ends the evaluation on all of them.
-        say: called after the first batch with the memory that the predictions will need, if that is much.
+        stop: called after each batch; a number above 0 on any rank ends the evaluation on all ranks.
+        score_threshold, top_k: the lowest score, and the largest number of detections of an image, for `postprocess` of
+            the detector.
+        description: of the progress bar and the warning.
+        say: called after the first batch with a warning, if the predictions will need much memory, see `memory_needed`.
 
     Raises:
         BadInput: memory runs out; the message names the batch.
@@ -115,9 +119,10 @@ def _warn_of_memory(say: Callable[[str], object], description: str, items: Seque
 
 
 def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> str:
-    """Return a warning about the main process's memory for the predictions of `images` images.
+    """Return a warning about the memory that the predictions for `images` images will need in the main process.
 
-    The memory is estimated from `items`. Empty if they need less than LITTLE bytes and a quarter of the free memory.
+    The memory is estimated from the predictions `items`, (image id, prediction) pairs. The result is "" if the memory
+    is below `ALWAYS_FITS_BYTES` and a quarter of the free memory.
     """
     of_items = 0  # bytes
     for _, prediction in items:
@@ -135,9 +140,10 @@ def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> st
 
 
 class LossSums:
-    """Sums of losses and metrics over batches, divided once, by the denominators of the whole dataset.
+    """Sums of losses and metrics over batches, divided at the end by the denominators of the whole dataset.
 
-    The criterion divides each loss by one of the detector's denominators; given ones, it returns the plain sums.
+    The criterion of a detector divides each loss by one of the detector's denominators. Here it is called with
+    denominators of 1, so that it returns sums.
     """
 
     def __init__(self, detector: nn.Module):
@@ -159,7 +165,7 @@ class LossSums:
             self.denominators[name] += float(value)
 
     def over_all_ranks(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return (losses, metrics) of the dataset; a collective."""
+        """Return (losses, metrics) of the whole dataset by name, from all ranks; a collective."""
         numbers = []
         if self.sums:
             numbers = torch.cat([*self.sums.values()]).tolist()  # one host read for all

@@ -1,10 +1,10 @@
 """Predictions: of one image, of a data set as columns, and in the file that every evaluation reads.
 
 The file `FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in
-pixels and in the ids of the annotation file: pycocotools and every other program read it as it is. Beside it stand
+pixels and with the ids of the annotation file, which pycocotools and other programs read. Beside this file are
 
-- `FILE.about.json`: the data it was made on (their fingerprint, and one of the images and classes alone), the weights,
-  and the printed numbers;
+- `FILE.about.json`: the data that the predictions were made on (a fingerprint of the data, and one of the images and
+  classes alone), the weights, and the printed metrics;
 - `FILE.graphs.npz`: for scene graphs, the relations of each image as the detector gave them.
 """
 
@@ -40,7 +40,11 @@ _OF_GRAPHS = (
 
 
 def best_first(detections: Mapping[str, Tensor]) -> Detections:
-    """Sort detections best first, on the CPU; without the boxes of a scene graph that lost every class (label -1)."""
+    """Return the detections of one image sorted by descending score, on the CPU.
+
+    Boxes with the label -1, which a scene graph detector gives to boxes without a class, are left out, and so are the
+    pairs that contain them; the other pairs are re-indexed.
+    """
     order = detections["scores"].argsort(descending=True, stable=True)
     order = order[detections["labels"][order] >= 0]
     of_objects = ("boxes", "scores", "labels", "attribute_scores")
@@ -64,8 +68,13 @@ def detections_as_json(
 ) -> list[dict]:
     """Convert the detections of one image to COCO results, best first.
 
-    `category_id` and `category` are those of the training data, `bbox` is [x, y, width, height] in pixels; `score`;
-    with `attributes`, if the model predicts any, the names with scores above 0.5.
+    Each entry has `category_id` and `category` (the name), `bbox` [x, y, width, height] in pixels, and `score`. If the
+    detections have scores of attributes, the entry also has `attributes`, the names with scores above 0.5.
+
+    Args:
+        detections: the result of `best_first`.
+        categories: those of the training data, in the order of the labels.
+        attributes: names of the attributes, in the order of their scores.
     """
     entries = []
     columns = [detections[key].tolist() for key in ("boxes", "scores", "labels")]
@@ -90,13 +99,15 @@ def detections_as_json(
 
 
 def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
-    """Return predictions in the order of `image_ids`; within an image they keep their order.
+    """Return predictions as columns, with the images in the order of `image_ids`.
+
+    The predictions of an image keep their order.
 
     Args:
-        predictions: columns, which stay as they are; or by image id, `boxes (K, 4)` xyxy in original pixels,
-            `scores (K,)`, `labels (K,)` from 0; tensors on any device, or arrays. Boxes of a scene graph that lost
-            every class (-1) are left out.
-        image_ids: of the table, each exactly once in `predictions`.
+        predictions: `Boxes`, which are returned unchanged; or a mapping by image id of `boxes (K, 4)` xyxy in original
+            pixels, `scores (K,)` and `labels (K,)` from 0, tensors on any device or arrays, for K predictions. Boxes of
+            scene graphs with the label -1, which have no class, are left out.
+        image_ids: ids of the images of the table; a mapping must have exactly these keys.
 
     Raises:
         BadInput: an image without prediction, a prediction without image, or parts of different length.
@@ -108,7 +119,10 @@ def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
 
 
 def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
-    """Join the predictions of each image, as above, to columns. Raises BadInput for parts of different length."""
+    """Join the predictions of each image to columns; arguments and errors are those of `boxes_of`.
+
+    predictions: in the order of `image_ids`; these are used in messages only.
+    """
     boxes = [_numpy(of_image["boxes"]).reshape(-1, 4) for of_image in predictions]
     scores = [_numpy(of_image["scores"]).reshape(-1) for of_image in predictions]
     labels = [_numpy(of_image["labels"]).reshape(-1) for of_image in predictions]
@@ -136,7 +150,7 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
 
 
 def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
-    """Check that images of the table and predictions have the same ids, else raise BadInput naming some."""
+    """Raise BadInput, with some of the ids, if the keys of `predictions` are not exactly the `image_ids`."""
     expected = set(image_ids)
     missing = [i for i in image_ids if i not in predictions]
     unknown = [i for i in predictions if i not in expected]
@@ -156,7 +170,10 @@ def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
 
 
 def usable(predictions: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
-    """Drop predictions that no metric can use: non-finite numbers and invalid labels. A warning reports them."""
+    """Return the predictions without those that have non-finite numbers or labels outside of 0 to num_classes - 1.
+
+    A warning that names some of their images is logged.
+    """
     finite = np.isfinite(predictions.xyxy).all(axis=1) & np.isfinite(predictions.scores)
     labelled = (predictions.labels >= 0) & (predictions.labels < num_classes)
     faults = {
@@ -197,8 +214,9 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
     Args:
         path: `FILE.json`; its folder is made.
         predictions: as for `CocoEvaluator.evaluate` or `SceneGraphEvaluator.evaluate`.
-        table: the data they were made on; its fingerprint is stored in `FILE.about.json`.
-        about: other entries of that file, JSON: `scores` (the numbers that were printed), `detector`, `data`, `step`.
+        table: the data that the predictions were made on; its fingerprint is stored in `FILE.about.json`.
+        about: further entries of `FILE.about.json`, as JSON values: `scores` (the metrics that were printed),
+            `detector`, `data`, `step`.
 
     Raises:
         BadInput: image ids of predictions and table differ, or `path` does not end in .json.
@@ -274,7 +292,10 @@ def _graphs(predictions: Boxes | Mapping, image_ids: Sequence) -> dict[str, np.n
 
 
 def images_fingerprint(table, classes: Sequence[tuple[str, str]]) -> str:
-    """Hash ids, names and sizes of the images, in any order and folder, and the (id, name) of classes."""
+    """Return a hash of the ids, file names and sizes of a table's images, and of the classes.
+
+    The order of the images and their folders do not change the hash. classes: (id, name) of each class.
+    """
     images = []
     for row in table.image_rows():
         id_and_name = (str(row.image_id), PurePosixPath(row.file_name).name)

@@ -1,9 +1,9 @@
 """Mean average precision as defined by Pascal VOC, in addition to COCO's: the metric of GluonCV's detectors.
 
-Devkit rules (Everingham et al. 2010): each prediction is compared with the one box it overlaps most, sides include the
-last pixel (+ 1), the IoU threshold is 0.5, a second prediction of a box is wrong. Boxes marked as crowd are VOC's
-"difficult": they need not be found, and predictions that match them are ignored. VOC07 means precision over 11
-recalls, VOC12 over all of them.
+The rules are those of the devkit (Everingham et al. 2010): each prediction is compared with the one box that it
+overlaps most, sides include the last pixel (+ 1), the IoU threshold is 0.5, a second prediction of a box is wrong.
+Boxes marked as crowd are VOC's "difficult": they need not be found, and predictions that match them are ignored. VOC07
+averages the precision over 11 recalls, VOC12 over all recalls.
 """
 
 import numpy as np
@@ -18,8 +18,8 @@ RECALL_THRESHOLDS_07 = np.arange(0.0, 1.1, 0.1)
 def voc_metrics(matches: Matches) -> dict[str, float | None]:
     """Compute `voc07_mAP`, `voc12_mAP` and `voc07/<class>`, `voc12/<class>` of matched boxes; from 0 to 1.
 
-    None for a class without boxes to find; such classes are left out of the means. The best predictions of each image
-    and class count, as in COCO; VOC itself counts all.
+    The AP of a class without boxes to find is None, and such classes are left out of the means. Only the best
+    predictions of each image and class count, as in COCO (`Matches.max_detections`); VOC itself counts all.
     """
     names = matches.class_names
     detections = matches.found

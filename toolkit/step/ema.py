@@ -55,7 +55,7 @@ class Ema:
     def update(self, model: nn.Module | None = None) -> None:
         """Update the averages after an optimizer step; call it only for updates that the guard accepted.
 
-        model: None: the model that the average was made from.
+        model: the model to average; None: the model of the last call, or that of the constructor.
         """
         if not self.is_on:
             return
@@ -77,7 +77,7 @@ class Ema:
         self.updates += 1
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Yield ((kind, name), average) of everything that is averaged; copied tensors are those of the model."""
+        """Yield ((kind, name), average) of every averaged tensor; tensors that are only copied are left out."""
         averages = _slot_tensors(self._into, self._averaged)
         for name, average in zip(self._averaged, averages, strict=True):
             yield ("moving average of", name), average
@@ -87,7 +87,10 @@ class Ema:
         return {**self.module.state_dict(), UPDATES: self.updates}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restore the result of `state_dict`; the weights of a model alone keep the number of updates."""
+        """Restore the result of `state_dict`.
+
+        A state without the number of updates, such as the state dict of a model, leaves this number unchanged.
+        """
         weights = dict(state)
         self.updates = weights.pop(UPDATES, self.updates)
         self.module.load_state_dict(weights)

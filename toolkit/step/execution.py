@@ -1,6 +1,6 @@
 """Execution of a detector: its precision, compiled blocks, recomputed activations, deterministic algorithms.
 
-The names in the state dict and the definitions of the losses stay. Evaluation is always in float32.
+None of these changes the names in the state dict or the definitions of the losses. Evaluation is always in float32.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ def cpu_computes_in_bf16() -> bool:
 
 
 def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str, bool | None, str]:
-    """Return (precision, TF32, why) of `run.precision: auto`; a collective, decided by the main process.
+    """Return what `run.precision: auto` stands for: (precision, whether TF32 is used, the reason); a collective.
 
-    The rule depends on the machine and the detector, never on a measurement: other work of the machine must not change
-    a number.
+    precision: "no" or "bf16". TF32: None: torch's setting stays. The main process decides for all. The rule depends on
+    the machine and the detector, never on a measurement, so that other work of the machine cannot change a result.
     """
     if device.type == "cuda":
         precision, tf32 = run_on_main(
@@ -68,20 +68,23 @@ def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str,
 def has_mobile_blocks(detector: nn.Module) -> bool:
     """Return whether a detector has the blocks of MobileNet, EfficientNet or GhostNet.
 
-    These are depthwise convolutions between narrow ones, which move more memory than they compute.
+    These blocks are depthwise convolutions between convolutions of few channels, which move much memory for little
+    computation.
 
-    Forward and backward of a batch took 0.9 to 1.9 times as long in bfloat16 as in float32 with these, 0.37 to 0.88
-    times with others (Intel and AMD with AVX512-BF16, one thread, 8 images of 128 px, torch 2.14; docs/scaling.md).
+    Forward and backward of a batch took 0.9 to 1.9 times as long in bfloat16 as in float32 with these blocks, and 0.37
+    to 0.88 times with others (Intel and AMD with AVX512-BF16, one thread, 8 images of 128 px, torch 2.14;
+    docs/scaling.md).
     """
     return any(type(module).__name__ in MOBILE_BLOCKS for module in detector.modules())
 
 
 def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str, bool | None]:
-    """Return ("bf16", True) for a GPU with bfloat16 and TensorFloat-32: NVIDIA's since Ampere, capability 8.0.
+    """Return (precision, whether TensorFloat-32 is used) for a GPU.
 
-    AMD's have bfloat16 only: ("bf16", None). Others stay in float32: ("no", None).
+    This is ("bf16", True) for NVIDIA's GPUs since Ampere (compute capability 8.0), ("bf16", None) for AMD's, which have
+    no TensorFloat-32, and ("no", None), which is float32, for all others.
 
-    rocm: its version if torch was built for AMD's GPUs, else None.
+    rocm: the version of ROCm if torch was built for AMD's GPUs, else None.
     """
     if rocm is not None:
         return "bf16", None
@@ -94,8 +97,8 @@ def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str
 def has_lstm_kernel(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether an LSTM runs on the device under autocast to `dtype`.
 
-    On a CPU it is tried: oneDNN has no kernel for half precision without AVX-512, and fails if all sequences are
-    equally long; sequences of several lengths take another path.
+    On a CPU this is found out by running a small LSTM: without AVX-512, oneDNN has no kernel for half precision and
+    fails if all sequences are equally long. On other devices the answer is True.
     """
     if device_type != "cpu":
         return True
@@ -122,10 +125,10 @@ def describe_float32_layers(detector: nn.Module, device_type: str, precision: st
 def in_float32(detector: nn.Module, device: torch.device | str) -> Iterator[None]:
     """Switch autocast off inside the block.
 
-    `accelerator.prepare` puts an autocast of its own into `detector.forward`, which is taken out meanwhile.
+    The autocast that `accelerator.prepare` puts into `detector.forward` is removed inside the block too.
 
-    This is one rule for all detectors, in training, `evaluate.py`, reports and exports: the numbers of a run are those
-    that users of its weights get. In bfloat16 an AP differs in the third digit.
+    All detectors are evaluated in this way, in training, `evaluate.py`, reports and exports, so that the metrics of a
+    run are those that users of its weights get. In bfloat16 an AP differs in the third digit.
     """
     with_autocast = vars(detector).pop("forward", None)
     try:
@@ -137,9 +140,10 @@ def in_float32(detector: nn.Module, device: torch.device | str) -> Iterator[None
 
 
 def compile_in_place(module: nn.Module, compile: bool | str) -> None:
-    """Compile the repeated blocks of `module`, or all of it if it has none, at the next call; keep state-dict names.
+    """Let torch compile the repeated blocks of `module`, or all of it if it has none, when they are next called.
 
-    Blocks of one class and width share their code, so that compiling takes as long as one of each would.
+    The names in the state dict do not change. Blocks of the same class and width share their compiled code, so that
+    compiling takes as long as for one of each.
 
     Args:
         compile: False: nothing is compiled; True: torch's own backend; a name: that backend, such as "aot_eager", which
@@ -163,7 +167,7 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that are in a list or sequence with another of their class.
+    """Yield the outermost modules that are in an nn.ModuleList or nn.Sequential with another module of their class.
 
     Examples are the layers of a transformer. Modules without children, such as a convolution, are not yielded.
     """
@@ -203,9 +207,12 @@ class GraphCount:
 def checkpoint_in_place(module: nn.Module, checkpointing: bool, compile: bool | str | None = False) -> None:
     """Apply gradient checkpointing to the `repeated_blocks` of `module`, if wanted.
 
-    The method is that of Chen et al., 2016, arXiv 1604.06174. In training a block keeps its inputs only. Losses,
-    gradients and buffers are bitwise equal: dropout draws the same numbers again, and running statistics are updated
-    once. The names in the state dict stay.
+    The method is that of Chen et al., 2016, arXiv 1604.06174. In training a block keeps its inputs only, and is
+    computed again in the backward pass. Losses, gradients and buffers are bitwise equal to those without checkpointing:
+    dropout draws the same numbers again, and running statistics are updated once. The names in the state dict do not
+    change.
+
+    compile: the setting of `compile_in_place`, which cannot be combined with this.
 
     Raises:
         BadInput: the module has no such blocks, or is to be compiled.
@@ -277,8 +284,8 @@ def be_deterministic() -> None:
     """Switch deterministic algorithms on, and print each operation that has none, once, when it is first used.
 
     On a CPU two runs are bitwise equal without this too; on a GPU it replaces atomic additions, such as those of
-    scatter. cuBLAS needs workspaces of a fixed size for it, which it reads from the environment at its first product;
-    a value that is set already stays.
+    scatter. cuBLAS needs workspaces of a fixed size for this and reads the size from the environment variable
+    CUBLAS_WORKSPACE_CONFIG at its first product; the variable is set here unless it already has a value.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     met: set[str] = set()

@@ -111,8 +111,8 @@ class FrozenBatchNorm2d(nn.Module):
     """A batch norm with fixed statistics and affine parameters, all of them buffers: x * scale + shift per channel.
 
     (N, C, H, W) -> (N, C, H, W). The scale is computed in float32 and applied in the dtype of x, so bf16 and fp16
-    activations keep theirs (torchvision's class turns them into float32). State dict: weight, bias, running_mean,
-    running_var, as nn.BatchNorm2d without num_batches_tracked, which is accepted and ignored.
+    activations keep their dtype (torchvision's class turns them into float32). State dict: weight, bias, running_mean,
+    running_var. The entry num_batches_tracked of an nn.BatchNorm2d is accepted and ignored.
 
     Args:
         num_features: C.
@@ -154,11 +154,11 @@ class FrozenBatchNorm2d(nn.Module):
 
 
 def freeze_batch_norms(module: nn.Module) -> nn.Module:
-    """Replace every 2-d batch norm in `module` by a `FrozenBatchNorm2d` with the same numbers.
+    """Replace every 2-d batch norm in `module`, in place, by a `FrozenBatchNorm2d` with the same parameters.
 
-    Affects nn.BatchNorm2d, SyncBatchNorm and timm's BatchNormAct2d, whose activation is kept. A batch norm without
-    running statistics has nothing to freeze and stays. Returns `module`, or its replacement when it is a batch norm
-    itself.
+    Statistics, weight, bias, epsilon and the training mode are copied. This affects nn.BatchNorm2d, SyncBatchNorm and
+    timm's BatchNormAct2d, whose activation is kept. A batch norm without running statistics is left as it is. Returns
+    `module`; if `module` itself is a batch norm, returns its replacement.
     """
     if isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm):
         return module if module.running_mean is None else _frozen(module)
@@ -170,9 +170,10 @@ def freeze_batch_norms(module: nn.Module) -> nn.Module:
 
 
 def hold_batch_norms(module: nn.Module) -> None:
-    """Freeze every batch norm in `module` in place, 1-d ones too, so that images do not affect each other.
+    """Freeze every batch norm with running statistics in `module` in place, so that images do not affect each other.
 
-    The names in the state dict stay, and weights that are loaded later take effect.
+    1-d batch norms are frozen too. The names in the state dict do not change, and weights that are loaded later take
+    effect.
     """
     for child in list(module.modules()):
         if isinstance(child, _BatchNorm) and child.running_mean is not None:
@@ -194,10 +195,12 @@ def bn_momentum(
     warmup_steps: int = 0,
     shape: str = "cosine",
 ) -> float:
-    """Return the batch-norm momentum at a step: `start` during the warm-up, then to `final` at `total_steps`.
+    """Return the batch-norm momentum at a step.
 
-    shape: "cosine" or "linear". As in CVNets' AdjustBatchNormMomentum, it lets the running statistics
-    settle.
+    The momentum is `start` during the warm-up, and then changes to `final`, which it reaches at `total_steps`, so that
+    the running statistics settle. The schedule is CVNets' AdjustBatchNormMomentum.
+
+    shape: "cosine" or "linear", the curve from `start` to `final`.
     """
     done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     done = min(max(done, 0.0), 1.0)

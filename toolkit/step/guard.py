@@ -1,11 +1,11 @@
 """The NaN guard: no value that is not finite reaches weights, buffers, averages or optimizer state.
 
-`decide` sees reduced values only, which are equal on every rank, and so is its decision. It is made before the update,
-so weights, optimizer state and averages never receive the gradient; only buffers, which the forward pass alone can
-damage (running statistics of a batch norm), have to be restored. A finite gradient can still make an update that
-overflows, so the state that it leaves is checked too: weights, buffers, averages, optimizer state, learning rates. Each
-step checks one of `STATE_PARTS` parts of it, in turn, without a host read; all parts are checked before an evaluation,
-a checkpoint or a write to `final/`, and when another check fails.
+`decide` sees reduced values only; these are equal on every rank, and so is the decision. The decision is made before
+the update, so a non-finite gradient never reaches weights, optimizer state or averages; only the buffers have to be
+restored, because the forward pass alone can damage them (running statistics of a batch norm). A finite gradient can
+still make an update that overflows, so the state after an update is checked too: weights, buffers, averages, optimizer
+state, learning rates. Each step checks one of `STATE_PARTS` parts of this state, in turn, without a host read; all
+parts are checked before an evaluation, a checkpoint or a write to `final/`, and when another check fails.
 
 In a loop of your own the one call `NanGuard.check` is enough; see docs/parts.md.
 """
@@ -46,21 +46,24 @@ class Action(Enum):
 
 
 def forget_unscaling(scaler: torch.amp.GradScaler | None) -> None:
-    """Make a loss scaler ready for the next window after one without an update; None: there is none to make ready.
+    """Let a GradScaler unscale gradients again after a window of micro-batches that ended without an update.
 
-    It unscales once per update. Updating it with the scale that it has makes it forget that it has done so.
+    A GradScaler refuses to unscale gradients twice without a call of its `update` in between. This function calls
+    `update` with the present scale, which therefore does not change. With None it does nothing.
     """
     if scaler is not None:
         scaler.update(scaler.get_scale())
 
 
 class NanGuard:
-    """The decision about each window, and a copy of the buffers from before it.
+    """The decision whether the gradients of a window are used, and a copy of the buffers from before the window.
+
+    A window is the micro-batches of one optimizer step.
 
     Args:
-        policy: "stop", "skip" or "rollback".
-        max_skips: windows skipped in succession; the next one that fails stops the run.
-        max_rollbacks: rollbacks in the whole run; the next failure stops it.
+        policy: what to do with a window that has a non-finite value: "stop", "skip" or "rollback".
+        max_skips: the largest number of windows skipped in succession; the next window that fails stops the run.
+        max_rollbacks: the largest number of rollbacks in the whole run; the next failure stops it.
         lr_factor: factor on every learning rate per rollback, see `lr_scale`.
         max_calibrations: a non-finite gradient with finite losses is left to the fp16 scaler while its scale is above
             1, for at most this many windows in succession; then it is divergence.
@@ -169,11 +172,11 @@ class NanGuard:
         gradients_finite: bool = False,
         faults: Sequence[str] = (),
     ) -> Action:
-        """Decide about a window from its reduced values, identically on all ranks.
+        """Decide about a window from its reduced values, identically on all ranks; set `reason` if it is refused.
 
         Args:
             step: updates made so far, for `reason`.
-            losses: by name.
+            losses: reduced losses by name.
             grad_norm: total norm of the gradients (without the loss scale).
             scale: loss scale; None without an fp16 scaler.
             buffers_finite: mean over the ranks of `buffers_finite()`.
@@ -224,10 +227,11 @@ class NanGuard:
         return self.lr_factor**self.rollbacks
 
     def watch(self, model: nn.Module) -> None:
-        """Record which float buffers of a model are finite: a mask of infinities is not an error.
+        """Record which float buffers of a model are finite now; only these are checked later.
 
-        Call it before a checkpoint is loaded, so that broken buffers are not taken for masks. Otherwise `snapshot` does
-        it.
+        A buffer that holds infinities from the start, such as an attention mask, is not an error. Call `watch` before a
+        checkpoint is loaded, because a damaged buffer in the checkpoint would be taken for a mask. If `watch` was not
+        called, the first `snapshot` does it.
         """
         self._model = model
         self._slots = []
@@ -246,12 +250,15 @@ class NanGuard:
                 self._watched.append(i)
 
     def watched(self, before_window: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Return (name, buffer) of those that must stay finite: as they are, or as at the last `snapshot`."""
+        """Return (name, buffer) of each buffer that must stay finite, see `watch`.
+
+        before_window: False: the buffers of the model; True: their copies from the last `snapshot`.
+        """
         buffers = self._copies if before_window else self._live()
         return ((self._names[i], buffers[i]) for i in self._watched)
 
     def snapshot(self, model: nn.Module) -> None:
-        """Copy the buffers of the unwrapped model, persistent or not; a few small kernels, no host read."""
+        """Copy all buffers of the unwrapped model, persistent or not, for `restore`; no host read."""
         self.snapshots += 1
         if self._model is not model:
             self.watch(model)
@@ -271,7 +278,7 @@ class NanGuard:
         _copy(self._live(), self._copies)
 
     def buffers_finite(self) -> Tensor:
-        """Return 1.0 while all buffers that were finite at the first snapshot still are, else 0.0; 0-dim."""
+        """Return a 0-dim tensor: 1.0 while all buffers that were finite at `watch` are still finite, else 0.0."""
         live = self._live()
         watched = [live[i] for i in self._watched]
         if not watched:
@@ -284,7 +291,7 @@ class NanGuard:
         return [owner[key] for owner, key in self._slots]
 
     def state_dict(self) -> dict:
-        """Return the counts as JSON values."""
+        """Return the numbers of skips, calibrations and rollbacks as JSON values."""
         return {
             "skips": self.skips,
             "calibrations": self.calibrations,
@@ -298,7 +305,7 @@ class NanGuard:
 
 
 def boxes_finite(window: Iterable[Batch]) -> bool:
-    """Return whether every box of the micro-batches is finite; read on the CPU, where the targets of a window are."""
+    """Return whether every box of the micro-batches is finite. The targets must be on the CPU, or the host waits."""
     boxes = []
     for batch in window:
         boxes += [target["boxes"].flatten() for target in batch.targets if "boxes" in target]
@@ -306,10 +313,10 @@ def boxes_finite(window: Iterable[Batch]) -> bool:
 
 
 def with_finite_boxes(batch: Batch) -> Batch:
-    """Return the batch with a box of the first pixel in place of each box that holds a NaN or an infinity.
+    """Return a copy of the batch in which the box [0, 0, 1, 1] replaces each box with a NaN or an infinity.
 
-    Its window is refused, but each rank has to complete its forward and backward pass, and a detector that computes the
-    cell or the level of an infinite box raises an error.
+    The guard refuses the window of such a batch anyway. But every rank has to complete its forward and backward pass,
+    and a detector that computes the grid cell or pyramid level of an infinite box would raise an error.
     """
     targets = [_with_finite_boxes(target) for target in batch.targets]
     return replace(batch, targets=targets)
@@ -348,9 +355,9 @@ def named_state(
     optimizer: torch.optim.Optimizer,
     weights: nn.Module,
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield ((kind, name), tensor) of everything that a run trains.
+    """Yield ((kind, name), tensor) of everything that a run trains: weights, buffers and optimizer state.
 
-    buffers: by name, those that must be finite. weights: of the losses.
+    buffers: (name, buffer) of the buffers that must be finite. weights: the module with the learned weights of losses.
     """
     names = {}
     for kind, module in (("weight", model), ("loss weight", weights)):
@@ -370,8 +377,9 @@ def named_state(
 def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
     """Return 1.0 if the norm of one of `STATE_PARTS` parts of the state is finite, else 0.0; 0-dim, no host read.
 
-    part: its number, from 0. A returned 0.0 is a suspicion: the norm of finite entries can overflow. `nonfinite`
-    decides. (The largest magnitude would not overflow, but takes fifteen times as long on a CPU.)
+    state: see `named_state`. part: number of the part, from 0. 0.0 is only a suspicion, because the norm of finite
+    entries can overflow; `nonfinite` then finds out. (The largest magnitude would not overflow, but takes fifteen times
+    as long on a CPU.)
     """
     tensors = []
     for i, (_, tensor) in enumerate(state):
@@ -385,7 +393,10 @@ def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
 
 @torch.no_grad()
 def nonfinite(state: Iterable[tuple[tuple[str, str], Tensor]]) -> list[str]:
-    """Return the names of tensors with a NaN or an infinity: "exp_avg_sq of head.weight"; reads them on the host."""
+    """Return the names of the tensors that hold a NaN or an infinity, such as "exp_avg_sq of head.weight".
+
+    state: see `named_state`. The host waits for the result.
+    """
     named = [(kind_and_name, tensor) for kind_and_name, tensor in state if tensor.is_floating_point()]
     # All norms with one read per device; a finite norm means finite entries.
     finite = [torch.linalg.vector_norm(tensor).isfinite() for _, tensor in named]
@@ -405,9 +416,10 @@ def nonfinite(state: Iterable[tuple[tuple[str, str], Tensor]]) -> list[str]:
 
 
 def unusable_rate(groups: Iterable[dict]) -> str:
-    """Describe the first learning rate with which an update overflows or fails in float32; empty if there is none.
+    """Describe the first learning rate of these groups that is too large for float32; "" if there is none.
 
-    torch refuses the multiplication in the middle of the update, when some weights have moved and others have not.
+    With such a rate torch raises an error in the middle of the update, when some weights have changed and others have
+    not.
     """
     for group in groups:
         beta = group["betas"][0] if "betas" in group else 0.0  # Adam divides the rate by 1 - beta1 in its first step

@@ -1,7 +1,7 @@
 """The check of the body of a training loop: no call that an update needs is missing or made twice.
 
-The loop is in the script, to be changed. A missing call is reported in one sentence with its line: before the update if
-the update would be wrong, else before the next window.
+The loop is in the script, where people change it. A missing call is reported in one sentence that shows the missing
+line: before the update if the update would be wrong, else before the next window.
 """
 
 from collections import Counter
@@ -34,16 +34,17 @@ MAY_BE_LEFT_OUT = LOOP_LINES.keys() - {"reduce"} | {"train"}  # `t.model.train()
 
 
 class LoopCheck:
-    """A comparison of the calls made in a window with those that it needs. No tensor is read.
+    """A comparison of the calls made in a window with the calls that an update needs. No tensor is read.
 
     Args:
-        counts: returns the counts of actions that their objects count themselves, by the names of `LOOP_LINES`; a name
-            that is in neither this nor `done` is not checked.
+        counts: function that returns how often some actions were done, by their names in `LOOP_LINES`; the objects of
+            these actions count them. A name that is neither in its result nor in `done` is not checked.
 
     Attributes:
-        done: the counts of all other actions, increased by their callers.
-        micro_batches: the number of micro-batches of the current window, or of the pass through it.
-        warned: kinds of warnings that were given.
+        done: how often all other actions were done, increased by the code that does them.
+        micro_batches: the number of micro-batches of the current window, or of the current pass through the window.
+        left_out: names of the calls that the loop may leave out.
+        warned: kinds of warnings that were already given.
     """
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]):
@@ -86,7 +87,10 @@ class LoopCheck:
         inner.register_step_post_hook(after)
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Allow calls to be left out. Raises BadInput for names that are not among these calls."""
+        """Allow the loop to leave out the calls of these names.
+
+        Raises BadInput for a name that is not in `MAY_BE_LEFT_OUT`.
+        """
         unknown = [name for name in names if name not in MAY_BE_LEFT_OUT]
         if unknown:
             choices = ", ".join(name for name in (*LOOP_LINES, "train") if name in MAY_BE_LEFT_OUT)
@@ -104,7 +108,7 @@ class LoopCheck:
         return {**self.done, **self._counts()}
 
     def before_update(self) -> None:
-        """Raise BadInput before an update that is not ready; outside of windows nothing is checked."""
+        """Raise BadInput if a call that must come before the update is missing; do nothing outside of a window."""
         if self._start is not None:
             self._compare(LINES_BEFORE_UPDATE, "the update comes too early")
 
@@ -140,9 +144,10 @@ class LoopCheck:
             )
 
     def begin_pass(self, training: bool, micro_batches: int) -> None:
-        """Begin a pass through the micro-batches of a window, whose number the loop may have changed.
+        """Begin a pass through the micro-batches of a window.
 
-        training: whether the detector is in training mode. Raises BadInput if it is not.
+        training: whether the detector is in training mode; BadInput is raised if it is not, unless "train" may be left
+            out. micro_batches: their present number, which the loop may have changed.
         """
         if not training and "train" not in self.left_out:
             raise BadInput(
@@ -153,12 +158,12 @@ class LoopCheck:
         self._handed_out = []
 
     def hand_out(self, targets: Iterable[Mapping]) -> None:
-        """Record the next micro-batch of a pass."""
+        """Record that the loop is given the next micro-batch of a pass, with these targets."""
         self._had_gradients = bool(self._handed_out) and self._has_gradients()
         self._handed_out = [(target, len(target["labels"])) for target in targets]
 
     def before_backward(self) -> None:
-        """Raise BadInput if boxes of the micro-batch, or the gradients of those before it, are gone."""
+        """Raise BadInput if the loop changed the number of boxes of the micro-batch, or cleared earlier gradients."""
         if any(len(target["labels"]) != count for target, count in self._handed_out):
             raise BadInput(
                 "the loop: boxes were changed inside of `for batch in window`, whose denominators count those of "
@@ -175,16 +180,16 @@ class LoopCheck:
         return any(parameter.grad is not None for parameter in parameters)
 
     def refused(self) -> None:
-        """End a window that the guard refused, which needs none of the calls of an update."""
+        """End a window that the guard refused; such a window needs none of the calls of an update."""
         self._start = None
 
     @property
     def was_refused(self) -> bool:
-        """Whether the guard has refused the window, which has ended it."""
+        """Whether the guard has refused the window and thereby ended it."""
         return self._start is None
 
     def end(self) -> bool:
-        """End the window; return whether it was trained on. False: it was passed over without any part of an update.
+        """End the window; return whether it was trained on, or False if no part of an update was done.
 
         Raises BadInput if a part of an update was left out, or done twice.
         """
@@ -222,7 +227,10 @@ class LoopCheck:
 
     @contextmanager
     def noting_others(self, registered: Callable[[], Iterable[torch.optim.Optimizer]]) -> Iterator[None]:
-        """Record every other optimizer that is stepped inside the block, for `new_others`."""
+        """Record each optimizer that is stepped inside the block and is not registered, for `new_others`.
+
+        registered: function that returns the registered optimizers.
+        """
 
         def note(optimizer: torch.optim.Optimizer, *_) -> None:
             if all(optimizer is not getattr(entry, "optimizer", entry) for entry in registered()):
@@ -236,7 +244,7 @@ class LoopCheck:
             watching.remove()
 
     def remember_weights(self, model: nn.Module) -> None:
-        """Remember the weights as the last update has left them."""
+        """Record the version counters of the weights after an update, for `weights_were_changed`."""
         self._versions = _count_changes(model)
 
     def weights_were_changed(self, model: nn.Module) -> bool:

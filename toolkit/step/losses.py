@@ -28,8 +28,9 @@ class WeightedLosses:
 
     total: scalar to call `backward` on, float32 (float64 when a loss is).
     weighted, unweighted: detached scalars by name, for logging.
-    unknown: names that were not announced; neither weighted nor part of the total. Give them to `reduce_dict`, which
-        raises on every rank: raised here, on one rank, they would leave the others waiting.
+    unknown: names of losses that were not announced; these losses are neither weighted nor part of the total. Give the
+        names to `reduce_dict`, which raises an error on every rank; an error on one rank would leave the others
+        waiting.
     """
 
     total: Tensor
@@ -48,11 +49,12 @@ class LossWeights(nn.Module):
         total = weights(losses).total
 
     Args:
-        names: the losses that the model announces; or {name: weight}, which needs nothing more.
+        names: the losses that the model announces; or {name: weight}, which makes the other arguments unnecessary.
         weights: by name, each a number; or [[step, value], ...], linear between the steps and constant beyond them; or
-            "learned": exp(-s) * loss + s with one trained s per entry, shared by the layers it covers, starting where
-            exp(-s) is the default weight (homoscedastic uncertainty, Kendall et al., CVPR 2018, with L of any kind).
-        default_weights: the model's own, for losses that `weights` does not cover.
+            "learned": exp(-s) * loss + s with one trained s per entry, shared by the layers that the entry covers; at
+            first exp(-s) is the default weight (homoscedastic uncertainty, Kendall et al., CVPR 2018, for any kind of
+            loss).
+        default_weights: the model's own weights, for losses that `weights` does not cover.
 
     Raises:
         BadInput: an announced name without a weight, a weight without an announced name, a value that is not a weight;
@@ -96,9 +98,10 @@ class LossWeights(nn.Module):
         self._micro_batches = 1
 
     def add(self, name: str, weight: Weight, divided_by: str | None = None) -> None:
-        """Add a loss after the model's own.
+        """Announce one more loss, after those of the model.
 
-        divided_by: "images" or "boxes", if its value is a mean over those of a micro-batch, see `begin_micro_batch`.
+        divided_by: "images" or "boxes", if the value of the loss is a mean over the images or boxes of a micro-batch,
+            see `begin_micro_batch`; else None.
 
         Raises BadInput if the name is taken or the weight invalid.
         """
@@ -126,8 +129,9 @@ class LossWeights(nn.Module):
 
         Args:
             step, micro_batches: as in `forward`.
-            shares: by "images" and "boxes", their number in this micro-batch divided by their denominator in the
-                window. A loss that is `divided_by` one of them is multiplied by its share, as if in one big batch.
+            shares: by "images" and "boxes": their number in this micro-batch, divided by the denominator for the whole
+                window. A loss that is `divided_by` one of the two is multiplied by its share, which makes it a mean
+                over the window.
         """
         self._step = step
         self._micro_batches = micro_batches
@@ -168,8 +172,8 @@ class LossWeights(nn.Module):
     def weigh(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
         """Weigh as `forward` does, but return the names of losses without a weight in `unknown`.
 
-        An error raised here, on the one rank that has such a loss, would leave the others waiting: give `unknown` to
-        `reduce_dict`, which raises on every rank.
+        An error raised here, on the one rank that has such a loss, would leave the other ranks waiting: give `unknown`
+        to `reduce_dict`, which raises an error on every rank.
         """
         names = [name for name in self.names if name in losses]
         if not names:
@@ -203,7 +207,7 @@ class LossWeights(nn.Module):
         return weights
 
     def parameter_groups(self, lr: float) -> list[dict]:
-        """Return the optimizer group of the learned weights, without decay; an empty list without learned weights."""
+        """Return a list with one optimizer group, the learned weights without decay; [] if there are none."""
         learned = dict(self.log_variances.items())
         if not learned:
             return []
@@ -254,17 +258,18 @@ def window_denominators(
     averaged: Collection[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> list[dict[str, Tensor]]:
-    """Return the denominators of each micro-batch's losses, so that gradients averaged over ranks are right.
+    """Return the numbers that the losses of each micro-batch are divided by; DDP must average the gradients over ranks.
 
     Args:
         local: per micro-batch of the window, the counts of this rank by name (boxes, class weights, images, ...); the
             same names and number of micro-batches on every rank.
         mode: "global": the total over window and ranks, divided by the number of ranks because DDP averages the
             gradients. The mean over ranks of the summed losses is then that of the one big batch.
-            "original": each micro-batch and rank by itself. Names in `averaged` are totalled over the ranks and divided
-            by their number, at least 1 (DETR's number of boxes); the others stay local (its class weights). Times the
-            number of micro-batches, so that the window is the mean of its micro-batches.
-        averaged: see "original".
+            "original": each micro-batch by itself, as in the original programs. The counts named in `averaged` are
+            means over the ranks, at least 1 (DETR's number of boxes); all other counts are those of this rank (DETR's
+            class weights). Both are multiplied by the number of micro-batches, so that the loss of the window is the
+            mean of the losses of its micro-batches.
+        averaged: names of counts, used by the mode "original".
 
     Returns:
         Per micro-batch {name: 0-dim tensor on `device`}. A total of 0 becomes 1: only zeros are divided by it. One
@@ -371,7 +376,7 @@ def _at(entry: float | tuple[tuple[float, float], ...], step: int) -> float:
 
 
 def labelled_classes(targets: Sequence[Mapping], device: torch.device) -> Tensor | None:
-    """Return the classes that each image labels, (B, C) bool; None: all images label all, and losses are unchanged."""
+    """Return which classes each image labels, (B, C) bool; None if all images label all classes."""
     if not any("labelled" in target for target in targets):
         return None
     rows = [target["labelled"].to(device, non_blocking=True) for target in targets]
@@ -379,7 +384,13 @@ def labelled_classes(targets: Sequence[Mapping], device: torch.device) -> Tensor
 
 
 def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: Tensor | None) -> Tensor:
-    """Set sigmoid losses (L, B, Q, C) of unlabelled classes to 0, except at the indices `positives`."""
+    """Return sigmoid losses with 0 for the classes that an image does not label, except where they have a target.
+
+    Args:
+        terms: (L, B, Q, C) losses of L decoder layers and Q queries.
+        positives: index tensors into `terms`, one for each dimension, of the classes that queries have as target.
+        labelled: (B, C) bool, see `labelled_classes`; None: `terms` is returned unchanged.
+    """
     if labelled is None:
         return terms
     counted = labelled[:, None].expand_as(terms).clone()
@@ -390,9 +401,8 @@ def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: T
 def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | None:
     """Return which columns of a softmax stand for classes that an image does not label, (B, C + 1) bool.
 
-    background: the column of the background, 0 or -1; it is never True.
-
-    Returns None if all images label all classes.
+    labelled: (B, C) bool, see `labelled_classes`; None: None is returned. background: the column of the background, 0
+    or -1; it is False for every image.
     """
     if labelled is None:
         return None
@@ -404,13 +414,15 @@ def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | Non
 def partial_log_softmax(logits: Tensor, classes: Tensor, unlabelled: Tensor | None, background: int) -> Tensor:
     """Return log-probabilities (N, C + 1) whose `nll_loss` for `classes` (N,) pushes no unlabelled class down.
 
-    If the background is the target, it counts together with all unlabelled classes, one of which may be there (Cermelli
-    et al., Modeling the Background, CVPR 2020, equation 5). If a class is the target, unlabelled ones are left out of
-    the softmax; their entries are then those of the background. Rows without unlabelled classes are not changed.
+    If the background is the target, its probability is added to that of all unlabelled classes, one of which may be in
+    the image (Cermelli et al., Modeling the Background, CVPR 2020, equation 5). If a class is the target, the
+    unlabelled classes are left out of the softmax; their columns of the result are then equal to that of the
+    background. Rows without unlabelled classes have the ordinary log-softmax.
 
     Args:
-        logits: (N, C + 1), or log-probabilities. unlabelled: (N, C + 1), see `unlabelled_columns`; None: all are
-            labelled.
+        logits: (N, C + 1), or log-probabilities.
+        classes: (N,) column of the target of each row.
+        unlabelled: (N, C + 1) bool, the row of `unlabelled_columns` for the image of each row; None: all are labelled.
         background: column of the background, 0 or -1.
     """
     if unlabelled is None:

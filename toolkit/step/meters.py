@@ -24,7 +24,9 @@ Item = TypeVar("Item")
 
 
 class SmoothedValue:
-    """A series of numbers, summarised over its last `window_size` and over all (facebookresearch/detr `util/misc.py`).
+    """A series of numbers with statistics of its last `window_size` values and of all values.
+
+    It is the class of this name in facebookresearch/detr, `util/misc.py`.
 
     Every statistic of an empty series is NaN.
 
@@ -145,8 +147,8 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         delimiter: between the meters in a line.
         meters: by name, as for a dict.
 
-    new: attribute, the function that makes a new meter; see `make_meters`.
-    statistic: attribute, what `smoothed` takes of a `SmoothedValue`.
+    new: attribute, the function that makes a meter for a new name; see `make_meters`.
+    statistic: attribute, the name of the property of a `SmoothedValue` that `smoothed` returns.
     """
 
     new: Callable[[], SmoothedValue | MomentumMeter] = SmoothedValue
@@ -163,13 +165,16 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         return self[name]
 
     def add_meter(self, name: str, meter: SmoothedValue | MomentumMeter) -> None:
-        """Set the meter of a name, for another window or format than the usual ones."""
+        """Set the meter of a name, to give it another window or format than a meter made on first use."""
         self[name] = meter
 
     def log_every(self, batches: Iterable[Item], every: int, header: str = "") -> Iterator[Item]:
         """Yield the batches; print a line on the main process after each `every` of them and after the last.
 
-        A line has the place, the time left, the meters, the seconds of a batch, and the seconds of waiting for data.
+        A line has the number of the batch, the time left, the meters, the seconds per batch, and the seconds of waiting
+        for data per batch.
+
+        header: the beginning of each line.
         """
         total = len(batches) if isinstance(batches, Sized) else None
         timer = StepTimer()
@@ -200,7 +205,7 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         self.add({**(values or {}), **more})
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Add one value to the meter of each name, as further values of the last update."""
+        """Add one value to the meter of each name, without counting an update."""
         for name, value in values.items():
             if name not in self:
                 is_last_value = name == "class_error"  # as in DETR
@@ -208,7 +213,11 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
             self[name].update(value)
 
     def smoothed(self, name: str) -> float:
-        """Return the one value that stands for a meter: its `statistic`, a moving average, or the last of one value."""
+        """Return one value for the meter of a name.
+
+        This is the mean of a `MomentumMeter`, the last value of a `SmoothedValue` with a window of 1, and the property
+        `statistic` of any other `SmoothedValue`.
+        """
         meter = self[name]
         if isinstance(meter, MomentumMeter):
             return meter.mean
@@ -234,10 +243,13 @@ METER_KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum
 
 
 def make_meters(kind: str, steps_per_epoch: int) -> Meters:
-    """Return meters with the smoothing of one of the original programs; clear those of an epoch at its end.
+    """Return empty meters with the smoothing of one of the original programs.
 
-    epoch_median (DETR) and run_median (Scene-Graph-Benchmark): median of the last 20 steps. epoch_mean (CVNets) and
-    run_mean (GluonCV): mean of all. momentum (seamseg): momentum 1 - 1 / steps of an epoch.
+    kind: epoch_median (DETR) and run_median (Scene-Graph-Benchmark): median of the last 20 steps. epoch_mean (CVNets)
+        and run_mean (GluonCV): mean of all steps. momentum (seamseg): a `MomentumMeter` with momentum 1 - 1 /
+        steps_per_epoch. The caller clears the meters of the kinds epoch_median and epoch_mean after each epoch.
+
+    Raises BadInput: an unknown kind.
     """
     meters = Meters()
     if kind == "momentum":
@@ -251,7 +263,7 @@ def make_meters(kind: str, steps_per_epoch: int) -> Meters:
 
 
 class Averages:
-    """Weighted means of values by name over an epoch, exact over a resume in the middle of it."""
+    """Weighted means of values by name over an epoch; a resume in the middle of the epoch gives the same means."""
 
     def __init__(self):
         self._sums: dict[str, tuple[float, int]] = {}
@@ -259,7 +271,7 @@ class Averages:
     def update(self, values: Mapping[str, float], weight: int = 1) -> None:
         """Add one value to each name; a name may be missing in a step that had nothing to count.
 
-        weight: images of the step, so that a step with few images counts less.
+        weight: the number of images of the step, so that a step with few images counts less.
         """
         for name, value in values.items():
             total, count = self._sums.get(name, (0.0, 0))
@@ -288,7 +300,7 @@ class StepTimer:
             ...
             timer.step_done(images)
 
-    Each step reads one number from the device, so the wall clock is right on a GPU too.
+    The wall clock is right on a GPU too if each step reads a number from the device, which waits for its work.
     """
 
     def __init__(self, window_size: int = 50, clock: Callable[[], float] = time.perf_counter):
@@ -299,7 +311,7 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        """Start the clock; the time since the last step is not counted."""
+        """Start the clock anew; the time since the last step is not counted."""
         self._begin = self._clock()
         self._ready = self._begin
 
@@ -337,7 +349,7 @@ class StepTimer:
         return self.step_s * steps_left
 
     def row(self, steps_left: int) -> dict[str, float]:
-        """Return the numbers as columns of metrics.jsonl; empty before the first step."""
+        """Return times, images per second and peak memory as columns of metrics.jsonl; {} before the first step."""
         step_s = self.step_s
         if math.isnan(step_s):
             return {}
@@ -365,8 +377,9 @@ def peak_memory_mb() -> float:
 def machine_figures() -> dict[str, float]:
     """Return figures of every machine of the run, the same on all ranks; a collective.
 
-    `machine/<name>/cpu_percent`: the use of all its cores since the last call; `.../memory_percent`: its memory in use
-    by any process; `.../peak_mb`: the sum of `peak_memory_mb` over the run's processes there.
+    `machine/<name>/cpu_percent`: the use of all cores of the machine since the last call; `.../memory_percent`: the
+    share of its memory that any process uses; `.../peak_mb`: the sum of `peak_memory_mb` over the run's processes on
+    this machine.
     """
     usage = {
         "cpu_percent": psutil.cpu_percent(),

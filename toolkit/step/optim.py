@@ -29,8 +29,8 @@ def parameter_groups(
     """Return the groups of an optimizer: every parameter that requires a gradient, in exactly one.
 
     Args:
-        model: the unwrapped model (and, as a child or merged afterwards, nothing else that trains).
-        lr, weight_decay: of parameters without a special rule below. Several factors on a rate are multiplied.
+        model: the unwrapped model; only its parameters are in the groups.
+        lr, weight_decay: of parameters without a special rule below. Several factors on one rate are multiplied.
         backbone_lr: learning rate of the backbone: parameters below a "backbone", or transformers' "_backbone".
         no_decay_on_norm_and_bias: no weight decay on parameters of norm layers (found by the type of the module, not by
             a pattern on names) and on biases.
@@ -85,10 +85,10 @@ def _empty_group(name: str, lr: float, weight_decay: float) -> dict:
 
 
 def layer_depths(model: nn.Module) -> dict[str, int]:
-    """Return the number of layers from the top for each parameter of the model's timm backbones; 1: in the last layer.
+    """Return, by name, in which layer each parameter of the model's timm backbones is, counted from the last layer (1).
 
-    Layers are those of timm's `group_matcher`, from which its own `layer_decay` is computed: residual or transformer
-    blocks, and one for the stem.
+    Layers are those of timm's `group_matcher`, which timm's own `layer_decay` uses too: each residual or transformer
+    block is a layer, and the stem is one.
 
     Raises:
         BadInput: the model has no timm backbone, or one that does not define its layers.
@@ -142,11 +142,13 @@ def build_optimizer(
 
     Args:
         name: "adamw", "adam" (L2 penalty in the gradient), "sgd" or "muon" (`MuonAndAdamW`).
-        betas: of adamw and adam.
+        groups: as of `parameter_groups`.
+        betas: of adamw and adam, and of the AdamW in muon.
         momentum, nesterov: of sgd; with nesterov the update is computed one step of the momentum ahead.
-        embeddings: matrices that muon leaves to adamw.
-        fused: one kernel for the whole update; None: on CPU and CUDA, else torch's own choice. On a CPU it is five
-            times faster than that; on CUDA it is one launch where foreach has dozens. All are deterministic.
+        embeddings: matrices that muon updates by AdamW.
+        fused: whether one kernel makes the whole update; None: yes if all parameters are on CPU or CUDA, else torch's
+            own choice. On a CPU the fused update is five times faster than torch's default; on CUDA it is one launch
+            instead of dozens. Both are deterministic.
 
     Raises:
         BadInput: an unknown name, nesterov without momentum, betas that are not two numbers from 0 to below 1, muon
@@ -194,8 +196,12 @@ def parameters_of(groups: Iterable[dict]) -> Iterator[nn.Parameter]:
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon (Jordan et al. 2024) for matrices, and its AdamW for all other parameters, as one optimizer.
 
-    The matrices are in groups `<name>/muon`. Updates of Muon have the size of AdamW's (Liu et al. 2025, arXiv
-    2502.16982), so that one learning rate and weight decay serve both. Raises BadInput without matrices.
+    The matrices are in groups `<name>/muon`. The updates of Muon are scaled to the size of AdamW's (Liu et al. 2025,
+    arXiv 2502.16982), so that one learning rate and weight decay suit both.
+
+    groups: as of `parameter_groups`. embeddings: ids (by `id`) of matrices that AdamW updates.
+
+    Raises BadInput: the groups have no matrices, or torch is older than 2.9.
     """
 
     def __init__(self, groups: Sequence[dict], betas: Sequence[float], fused: bool | None, embeddings: Container[int]):
@@ -243,10 +249,10 @@ def _selected(group: dict, chosen: Sequence[bool]) -> dict:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load an optimizer state, with the memory layout of each parameter for its state tensors.
+    """Load an optimizer state, and give each state tensor the memory layout (strides) of its parameter.
 
-    A fused update goes through both in memory order, whatever their strides. A state with the layout of other weights,
-    such as those of other hardware, would be applied to the wrong entries.
+    A fused update goes through a parameter and its state in memory order, whatever their strides. State tensors with
+    another layout, such as those saved on other hardware, would be applied to the wrong entries.
     """
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():
@@ -262,7 +268,8 @@ def gradient_table(
 ) -> str:
     """Format lines of text: total norm and clipping factor, then name, norm and shape of the `top` largest gradients.
 
-    max_norm: 0: nothing is clipped. Call it before clipping. It takes one host read.
+    max_norm: the norm that gradients will be clipped to, for the factor; 0: they are not clipped, and the factor is
+    left out. top: None: all gradients. Call this before clipping. The host waits for the device once.
     """
     named = [(name, p.grad) for name, p in named_parameters if p.grad is not None]
     if not named:
@@ -314,7 +321,7 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Clear all gradients of the model, those of parameters that no optimizer holds included."""
+    """Set the gradients of all parameters of the model to None, also of parameters that no optimizer has."""
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -322,8 +329,8 @@ def drop_gradients(model: nn.Module) -> None:
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm layer: of torch, torchvision, timm or transformers, frozen or not.
 
-    The classes of norm layers have "Norm" in their names (except in-place ABN). Containers such as timm's ConvNormAct
-    have too, but own no parameters themselves: their children do.
+    Such a module is found by "Norm" in the name of its class, or the class InplaceAbn. Containers such as timm's
+    ConvNormAct count as norm layers too, but have no parameters of their own.
     """
     names = [cls.__name__ for cls in type(module).__mro__]
     return any("Norm" in name or name == "InplaceAbn" for name in names)
@@ -389,7 +396,7 @@ def _in_backbone(name: str) -> bool:
 
 
 def is_below(name: str, prefix: str) -> bool:
-    """Return whether a parameter or module is the one called `prefix`, or inside of it."""
+    """Return whether the parameter or module `name` is called `prefix`, or is inside of the module `prefix`."""
     return name == prefix or name.startswith(f"{prefix}.")
 
 

@@ -21,8 +21,8 @@ SCHEDULES = ("constant", "step", "multistep", "cosine", "poly", "linear", "expon
 def warm_up(step: int, warmup_steps: int, warmup_factor: float = 0.1, warmup_method: str = "linear") -> float:
     """Return the warm-up factor of update number `step`.
 
-    It rises from `warmup_factor` in a straight line to 1, which it reaches at `warmup_steps`; with "constant" it is
-    `warmup_factor` until there.
+    With "linear" the factor rises in a straight line from `warmup_factor` at step 0 to 1 at `warmup_steps`; with
+    "constant" it is `warmup_factor` before `warmup_steps`, and 1 from there on.
     """
     if step >= warmup_steps:
         return 1.0
@@ -55,14 +55,16 @@ def lr_factor(
         name: constant: 1. step: gamma^(step // step_size). multistep: gamma^(milestones reached; the update at a
             milestone is the first with the lower rate). With p = (step - warmup_steps) / (total_steps - warmup_steps),
             from 0 to 1, and f = final_factor: cosine: f + (1 - f) (1 + cos(pi p)) / 2. linear: f + (1 - f) (1 - p).
-            poly: f + (1 - f) (1 - p)^power. exponential: f^p, with f above 0. They reach f at `total_steps`, after the
-            last update, whose rate is thus not 0. Without `total_steps` (not known yet) they stay at p = 0. cyclic: see
-            `cyclic_factor`.
-        decayed: (step, p there) from which on p goes to 1 in a straight line, if later than the warm-up.
+            poly: f + (1 - f) (1 - p)^power. exponential: f^p, with f above 0. These four reach f at `total_steps`,
+            after the last update, so the rate of the last update is not 0. Without `total_steps` (not known yet) they
+            stay at p = 0. cyclic: see `cyclic_factor`.
+        decayed: (a step, p at this step): p then goes to 1 in a straight line from there, and not from the end of the
+            warm-up; ignored if the step is within the warm-up.
         warmup_steps, warmup_factor, warmup_method: see `warm_up`, by which the factor is multiplied; a linear one meets
             the schedule at `warmup_steps` without a jump.
-        milestones, step_size: in steps, counted from step 0. A milestone inside the warm-up counts from there on, one
-            given twice counts twice. Those after the cycles of "cyclic" do not count.
+        milestones, step_size: in steps, counted from step 0. A milestone may be inside the warm-up; it lowers the rate
+            from its step on. A milestone that is given twice counts twice. Milestones after the cycles of "cyclic" do
+            not count.
         every: steps from one change of the rate to the next, after the warm-up; for example those of an epoch.
     """
     warm = warm_up(step, warmup_steps, warmup_factor, warmup_method)
@@ -111,8 +113,9 @@ def cyclic_factor(
     """Return the factor of warm restarts in stairs, then one long decay.
 
     The schedule is that of ESPNetv2 (Mehta et al., CVPR 2019, section 4.1). A cycle has `stairs` stairs of `step_size`
-    steps each: the lowest rate, 1 / stairs, then 1 and down by 1 / stairs at every stair, times `decay`. After `cycles`
-    of them the lowest rate goes down to `final_factor` at `total_steps`, as `last_cycle` says: linear or cosine.
+    steps each, with the factors 1 / stairs (the lowest), then 1, then 1 / stairs less at every further stair, all times
+    `decay`. After `cycles` cycles the factor goes from the lowest one to `final_factor`, which it reaches at
+    `total_steps`, on the curve `last_cycle`: "linear" or "cosine". Without `total_steps` the cycles go on.
     """
     stair = step // step_size
     lowest = decay / stairs
@@ -136,8 +139,8 @@ class GroupRates:
         optimizer: the lr of its groups becomes their `initial_lr`, unless they have one already.
 
     Attributes:
-        clock: (step, step of the schedule, pace): from `step` on each step counts as `pace` of the schedule's own. A
-            run that continues with other batches needs more or fewer steps for the data of one earlier step.
+        clock: (step, step of the schedule, pace): from `step` on, each step counts as `pace` steps of the schedule. A
+            run that continues with another batch size needs more or fewer steps for the same data.
     """
 
     name = ""
@@ -157,7 +160,7 @@ class GroupRates:
         raise NotImplementedError
 
     def at(self, step: int) -> float:
-        """Return the step of the schedule after `step` updates: the same, unless the schedule was re-timed."""
+        """Return the step of the schedule after `step` updates: `step` itself, unless `stretch` was called."""
         since, origin, pace = self.clock
         if (since, pace) == (origin, 1.0):
             return step
@@ -166,7 +169,7 @@ class GroupRates:
         return round(origin + pace * (step - since), 6)
 
     def stretch(self, step: int, pace: float) -> None:
-        """Stretch the schedule: from `step` on each step counts as `pace` earlier ones."""
+        """Stretch the schedule: from `step` on, each step counts as `pace` times what it counted before."""
         self.clock = (step, self.at(step), self.clock[2] * pace)
 
     def set(self, step: int) -> None:
@@ -189,11 +192,11 @@ class GroupRates:
         return any(groups[i]["lr"] != lr for i, lr in self._written.items())
 
     def observe(self, metric: float | None) -> bool:
-        """Accept a validation result, which changes nothing here; see `PlateauSchedule`."""
+        """Ignore a validation result and return False: only the rates of a `PlateauSchedule` depend on results."""
         return False
 
     def set_total(self, total_steps: int, step: int = 0) -> None:
-        """Accept the length of training, which changes nothing here; see `Schedule`."""
+        """Ignore the length of training: only the rates of a `Schedule` depend on it."""
 
     def rates(self) -> dict[str, float]:
         """Return the current learning rate by group name."""
@@ -210,9 +213,9 @@ class GroupRates:
         return state
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Follow the saved schedule from the next `set` on, whatever this one was made with.
+        """Restore a saved schedule; its settings replace those that this object was made with, from the next `set` on.
 
-        Raises BadInput: the state of a `Schedule` for a `PlateauSchedule`, or the other way round.
+        Raises BadInput: this is a `PlateauSchedule` and the state is that of a `Schedule`, or the other way round.
         """
         if ("name" in state) != ("name" in self._STATE):
             saved_name = state.get("name", "plateau")
@@ -256,9 +259,10 @@ class Schedule(GroupRates):
         return (self.scale * factor,)
 
     def set_total(self, total_steps: int, step: int = 0) -> None:
-        """Set the length of training, or correct it after `step` updates.
+        """Set the number of training steps, or correct it after `step` updates.
 
-        The rest of a decay is then spread over the remaining steps, without a jump. Takes effect at the next `set`.
+        The rest of a decay that has begun is spread over the remaining steps, so that the rate does not jump. The rates
+        change at the next `set`.
         """
         now = self.at(step)
         options = self.options
@@ -291,15 +295,15 @@ def _check_schedule(name: str, options: Mapping) -> None:
 class PlateauSchedule(GroupRates):
     """A schedule of lr = initial_lr * warm-up(step) * gamma^decays, whose decays depend on the validation results.
 
-    It is WarmupReduceLROnPlateau of Scene-Graph-Benchmark without its constructor, which counted a first validation of
-    0.
+    It is WarmupReduceLROnPlateau of Scene-Graph-Benchmark, except that the original's constructor counts a first
+    validation result of 0, and this one counts none.
 
     Args:
         optimizer: see `GroupRates`.
-        gamma: factor of one decay. patience: validations in a row without improvement before it. threshold: the
-            amount by which an improvement must exceed the best result (absolute; larger is better).
+        gamma: factor on the rate at each decay. patience: validations in a row without improvement before a decay.
+            threshold: the amount by which an improvement must exceed the best result (absolute; larger is better).
         cooldown: validations after a decay, and at the start, that cannot count as bad.
-        max_decays: `finished` after that many.
+        max_decays: number of decays after which training ends (`finished`).
         warmup_steps, warmup_start, warmup_method: see `warm_up`. A decay can happen during warm-up.
 
     Raises BadInput: patience or max_decays below 1, an unknown warm-up.
@@ -346,9 +350,9 @@ class PlateauSchedule(GroupRates):
         return self.decays >= self.options["max_decays"]
 
     def observe(self, metric: float | None) -> bool:
-        """Record a validation result (NaN and None, undefined, are bad ones); return True if the rate falls.
+        """Record a validation result; return True if the rate is reduced because of it, from the next `set` on.
 
-        The new rate is in force from the next `set` on.
+        None and NaN, which are undefined results, count as no improvement.
         """
         options = self.options
         defined = metric is not None and not math.isnan(metric)
@@ -435,8 +439,8 @@ def steps_from(value: int | str, steps_per_epoch: int) -> int:
 
 
 def is_time(step: int, every: int, last: int | None = None) -> bool:
-    """Return whether an action of every `every` steps (0: only at the end) is due after `step` updates.
+    """Return whether an action that is taken once in `every` steps is due after `step` updates.
 
-    It is always due at the `last` step.
+    It is also due at the step `last`; with `every` 0 it is due only then. It is never due at step 0.
     """
     return step > 0 and (step == last or every > 0 and step % every == 0)

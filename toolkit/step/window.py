@@ -1,7 +1,8 @@
 """The window: the micro-batches of one optimizer step, and everything that their gradients depend on.
 
-A training loop goes through it once. The report of a NaN stores it, and replaying a report or probing the memory runs
-it again on a detector without wrappers, without other processes. An error for lack of memory names its batches.
+A training loop goes through each window once. The report of a NaN stores the window; replaying a report or probing the
+memory runs the window again, on a detector without wrappers and without other processes. An out-of-memory error names
+the batches of the window.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,8 +49,9 @@ class Window:
 
     Attributes:
         denominators: those of the current micro-batch.
-        sums: losses, weighted and unscaled, and sums and counts of metrics, over the micro-batches so far.
-        losses: unscaled losses of each micro-batch so far.
+        sums: sums over the micro-batches so far: of each loss, weighted and without its weight ("<name>_unscaled"), and
+            of the sums and counts of metrics.
+        losses: the losses of each micro-batch so far, without their weights.
     """
 
     def __init__(
@@ -90,20 +92,23 @@ class Window:
             yield on_device
 
     def forget_sums(self) -> None:
-        """Begin a pass over the micro-batches."""
+        """Clear the sums and losses of the last pass over the micro-batches; each pass begins with this."""
         self.sums = {}
         self.losses = []
         self.unknown = []
 
     def seed_what_is_outside(self) -> None:
-        """Seed what a loop draws outside of the micro-batches by (seed, step, rank)."""
+        """Seed, by (seed, step, rank), the random numbers that a loop draws outside of the micro-batches."""
         seed_step(self.seed, self.step, self.rank, OUTSIDE_MICRO_BATCHES)
 
     def begin_micro_batch(self, micro: int, batch: Batch, denominators: Mapping[str, float | Tensor]) -> None:
         """Seed the random draws of a micro-batch, and set the denominators of its losses.
 
-        Random numbers become functions of numbers that are known after a resume, so that there is nothing to save:
-        dropout and denoising noise of (seed, step, rank, micro-batch), samples of (seed, step, image id).
+        Random numbers become functions of numbers that are known after a resume, so no generator state has to be saved:
+        dropout and denoising noise of (seed, step, rank, micro-batch), random samples of boxes of (seed, step, image
+        id).
+
+        micro: number of the micro-batch in the window, from 0. batch: its targets are changed, see `seed_images`.
         """
         seed_micro_batch(batch.targets, self.seed, self.step, self.rank, micro)
         self.denominators = denominators
@@ -141,7 +146,8 @@ class Window:
     def run_again(self, detector: nn.Module, loss_weights: LossWeights) -> list[dict[str, Tensor]]:
         """Run forward, criterion and backward of all micro-batches on a detector without wrappers.
 
-        No collective is made. Returns the unscaled losses of each micro-batch; gradients stay in the parameters.
+        No collective is made. Returns the losses of each micro-batch without their weights; the gradients stay in the
+        parameters.
         """
         device = next(detector.parameters()).device
         again = Window(self.batches, self.all_denominators, **self.facts(), device=device)
@@ -153,7 +159,10 @@ class Window:
         return again.losses
 
     def facts(self) -> dict:
-        """Return the facts of a window that a report stores beside batches and denominators, as JSON values."""
+        """Return step, seed, rank, precision and loss scale as JSON values.
+
+        A report stores them beside the batches and denominators, so that the window can be built again.
+        """
         return {
             "step": self.step,
             "seed": self.seed,

@@ -45,16 +45,17 @@ def open_dataset(
     """Open one split, validated and cached; of several sources or folders one table that joins them.
 
     source: a COCO annotation file; "train" or "val" of the bundled shapes with format="shapes"; with `name` (a hub
-        data set or a local `datasets` folder) the split's name. With format="visual_genome" (`name` is the folder of
-        the three files), "vrd", "gqa", "open_images" (of theirs) and "psg" (`name` is psg.json): "train", "val" or
-        "test"; "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
-        A folder or a CSV file stands for its one split, or for its training data. A list: several, see
-        `toolkit.data.joining`.
-    path: folder of any format of `FOLDERS`, or several; `source` is then the name of a split.
-    format: "auto" goes by `path`, by `name` and by the suffix of `source`. With `path` "shapes" means "auto".
-    unlisted_classes: of several: how a class that is not in a set's own list counts in its images, "unknown" or
-        "background".
-    The others are those of `Reading`.
+        data set or a local `datasets` folder) the name of the split. With the formats "visual_genome", "vrd", "gqa" and
+        "open_images" (`name` is the folder of their files) and "psg" (`name` is psg.json): "train", "val" or "test";
+        "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
+        A folder or a CSV file stands for its one split, or for its training data. A list stands for several data sets,
+        see `toolkit.data.joining`.
+    path: folder of any format of `FOLDERS`, or a list of such folders; `source` is then the name of a split.
+    format: "auto" finds the format by `path`, by `name` or by the suffix of `source`. With `path` "shapes" means
+        "auto".
+    unlisted_classes: for several data sets: whether a class that a set does not list counts as "unknown" or as
+        "background" in the images of this set.
+    The other arguments are those of `Reading`.
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
     """
     if format not in FORMATS:
@@ -104,7 +105,7 @@ def is_several(*values: object) -> bool:
 def pair_folders_and_splits(
     path: str | Path | Sequence | None, source: str | Sequence
 ) -> list[tuple[str | Path | None, str]]:
-    """Return the folder and the split or file of each data set; one that is given once holds for all.
+    """Return (folder, split or file) of each data set; a folder or split that is given once counts for all of them.
 
     Raises BadInput: the two lists differ in length, a list is empty, or a set is named twice.
     """
@@ -154,9 +155,9 @@ def _format_of(source: str, name: str | None) -> str:
 class RecognisedFolder:
     """The format and the splits of a folder.
 
-    others: further formats that it could be read as.
+    others: further formats that the folder could be read as.
     unused: files that are not read.
-    missing: splits that it names but that do not exist.
+    missing: splits that the folder's data.yaml names but that do not exist.
     """
 
     path: Path
@@ -180,14 +181,14 @@ class RecognisedFolder:
 
 
 def module_of(format: str) -> ModuleType:
-    """Load the module of one of `FOLDERS`; a run on one format does without the others."""
+    """Import the module of a format in `FOLDERS`; the modules of other formats are not imported."""
     return importlib.import_module(f"toolkit.data.formats.{FOLDERS[format]}")
 
 
 def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     """Recognise the format and the splits of a folder (or of a single annotation file).
 
-    format: "auto" takes the first format of `FOLDERS` that recognises it; a name takes that one.
+    format: "auto": the first format of `FOLDERS` whose module recognises the folder; a name: this format alone.
 
     Raises BadInput: the folder does not exist or has none of the formats; the message says what was looked for.
     """

@@ -1,8 +1,8 @@
 """Shared code of the readers of VOC, YOLO and CSV data: from their boxes to a checked, cached table.
 
-Each format is a module with three functions: `recognise(folder)` returns the names of its splits, or None for another
-format; `unused(folder)` names what looks like a split, or a file of one, and is not read; `read(folder, split, ...)`
-returns a table. Their writers are those of `toolkit.tools.writers`.
+Each format is a module with three functions. `recognise(folder)` returns the names of the folder's splits, or None for
+a folder of another format. `unused(folder)` returns the names of files and folders that look like a split but are not
+read. `read(folder, split, ...)` returns a table. The writers of these formats are in `toolkit.tools.writers`.
 """
 
 import os
@@ -36,9 +36,11 @@ class Listing:
     """A split as its files describe it, in columns.
 
     images: numbered from 1, names relative to `image_root`; sizes that the files omit are None, and are read from
-        the images' headers. An image without a size is an error, and `UNKNOWN_SIZE` wide and high.
-    classes: their (id, name).
-    watched: files and folders whose change makes the cached table stale; listed: images of the other splits too.
+        the headers of the images. If that fails, a problem is added, and the image gets `UNKNOWN_SIZE` as width and
+        height.
+    classes: (id, name) of each class.
+    watched: files and folders whose change makes the cached table stale.
+    listed: names of the images of all splits, as far as they are known.
     """
 
     image_root: Path | ImageSources
@@ -80,8 +82,8 @@ class Listing:
     ) -> None:
         """Add a box of the image at `index`.
 
-        name: of its class. xyxy: in pixels; shares: in fractions of the image. source: its file, for messages.
-        ignored: VOC's `difficult`, COCO's crowds.
+        name: of the class. xyxy: in pixels, or in fractions of the image if `shares`. source: the file of the box, for
+        messages. ignored: True for objects that need not be found: VOC's `difficult`, COCO's crowds.
         """
         image = self.images[index]
         x1, y1, x2, y2 = xyxy
@@ -102,7 +104,10 @@ class Listing:
 
 
 def split_of(name: str) -> str | None:
-    """Return train, val or test if a file or folder is called like one of them; the ending does not count."""
+    """Return train, val or test if a file or folder is called like this split or a synonym; else None.
+
+    The suffix, a number at the end, and the words `instances_` before and `_annotations` after the name are ignored.
+    """
     stem = Path(name).stem.lower()
     stem = stem.removeprefix("instances_").removesuffix("_annotations")
     stem = stem.rstrip("0123456789").rstrip("-_ ") or stem
@@ -113,10 +118,11 @@ def split_of(name: str) -> str | None:
 
 
 def split_in_name(name: str) -> str | None:
-    """Return train, val or test if one of these words, or a synonym, occurs in a name.
+    """Return train, val or test if one of these words, or a synonym, occurs in a name; else None.
 
-    `custom_train.json` is of train, `test_labels.csv` and `testset` of test. A name with several of the words says
-    nothing; but one that says test, and does not say train, is of test (`test-dev`), so that it never trains.
+    `custom_train.json` is of train, `test_labels.csv` and `testset` of test. A name with the words of several splits is
+    of none of them, with one exception: a name with a word for test and none for train, such as `test-dev`, is of test,
+    so that test images are never trained on.
     """
     words = [word.lower().removesuffix("set") for word in FILE_NAME_WORD.findall(Path(name).stem)]
     found = {split for split, names in SPLIT_NAMES.items() if not set(names).isdisjoint(words)}
@@ -126,7 +132,7 @@ def split_in_name(name: str) -> str | None:
 
 
 def called_first(paths: Iterable[Path]) -> list[Path]:
-    """Sort paths: those that are called like a split (`train.json`) before those that have its name in theirs."""
+    """Sort paths: first those that `split_of` recognises (`train.json`), then all others; both by name."""
     return sorted(paths, key=lambda path: (split_of(path.name) is None, path.name))
 
 
@@ -142,7 +148,7 @@ def folders_of_splits(*parents: Path) -> dict[str, list[Path]]:
 
 
 def folders_in(parent: Path) -> list[Path]:
-    """Return the folders in a folder, sorted; none if it cannot be read."""
+    """Return the folders directly in a folder, sorted; an empty list if it cannot be read."""
     try:
         with os.scandir(parent) as entries:
             return sorted(parent / entry.name for entry in entries if os.path.isdir(entry.path))
@@ -151,7 +157,10 @@ def folders_in(parent: Path) -> list[Path]:
 
 
 def not_among(candidates: Iterable[Path], used: Iterable[Path], folder: Path) -> list[str]:
-    """Return names, relative to a folder, of the candidates that are not used, nor in a used one, nor around one."""
+    """Return the names, relative to `folder`, of the candidates that have nothing to do with a used path.
+
+    Left out are candidates that are a used path, are inside of a used folder, or contain a used path.
+    """
     resolved = [path.resolve() for path in used]
     left = []
     for candidate in candidates:
@@ -183,12 +192,15 @@ def open_annotated(
     listing: Callable[[], Listing],
     reading: Reading,
 ) -> DetectionTable:
-    """Open the table of a split, from the cache while the files it was made of stay as they are; else by `listing()`.
+    """Open the table of a split, from the cache if the files that it was made from have not changed; else make it.
 
-    Checks and problems are those of `read_coco`, but a box without width or height, which a click in an annotation tool
-    leaves behind, is left out with a warning. Raises BadInput.
+    Checks and problems are those of `read_coco`, but a box without width or height, which an accidental click in an
+    annotation tool makes, is left out with a warning.
 
-    reading: with the folder of its images, opened, as `image_dir`; None: `listing` finds them.
+    kind: name of the format, for the key of the cache. listing: function that reads the files of the split. reading:
+    its `image_dir` is the opened root of the images, or None if `listing` looks for them.
+
+    Raises BadInput: the split has no images, or has defects and `reading.on_error` is "raise".
     """
     name = f"{folder} ({split})"
     image_dir = reading.image_dir
@@ -229,5 +241,5 @@ def open_annotated(
 
 
 def sorted_classes(names: Iterable[str]) -> list[tuple[int, str]]:
-    """Return names in alphabetical order with ids from 1."""
+    """Return (id, name) of each distinct name, in alphabetical order with ids from 1."""
     return list(enumerate(sorted(set(names)), start=1))

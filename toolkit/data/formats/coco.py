@@ -52,13 +52,13 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
 def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[Path] = ()) -> DetectionTable:
     """Read a COCO `instances` file (polygons and masks are not kept) into a DetectionTable.
 
-    reading: with the root of `file_name`, as `open_sources` takes it, as `image_dir`; None looks near the annotation
-        file.
+    reading: its `image_dir` is the root of `file_name`, as `open_sources` takes it; None: the images are looked for
+        near the annotation file.
     siblings: annotation files of other splits, whose images may lie in the same folder.
-    The table and the verdict are cached by the content of the JSON, the options, and the names, sizes and times of
-    the images, so that a second start reads neither. `rel_categories` and `rel_annotations`, or triplets `relations`
-    (rows of subject annotation id, object annotation id, predicate id), become `relations`; `attribute_ids` of
-    annotations, ids of `attribute_categories`, become `attributes`.
+    The table and its problems are cached by the content of the JSON file, the options, and the names, sizes and times
+    of the images, so that a second start parses no JSON and opens no image. `rel_categories` and `rel_annotations`, or
+    triplets `relations` (rows of subject annotation id, object annotation id, predicate id), become `relations`;
+    `attribute_ids` of annotations, which are ids of `attribute_categories`, become `attributes`.
     """
     if reading.on_error not in ("raise", "drop"):
         raise BadInput(f"on_error is {reading.on_error!r}; expected 'raise' or 'drop'")
@@ -94,7 +94,10 @@ def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[
 
 
 def read_annotations(file: Path) -> Annotations:
-    """Read the content of a COCO file in columns: 66 bytes for each box. Raises BadInput for any other file."""
+    """Read a COCO file into columns, which take 66 bytes for each box.
+
+    Raises BadInput if the file is not JSON, or lacks one of the lists of `REQUIRED_LISTS`.
+    """
     lists: dict[str, object] = {}
     annotations = Annotations()
     triplets = RelationColumns()
@@ -140,7 +143,7 @@ def listed_names(annotation_file: Path) -> Iterator[str]:
 def unused(folder: Path) -> list[str]:
     """Return the names of the COCO files of a folder that are not read.
 
-    Their split has another file, or their names do not say a split.
+    They are not read because there is another file for their split, or because their names do not say a split.
     """
     used = {path.resolve() for path in _files(folder).values()}
     return [str(path.relative_to(folder)) for path in _candidates(folder) if path.resolve() not in used]

@@ -73,8 +73,8 @@ class _Row(NamedTuple):
 def recognise(folder: Path) -> tuple[str, ...] | None:
     """Return the names of the splits of a folder of CSV files, or of one file; None if there are no tables of boxes.
 
-    Known are files whose names say a split, a CSV file in the folder of each split, and one CSV file, with a column
-    `split` or without.
+    Recognised are files whose names say a split, a CSV file in the folder of each split, and a single CSV file, with or
+    without a column `split`.
     """
     splits = set()
     for split, path in _tables(folder):
@@ -88,7 +88,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 def unused(folder: Path) -> list[str]:
     """Return the names of the tables of boxes in a folder that are not read.
 
-    Their split has another table, or their names do not say a split.
+    They are not read because there is another table for their split, or because their names do not say a split.
     """
     candidates = [path for _, path in _candidates(folder)]
     used = [path for _, path in _tables(folder)]
@@ -96,7 +96,7 @@ def unused(folder: Path) -> list[str]:
 
 
 def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
-    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
+    """Read one split by `toolkit.data.formats.annotated.open_annotated`.
 
     Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. If all
     coordinates are at most 1 and not all are whole numbers, they are fractions of the image. Classes are the names of

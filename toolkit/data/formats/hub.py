@@ -1,6 +1,6 @@
 """Data sets of the `datasets` library, from the hub or a local folder, with the usual `objects` column.
 
-They are copied into the cached table, or the images are streamed from their Parquet files.
+The data are copied into the cached table; or the images stay in their Parquet files and are streamed from there.
 """
 
 import dataclasses
@@ -37,10 +37,11 @@ Make = Callable[[Path], DetectionTable]  # writes the table to the cache file th
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The names of the columns that are read, and of the keys in `objects` (None: it has none).
+    """The names of the columns that are read from a data set, and what is known of its classes.
 
+    image: name of the column of images. category, id: names of keys in `objects`; id: None if there is no such key.
     categories, predicates: {"id", "name"} of classes and predicates; None: only their ids are known.
-    relations: whether there are any.
+    relations: whether the data have relations.
     """
 
     image: str
@@ -52,7 +53,7 @@ class Columns:
 
 
 def open_named(split: str, reading: Reading) -> DetectionTable:
-    """Read a split of the data set `reading.name` by `open_hub`. Raises BadInput."""
+    """Read a split of the data set `reading.name` by `open_hub`. Raises BadInput if no name is given."""
     if reading.name is None:
         raise BadInput(f"format 'hub' with split {split!r}: set the data set's name or folder (--data.name)")
     return open_hub(reading.name, split, reading)
@@ -61,15 +62,18 @@ def open_named(split: str, reading: Reading) -> DetectionTable:
 def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
     """Read a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
 
-    Expected: an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd]}`; `image_id`, `width`
-    and `height` are used when there. Class names come from the ClassLabel feature; in SGG-Benchmark's layout they are
-    in `categories.json` beside the data, with those of the column `relations {subject_id, object_id, predicate_id}`.
-    The encoded images are copied into the cached table. Validation as in `read_coco`.
+    Expected are an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd]}`; the columns
+    `image_id`, `width` and `height` are used if they exist. Class names come from the ClassLabel feature; in
+    SGG-Benchmark's layout they are in `categories.json` beside the data, which also has the names of the predicates in
+    the column `relations {subject_id, object_id, predicate_id}`. The encoded images are copied into the cached table.
+    The data are validated as in `read_coco`.
 
-    With `reading.streaming`, of Parquet files, the images are read there when they are asked for. They are not looked
-    at before, so `width`, `height` and class names (ClassLabel) are needed, and `check_images` has no effect.
+    With `reading.streaming`, which needs Parquet files, images stay in these files and are read when they are asked
+    for. They are not looked at before, so `width`, `height` and class names (ClassLabel) are needed, and `check_images`
+    has no effect.
 
-    Raises BadInput, without network too.
+    Raises BadInput: the data or the split do not exist, the hub cannot be reached and there is no local copy, or the
+        data have other columns or defects.
     """
     source = f"{name} ({split})"
     max_image_pixels = reading.max_image_pixels
@@ -206,9 +210,9 @@ def _load_split(name: str, split: str) -> datasets.Dataset:
 
 
 def columns_of(features: datasets.Features, name: str, description: str = "") -> Columns:
-    """Find the columns that are read in a data set of these features.
+    """Return the columns that are read from a data set with these features.
 
-    description: its own, which may be JSON with names.
+    name: of the data set. description: text of the data set, which may be JSON with the names of classes.
 
     Raises BadInput for a data set without images or objects, or with names that are not lists.
     """
@@ -291,12 +295,15 @@ def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple
 
 
 def numbered(names: Sequence[str]) -> list[dict]:
-    """Return classes from 0 as categories of COCO."""
+    """Return names as categories of COCO, {"id", "name"}, with ids from 0."""
     return [{"id": label, "name": name} for label, name in enumerate(names)]
 
 
 def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Columns) -> None:
-    """Add the image, boxes and relations of a row; `objects` and `relations` are a dict of lists or a list of dicts."""
+    """Add the image, boxes and relations of a row of the data set to `annotations`.
+
+    The entries `objects` and `relations` of the row are a dict of lists or a list of dicts.
+    """
     image_id = len(annotations.images) if row.get("image_id") is None else row["image_id"]
     image = {
         "id": image_id,

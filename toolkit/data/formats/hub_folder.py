@@ -22,7 +22,10 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 
 def unused(folder: Path) -> list[str]:
-    """Return the names of splits that another one takes precedence over: `dev` if there is `validation`."""
+    """Return the names of splits that are not read because another name of the same split comes first.
+
+    An example is `dev` if there is `validation` too.
+    """
     names = _split_names(folder)
     return [name for name in names if _own_name(names, split_of(name) or name) != name]
 
@@ -36,7 +39,7 @@ def _own_name(names: list[str], split: str) -> str:
 
 
 def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
-    """Read one split; `image_dir` is ignored, since the images are in the data."""
+    """Read one split; `reading.image_dir` is ignored, because the images are in the data."""
     from toolkit.data.formats.hub import open_hub
 
     return open_hub(str(folder), _own_name(_split_names(folder), split), reading)

@@ -22,8 +22,12 @@ JSON_TYPE_NAMES = {list: "list", str: "string", int: "number", float: "number", 
 def stream_lists(path: Path, window: int = WINDOW_CHARACTERS) -> Iterator[tuple[str, object]]:
     """Yield (key, item) for each item of each list in the top-level object of a file.
 
-    An empty list, and a value that is not a list, comes in one piece as (key, `Whole(value)`). A byte order mark is
-    skipped. Raises BadInput naming line and column.
+    An empty list, and a value that is not a list, is yielded in one piece as (key, `Whole(value)`). A byte order mark
+    is skipped.
+
+    window: characters that are read at a time.
+
+    Raises BadInput, with line and column, if the file is not valid JSON; also if it holds no object or is not UTF-8.
     """
     with open(path, "rb") as file:
         text = _Text(path, file, window)
@@ -58,7 +62,7 @@ class Whole:
 
 
 def items_of(path: Path, keys: Collection[str]) -> Iterator[tuple[str, object]]:
-    """Iterate over the items of these lists only."""
+    """Yield (key, item) for each item of the lists under these keys in the top-level object of a file."""
     for key, item in stream_lists(path):
         if key in keys and not isinstance(item, Whole):
             yield key, item

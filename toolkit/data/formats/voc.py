@@ -48,10 +48,10 @@ class _Parsed(NamedTuple):
 def recognise(folder: Path) -> tuple[str, ...] | None:
     """Return the names of the splits of a folder of VOC annotations; None if it is not one.
 
-    Known are `ImageSets/Main/<split>.txt` beside `Annotations` and `JPEGImages`, a folder for each split with the XML
-    files in it or in a folder of their own, one folder without splits, and several years below `VOCdevkit`.
+    Recognised are `ImageSets/Main/<split>.txt` beside `Annotations` and `JPEGImages`, a folder for each split with the
+    XML files in it or in a folder of their own, one folder without splits, and several years below `VOCdevkit`.
 
-    Raises BadInput: some of several years are split and some are not.
+    Raises BadInput: of several years, some have splits and some have none.
     """
     by_year = {}
     for year in _data_sets(folder):
@@ -89,7 +89,10 @@ def folders_with_annotations(folder: Path) -> list[Path]:
 
 
 def unused(folder: Path) -> list[str]:
-    """Return the names of the lists and folders of splits that are not read. A list of a class is part of another."""
+    """Return the names of the lists and folders of splits that are not read.
+
+    The lists of single classes are left out, because their images are in another list too.
+    """
     names = []
     for data_set in _data_sets(folder):
         lists = [path for path in _lists(data_set) if not _is_of_class(path)]
@@ -101,13 +104,13 @@ def unused(folder: Path) -> list[str]:
 
 
 def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
-    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
+    """Read one split by `toolkit.data.formats.annotated.open_annotated`.
 
-    Boxes are taken as they stand, xmin to xmax and ymin to ymax, as annotation tools write them; in files of the VOC
-    challenges themselves (`<database>The VOC...`) pixels count from 1 and xmax belongs to the box, so that xmin and
-    ymin are lowered by 1. `difficult` objects are ignored in evaluation, like COCO's crowds. Classes are the names of
-    all splits in alphabetical order, or those of `labels.txt`. For several years, the split is that of all that have
-    it.
+    Boxes are xmin to xmax and ymin to ymax without a change, as annotation tools write them. In the files of the VOC
+    challenges themselves (`<database>The VOC...`) pixels count from 1 and the pixel xmax belongs to the box, so xmin
+    and ymin are lowered by 1. `difficult` objects are ignored in evaluation, like COCO's crowds. Classes are the names
+    of all splits in alphabetical order, or those of `labels.txt`. If there are several years, the splits of this name
+    of all years are joined.
     """
     data_sets = _data_sets(folder)
     root = data_sets[0] if len(data_sets) == 1 else folder

@@ -36,9 +36,9 @@ MAX_CLASSES = 100_000
 def recognise(folder: Path) -> tuple[str, ...] | None:
     """Return the names of the splits of a YOLO folder; None if it is not one.
 
-    Known are `data.yaml` (any YAML file with `names` and `train` or `val`), whose splits are folders, lists of folders
-    or text files that list images; and without it `train/images` with `train/labels`, `images/train` with
-    `labels/train`, `obj_train_data` of CVAT, and one folder without splits.
+    Recognised is `data.yaml` (any YAML file with `names` and `train` or `val`), whose splits are folders, lists of
+    folders or text files that list images. Without such a file, recognised are `train/images` with `train/labels`,
+    `images/train` with `labels/train`, `obj_train_data` of CVAT, and one folder without splits.
     """
     _, settings = settings_of(folder)
     if settings:
@@ -52,10 +52,7 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
 
 def missing(folder: Path) -> list[str]:
-    """List the splits that data.yaml names but that do not exist here, with the paths that it gives.
-
-    They may exist on another computer.
-    """
+    """Return a text for each split whose paths in data.yaml do not exist here, such as those of another computer."""
     file, settings = settings_of(folder)
     texts = []
     for split in SPLIT_NAMES:
@@ -70,7 +67,7 @@ def _missing_of(folder: Path, settings: dict, split: str) -> list[Path]:
 
 
 def unused(folder: Path) -> list[str]:
-    """Return the names of the image folders that look like a split and are not read: the YAML file names others."""
+    """Return the names of image folders that look like a split but are not read, because other folders are used."""
     _, settings = settings_of(folder)
     used = []
     for split in SPLIT_NAMES:
@@ -88,7 +85,10 @@ def unused(folder: Path) -> list[str]:
 
 
 def labels_alone(folder: Path) -> Path | None:
-    """Find the folder of label files whose images lie elsewhere, as predict.py writes it; None if there is none."""
+    """Return the folder of label files in `folder`, or `folder` itself if it has label files; None if there are none.
+
+    It is for labels whose images are elsewhere, as predict.py writes them.
+    """
     labels = folder / LABEL_FOLDER
     if labels.is_dir() and any(map(_is_label_folder, folders_below(labels))):
         return labels
@@ -98,11 +98,12 @@ def labels_alone(folder: Path) -> Path | None:
 
 
 def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
-    """Read one split as `toolkit.data.formats.annotated.open_annotated`.
+    """Read one split by `toolkit.data.formats.annotated.open_annotated`.
 
-    The text file of an image lies where its path says `labels` instead of `images`, or beside it; of labels alone, the
-    images are those of `image_dir`, with the same names. An image without a text file has no objects. `Rows` decides
-    what the numbers of a line are. Classes keep their numbers from 0.
+    The path of the text file of an image is that of the image with `labels` in place of `images`, or the text file is
+    beside the image. If a folder has labels alone, the images are those of `reading.image_dir` with the same names. An
+    image without a text file has no objects. `Rows` decides what the numbers in a line mean. Classes keep their numbers
+    from 0.
     """
     listing = partial(_listing, folder, split, reading.image_dir)
     return open_annotated("yolo", folder, split, listing, reading)

@@ -1,7 +1,7 @@
 """Meaning of the numbers in a line of YOLO's label files: a box, a polygon or key points, and what follows them.
 
-A line does not say it. It is decided by all lines of a split; numbers that could mean two things are a fault, since a
-wrong guess would give other boxes without a warning.
+A line itself does not say what its numbers mean; all lines of a split together decide this. Numbers that could mean two
+things are a fault, because a wrong guess would give wrong boxes without a warning.
 """
 
 import math
@@ -20,14 +20,16 @@ ROTATED = (
 class Rows:
     """Meaning of the numbers behind the class of a line, decided by all lines of a split.
 
-    4: a box. 5: a box and its confidence or track, as predictions have it. 6: a box, its confidence and a track; or a
-    triangle, in data that have larger polygons too, or if the box would leave the image. From 8 on, even: a polygon,
-    with its confidence and a track if all lines can end so. Odd: a polygon and its confidence or track.
-    With `kpt_shape` in data.yaml: a box and key points.
+    The meaning depends on how many numbers there are. 4: a box. 5: a box and its confidence or track, as in
+    predictions. 6: a box, its confidence and a track; or a triangle, in data that have larger polygons too, or if the
+    box would extend beyond the image. 8 and more, even: a polygon, with its confidence and a track if all lines can end
+    in these. 7 and more, odd: a polygon and its confidence or track. With `kpt_shape` in data.yaml more than 5 numbers
+    are a box and key points.
 
     Args:
-        files: lines of all label files. shape: `kpt_shape` of data.yaml; None: it says that there are no key points;
-            `UNSAID`: it does not say.
+        files: the lines of each label file of the split.
+        shape: `kpt_shape` of data.yaml; None: data.yaml says that there are no key points; `UNSAID`: data.yaml does not
+            mention key points.
     """
 
     def __init__(self, files: Iterable[Sequence[str]], shape: object = UNSAID):
@@ -54,7 +56,10 @@ class Rows:
         self.pose_counts = poses.counts()
 
     def box_of(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
-        """Return the box of a line, xyxy in fractions of the image; or None, and why there is none."""
+        """Return (box, "") or (None, fault) of a line; the box is xyxy in fractions of the image.
+
+        numbers: the numbers of the line without the class.
+        """
         count = len(numbers)
         if count == 4:
             return _cxcywh_to_xyxy(numbers), ""

@@ -66,7 +66,10 @@ def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None
 
 
 def keep_boxes(target: Target, keep: Tensor) -> Target:
-    """Keep only the boxes where `keep` (N,) bool; relations that lose an end are dropped, the others are re-indexed."""
+    """Return the target with only the boxes that a bool mask `keep` (N,) selects.
+
+    Relations whose subject or object is dropped are dropped too; the others are re-indexed.
+    """
     if bool(keep.all()):
         return target
     target = dict(target)
@@ -85,7 +88,7 @@ def keep_boxes(target: Target, keep: Tensor) -> Target:
 
 
 def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
-    """Scale boxes and areas from an image of `old_hw` to one of `new_hw`, and set `size`."""
+    """Return the target with boxes and areas scaled from an image of `old_hw` to one of `new_hw`, and with its size."""
     y = new_hw[0] / old_hw[0]
     x = new_hw[1] / old_hw[1]
     return {
@@ -103,11 +106,12 @@ def clip_to_size(boxes: Tensor, height: int, width: int) -> Tensor:
 
 
 def recheck_boxes(image: Tensor, target: Target) -> Target:
-    """Check and clip the boxes of a target after augmentation, whatever the transform was.
+    """Return the target after augmentation with its boxes checked and clipped, whatever the transform was.
 
-    Boxes are clipped to the image (rounding may leave them a hair outside) and dropped when that leaves no width or
-    height. Raises ValueError, naming the image, for what no data can cause: non-finite boxes, per-box fields of
-    different lengths, or a `size` that is not the image's.
+    Boxes are clipped to the image (rounding may leave them slightly outside) and dropped if no width or height is left.
+
+    Raises ValueError, naming the image, for faults of a transform: non-finite boxes, per-box fields of different
+    lengths, or a `size` that is not that of the image.
     """
     size_hw = tuple(image.shape[-2:])
     target_hw = tuple(target["size"].tolist())
@@ -126,13 +130,15 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
 
 
 def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = None) -> Tensor:
-    """Return (P,) int64: what each predicate becomes in a mirrored picture; `UNKNOWN_PREDICATE`: it has no name there.
+    """Return the label that each of P predicates has in a mirrored picture, (P,) int64.
 
-    A name that says left or right becomes the one that says the other side; all others stay.
+    A name with the word left or right becomes the name with the other side; all other names stay. The label is
+    `UNKNOWN_PREDICATE` if there is no predicate of the mirrored name.
 
     Args:
         names: of the predicates, in the order of their labels.
-        pairs: further ones and their mirrored names, such as {"west of": "east of"}, in both directions.
+        pairs: further names with their mirrored names, such as {"west of": "east of"}; each pair counts in both
+            directions.
 
     Raises:
         BadInput: pairs of names that are not predicates.
@@ -169,8 +175,8 @@ def resize(image: Tensor, target: Target, size_hw: Size) -> Sample:
 def flip(image: Tensor, target: Target) -> Sample:
     """Mirror left to right.
 
-    Relations follow by `mirrored_predicates` of the target, if it has them; the sample is returned as it is if one of
-    the relations has no name in a mirrored picture.
+    If the target has the entry `mirrored_predicates` (see the function of this name), the predicates of its relations
+    are mirrored too; if one of them has no name in a mirrored picture, the sample is returned unchanged.
     """
     mirrored = target.get("mirrored_predicates")
     if mirrored is not None:
@@ -189,8 +195,8 @@ def flip(image: Tensor, target: Target) -> Sample:
 def crop(image: Tensor, target: Target, region: Region) -> Sample:
     """Crop to a region, as a view of the image's memory.
 
-    Boxes are moved and clipped to it, and dropped if no width or height is left. As in DETR the area becomes the
-    clipped box's, also for boxes that the crop does not cut.
+    Boxes are moved and clipped to the region, and dropped if no width or height is left. As in DETR, the area of every
+    object becomes that of its clipped box, even if the crop does not cut the box.
     """
     top, left, height, width = region
     shift = torch.tensor([left, top, left, top], dtype=torch.float32)
@@ -270,9 +276,9 @@ class ResizeShorter:
 
 @dataclass(frozen=True)
 class ThenResize:
-    """`before`, a resize to exactly the batch's size, `after`; for batches of varying size.
+    """The transform `before`, then a resize to exactly the size that the call gives, then the transform `after`.
 
-    size_hw: the size if the batch has none of its own (the keys of its samples carry none).
+    It is for batches of varying size. size_hw: the size if the call gives none.
     """
 
     before: Transform = Compose(())
@@ -314,11 +320,11 @@ class RandomSizeCrop:
 
 @dataclass(frozen=True)
 class ResizeCropResize:
-    """`Compose([first, size_crop, last])` with the pixels resized once, straight from the source.
+    """`Compose([first, size_crop, last])` with the pixels resized once, directly from the source image.
 
     The same numbers are drawn and the output has the same size. The region is rounded to whole source pixels, and the
-    boxes follow the rounded region, so they fit the pixels exactly; against the three separate steps they move by less
-    than one source pixel, and pixels are marginally sharper for having been interpolated once.
+    boxes follow the rounded region, so they fit the pixels exactly. Compared with the three separate steps, boxes move
+    by less than one source pixel, and pixels are slightly sharper because they are interpolated only once.
     """
 
     first: ResizeShorter
@@ -357,7 +363,13 @@ def detr_train_transform(
     crop_sizes: tuple[int, int] = (384, 600),
     flip_probability: float = 0.5,
 ) -> Transform:
-    """Make DETR's training recipe: flip, then a resize, or a resize, a crop and a resize (`make_coco_transforms`)."""
+    """Return the transform of DETR's training recipe (`make_coco_transforms`).
+
+    It flips, and then with equal probability either resizes, or resizes, crops and resizes again.
+
+    scales, max_longer: see `ResizeShorter`, of the last resize. first_scales: scales of the resize before a crop.
+    crop_sizes: smallest and largest side of a crop in pixels.
+    """
     multi_scale = ResizeShorter(tuple(scales), max_longer)
     cropped = ResizeCropResize(
         first=ResizeShorter(tuple(first_scales)),
@@ -369,7 +381,10 @@ def detr_train_transform(
 
 
 def exact_transform(size: int | Sequence[int]) -> Transform:
-    """Make the transform of every image to exactly this size, see `pair_hw`; for models that ignore a pixel mask."""
+    """Return a transform that resizes every image to exactly this size, see `pair_hw`.
+
+    It is for models that ignore a pixel mask.
+    """
     return ThenResize(size_hw=pair_hw(size))
 
 

@@ -31,7 +31,7 @@ MARGIN_SHARE_RANGE = (0.1, 0.25)  # of its sides, blended with it
 
 
 def draw_mixup_lambda(generator: torch.Generator, alpha: float = 1.5) -> float:
-    """Draw the first image's share from Beta(alpha, alpha), a function of the generator's state."""
+    """Draw the share of the first image in a `mixup` from Beta(alpha, alpha)."""
     seed = torch.randint(2**63 - 1, (), generator=generator).item()
     share = np.random.default_rng(seed).beta(alpha, alpha)
     return float(share)
@@ -70,8 +70,8 @@ def mixup(first: Sample, second: Sample, lam: float) -> Sample:
 def join_targets(targets: Sequence[Target], size_hw: Size | None = None) -> Target:
     """Join targets to one with the boxes and relations of all, in order.
 
-    Everything else is the first's, except the sizes if one is given, and `labelled`: the classes that all of them
-    label.
+    Everything else is that of the first target, with two exceptions: `orig_size` and `size` are `size_hw` if this is
+    given, and `labelled` has the classes that all targets label.
     """
     joined = dict(targets[0])
     if size_hw is not None:
@@ -103,8 +103,8 @@ def mosaic(samples: Sequence[Sample], size_hw: Size, point_yx: tuple[int, int]) 
         size_hw: of the canvas, pixels; the area outside the images is FILL_RGB.
         point_yx: row and column where the four meet, inside the canvas.
 
-    Returns an image of `size_hw` and one target; boxes with their centre cut off go, the others are clipped. image_id
-    is the first's.
+    Returns an image of `size_hw` and one target. Boxes whose centre is cut off are dropped, the others are clipped. The
+    image_id is that of the first sample.
     """
     canvas = filled_canvas(size_hw)
     canvas_height, canvas_width = size_hw
@@ -159,7 +159,9 @@ def _span(length: int, point: int, side: int, after: bool) -> tuple[int, int]:
 
 
 def mix_neighbours(samples: Sequence[Sample], share: float) -> list[Sample]:
-    """Mix `share` of each image with the rest of the one before it, cyclically in the batch; boxes of both.
+    """Mix each image of a batch with the image before it (the first with the last).
+
+    The new image is share * image + (1 - share) * previous image; its target has the boxes of both.
 
     samples: uint8 images (3, H, W) of one size, after all other transforms, and their targets.
     """
@@ -174,9 +176,9 @@ def mix_neighbours(samples: Sequence[Sample], share: float) -> list[Sample]:
 
 
 def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Generator) -> list[Sample]:
-    """Blend up to three objects of the batch into every image, each with a margin, at a place that is drawn.
+    """Blend up to three objects of the batch into every image, each with a margin around it, at a random place.
 
-    A pixel becomes `1 - share` of the object's and `share` of the image's. Objects behind them keep their boxes.
+    A pixel becomes share * image + (1 - share) * object. Objects of the image that are covered keep their boxes.
 
     samples: as for `mix_neighbours`. Crowds and objects of less than 100 square pixels are not copied.
     """
@@ -191,7 +193,10 @@ def blend_objects(samples: Sequence[Sample], share: float, generator: torch.Gene
 
 
 def mix_batch(samples: Sequence[Sample], mixup: float, blend: float, generator: torch.Generator) -> list[Sample]:
-    """Apply `mix_neighbours` with probability `mixup`, else `blend_objects` with probability `blend`, else nothing."""
+    """Apply `mix_neighbours` with probability `mixup`, else `blend_objects` with probability `blend`, else nothing.
+
+    The share of an image itself is drawn from `OWN_SHARE_RANGE`.
+    """
     draws = torch.rand(3, generator=generator).tolist()
     share = OWN_SHARE_RANGE[0] + (OWN_SHARE_RANGE[1] - OWN_SHARE_RANGE[0]) * draws[0]
     if draws[1] < mixup:

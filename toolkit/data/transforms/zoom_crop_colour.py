@@ -24,8 +24,8 @@ class PhotometricDistortion:
     """Distortion of brightness, contrast, saturation and hue, each on half of the images (Liu et al. 2016, section
     2.2).
 
-    The ranges are torchvision's; contrast comes first or last, with equal probability. uint8 saturates at 0 and 255.
-    hue is in turns.
+    The ranges are torchvision's; contrast comes first or last, with equal probability. Values are clipped to 0 and 255.
+    `hue` is a fraction of a full turn of the colour circle.
     """
 
     brightness: tuple[float, float] = (0.875, 1.125)
@@ -53,9 +53,10 @@ class PhotometricDistortion:
 
 @dataclass(frozen=True)
 class SeenRegion:
-    """Zoom-out and IoU crop in the pixels of the image, for other geometry to follow.
+    """Zoom-out and IoU crop that keep the scale of the image, so that other geometric transforms can follow.
 
-    A canvas of more than `MAX_CANVAS_PIXELS` is shrunk to so many.
+    zoom_out: sides of the largest canvas, in sides of the image; 1: no zoom-out. iou_crop: whether to crop. A result of
+    more than `MAX_CANVAS_PIXELS` is shrunk to that number of pixels.
     """
 
     zoom_out: float = 4.0
@@ -78,7 +79,11 @@ def draw_seen(
     iou_crop: bool,
     generator: torch.Generator,
 ) -> tuple[Region, Target]:
-    """Draw the region visible after zooming out (above 1) and the crop; drop boxes outside it."""
+    """Draw the region that is visible after the zoom-out and the crop; return it and the target.
+
+    zoom_out: see `SeenRegion`. The region is in pixels of the image and may extend beyond it. If `iou_crop`, boxes
+    outside of the region are dropped from the target.
+    """
     region = (0, 0, *image.shape[-2:])
     if zoom_out > 1:
         region = draw_zoom_out(region[2:], zoom_out, generator)
@@ -92,7 +97,7 @@ def draw_seen(
 def draw_zoom_out(size_hw: Size, max_side: float, generator: torch.Generator) -> Region:
     """Draw a canvas of the image's shape around the image, or, as likely, the image alone (`RandomZoomOut`).
 
-    max_side: sides of the largest canvas, in sides of the image.
+    max_side: sides of the largest canvas, in sides of the image. Returns the canvas as a region in pixels of the image.
     """
     chance, drawn, down, right = torch.rand(4, generator=generator).tolist()
     if chance >= 0.5:
@@ -155,7 +160,7 @@ def centres_strictly_inside(boxes: Tensor, regions_xyxy: Tensor) -> Tensor:
 
 
 def keep_seen(target: Target, region: Region) -> Target:
-    """Drop boxes whose centre lies outside the region, except crowd boxes: their part inside it stays."""
+    """Return the target without the boxes whose centre lies outside the region; crowd boxes are never dropped."""
     top, left, height, width = region
     corners = torch.tensor([[left, top, left + width, top + height]], dtype=torch.float32)
     inside = centres_strictly_inside(target["boxes"], corners)[0]
@@ -164,9 +169,10 @@ def keep_seen(target: Target, region: Region) -> Target:
 
 
 def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:
-    """Render the region as an image of `size_hw`, `SSD_FILL_RGB` where it lies beyond the given one; clip boxes to it.
+    """Render a region of an image as a new image of `size_hw`, and clip the boxes to it.
 
-    The picture begins and ends at whole pixels, and the boxes follow it.
+    Where the region extends beyond the image, the new image has the colour `SSD_FILL_RGB`. The old image begins and
+    ends at whole pixels of the new one, and the boxes follow this rounding.
     """
     top, left, height, width = region
     out_height, out_width = size_hw
