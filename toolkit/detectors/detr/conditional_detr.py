@@ -1,9 +1,10 @@
 """Conditional DETR (Meng et al., ICCV 2021) and DAB-DETR (Liu et al., ICLR 2022) on any timm backbone: transformers'
-models, our losses.
+models with the losses of this toolkit.
 
-transformers' own auxiliary outputs have the defect of its DETR: the normalised state goes into the next decoder layer.
-Here Conditional DETR runs with `auxiliary_loss=False`, and the decoder's norm is applied to a copy of every layer's
-state. Queries of DAB-DETR are anchor boxes that every decoder layer updates; its auxiliary outputs are the original's.
+transformers' own auxiliary outputs have the same defect as those of its DETR: the normalised state goes into the next
+decoder layer. Here Conditional DETR runs with `auxiliary_loss=False`, and the decoder's norm is applied to a copy of
+every layer's state. The queries of DAB-DETR are anchor boxes that every decoder layer updates; its auxiliary outputs
+are the original's.
 """
 
 from collections.abc import Mapping, Sequence

@@ -42,8 +42,8 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     """Return the architecture, settings and class names of the detector that these tensors belong to. `file` is not
     used.
 
-    The epsilon of batch norms is not among the tensors. For `fasterrcnn_resnet50_fpn` the settings get `norm_eps` 0,
-    which torchvision's published weights were trained with, and a note says how to change it.
+    The epsilon of batch norms is not among the tensors. For `fasterrcnn_resnet50_fpn` the settings get `norm_eps` 0, as
+    in torchvision's published detector, and a note says how to change it.
     """
     architecture = _architecture(state)
     description = Description(architecture, {}, named(len(state[CLASSIFIER]) - 1))
