@@ -82,8 +82,8 @@ class AnchorAssignment:
     image, index: (T,) int64, image in the batch and prediction of that image.
     kept: (T,) bool, False for crowd regions, and for boxes followed by another one with the same cell and anchor.
     ratio: (T,) weight of all loss terms of a box: its mixup ratio (1 without mixup) if kept, else 0.
-    center, scale: (T, 2) targets: position within the cell (0 to 1), log of size / anchor. weight: (T,) 2 - w * h / (W
-    * H), the weight of box losses.
+    center, scale: (T, 2) targets: position within the cell (0 to 1), log of size / anchor.
+    weight: (T,) weight of box losses, 2 minus the area of the box as a share of the image's.
     boxes, labels, crowd: (T, 4) xyxy pixels, (T,), (T,) bool, as given in the targets.
     counts: number of boxes of each image.
     """
