@@ -85,8 +85,8 @@ def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
 
 
 def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose `size` of the A candidates of each image at random: positives, at most `positive_fraction` of `size`, and
-    background for the rest.
+    """Choose `size` of the A candidates of each image at random: positives, at most the share `positive_fraction` of
+    `size`, and background for the rest.
 
     Args:
         match: (..., A), the result of `match_candidates`.
@@ -94,8 +94,8 @@ def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> 
 
     Returns:
         index (..., K) of the chosen candidates, positives first, where K = min(size, A), and their match (..., K). If
-        an image has fewer positives and background candidates, ignored candidates with the match `IGNORED` fill the
-        rest, so that the shape is known without a host read.
+        an image has fewer positives and background candidates, other candidates with the match `IGNORED` fill the rest,
+        so that the shape is known without a host read.
     """
     count = match.shape[-1]
     most_positives = int(size * positive_fraction)
